@@ -1,0 +1,36 @@
+# Every target that runs Python goes through .venv, which tools/make_venv.sh builds once and reuses.
+PY := .venv/bin/python
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test demo lint format clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@echo
+	@echo 'test and demo pass ARGS="..." on; PYTHON=/path/to/python3 picks the base of .venv.'
+
+venv: $(READY)  ## create or update .venv
+
+test: $(READY)  ## run the tests
+	$(PY) -m pytest -q $(ARGS)
+
+demo: $(READY)  ## train the tiny preset into runs/demo
+	$(PY) examples/train.py --preset tiny --run-dir runs/demo $(ARGS)
+
+lint: $(READY)  ## check format, lint rules and types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy src/moecore
+
+format: $(READY)  ## rewrite the code to the project's format
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean:  ## remove caches and build outputs (keeps .venv and runs)
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . \( -path ./.venv -o -path ./runs \) -prune \
+		-o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	bash tools/make_venv.sh

@@ -1,0 +1,22 @@
+"""moecore: PyTorch-native Mixture-of-Experts training."""
+
+from moecore.config import BalanceConfig, MoEConfig, ParallelConfig
+from moecore.fsdp import FSDPOptions, clip_grad_norm_
+from moecore.mesh import Meshes, build_meshes
+from moecore.moe.layer import MoELayer
+from moecore.parallelize import moe_state, parallelize_moe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BalanceConfig",
+    "FSDPOptions",
+    "Meshes",
+    "MoEConfig",
+    "MoELayer",
+    "ParallelConfig",
+    "build_meshes",
+    "clip_grad_norm_",
+    "moe_state",
+    "parallelize_moe",
+]

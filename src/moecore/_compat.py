@@ -1,0 +1,15 @@
+"""Names of torch that differ between 2.11 and the newest release, looked up once.
+
+Everything else in moecore uses one spelling; a version check anywhere else is a bug.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+# torch.nn.functional.grouped_mm is the public name where it exists; both record autograd.
+grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+# 2.13 renamed all_gather_into_tensor and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

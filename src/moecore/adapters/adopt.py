@@ -1,0 +1,60 @@
+"""`adopt`: a MoELayer made of another block's own parameters; what every adapter calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from moecore.config import MoEConfig
+from moecore.moe.experts import Experts
+from moecore.moe.layer import LayerLayout, MoELayer
+from moecore.moe.router import Router
+
+
+def adopt(
+    config: MoEConfig,
+    layout: LayerLayout,
+    *,
+    router: Mapping[str, Tensor],
+    experts: Mapping[str, Tensor],
+    shared: nn.Module | None = None,
+    layer_class: type[MoELayer] = MoELayer,
+) -> MoELayer:
+    """Return a MoELayer that holds the given parameters themselves, not copies.
+
+    Args:
+        config: the layer; `shared_hidden_dim` stays 0 when `shared` is given.
+        layout: the names under which the model knows its parts.
+        router: "weight" [E, D], and "bias" [E] and the selection bias buffer if the config has
+            them.
+        experts: parameter name -> stacked tensor, as `expert_shapes(config, layout)` says.
+        shared: any module that maps [T, D] to [T, D], kept as it is.
+        layer_class: a subclass whose forward returns what the model expects of its block.
+
+    Raises:
+        ValueError: when a tensor is missing or has another shape than the config says.
+    """
+    layer = layer_class(config, layout=layout, device="meta")
+    _fill(layer.part("router"), router)
+    _fill(layer.part("experts"), experts)
+    if shared is not None:
+        layer.add_module(layout.shared, shared)
+    return layer
+
+
+def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    assert isinstance(module, Router | Experts)
+    expected = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers())
+    if expected.keys() != tensors.keys():
+        raise ValueError(
+            f"{type(module).__name__} tensors {sorted(tensors)} must be {sorted(expected)}: "
+            "match the adapter's config and layout to the block"
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{type(module).__name__} {name} {tuple(tensor.shape)} must have the shape "
+                f"{tuple(expected[name].shape)} that the adapter's config gives"
+            )
+        setattr(module, name, tensor)

@@ -1,0 +1,74 @@
+"""Find a model's MoE blocks and swap each for a MoELayer that keeps its parameters and names.
+
+An adapter is a function `(block, model) -> MoELayer`. moecore brings those of Hugging Face models;
+a user's own block gets one through `parallelize_moe(..., adapters={MyBlock: my_adapter})`.
+`adopt` does the common part: build the layer without memory and hand it the block's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from moecore.adapters.hf import find_hf_adapter
+from moecore.moe.layer import MoELayer
+
+Adapter = Callable[[nn.Module, nn.Module], MoELayer]
+
+
+def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, MoELayer]:
+    """Replace every known MoE block in place and return all MoE layers by qualified name.
+
+    Args:
+        model: any module.
+        adapters: block class -> adapter; comes before the built-in ones.
+
+    Raises:
+        ValueError: when a block looks like MoE and has no adapter, or nothing is MoE at all. The
+            model is then unchanged.
+    """
+    found: dict[str, Adapter] = {}
+    unknown: list[str] = []
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(outer) for outer in inside):
+            continue
+        adapter = adapters.get(type(module)) or find_hf_adapter(module)
+        if isinstance(module, MoELayer) or adapter:
+            inside.append(f"{name}." if name else "")
+            if adapter:
+                found[name] = adapter
+        elif _looks_like_moe(module):
+            unknown.append(f"{name or 'the model'} ({type(module).__name__})")
+    if unknown:
+        raise ValueError(
+            f"MoE block {unknown[0]}{_more(unknown)} has no adapter: pass parallelize_moe(..., "
+            "adapters={BlockClass: fn(block, model) -> MoELayer}), see docs/adapters.md"
+        )
+    if "" in found:
+        raise ValueError(
+            "model (a MoE block itself) must be held by a parent module to be swapped: wrap it in "
+            "nn.Sequential, or build a MoELayer"
+        )
+    for name, adapter in found.items():
+        parent, _, child = name.rpartition(".")
+        block = model.get_submodule(name)
+        layer = adapter(block, model)
+        layer.train(block.training)
+        setattr(model.get_submodule(parent), child, layer)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+    if not layers:
+        raise ValueError(
+            f"model ({type(model).__name__}) must hold at least one MoELayer or known MoE block: "
+            "use fully_shard for a dense model, or register an adapter, see docs/adapters.md"
+        )
+    return layers
+
+
+def _looks_like_moe(module: nn.Module) -> bool:
+    return any(name in ("experts", "expert") for name, _ in module.named_children())
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,168 @@
+"""FSDP2 units on two meshes: a block on the dense mesh, its experts on the expert mesh inside it.
+
+Note "gradient scale": every data rank r has its own loss L_r. In the "mean" convention a gradient
+is (1 / data_ranks) * sum_r dL_r/dw. Dense gradients sum over the dense FSDP ranks. Expert gradients
+need fewer hops: the dispatcher's backward has already brought the contributions of all ranks of
+the ep x etp group to the rank that owns the expert, so the sum over the expert FSDP ranks
+completes the same sum over data ranks; only FSDP's default divisor (its own group size) would be
+wrong. So every unit, dense or expert, gets the divisor data_ranks. In the "sum" convention the
+loss is already divided by the global token count, and every unit's divisor is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from moecore.mesh import Meshes
+from moecore.moe.experts import Experts
+from moecore.moe.layer import MoELayer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FSDPOptions:
+    """Choices of `parallelize_moe` for FSDP2.
+
+    Attributes:
+        param_dtype: dtype of compute and all-gathers; None = the parameters' own.
+        reduce_dtype: dtype in which gradients are reduced, fp32 or bf16.
+        reshard_after_forward: free gathered parameters between forward and backward.
+        prefetch_blocks: how many blocks ahead parameters are gathered; 0 = FSDP2's own order,
+            which loses its overlap behind the dispatcher's host sync.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype = torch.float32
+    reshard_after_forward: bool = True
+    prefetch_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"FSDPOptions.reduce_dtype ({self.reduce_dtype}) must be torch.float32 or "
+                "torch.bfloat16: fp16 sums overflow"
+            )
+        if self.prefetch_blocks < 0:
+            raise ValueError(f"FSDPOptions.prefetch_blocks ({self.prefetch_blocks}) must be >= 0")
+
+
+def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss: str) -> None:
+    """Apply FSDP2: experts on the expert mesh, blocks and the rest on the dense mesh. In place.
+
+    Args:
+        model: its routed experts are already DTensors on (ep, etp) where those exceed 1.
+        meshes: both views.
+        options: FSDP2 choices.
+        loss: "mean" or "sum"; see the note "gradient scale".
+    """
+    blocks = find_blocks(model)
+    experts_of = {b: [m for m in b.modules() if isinstance(m, Experts)] for b in blocks}
+    dense_policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
+    # The experts' inputs hold fp32 routing weights that a cast would round.
+    expert_policy = MixedPrecisionPolicy(
+        options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
+    )
+    all_experts = [m for m in model.modules() if isinstance(m, Experts)]
+    for experts in all_experts:
+        fully_shard(
+            experts,
+            mesh=meshes.expert_fsdp,
+            mp_policy=expert_policy,
+            reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=_expert_placement(experts, meshes),
+        )
+    for module in [*(b for b in blocks if b is not model), model]:
+        fully_shard(
+            module,
+            mesh=meshes.dense_fsdp,
+            mp_policy=dense_policy,
+            reshard_after_forward=options.reshard_after_forward if module is not model else None,
+        )
+    divisor = float(meshes.data_ranks) if loss == "mean" else 1.0
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for unit in units:
+        is_experts = isinstance(unit, Experts)
+        _set_divisor(unit, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
+    if options.prefetch_blocks:
+        _set_prefetch(blocks, experts_of, options.prefetch_blocks)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that become FSDP2 units, in order.
+
+    They are the entries of each outermost ModuleList, ModuleDict or Sequential that holds a
+    MoELayer anywhere (a decoder's layers, dense ones included); MoE layers outside of any such
+    container are units of their own.
+    """
+    blocks: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        if not any(isinstance(m, MoELayer) for m in module.modules()):
+            return
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            blocks.extend(child for child in module.children() if _has_parameters(child))
+        elif isinstance(module, MoELayer):
+            blocks.append(module)
+        else:
+            for child in module.children():
+                visit(child)
+
+    visit(model)
+    return blocks
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _expert_placement(experts: Experts, meshes: Meshes) -> Callable[[nn.Parameter], Shard]:
+    """Choose the dim over which FSDP2 shards an expert parameter.
+
+    Whole experts (dim 0) where the local count divides evenly. Otherwise the model dim: with fewer
+    experts than shards, sharding dim 0 would leave ranks empty. With etp > 1 always the model dim,
+    because DTensor cannot gather two strided dims. Biases are small and shard dim 0.
+    """
+    size = meshes.expert_fsdp.size(meshes.expert_fsdp.ndim - 1)
+    num_local = experts.config.num_experts // meshes.parallel.ep
+    whole_experts = num_local % size == 0 and meshes.parallel.etp == 1
+    model_dim_divides = experts.config.dim % size == 0
+
+    def placement(param: nn.Parameter) -> Shard:
+        dim = experts.model_dim_of(param)
+        return Shard(0 if dim is None or whole_experts or not model_dim_divides else dim)
+
+    return placement
+
+
+def _set_divisor(unit: FSDPModule, divisor: float, mesh: DeviceMesh) -> None:
+    """Set what the summed gradient is divided by.
+
+    gloo has no scaled sum, so there FSDP2 must sum and divide afterwards. That switch must stay
+    off for a shard group of one rank, where FSDP2 (2.11 to 2.13) would then divide twice.
+    """
+    unit.set_gradient_divide_factor(divisor)
+    shards = mesh.size(mesh.ndim - 1)
+    unit.set_force_sum_reduction_for_comms(mesh.device_type == "cpu" and shards > 1)
+
+
+def _set_prefetch(
+    blocks: list[nn.Module], experts_of: dict[nn.Module, list[Experts]], ahead: int
+) -> None:
+    """Gather parameters `ahead` blocks early, in the order in which they are used."""
+    forward = [[b, *(e for e in experts_of[b] if e is not b)] for b in blocks]
+    backward = [[b, *reversed(units[1:])] for b, units in zip(blocks, forward, strict=True)]
+    backward.reverse()
+    for order, setter in (
+        (forward, "set_modules_to_forward_prefetch"),
+        (backward, "set_modules_to_backward_prefetch"),
+    ):
+        for i, units in enumerate(order):
+            later = [unit for group in order[i + 1 : i + 1 + ahead] for unit in group]
+            for j, unit in enumerate(units):
+                getattr(unit, setter)(units[j + 1 :] + later)

@@ -1,0 +1,161 @@
+"""ParallelConfig -> Meshes(dense, expert): two views of the same ranks (Parallel Folding).
+
+    dense  view, outermost first: pp, dp_replicate,  dp_shard,  cp, tp
+    expert view, outermost first: pp, edp_replicate, edp_shard, ep, etp
+
+Only pp must agree; every other expert dim folds freely over the dense ones. The last dim of a
+view is made of neighbouring ranks, so tp, ep and etp stay inside one host where they fit.
+
+Example, 8 ranks, dp_shard=4 tp=2 against edp_shard=2 ep=4: ranks 0 and 1 are one tp pair, ranks
+0 1 2 3 are one ep group, and ranks 0 and 4 share the same experts (edp_shard).
+
+Source: MoE Parallel Folding (arXiv:2504.14960).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moecore.config import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meshes:
+    """The two views of the world, and what rooms need to know about them.
+
+    Attributes:
+        parallel: the resolved degrees (no -1).
+        dense: mesh of attention, norms, embeddings, routers and shared experts.
+        expert: mesh of the routed experts.
+        dense_fsdp: (dp_replicate, dp_shard x cp) for FSDP2 of dense parameters; the replicate
+            dim is left out when it is 1.
+        expert_fsdp: (edp_replicate, edp_shard) for FSDP2 of experts, likewise.
+        dispatch_group: the ep x etp ranks among which tokens travel, ep-major; None when alone.
+        micro_batch_group: the cp x tp ranks that share one data rank's micro-batch; None = alone.
+        stage_group: every rank of this pipeline stage.
+    """
+
+    parallel: ParallelConfig
+    dense: DeviceMesh
+    expert: DeviceMesh
+    dense_fsdp: DeviceMesh
+    expert_fsdp: DeviceMesh
+    dispatch_group: dist.ProcessGroup | None
+    micro_batch_group: dist.ProcessGroup | None
+    stage_group: dist.ProcessGroup
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks with different data: dp_replicate * dp_shard.
+
+        cp and tp ranks hold parts of the same sequences, so they are not data ranks.
+        """
+        return self.parallel.dp_replicate * self.parallel.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's data among `data_ranks`."""
+        shard = self.dense.get_local_rank("dp_shard")
+        return self.dense.get_local_rank("dp_replicate") * self.parallel.dp_shard + shard
+
+    @property
+    def device_type(self) -> str:
+        """The device type of both meshes, "cpu" or "cuda"."""
+        return self.dense.device_type
+
+
+def build_meshes(parallel: ParallelConfig, device_type: str | None = None) -> Meshes:
+    """Build both views over all ranks of the default process group.
+
+    Starts the process group when there is none: from torchrun's environment, or as a world of one
+    process. Collective: every rank must call it with the same config.
+
+    Args:
+        parallel: the degrees; -1 takes what is left.
+        device_type: "cuda" or "cpu"; default: cuda when available.
+
+    Returns:
+        The frozen record that every other room takes its groups from.
+
+    Raises:
+        ValueError: when the degrees do not multiply to the world size.
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f'device_type ({device_type!r}) must be "cpu" or "cuda"')
+    world_size = (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
+    p = parallel.resolve(world_size)
+    _ensure_process_group(device_type)
+
+    world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
+    dense = world._unflatten(0, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
+    expert = world._unflatten(0, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
+    # Views that join neighbouring dims into one group. Only dims that are both larger than 1
+    # need a new group; a joined dim of one non-trivial factor reuses that factor's group.
+    return Meshes(
+        parallel=p,
+        dense=dense,
+        expert=expert,
+        dense_fsdp=_fsdp_mesh(world, p),
+        expert_fsdp=_trim(expert, "edp_replicate", "edp_shard"),
+        dispatch_group=_joined_group(world, expert, ("ep", "etp")),
+        micro_batch_group=_joined_group(world, dense, ("cp", "tp")),
+        stage_group=_stage_group(world, p),
+    )
+
+
+def _ensure_process_group(device_type: str) -> None:
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
+    """Slice (replicate, shard), without the replicate dim when it is 1."""
+    names = (replicate, shard) if mesh.size(_dim(mesh, replicate)) > 1 else (shard,)
+    return mesh[names]
+
+
+def _fsdp_mesh(world: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
+    names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
+    view = world._unflatten(0, (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp), names)
+    return _trim(view, "dp_replicate", "dp_shard_cp")
+
+
+def _joined_group(
+    world: DeviceMesh, view: DeviceMesh, names: tuple[str, str]
+) -> dist.ProcessGroup | None:
+    """Group over the two innermost dims of a view, first-major; None when it is one rank."""
+    sizes = [view.size(_dim(view, name)) for name in names]
+    if sizes == [1, 1]:
+        return None
+    if 1 in sizes:
+        return view.get_group(names[1 - sizes.index(1)])
+    inner = sizes[0] * sizes[1]
+    joined = "_".join(names)
+    return world._unflatten(0, (world.size() // inner, inner), ("outer", joined)).get_group(joined)
+
+
+def _stage_group(world: DeviceMesh, p: ParallelConfig) -> dist.ProcessGroup:
+    if p.pp == 1:
+        return world.get_group()
+    return world._unflatten(0, (p.pp, world.size() // p.pp), ("pp", "stage")).get_group("stage")
+
+
+def _dim(mesh: DeviceMesh, name: str) -> int:
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return names.index(name)

@@ -1,0 +1,140 @@
+"""Rank-deduplicated all-to-all over NCCL or gloo, with uneven splits.
+
+Legend: T local tokens, D model dim, K experts per token, P expert blocks (ep), G ranks of the
+group (ep * etp), M rows sent, S rows received, R expert rows.
+
+    dispatch = gather the M rows to send -> all-to-all      backward: all-to-all -> add
+    combine  = all-to-all back -> add M partial sums home   backward: gather -> all-to-all
+
+One host sync per forward, none in backward: the split sizes (`_exchange_counts`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.moe.dispatch.base import (
+    ExpertInput,
+    ExpertPlacement,
+    gather_rows,
+    group_rows,
+    sum_rows,
+)
+from moecore.moe.router import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAllPlan:
+    """What combine needs: the token of each sent row, and the splits of the way out."""
+
+    token_ids_M: Tensor
+    num_tokens: int
+    send_splits: list[int]
+    receive_splits: list[int]
+
+
+class AllToAllDispatcher:
+    """Sends each token once to every rank that owns at least one of its experts.
+
+    Args:
+        placement: the dispatch group and who owns what.
+    """
+
+    def __init__(self, placement: ExpertPlacement) -> None:
+        self.placement = placement
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
+        """Bring tokens to their experts' ranks. One host sync; 3 collectives."""
+        p, T = self.placement, x_TD.shape[0]
+        block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")
+        owned_PTK = block_TK == torch.arange(p.ep, device=x_TD.device)[:, None, None]
+        needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
+        pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
+        send_splits, receive_splits, num_rows = _exchange_counts(needs_GT.sum(1), pairs_G, p.group)
+        # The rows to send, by destination and then by token: a stable sort puts them first.
+        order = torch.argsort((~needs_GT).flatten().to(torch.uint8), stable=True)
+        token_ids_M = order[: sum(send_splits)] % max(T, 1)
+        plan = AllToAllPlan(token_ids_M, T, send_splits, receive_splits)
+
+        rows_SD = self._send(gather_rows(x_TD, token_ids_M), plan)
+        weights_MK = gather_rows(routing.weights_TK, token_ids_M)
+        ids_MK = routing.expert_ids_TK.index_select(0, token_ids_M)
+        ids_SK, weights_SK = _SendChoices.apply(ids_MK, weights_MK, plan, p.group)
+        row_ids_R, weights_R, offsets_e = group_rows(
+            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, num_rows=num_rows
+        )
+        return ExpertInput(rows_SD, row_ids_R, weights_R, offsets_e, offsets_e[-1], plan)
+
+    def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
+        """Send partial sums home and add them in fp32. No host sync; 1 collective."""
+        splits = (plan.send_splits, plan.receive_splits)
+        y_MD = _AllToAll.apply(y_SD, *splits, self.placement.group)
+        return sum_rows(y_MD, plan.token_ids_M, plan.num_tokens)
+
+    def _send(self, x_MD: Tensor, plan: AllToAllPlan) -> Tensor:
+        splits = (plan.receive_splits, plan.send_splits)
+        return _AllToAll.apply(x_MD, *splits, self.placement.group)
+
+
+def _exchange_counts(
+    tokens_G: Tensor, pairs_G: Tensor, group: dist.ProcessGroup
+) -> tuple[list[int], list[int], int]:
+    """Return send splits, receive splits and R. The one host sync of this dispatcher.
+
+    Collectives with uneven splits take them from the host, so the counts must come over.
+    """
+    sent_G2 = torch.stack([tokens_G, pairs_G], dim=1)
+    received_G2 = torch.empty_like(sent_G2)
+    dist.all_to_all_single(received_G2, sent_G2, group=group)
+    sent, received = torch.stack([sent_G2, received_G2]).tolist()
+    return [n for n, _ in sent], [n for n, _ in received], sum(n for _, n in received)
+
+
+def _all_to_all(
+    x: Tensor, receive_splits: list[int], send_splits: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    out = x.new_empty((sum(receive_splits), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), receive_splits, send_splits, group=group)
+    return out
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        receive_splits: list[int],
+        send_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.args = (send_splits, receive_splits, group)
+        return _all_to_all(x, receive_splits, send_splits, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grads[0], *ctx.args), None, None, None
+
+
+class _SendChoices(torch.autograd.Function):
+    """ids and weights of the sent rows in one collective; the weights' gradient comes back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ids_MK: Tensor, weights_MK: Tensor, plan: AllToAllPlan, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.args = (plan.send_splits, plan.receive_splits, group)
+        packed = torch.cat([ids_MK, weights_MK.view(torch.int32)], dim=1)
+        received = _all_to_all(packed, plan.receive_splits, plan.send_splits, group)
+        ids_SK, weights_SK = received.chunk(2, dim=1)
+        ids_SK = ids_SK.contiguous()
+        ctx.mark_non_differentiable(ids_SK)
+        return ids_SK, weights_SK.contiguous().view(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, _all_to_all(grads[1], *ctx.args), None, None

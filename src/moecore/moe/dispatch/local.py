@@ -1,0 +1,30 @@
+"""The identity dispatcher: every expert lives on this rank. No communication, no host sync."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moecore.moe.dispatch.base import ExpertInput, group_rows
+from moecore.moe.router import Routing
+
+
+class LocalDispatcher:
+    """dispatch and combine of a rank that owns all experts.
+
+    Args:
+        num_experts: E.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
+        """Return x_TD itself as source rows (S = T, R = T * K), without a copy."""
+        row_ids_R, weights_R, offsets_e = group_rows(
+            routing.expert_ids_TK, routing.weights_TK, first=0, num_local=self.num_experts
+        )
+        return ExpertInput(x_TD, row_ids_R, weights_R, offsets_e, offsets_e[-1], None)
+
+    def combine(self, y_SD: Tensor, plan: None) -> Tensor:
+        """Return y_SD: the experts have already added over a token's experts."""
+        return y_SD

@@ -1,0 +1,155 @@
+"""How the layer reads a parameter that may be sharded, and fills it the same on every layout.
+
+Layers keep activations as plain local tensors; what a parameter is (whole, sharded over ep, etp or
+tp, replicated over tp) is told by its DTensor placements alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement
+
+BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
+
+
+def local_param(param: Tensor) -> Tensor:
+    """Return this rank's part of a parameter as a plain tensor, differentiably.
+
+    A replicated DTensor is read by ranks that hold different tokens (tensor parallel ranks with
+    sequence parallelism), so its gradient is a partial sum, and is marked as one.
+    """
+    if not isinstance(param, DTensor):
+        return param
+    grads = tuple(Partial() if p.is_replicate() else p for p in param.placements)
+    return param.to_local(grad_placements=grads)
+
+
+@torch.no_grad()
+def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
+    """Fill a parameter with N(0, std^2): the same global values on every layout.
+
+    The global tensor is cut along dim 0 into blocks of about `BLOCK_NUMEL` values, and block b is
+    drawn from a generator seeded by (seed, key, b). A rank draws only the blocks that its shard
+    touches, so a model larger than one rank's memory can be initialised. No communication.
+
+    Args:
+        param: a tensor or DTensor on its final device, any dtype.
+        std: standard deviation.
+        key: name of the parameter; different keys give independent values.
+        seed: seed of the whole model.
+
+    Note: CPU and CUDA draw different values from the same seed.
+    """
+    local = param.to_local() if isinstance(param, DTensor) else param
+    if local.numel() == 0:
+        return
+    indices = global_indices(param)
+    row_numel = max(1, math.prod(param.shape[1:]))
+    block_rows = max(1, BLOCK_NUMEL // row_numel)
+    rows = indices[0]
+    generator = torch.Generator(device=local.device)
+    start = 0
+    while start < rows.numel():
+        block = int(rows[start]) // block_rows
+        first = block * block_rows
+        size = min(block_rows, param.shape[0] - first)
+        stop = start + int((rows[start:] // block_rows == block).to(torch.int64).cumprod(0).sum())
+        generator.manual_seed(_seed_of(seed, key, block))
+        values = torch.empty((size, *param.shape[1:]), device=local.device, dtype=torch.float32)
+        values.normal_(0.0, std, generator=generator)
+        part = values[(rows[start:stop] - first).to(local.device)]
+        for dim, index in enumerate(indices[1:], start=1):
+            if index.numel() != param.shape[dim]:
+                part = part.index_select(dim, index.to(local.device))
+        local[start:stop].copy_(part)
+        start = stop
+
+
+def global_indices(param: Tensor) -> list[Tensor]:
+    """Return, per dim, which global indices this rank's local shard holds, in local order.
+
+    Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
+    Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
+    """
+    indices = [torch.arange(n) for n in param.shape]
+    if not isinstance(param, DTensor):
+        return indices
+    mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside the mesh holds no shard"
+    for dim, index in enumerate(indices):
+        # A strided shard marks an order: dims to its right split the same tensor dim first.
+        # One without such dims marks interleaved parts (gate and up of one expert).
+        later: list[tuple[int, int]] = []
+        inner = 1
+        for mesh_dim in reversed(range(mesh.ndim)):
+            placement = param.placements[mesh_dim]
+            if placement.is_replicate() or placement.dim != dim:  # type: ignore[attr-defined]
+                continue
+            parts = getattr(placement, "split_factor", 1)
+            size, rank = mesh.size(mesh_dim), coordinate[mesh_dim]
+            if parts > 1 and parts != inner:
+                index = _interleaved(index, parts, size, rank)
+            elif parts > 1:
+                later.append((size, rank))
+            else:
+                index = _chunk(index, size, rank)
+            inner *= size
+        for size, rank in later:
+            index = _chunk(index, size, rank)
+        indices[dim] = index
+    return indices
+
+
+def _chunk(index: Tensor, size: int, rank: int) -> Tensor:
+    step = -(-index.numel() // size)
+    return index[rank * step : (rank + 1) * step]
+
+
+def _interleaved(index: Tensor, parts: int, size: int, rank: int) -> Tensor:
+    return index.view(parts, size, -1)[:, rank].reshape(-1)
+
+
+def _seed_of(seed: int, key: str, block: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{key}/{block}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def shard_parameter(
+    module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> None:
+    """Replace a whole parameter by a DTensor that keeps this rank's part. No communication.
+
+    A real parameter must hold the same values on every rank; a meta one stays on meta. Sharded
+    dims must divide evenly. `_StridedShard(dim, split_factor=n)` cuts each of n equal parts of the
+    dim (gate and up of one expert) and keeps one piece of each.
+
+    Args:
+        module: owner of the parameter.
+        name: its name in the module.
+        mesh: one or two dims.
+        placements: one per mesh dim.
+    """
+    param = getattr(module, name)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside the mesh holds no shard"
+    local = param.detach()
+    for mesh_dim, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        dim, size, rank = placement.dim, mesh.size(mesh_dim), coordinate[mesh_dim]  # type: ignore[attr-defined]
+        parts = getattr(placement, "split_factor", 1)
+        pieces = local.unflatten(dim, (parts, size, local.shape[dim] // (parts * size)))
+        local = pieces.select(dim + 1, rank).flatten(dim, dim + 1)
+    if not local.is_meta:
+        local = local.to(mesh.device_type)
+    local = local.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    new = torch.nn.Parameter(sharded, requires_grad=param.requires_grad)
+    module.register_parameter(name, new)

@@ -1,0 +1,356 @@
+"""One composition of parallel degrees against one process: what `test_parity.py` runs per case.
+
+Every rank trains the same tiny decoder for two optimizer steps. Rank 0 repeats them in one process
+with `moe_reference` in place of every MoE layer and reports, per quantity, the worst error of an
+element relative to its tensor's largest one. Data ranks hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from moecore import (
+    BalanceConfig,
+    FSDPOptions,
+    Meshes,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+    clip_grad_norm_,
+    moe_state,
+    parallelize_moe,
+)
+from moecore.models import Decoder, DecoderConfig
+from moecore.moe.balance import LOSS_NAMES
+from moecore.moe.dispatch.base import ExpertPlacement
+from moecore.moe.experts import Experts
+from moecore.moe.reference import ReferenceOutput, moe_reference
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+NUM_STEPS = 2
+ALL_LOSSES = BalanceConfig(
+    micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
+)
+MOE = MoEConfig(dim=48, hidden_dim=48, num_experts=24, top_k=3, balance=ALL_LOSSES)
+MODELS = {
+    "softmax": MOE,
+    "gated-shared": replace(MOE, shared_hidden_dim=32, shared_gate=True, activation="geglu"),
+    "sigmoid": replace(
+        MOE,
+        score_function="sigmoid",
+        num_groups=6,
+        top_groups=3,
+        routed_scaling_factor=2.5,
+        expert_bias=True,
+        shared_hidden_dim=16,
+        balance=replace(ALL_LOSSES, bias_update_rate=0.01),
+    ),
+    "biases": replace(
+        MOE,
+        score_order="post",
+        router_bias=True,
+        activation="clamped_swiglu",
+        activation_limit=1.0,
+        fc1_bias=True,
+        fc2_bias=True,
+    ),
+    "relu2": replace(
+        MOE,
+        activation="relu2",
+        expert_bias=True,
+        balance=BalanceConfig(global_batch_coef=0.1, bias_update_rate=0.02),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One composition and the options that ride on it."""
+
+    world: int
+    parallel: dict[str, int]
+    model: str = "softmax"
+    dispatcher: str = "alltoall"
+    experts: str = "grouped"
+    loss: str = "mean"
+    optimizer: str = "sgd"
+    accumulate: int = 1
+    tied: bool = False
+    meta: bool = False
+    fsdp: FSDPOptions = field(default_factory=FSDPOptions)
+    tamper: str = ""
+
+    @property
+    def name(self) -> str:
+        degrees = "-".join(f"{k}{v}" for k, v in self.parallel.items())
+        return f"{self.world}r-{degrees}-{self.model}-{self.dispatcher}-{self.loss}{self.tamper}"
+
+
+def run_case(case: Case, device: torch.device) -> dict[str, float]:
+    """Return quantity -> worst relative error on rank 0, {} elsewhere."""
+    torch.manual_seed(0)
+    meshes = build_meshes(ParallelConfig(**case.parallel), device.type)
+    config = decoder_config(case)
+    initial = initial_state(config, device)
+    if case.meta:
+        model = Decoder(config, device="meta")
+    else:
+        model = Decoder(config).to(device)
+        model.load_state_dict(initial)
+    parallelize(model, meshes, case)
+    if case.meta:
+        model.to_empty(device=device)
+        model.init_weights(seed=5)
+        initial = {n: t.clone() for n, t in whole(model.state_dict()).items()}
+        reference = Decoder(config).to(device)
+        reference.init_weights(seed=5)
+        assert all(torch.equal(initial[n], t) for n, t in reference.state_dict().items()), (
+            "meta initialisation must not depend on the layout"
+        )
+    tamper(model, meshes, case.tamper)
+    batches = make_batches(case, meshes, device)
+    found = train(model, meshes, batches, case)
+    if dist.get_rank() != 0:
+        return {}
+    expected = train_reference(config, initial, batches, case, device)
+    return {name: worst_error(found[name], expected[name]) for name in expected}
+
+
+def decoder_config(case: Case) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=61,
+        dim=48,
+        num_layers=3,
+        num_heads=24,
+        num_kv_heads=12,
+        head_dim=4,
+        mlp_hidden_dim=48,
+        moe=MODELS[case.model],
+        dense_layers=(0,),
+        qk_norm="head",
+        tie_embeddings=case.tied,
+        max_seq_len=64,
+        ce_chunk_tokens=7,
+    )
+
+
+def initial_state(config: DecoderConfig, device: torch.device) -> dict[str, Tensor]:
+    """Weights large enough for uneven routing and gradients that no rounding hides."""
+    generator = torch.Generator().manual_seed(1)
+    state = Decoder(config).state_dict()
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and "norm" not in name and "rope" not in name:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
+    parallelize_moe(
+        model,
+        meshes,
+        dispatcher=case.dispatcher if meshes.dispatch_group else "auto",  # type: ignore[arg-type]
+        experts=case.experts,  # type: ignore[arg-type]
+        loss=case.loss,  # type: ignore[arg-type]
+        fsdp=case.fsdp,
+    )
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[list[Batch]]]:
+    """Return [step][micro-batch][data rank] -> (tokens, labels), a different length per rank."""
+    generator = torch.Generator().manual_seed(2)
+    tp = meshes.parallel.tp
+
+    def batch(data_rank: int) -> Batch:
+        shape = (1 + data_rank % 2, tp * (2 + data_rank % 3) + (0 if tp > 1 else data_rank % 2))
+        tokens = torch.randint(0, 61, shape, generator=generator)
+        labels = torch.randint(0, 61, shape, generator=generator)
+        labels[:, -1] = -100
+        return tokens.to(device), labels.to(device)
+
+    ranks = range(meshes.data_ranks)
+    return [[[batch(r) for r in ranks] for _ in range(case.accumulate)] for _ in range(NUM_STEPS)]
+
+
+def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    # An eps of the size of the gradients: AdamW's division then does not magnify rounding.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2, weight_decay=0.1)
+
+
+def loss_scale(case: Case, step: list[list[Batch]]) -> dict[str, Any]:
+    """The keyword that makes a rank's loss a sum over the global token count."""
+    if case.loss == "mean":
+        return {}
+    return {"num_tokens": sum(int((y != -100).sum()) for micro in step for _, y in micro)}
+
+
+def train(
+    model: nn.Module, meshes: Meshes, batches: list[list[list[Batch]]], case: Case
+) -> dict[str, Any]:
+    """Two steps on this rank; returns whole tensors."""
+    optimizer, state = make_optimizer(model, case.optimizer), moe_state(model)
+    state.set_num_micro_batches(case.accumulate)
+    found: dict[str, Any] = {}
+    for i, step in enumerate(batches):
+        loss_of_rank = torch.zeros((), device=step[0][0][0].device)
+        for micro in step:
+            tokens, labels = micro[meshes.data_rank]
+            loss = model(tokens, labels, **loss_scale(case, step))
+            loss = loss / case.accumulate if case.loss == "mean" else loss
+            loss.backward()
+            loss_of_rank += loss.detach()
+        losses = [torch.empty_like(loss_of_rank) for _ in range(dist.get_world_size())]
+        dist.all_gather(losses, loss_of_rank)
+        stride = dist.get_world_size() // meshes.data_ranks
+        found[f"loss/{i}"] = torch.stack(losses)[::stride]
+        norm = clip_grad_norm_(model, 0.7)
+        found[f"norm/{i}"] = torch.tensor(norm.total)
+        if i == 0:
+            scale = max(1.0, (norm.total + 1e-6) / 0.7)
+            grads = {n: p.grad for n, p in model.named_parameters()}
+            found |= {f"grad/{n}": g * scale for n, g in whole(grads).items()}
+        metrics = state.finish_step()
+        for name in metrics.tokens_per_expert:
+            found[f"counts/{i}/{name}"] = metrics.tokens_per_expert[name].float()
+            found[f"aux/{i}/{name}"] = metrics.aux_losses[name]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {f"after/{n}": t for n, t in whole(model.state_dict()).items()}
+
+
+def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """Gather DTensors."""
+    return {
+        n: (t.full_tensor() if isinstance(t, DTensor) else t.detach()) for n, t in tensors.items()
+    }
+
+
+def train_reference(
+    config: DecoderConfig,
+    initial: dict[str, Tensor],
+    batches: list[list[list[Batch]]],
+    case: Case,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The same two steps in one process, data rank after data rank."""
+    model = Decoder(config).to(device)
+    model.load_state_dict(initial)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+    outputs: dict[str, list[ReferenceOutput]] = defaultdict(list)
+    for name, layer in layers.items():
+        layer.forward = MethodType(_reference_forward(outputs[name]), layer)
+    optimizer = make_optimizer(model, case.optimizer)
+    expected: dict[str, Any] = {}
+    for i, step in enumerate(batches):
+        ranks, prior = range(len(step[0])), dict.fromkeys(layers, 0)
+        losses, counts, aux = [0.0] * len(ranks), defaultdict(int), defaultdict(int)
+        for micro in step:
+            _forward_all(model, micro, outputs, case, step)  # only for the counts of all ranks
+            shares = {n: prior[n] + sum(o.counts_E for o in outputs[n]) for n in layers}
+            for rank in ranks:
+                _clear(outputs)
+                tokens, labels = micro[rank]
+                loss = model(tokens, labels, **loss_scale(case, step))
+                loss = loss / case.accumulate if case.loss == "mean" else loss
+                total = loss / len(ranks) if case.loss == "mean" else loss
+                for name, layer in layers.items():
+                    values = _aux_losses(layer.config, outputs[name][0], shares[name])
+                    values = values / (len(ranks) * case.accumulate)
+                    total = total + values.sum()
+                    aux[name] = aux[name] + values.detach()
+                    counts[name] = counts[name] + outputs[name][0].counts_E
+                total.backward()
+                losses[rank] += loss.detach()
+            prior = shares
+            _clear(outputs)
+        expected[f"loss/{i}"] = torch.stack(losses)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        expected[f"norm/{i}"] = norm
+        if i == 0:
+            expected |= {f"grad/{n}": p.grad.clone() for n, p in model.named_parameters()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        for name, layer in layers.items():
+            expected[f"counts/{i}/{name}"] = counts[name].float()
+            expected[f"aux/{i}/{name}"] = aux[name]
+            rate = layer.config.balance.bias_update_rate
+            if rate:
+                count = counts[name].double()
+                layer.router.expert_bias += rate * torch.sign(count.mean() - count).float()
+        optimizer.step()
+        optimizer.zero_grad()
+    return expected | {f"after/{n}": t for n, t in whole(model.state_dict()).items()}
+
+
+def _reference_forward(outputs: list[ReferenceOutput]) -> Any:
+    def forward(self: MoELayer, x_BTD: Tensor) -> Tensor:
+        params = dict(self.named_parameters()) | dict(self.named_buffers())
+        outputs.append(moe_reference(x_BTD, params, self.config))
+        return outputs[-1].y_BTD
+
+    return forward
+
+
+@torch.no_grad()
+def _forward_all(
+    model: nn.Module,
+    micro: list[Batch],
+    outputs: dict[str, list[ReferenceOutput]],
+    case: Case,
+    step: list[list[Batch]],
+) -> None:
+    _clear(outputs)
+    for tokens, labels in micro:
+        model(tokens, labels, **loss_scale(case, step))
+
+
+def _clear(outputs: dict[str, list[ReferenceOutput]]) -> None:
+    for values in outputs.values():
+        values.clear()
+
+
+def _aux_losses(config: MoEConfig, out: ReferenceOutput, counts_E: Tensor) -> Tensor:
+    """The four losses of one data rank, with the global batch's share of each expert."""
+    share_E = counts_E / counts_E.sum()
+    even = config.num_experts * (share_E * out.mean_scores_E).sum()
+    losses = out.losses | {"global_batch": config.balance.global_batch_coef * even}
+    return torch.stack([losses[name] for name in LOSS_NAMES])
+
+
+def worst_error(found: Tensor, expected: Tensor) -> float:
+    """Largest element error over the largest element; nan stays nan and fails every bound."""
+    if found.shape != expected.shape:
+        return float("inf")
+    scale = expected.abs().max().clamp(min=1e-6)
+    return float((found.float() - expected.float()).abs().max() / scale)
+
+
+def tamper(model: nn.Module, meshes: Meshes, what: str) -> None:
+    """Break one thing on purpose; the suite must notice."""
+    if what == "-no-gradient-scale":
+        for module in model.modules():
+            if isinstance(module, Experts) and isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(float(meshes.expert_fsdp.size()))
+    elif what == "-wrong-group":
+        p, world = meshes.parallel, dist.get_world_size()
+        size = p.ep * p.etp
+        groups = [
+            dist.new_group(list(range(i, world, world // size))) for i in range(world // size)
+        ]
+        group = groups[dist.get_rank() % (world // size)]
+        for module in model.modules():
+            if isinstance(module, MoELayer):
+                module.dispatcher.placement = ExpertPlacement(
+                    group=group, num_experts=module.config.num_experts, ep=p.ep, etp=p.etp
+                )

@@ -1,0 +1,121 @@
+"""Every composition equals one process: the proof that gradients are right on any folding.
+
+    python -m pytest tests/test_parity.py            8 gloo ranks on CPU
+    python -m pytest tests/test_parity.py -m gpu     the same cases over NCCL on 8 GPUs
+
+Ranks are spawned once per backend and run all cases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from moecore import FSDPOptions
+from parity import Case, run_case
+from ranks import free_port, run_ranks, start_group
+
+FP32_BOUND = 1e-5
+GATHERED = FSDPOptions(reshard_after_forward=False, prefetch_blocks=0)
+
+
+def case(world: int, dense: str, expert: str, **options: Any) -> Case:
+    """Read degrees such as "dp_shard=4 tp=2" and "ep=4 edp_shard=2"; all are given."""
+    degrees = dict(part.split("=") for part in f"{dense} {expert}".split())
+    parallel = {name: int(value) for name, value in degrees.items()}
+    return Case(world=world, parallel=parallel, **options)
+
+
+CASES = [
+    case(8, "dp_shard=8", "ep=8 edp_shard=1"),
+    case(8, "dp_shard=8", "ep=1 edp_shard=8", model="sigmoid", optimizer="adamw", meta=True),
+    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="sigmoid", accumulate=2),
+    case(8, "dp_shard=8", "ep=2 edp_shard=4", model="biases", dispatcher="allgather"),
+    case(8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="biases", optimizer="adamw"),
+    case(8, "dp_shard=8", "ep=2 etp=4 edp_shard=1", model="relu2", loss="sum"),
+    case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="softmax", meta=True),
+    case(8, "dp_shard=8", "etp=2 edp_shard=4", model="gated-shared", dispatcher="allgather"),
+    case(8, "dp_replicate=2 dp_shard=4", "ep=8 edp_shard=1", loss="sum", optimizer="adamw"),
+    case(8, "dp_replicate=2 dp_shard=4", "edp_replicate=2 edp_shard=1 ep=4", model="sigmoid"),
+    case(8, "dp_replicate=4 dp_shard=2", "edp_replicate=2 edp_shard=2 ep=2", model="biases"),
+    case(8, "dp_replicate=8 dp_shard=1", "edp_replicate=4 edp_shard=1 ep=2", accumulate=2),
+    case(8, "dp_shard=4 tp=2", "ep=8 edp_shard=1", model="gated-shared"),
+    case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", model="sigmoid", loss="sum", accumulate=2),
+    case(8, "dp_shard=4 tp=2", "ep=4 etp=2 edp_shard=1", model="biases", tied=True),
+    case(8, "dp_shard=2 tp=4", "ep=8 edp_shard=1", model="relu2", dispatcher="allgather"),
+    case(8, "dp_shard=2 tp=4", "ep=2 edp_shard=4", model="sigmoid", optimizer="adamw", tied=True),
+    case(8, "dp_shard=2 tp=4", "ep=4 edp_shard=2", loss="sum", fsdp=GATHERED),
+    case(8, "dp_shard=2 tp=4", "ep=2 etp=4 edp_shard=1", model="gated-shared"),
+    case(8, "dp_replicate=2 dp_shard=2 tp=2", "edp_replicate=2 edp_shard=2 ep=2", loss="sum"),
+    case(8, "dp_replicate=4 dp_shard=1 tp=2", "edp_replicate=2 edp_shard=1 ep=4", model="relu2"),
+    case(6, "dp_shard=6", "ep=6 edp_shard=1", model="biases", experts="sequential"),
+    case(6, "dp_shard=6", "ep=3 edp_shard=2", model="gated-shared", fsdp=GATHERED),
+    case(6, "dp_shard=6", "ep=2 edp_shard=3", model="relu2", optimizer="adamw", accumulate=3),
+    case(6, "dp_shard=2 tp=3", "ep=6 edp_shard=1", model="sigmoid", meta=True),
+    case(6, "dp_shard=3 tp=2", "ep=3 edp_shard=2", model="biases", loss="sum"),
+    case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather", optimizer="adamw"),
+    case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),
+    case(6, "dp_replicate=2 dp_shard=1 tp=3", "ep=2 etp=3 edp_shard=1", model="biases"),
+    case(6, "dp_shard=3 tp=2", "edp_replicate=3 edp_shard=1 ep=2", loss="sum", accumulate=2),
+    case(6, "dp_shard=3 tp=2", "ep=3 etp=2 edp_shard=1", model="gated-shared", tied=True),
+]
+TAMPERED = [
+    case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", tamper="-no-gradient-scale"),
+    case(8, "dp_shard=2 tp=4", "ep=4 edp_shard=2", tamper="-wrong-group"),
+]
+
+
+def worker(rank: int, device: torch.device, port: int) -> dict[str, Any]:
+    """Run all cases: first those of all 8 ranks, then ranks 0 to 5 start a world of their own."""
+    results = {c.name: run_case(c, device) for c in CASES + TAMPERED if c.world == 8}
+    dist.destroy_process_group()
+    if rank < 6:
+        start_group(rank, 6, port, device.type)
+        results |= {c.name: run_case(c, device) for c in CASES + TAMPERED if c.world == 6}
+    return results
+
+
+@pytest.fixture(scope="module")
+def cpu_results() -> dict[str, Any]:
+    return run_ranks(8, worker, free_port())
+
+
+@pytest.fixture(scope="module")
+def gpu_results() -> dict[str, Any]:
+    if torch.cuda.device_count() < 8:
+        pytest.skip(f"needs 8 GPUs, this host has {torch.cuda.device_count()}")
+    return run_ranks(8, worker, free_port(), device_type="cuda")
+
+
+def failures(errors: dict[str, float]) -> dict[str, float]:
+    """Return the quantities outside of the bound; nan is outside."""
+    return {name: error for name, error in errors.items() if not error <= FP32_BOUND}
+
+
+def check(errors: dict[str, float]) -> None:
+    assert len(errors) > 50, "every gradient and parameter is compared"
+    assert not failures(errors), failures(errors)
+
+
+@pytest.mark.parametrize("c", CASES, ids=lambda c: c.name)
+def test_equals_one_process(c: Case, cpu_results: dict[str, Any]) -> None:
+    check(cpu_results[c.name])
+
+
+@pytest.mark.parametrize("c", TAMPERED, ids=lambda c: c.name)
+def test_notices_tampering(c: Case, cpu_results: dict[str, Any]) -> None:
+    assert len(failures(cpu_results[c.name])) > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c", CASES, ids=lambda c: c.name)
+def test_equals_one_process_on_gpus(c: Case, gpu_results: dict[str, Any]) -> None:
+    check(gpu_results[c.name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c", TAMPERED, ids=lambda c: c.name)
+def test_notices_tampering_on_gpus(c: Case, gpu_results: dict[str, Any]) -> None:
+    assert len(failures(gpu_results[c.name])) > 10
