@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
 from moecore import (
     BalanceConfig,
     FSDPOptions,
@@ -31,9 +35,6 @@ from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.experts import Experts
 from moecore.moe.reference import ReferenceOutput, moe_reference
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 NUM_STEPS = 2
 ALL_LOSSES = BalanceConfig(

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from moecore import FSDPOptions
-from parity import Case, run_case
-from ranks import free_port, run_ranks, start_group
+from tests.parity import Case, run_case
+from tests.ranks import free_port, run_ranks, start_group
 
 FP32_BOUND = 1e-5
 GATHERED = FSDPOptions(reshard_after_forward=False, prefetch_blocks=0)

@@ -9,6 +9,7 @@ Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never fie
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -48,7 +49,7 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            _at_least("BalanceConfig", f.name, getattr(self, f.name), 0)
+            _finite("BalanceConfig", f.name, getattr(self, f.name))
 
     @property
     def needs_loss(self) -> bool:
@@ -118,8 +119,10 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups", "top_groups"):
-            _at_least("MoEConfig", name, getattr(self, name), 1)
-        _at_least("MoEConfig", "shared_hidden_dim", self.shared_hidden_dim, 0)
+            _whole("MoEConfig", name, getattr(self, name), 1)
+        _whole("MoEConfig", "shared_hidden_dim", self.shared_hidden_dim, 0)
+        for name in ("routed_scaling_factor", "activation_limit", "activation_alpha"):
+            _finite("MoEConfig", name, getattr(self, name), positive=True)
         for name, choices in _MOE_CHOICES.items():
             _one_of("MoEConfig", name, getattr(self, name), choices)
         if self.top_k > self.num_experts:
@@ -132,11 +135,6 @@ class MoEConfig:
             raise ValueError(
                 'MoEConfig.score_order ("post") must be "pre" with score_function ("sigmoid"): '
                 "a sigmoid gives the same weights in either order, so use score_order='pre'"
-            )
-        if self.routed_scaling_factor <= 0:
-            raise ValueError(
-                f"MoEConfig.routed_scaling_factor ({self.routed_scaling_factor}) must be > 0: "
-                "use 1.0 for no scaling"
             )
         if self.shared_gate and not self.shared_hidden_dim:
             raise ValueError(
@@ -278,9 +276,16 @@ DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
 
-def _at_least(record: str, name: str, value: float, minimum: int) -> None:
-    if isinstance(value, bool) or not value >= minimum:
-        raise ValueError(f"{record}.{name} ({value!r}) must be >= {minimum}")
+def _whole(record: str, name: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{record}.{name} ({value!r}) must be a whole number >= {minimum}")
+
+
+def _finite(record: str, name: str, value: float, *, positive: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0 or (positive and value == 0):
+        relation = "> 0: keep the default if unsure" if positive else ">= 0: use 0.0 for none"
+        raise ValueError(f"{record}.{name} ({value!r}) must be a finite number {relation}")
 
 
 def _one_of(record: str, name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ The one place that knows every room. Order matters: expert and tensor sharding f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ def parallelize_moe(
     _check_equal_weights(model)
 
     if meshes.parallel.tp > 1:
-        model.apply_tensor_parallel(meshes.dense["tp"])  # type: ignore[operator]
+        cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
     for layer in layers.values():
         _place_experts(layer, meshes, dispatcher)
     shard_model(model, meshes, options, loss=loss)
@@ -150,6 +150,8 @@ def _check_layer(name: str, layer: MoELayer, meshes: Meshes) -> None:
     rules += [("hidden_dim", config.hidden_dim, "etp", p.etp)]
     if config.fc2_bias:
         rules += [("dim", config.dim, "etp", p.etp)]
+    if layer.part("experts").is_strided and p.etp > 1:
+        rules += [("dim", config.dim, "edp_shard", p.edp_shard)]
     for field, value, degree, size in rules:
         if value % size:
             raise ValueError(

@@ -22,7 +22,7 @@ STACKED = LayerLayout(
     router="gate",
     shared="shared_experts",
     expert_bias="e_score_correction_bias",
-    expert_layout=ExpertLayout(w1="gate_up_proj", w2="down_proj"),
+    expert_layout=ExpertLayout(w1="gate_up_proj", w2="down_proj", gate_up="concatenated"),
 )
 GPT_OSS = LayerLayout(
     expert_layout=ExpertLayout(
@@ -31,7 +31,7 @@ GPT_OSS = LayerLayout(
         b1="gate_up_proj_bias",
         b2="down_proj_bias",
         transposed=True,
-        interleaved=True,
+        gate_up="interleaved",
     )
 )
 ACTIVATIONS: dict[str, Activation] = {

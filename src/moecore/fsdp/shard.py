@@ -125,12 +125,13 @@ def _expert_placement(experts: Experts, meshes: Meshes) -> Callable[[nn.Paramete
     """Choose the dim over which FSDP2 shards an expert parameter.
 
     Whole experts (dim 0) where the local count divides evenly. Otherwise the model dim: with fewer
-    experts than shards, sharding dim 0 would leave ranks empty. With etp > 1 always the model dim,
-    because DTensor cannot gather two strided dims. Biases are small and shard dim 0.
+    experts than shards, sharding dim 0 would leave ranks empty. A strided w1 takes the model dim
+    too, because DTensor cannot gather two strided dims. Biases are small and shard dim 0.
     """
     size = meshes.expert_fsdp.size(meshes.expert_fsdp.ndim - 1)
     num_local = experts.config.num_experts // meshes.parallel.ep
-    whole_experts = num_local % size == 0 and meshes.parallel.etp == 1
+    strided = experts.is_strided and meshes.parallel.etp > 1
+    whole_experts = num_local % size == 0 and not strided
     model_dim_divides = experts.config.dim % size == 0
 
     def placement(param: nn.Parameter) -> Shard:

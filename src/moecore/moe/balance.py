@@ -109,7 +109,7 @@ class _Attach(torch.autograd.Function):
 
 def count_experts(ids_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
     """Return int64 [B, E], the assignments of each expert per sequence; -1 is not counted."""
-    ids_BN = ids_TK.reshape(num_sequences, -1).long()
+    ids_BN = ids_TK.reshape(num_sequences, ids_TK.numel() // max(num_sequences, 1)).long()
     ids_BN = torch.where(ids_BN < 0, num_experts, ids_BN)
     counts = torch.zeros(num_sequences, num_experts + 1, dtype=torch.int64, device=ids_TK.device)
     return counts.scatter_add_(1, ids_BN, torch.ones_like(ids_BN))[:, :-1]
@@ -153,9 +153,9 @@ def balance_losses(
         losses["micro_batch"] = balance.micro_batch_coef * E * (share_E * mean_scores_E).sum()
     if balance.sequence_coef:
         share_BE = counts_BE / (tokens_B1 * K)
-        mean_scores_BE = routing.scores_TE.view(B, -1, E).sum(1) / tokens_B1
+        mean_scores_BE = routing.scores_TE.view(B, T // max(B, 1), E).sum(1) / tokens_B1
         loss_B = E * (share_BE * mean_scores_BE).sum(-1)
-        losses["sequence"] = balance.sequence_coef * loss_B.mean()
+        losses["sequence"] = balance.sequence_coef * loss_B.sum() / max(B, 1)
     if balance.global_batch_coef:
         counts_E = _global_counts(routing.expert_ids_TK, E, prior_counts_E, groups.global_batch)
         share_E = counts_E / counts_E.sum().clamp(min=1)

@@ -27,6 +27,7 @@ from moecore.moe.dispatch.base import ExpertInput, gather_rows, sum_rows
 from moecore.moe.params import init_normal_, local_param, shard_parameter
 
 ExpertBackend = Literal["grouped", "sequential"]
+GateUp = Literal["split", "concatenated", "interleaved"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,10 @@ class ExpertLayout:
     Attributes:
         w1, w2, b1, b2: parameter names of FC1, FC2 and their biases.
         transposed: matrices are [E, in, out] instead of [E, out, in].
-        interleaved: gate and up columns of FC1 alternate instead of following each other.
+        gate_up: where a gated FC1 keeps gate and up: "split" has a dim for them, [E, 2, F, D];
+            "concatenated" stores all of gate, then all of up, [E, 2F, D]; "interleaved" alternates
+            columns, [E, 2F, D]. With etp, "concatenated" needs a strided placement, which torch
+            2.11 cannot gather with `full_tensor` and plain DCP refuses.
     """
 
     w1: str = "w1"
@@ -44,14 +48,21 @@ class ExpertLayout:
     b1: str = "b1"
     b2: str = "b2"
     transposed: bool = False
-    interleaved: bool = False
+    gate_up: GateUp = "split"
+
+    def __post_init__(self) -> None:
+        if self.transposed and self.gate_up == "split":
+            raise ValueError(
+                "ExpertLayout.transposed (True) must go with gate_up ('split') = 'concatenated' or "
+                "'interleaved': no model stores split and transposed matrices"
+            )
 
 
 class Experts(nn.Module):
     """E feed-forward networks with stacked weights.
 
-    Parameters (names from the layout): w1 [E, 2F or F, D], w2 [E, D, F]; with `fc1_bias` b1
-    [E, 2, F] ([E, 2F] when interleaved, [E, F] without gate), with `fc2_bias` b2 [E, D].
+    Parameters (names and other orders from the layout): w1 [E, 2, F, D], or [E, F, D] without a
+    gate; w2 [E, D, F]; with `fc1_bias` b1 [E, 2, F] or [E, F]; with `fc2_bias` b2 [E, D].
 
     Args:
         config: the layer.
@@ -101,30 +112,37 @@ class Experts(nn.Module):
         """
         names = mesh.mesh_dim_names or ()
         kept = tuple(n for n in names if mesh.size(names.index(n)) > 1)
-        parts = 2 if self.config.gated and not self.layout.interleaved else 1
         for role, dim in self._hidden_dims().items():
-            strided = role == "w1" and parts > 1
-            etp = _StridedShard(dim, split_factor=parts) if strided else Shard(dim)
+            strided = role in ("w1", "b1") and self.is_strided
+            etp = _StridedShard(dim, split_factor=2) if strided else Shard(dim)
             placements = {"ep": Shard(0), "etp": etp}
             name = getattr(self.layout, role)
             shard_parameter(self, name, mesh[kept], tuple(placements[n] for n in kept))
         self.etp_rank = mesh.get_local_rank("etp")
 
+    @property
+    def is_strided(self) -> bool:
+        """Whether etp keeps a piece of gate and one of up that are no neighbours in FC1."""
+        return self.config.gated and self.layout.gate_up == "concatenated"
+
     def _hidden_dims(self) -> dict[str, int]:
         """Role -> the dim that etp cuts, for the parameters that exist."""
+        split = int(self.config.gated and self.layout.gate_up == "split")
         transposed = self.layout.transposed
-        dims = {"w1": 2 if transposed else 1, "w2": 1 if transposed else 2}
+        dims = {"w1": 2 if transposed else 1 + split, "w2": 1 if transposed else 2}
         if self.config.fc1_bias:
-            dims["b1"] = len(expert_shapes(self.config, self.layout)[self.layout.b1]) - 1
+            dims["b1"] = 1 + split
         if self.config.fc2_bias:
             dims["b2"] = 1
         return dims
 
     def model_dim_of(self, param: nn.Parameter) -> int | None:
         """Return the dim of a matrix that runs over the model dim D; None for a bias."""
-        for role in ("w1", "w2"):
-            if param is getattr(self, getattr(self.layout, role)):
-                return 3 - self._hidden_dims()[role]
+        transposed = self.layout.transposed
+        if param is getattr(self, self.layout.w1):
+            return 1 if transposed else param.ndim - 1
+        if param is getattr(self, self.layout.w2):
+            return 2 if transposed else 1
         return None
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
@@ -143,20 +161,28 @@ class Experts(nn.Module):
 
         Returns:
             dtype of `inp.rows_SD`; added in fp32, rounded once. Under etp and ep a partial sum.
+
+        Raises:
+            ValueError: when "grouped" cannot multiply matrices of this size.
         """
-        layout = self.layout
-        w1 = local_param(getattr(self, layout.w1))
-        w2 = local_param(getattr(self, layout.w2))
+        dtype, layout = inp.rows_SD.dtype, self.layout
+        w1 = self._weight("w1", dtype).flatten(1, -2)  # split gate and up are neighbours in memory
+        w2 = self._weight("w2", dtype)
         if not layout.transposed:
             w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-        b1 = local_param(getattr(self, layout.b1)).flatten(1) if self.config.fc1_bias else None
-        b2 = self._fc2_bias() if self.config.fc2_bias else None
+        b1 = self._weight("b1", dtype).flatten(1) if self.config.fc1_bias else None
+        b2 = self._fc2_bias(dtype) if self.config.fc2_bias else None
         forward = _grouped if self.backend == "grouped" else _sequential
-        return forward(inp, (w1, b1), (w2, b2), self.config, layout.interleaved)
+        interleaved = layout.gate_up == "interleaved"
+        return forward(inp, (w1, b1), (w2, b2), self.config, interleaved)
 
-    def _fc2_bias(self) -> Tensor:
+    def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
+        """This rank's part of a parameter; cast only under autocast, where rows are cast too."""
+        return local_param(getattr(self, getattr(self.layout, role))).to(dtype)
+
+    def _fc2_bias(self, dtype: torch.dtype) -> Tensor:
         """b2 with zeros outside this etp rank's slice of D, so that adding over etp counts once."""
-        b2_eD = local_param(getattr(self, self.layout.b2))
+        b2_eD = self._weight("b2", dtype)
         before = self.etp_rank * b2_eD.shape[1]
         return F.pad(b2_eD, (before, self.config.dim - before - b2_eD.shape[1]))
 
@@ -164,13 +190,14 @@ class Experts(nn.Module):
 def expert_shapes(config: MoEConfig, layout: ExpertLayout) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each expert parameter by name."""
     E, D, F_ = config.num_experts, config.dim, config.hidden_dim
-    w1, w2 = (config.fc1_dim, D), (D, F_)
-    if layout.transposed:
-        w1, w2 = w1[::-1], w2[::-1]
-    shapes: dict[str, tuple[int, ...]] = {layout.w1: (E, *w1), layout.w2: (E, *w2)}
+    columns: tuple[int, ...] = (config.fc1_dim,)
+    if config.gated and layout.gate_up == "split":
+        columns = (2, F_)
+    w1 = (E, D, *columns) if layout.transposed else (E, *columns, D)
+    w2 = (E, F_, D) if layout.transposed else (E, D, F_)
+    shapes: dict[str, tuple[int, ...]] = {layout.w1: w1, layout.w2: w2}
     if config.fc1_bias:
-        halves = config.gated and not layout.interleaved
-        shapes[layout.b1] = (E, 2, F_) if halves else (E, config.fc1_dim)
+        shapes[layout.b1] = (E, *columns)
     if config.fc2_bias:
         shapes[layout.b2] = (E, D)
     return shapes
@@ -192,16 +219,17 @@ def _grouped(
         expert_R = torch.searchsorted(inp.offsets_e, rows_R.int(), right=True).clamp(max=last)
 
     # grouped_mm leaves rows past num_rows uninitialised, in forward and in the gradient of its
-    # input; a `where` on both sides keeps that garbage, NaN included, out of every result.
+    # input; a `where` on all sides keeps that garbage, NaN included, out of every result.
     x_RD = torch.where(used_R1, gather_rows(inp.rows_SD, inp.row_ids_R), 0)
     h_RF = torch.where(used_R1, grouped_mm(x_RD, w1, offs=inp.offsets_e), 0)
     if b1 is not None and expert_R is not None:
-        h_RF = h_RF + b1[expert_R]
+        h_RF = h_RF + gather_rows(b1, expert_R)
     weights_R1 = inp.weights_R[:, None]
     a_RF = (activate(h_RF, config, interleaved=interleaved) * weights_R1).to(x_RD.dtype)
+    a_RF = torch.where(used_R1, a_RF, 0)
     y_RD = torch.where(used_R1, grouped_mm(a_RF, w2, offs=inp.offsets_e), 0)
     if b2 is not None and expert_R is not None:
-        y_RD = y_RD + (b2[expert_R] * weights_R1).to(y_RD.dtype)
+        y_RD = y_RD + (gather_rows(b2, expert_R) * weights_R1).to(y_RD.dtype)
     return sum_rows(y_RD, inp.row_ids_R, inp.rows_SD.shape[0])
 
 

@@ -93,7 +93,7 @@ class MoELayer(nn.Module):
         self.config = replace(self.config, balance=balance)
         self.tracker.config = self.config
 
-    def part(self, role: str) -> nn.Module:
+    def part(self, role: str) -> Any:
         """Return the child that plays "router", "experts" or "shared", whatever its name."""
         return self.get_submodule(getattr(self.layout, role))
 
@@ -109,10 +109,17 @@ class MoELayer(nn.Module):
         """
         x_TD = x.reshape(-1, x.shape[-1])
         routing = self.part("router")(x_TD)
-        expert_input = self.dispatcher.dispatch(x_TD, routing)
+        expert_input = self.dispatcher.dispatch(_autocast(x_TD), routing)
         y_SD = self.part("experts")(expert_input)
         y_TD = self.dispatcher.combine(y_SD, expert_input.plan)
         if self.layout.shared in self._modules:
             y_TD = y_TD + self.part("shared")(x_TD)
         num_sequences = x.shape[0] if x.ndim == 3 else 1
-        return self.tracker.attach(y_TD, routing, num_sequences).view(x.shape)
+        return self.tracker.attach(y_TD.to(x.dtype), routing, num_sequences).view(x.shape)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """The dtype in which rows travel and are multiplied; the router reads x as it came."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x

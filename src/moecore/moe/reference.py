@@ -119,7 +119,7 @@ def _choose(selection_NE: Tensor, config: MoEConfig) -> Tensor:
 def _expert(
     x_ND: Tensor, weight_N1: Tensor, e: int, params: Mapping[str, Tensor], config: MoEConfig
 ) -> Tensor:
-    h = x_ND @ params["experts.w1"][e].T
+    h = x_ND @ params["experts.w1"][e].flatten(0, -2).T
     if config.fc1_bias:
         h = h + params["experts.b1"][e].flatten()
     a = (_activation(h, config) * weight_N1).to(x_ND.dtype)

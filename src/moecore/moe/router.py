@@ -9,6 +9,7 @@ another expert, which no later precision repairs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,15 @@ class Router(nn.Module):
         """The fp32 [E] buffer added to the scores for selection, or None."""
         return self._buffers.get(self.expert_bias_name)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        """Move like any module, but keep the selection bias in fp32: its steps are small."""
+        bias = self.selection_bias
+        super()._apply(fn, recurse)
+        moved = self.selection_bias
+        if bias is not None and moved is not None and moved.dtype != bias.dtype:
+            self._buffers[self.expert_bias_name] = bias.to(moved.device)
+        return self
+
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Fill the parameters, the same on every layout; biases become 0."""
         init_normal_(self.weight, std=std, key=f"{key}.weight", seed=seed)
@@ -122,7 +132,7 @@ def select_experts(scores_TE: Tensor, expert_bias_E: Tensor | None, config: MoEC
     if expert_bias_E is not None:
         scores_TE = scores_TE + expert_bias_E
     if config.top_groups < config.num_groups:
-        scores_TGe = scores_TE.view(T, config.num_groups, -1)
+        scores_TGe = scores_TE.view(T, config.num_groups, E // config.num_groups)
         group_scores_TG = scores_TGe.topk(2, dim=-1).values.sum(-1)
         kept = group_scores_TG.topk(config.top_groups, dim=-1).indices
         keep_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(1, kept, True)

@@ -1,0 +1,18 @@
+"""A native decoder: config, presets, the module, its loss and its tensor parallelism."""
+
+from moecore.models.config import DecoderConfig
+from moecore.models.decoder import Decoder
+from moecore.models.loss import linear_cross_entropy
+from moecore.models.presets import PRESETS, preset
+from moecore.models.size import active_params, flops_per_token, num_params
+
+__all__ = [
+    "PRESETS",
+    "Decoder",
+    "DecoderConfig",
+    "active_params",
+    "flops_per_token",
+    "linear_cross_entropy",
+    "num_params",
+    "preset",
+]

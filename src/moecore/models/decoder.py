@@ -1,0 +1,345 @@
+"""Decoder: tokens -> logits or loss. The model that examples train and tests measure.
+
+Legend: B sequences, T tokens of a sequence, N = B * T, D model dim, V vocabulary.
+
+    tokens_BT -> embedding -> [norm, attention, add, norm, MLP or MoE, add] x L -> norm -> head
+
+Parameter names follow Hugging Face decoders (model.layers.0.self_attn.q_proj.weight), except
+inside an MoE layer, which keeps moecore's own (model.layers.0.mlp.experts.w1).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moecore.models.config import DecoderConfig
+from moecore.models.layers import MLP, Attention, Linear, RMSNorm, RotaryTable
+from moecore.models.loss import count_labels, linear_cross_entropy
+from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
+from moecore.moe.layer import MoELayer
+from moecore.moe.params import init_normal_, local_param
+
+INIT_STD = 0.02
+
+
+class Embedding(nn.Module):
+    """A table of V rows, whole on every tp rank.
+
+    Args:
+        config: the decoder.
+        dtype: dtype of the table.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim, dtype=dtype))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return x_BTD in the dtype of the table."""
+        return F.embedding(tokens_BT, local_param(self.weight))
+
+
+class Block(nn.Module):
+    """One layer: attention, then a dense MLP or an MoE layer, each on a normed residual.
+
+    Args:
+        config: the decoder.
+        layer_idx: which layer.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layer_idx: int, *, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        self.self_attn = Attention(config, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        if config.moe is None or config.is_dense(layer_idx):
+            self.mlp: nn.Module = MLP(config, dtype=dtype)
+        else:
+            self.mlp = MoELayer(config.moe, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor, rotary: RotaryTable) -> Tensor:
+        """Return the residual stream after this layer, same shape and dtype.
+
+        Args:
+            x_BTD: residual stream; under tp this rank's tokens.
+            rotary: table over the whole sequence.
+        """
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+class Backbone(nn.Module):
+    """Everything but the head: tokens -> normed hidden states.
+
+    Args:
+        config: the decoder.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.tp: TensorParallel | None = None
+        self.embed_tokens = Embedding(config, dtype=dtype)
+        self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return x_BTD; under tp only this rank's tokens of each sequence.
+
+        Args:
+            tokens_BT: int64 ids, the same on every tp rank.
+        """
+        config = self.config
+        rotary = RotaryTable(
+            tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device
+        )
+        x_BTD = self.embed_tokens(tokens_BT if self.tp is None else self.tp.own(tokens_BT))
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, rotary)
+        return self.norm(x_BTD)
+
+
+class Head(nn.Module):
+    """The output matrix, and the loss on top of it. Without a weight of its own when tied.
+
+    Args:
+        config: the decoder.
+        dtype: dtype of the weight.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.tp: TensorParallel | None = None
+        own = (
+            None
+            if config.tie_embeddings
+            else torch.empty(config.vocab_size, config.dim, dtype=dtype)
+        )
+        self.weight = None if own is None else nn.Parameter(own)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        labels_BT: Tensor | None,
+        num_tokens: Tensor | int | None,
+        tied_weight: Tensor | None,
+    ) -> Tensor:
+        """Return the loss, or the logits when there are no labels; see `Decoder.forward`.
+
+        Args:
+            x_BTD: normed hidden states; under tp this rank's tokens.
+            labels_BT: of the whole sequences.
+            num_tokens: what the summed loss is divided by.
+            tied_weight: the embedding table, when tied.
+        """
+        weight = tied_weight if self.weight is None else self.weight
+        assert weight is not None, "a tied head is called with the embedding table"
+        weight_VD = local_param(weight)
+        if labels_BT is None:
+            logits_BTV = F.linear(x_BTD, weight_VD)
+            return logits_BTV if self.tp is None else self.tp.gather_whole(logits_BTV)
+        if num_tokens is None:
+            num_tokens = count_labels(labels_BT).clamp(min=1)
+        if self.tp is not None:
+            labels_BT = self.tp.own(labels_BT)
+        loss = linear_cross_entropy(
+            x_BTD.flatten(0, 1),
+            weight_VD,
+            labels_BT.flatten(),
+            num_tokens=num_tokens,
+            chunk_tokens=self.config.ce_chunk_tokens,
+        )
+        return loss if self.tp is None else self.tp.sum_value(loss)
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer; a plain module in one process, CPU or GPU.
+
+    It is initialised with seed 0 unless it is built on meta. There, `apply_tensor_parallel`,
+    `parallelize_moe` and FSDP2 come first, then `to_empty` and `init_weights`; values are the same
+    on every layout.
+
+    Args:
+        config: the decoder.
+        device: device of the parameters; "meta" allocates nothing.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        device = torch.get_default_device() if device is None else torch.device(device)
+        with torch.device("meta"):
+            self.model = Backbone(config, dtype=dtype)
+            self.lm_head = Head(config, dtype=dtype)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks, first to last."""
+        return self.model.layers
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Fill every parameter and buffer, the same on every layout. No communication.
+
+        Matrices are N(0, 0.02^2), those that write into the residual stream are divided by
+        sqrt(2 * num_layers), norms are 1, biases are 0.
+
+        Args:
+            seed: different seeds give independent models.
+
+        Source: the scaled residual matrices are GPT-2's.
+        """
+        scale = 1.0 / math.sqrt(2 * self.config.num_layers)
+        for path, module in self.named_modules():
+            key = _clean(path)
+            if isinstance(module, MoELayer):
+                module.init_weights(std=INIT_STD, key=key, seed=seed)
+                for weight in _residual_weights(module):
+                    _local(weight).mul_(scale)
+            elif isinstance(module, RMSNorm):
+                _local(module.weight).fill_(1.0)
+            elif isinstance(module, Linear | Embedding | Head) and module.weight is not None:
+                std = INIT_STD * (scale if getattr(module, "residual", False) else 1.0)
+                init_normal_(module.weight, std=std, key=f"{key}.weight", seed=seed)
+
+    def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Decoder:
+        """Cut the dense parameters over tp, in place, and work on own tokens from now on.
+
+        Call it before `parallelize_moe` and FSDP2, on a meta model or with the same values on every
+        rank. Routed experts are left alone: they live on the expert mesh.
+
+        Args:
+            tp_mesh: one dim; a tp of one rank changes nothing.
+
+        Returns:
+            self.
+
+        Raises:
+            ValueError: when heads or hidden dims do not divide, or parameters are sharded already.
+        """
+        apply_tensor_parallel(self, self.config, tp_mesh)
+        return self
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None = None,
+        *,
+        num_tokens: Tensor | int | None = None,
+    ) -> Tensor:
+        """Return the mean cross-entropy over the labels that count, or the logits without labels.
+
+        Args:
+            tokens_BT: int64 ids; under tp the same whole sequences on every tp rank.
+            labels_BT: int64, the token that should follow each position (already shifted), or -100
+                where nothing counts.
+            num_tokens: when given, the loss is the sum over labels divided by it: a whole number or
+                an integer scalar tensor, such as the labels of the global batch.
+
+        Returns:
+            An fp32 scalar, the same on every tp rank (0 when no label counts), or logits
+            [B, T, V] in the dtype of the model. No host sync of its own.
+
+        Raises:
+            ValueError: for wrong shapes, a sequence that is too long or does not divide by tp.
+        """
+        self._check(tokens_BT, labels_BT)
+        x_BTD = self.model(tokens_BT)
+        tied = self.model.embed_tokens.weight if self.config.tie_embeddings else None
+        return self.lm_head(x_BTD, labels_BT, num_tokens, tied)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens_BT: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Return the tokens followed by new ones, one forward over the window per new token.
+
+        Under FSDP, EP or TP every rank calls it with the same tokens and an equally seeded
+        generator. There is no cache: for trying a model out, not for serving.
+
+        Args:
+            tokens_BT: int64 prompt, at least one token.
+            max_new_tokens: how many to add.
+            temperature: divides the logits; 0 takes the best token.
+            generator: on the device of the tokens.
+
+        Returns:
+            int64 [B, T + max_new_tokens].
+        """
+        if temperature < 0:
+            raise ValueError(f"temperature ({temperature}) must be >= 0")
+        for _ in range(max_new_tokens):
+            window = tokens_BT[:, -self.config.max_seq_len :]
+            logits_BV = self._last_logits(window).float()
+            if temperature == 0:
+                next_B1 = logits_BV.argmax(-1, keepdim=True)
+            else:
+                scores_BV = (logits_BV / temperature).softmax(-1)
+                next_B1 = torch.multinomial(scores_BV, 1, generator=generator)
+            tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
+        return tokens_BT
+
+    def _last_logits(self, window_BT: Tensor) -> Tensor:
+        """Logits after the last token; padded for tp, which causal attention does not notice."""
+        T = window_BT.shape[1]
+        tp = self.model.tp
+        padding = 0 if tp is None else -T % tp.size
+        return self(F.pad(window_BT, (0, padding)))[:, T - 1]
+
+    def _check(self, tokens_BT: Tensor, labels_BT: Tensor | None) -> None:
+        if tokens_BT.ndim != 2:
+            raise ValueError(f"tokens {tuple(tokens_BT.shape)} must be [B, T]: add a batch dim")
+        if tokens_BT.shape[1] > self.config.max_seq_len:
+            raise ValueError(
+                f"sequence length ({tokens_BT.shape[1]}) must be <= max_seq_len "
+                f"({self.config.max_seq_len}): cut the sequences or raise max_seq_len"
+            )
+        if labels_BT is not None and labels_BT.shape != tokens_BT.shape:
+            raise ValueError(
+                f"labels {tuple(labels_BT.shape)} must have the shape of tokens "
+                f"{tuple(tokens_BT.shape)}: shift them and fill the end with -100"
+            )
+
+
+def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
+    """FC2 of the routed and shared experts."""
+    experts = layer.part("experts")
+    weights = [getattr(experts, layer.layout.expert_layout.w2)]
+    if layer.config.shared_hidden_dim:
+        weights.append(layer.part("shared").w2)
+    return weights
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _clean(path: str) -> str:
+    """The name of a module without those that torch.compile and checkpointing wrap around it."""
+    return path.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

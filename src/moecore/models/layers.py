@@ -1,0 +1,207 @@
+"""The parts of a block besides the MoE layer: linear, RMSNorm, rotary embedding, attention, MLP.
+
+Legend: B sequences, T tokens of a sequence, D model dim, H query heads, h key/value heads, d head
+dim, F hidden dim of the MLP. Under tensor parallelism H, h and F are this rank's share, and x_BTD
+holds this rank's tokens until a module gathers them (see tensor_parallel.py).
+
+Activations are plain local tensors; every parameter is read through `local_param`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moecore.models.config import DecoderConfig
+from moecore.models.tensor_parallel import TensorParallel
+from moecore.moe.params import local_param
+
+
+class Linear(nn.Linear):
+    """x @ weight^T without bias, whatever the layout of the weight.
+
+    Args:
+        in_dim: columns of the weight.
+        out_dim: rows of the weight.
+        tp_shard_dim: dim of the weight that tensor parallelism cuts; None = none.
+        residual: the output is added to the residual stream (smaller initial values).
+        dtype: dtype of the weight.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        tp_shard_dim: int | None = None,
+        residual: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_dim, out_dim, bias=False, dtype=dtype)
+        self.tp_shard_dim = tp_shard_dim
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] in the dtype of x."""
+        return F.linear(x, local_param(self.weight))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim, in fp32 and rounded once.
+
+    Args:
+        dim: size of the last dim, over all tp ranks.
+        eps: added to the mean square.
+        over_tp: the last dim is cut over tp, so the mean square is taken over all tp ranks.
+        dtype: dtype of the weight.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        *,
+        over_tp: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.over_tp = over_tp
+        self.tp: TensorParallel | None = None
+        self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed x in its dtype."""
+        weight_D = local_param(self.weight)
+        if self.tp is None or not self.over_tp:
+            return F.rms_norm(x, weight_D.shape, weight_D.to(x.dtype), self.eps)
+        weight_D = weight_D.chunk(self.tp.size)[self.tp.rank]
+        x_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self.tp.sum_shared(x_fp32.square().sum(-1, keepdim=True))
+        rms = torch.rsqrt(squares / self.weight.shape[0] + self.eps)
+        return (x_fp32 * rms * weight_D).to(x.dtype)
+
+
+class RotaryTable:
+    """cos and sin of every position and frequency, made once per forward.
+
+    A plain class on purpose: FSDP's mixed precision casts floating tensors in the arguments of a
+    block, those inside tuples and dataclasses too, and 16 bits are too few for an angle's sine.
+
+    Args:
+        seq_len: positions 0 .. seq_len - 1.
+        head_dim: d.
+        theta: base of the frequencies theta^(-2i / d).
+        device: device of the table.
+
+    Attributes:
+        cos_Td: fp32 [T, d / 2].
+        sin_Td: fp32 [T, d / 2].
+
+    Source: RoFormer (arXiv:2104.09864), in the half-split order of Llama.
+    """
+
+    def __init__(self, seq_len: int, head_dim: int, theta: float, device: torch.device) -> None:
+        half = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+        positions_T = torch.arange(seq_len, device=device, dtype=torch.float32)
+        angles_Td = torch.outer(positions_T, 1.0 / theta ** (half / head_dim))
+        self.cos_Td, self.sin_Td = angles_Td.cos(), angles_Td.sin()
+
+    def rotate(self, x_BTHd: Tensor) -> Tensor:
+        """Turn each pair (i, i + d / 2) of the last dim; fp32 inside, dtype of x outside."""
+        cos, sin = self.cos_Td[:, None], self.sin_Td[:, None]
+        first, second = x_BTHd.chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.to(x_BTHd.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary embedding.
+
+    Args:
+        config: the decoder.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tp: TensorParallel | None = None
+        D, d = config.dim, config.head_dim
+        q_dim, kv_dim = config.num_heads * d, config.num_kv_heads * d
+        self.q_proj = Linear(D, q_dim, tp_shard_dim=0, dtype=dtype)
+        self.k_proj = Linear(D, kv_dim, tp_shard_dim=0, dtype=dtype)
+        self.v_proj = Linear(D, kv_dim, tp_shard_dim=0, dtype=dtype)
+        self.o_proj = Linear(q_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
+        if config.qk_norm is not None:
+            full, eps = config.qk_norm == "full", config.norm_eps
+            self.q_norm = RMSNorm(q_dim if full else d, eps, over_tp=full, dtype=dtype)
+            self.k_norm = RMSNorm(kv_dim if full else d, eps, over_tp=full, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor, rotary: RotaryTable) -> Tensor:
+        """Return the attention's output, same shape and dtype.
+
+        Args:
+            x_BTD: normed hidden states.
+            rotary: table over the whole sequence.
+        """
+        if self.tp is not None:
+            x_BTD = self.tp.gather(x_BTD)
+        q_BTHd, k_BThd = self._queries_and_keys(x_BTD)
+        v_BThd = self._heads(self.v_proj(x_BTD))
+        y_BHTd = F.scaled_dot_product_attention(
+            rotary.rotate(q_BTHd).transpose(1, 2),
+            rotary.rotate(k_BThd).transpose(1, 2),
+            v_BThd.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q_BTHd.shape[2] != k_BThd.shape[2],
+        )
+        y_BTD = self.o_proj(y_BHTd.transpose(1, 2).flatten(2))
+        return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
+
+    def _queries_and_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = self.q_proj(x_BTD), self.k_proj(x_BTD)
+        if self.config.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTHd, k_BThd = self._heads(q), self._heads(k)
+        if self.config.qk_norm == "head":
+            q_BTHd, k_BThd = self.q_norm(q_BTHd), self.k_norm(k_BThd)
+        return q_BTHd, k_BThd
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), the feed-forward part of a dense layer.
+
+    Args:
+        config: the decoder.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp: TensorParallel | None = None
+        D, F_ = config.dim, config.mlp_hidden_dim
+        self.gate_proj = Linear(D, F_, tp_shard_dim=0, dtype=dtype)
+        self.up_proj = Linear(D, F_, tp_shard_dim=0, dtype=dtype)
+        self.down_proj = Linear(F_, D, tp_shard_dim=1, residual=True, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the MLP's output, same shape and dtype."""
+        if self.tp is not None:
+            x_BTD = self.tp.gather(x_BTD)
+        y_BTD = self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)

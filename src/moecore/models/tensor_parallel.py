@@ -1,0 +1,228 @@
+"""Tensor parallelism with sequence parallelism: what ranks exchange, and how weights are cut.
+
+Legend: B sequences, T tokens of a sequence, G tp ranks, t = T / G tokens of one rank, D model dim.
+
+Outside of attention and dense MLPs every tp rank works on its own t tokens of each sequence. Those
+two gather the sequence, compute their slice of the heads or hidden dim for all tokens, and send
+every rank the sum of the partial results for its own tokens:
+
+    x_BtD -> gather -> x_BTD -> q/k/v, attention, o_proj -> partial y_BTD -> scatter_sum -> y_BtD
+
+So norms, embedding, head, router and shared experts need no communication; their weights are whole
+on each tp rank, and their gradients are partial sums over tp (`moecore.moe.params.local_param`).
+
+A gradient on one rank is that of the sum of all ranks' losses with respect to what the rank holds;
+each exchange below is the transpose of itself under that reading.
+
+Source: Megatron sequence parallelism (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from moecore._compat import all_gather_single
+from moecore.models.config import DecoderConfig
+from moecore.moe.layer import MoELayer
+from moecore.moe.params import shard_parameter
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """This rank's place among the tp ranks, and the exchanges between them.
+
+    Every method is a collective unless it says otherwise.
+
+    Attributes:
+        group: the tp ranks.
+        rank: this rank's index in the group.
+        size: G.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def own(self, x_BT: Tensor) -> Tensor:
+        """Return this rank's slice of dim 1, contiguous. No communication.
+
+        Raises:
+            ValueError: when dim 1 does not divide by G.
+        """
+        if x_BT.shape[1] % self.size:
+            raise ValueError(
+                f"sequence length ({x_BT.shape[1]}) must be a multiple of tp ({self.size}): "
+                "pad the sequences"
+            )
+        return x_BT.chunk(self.size, dim=1)[self.rank].contiguous()
+
+    def gather(self, x_BtD: Tensor) -> Tensor:
+        """Return x_BTD, all ranks' tokens; backward adds what all ranks did with this rank's."""
+        return _Gather.apply(x_BtD, self.group)
+
+    def scatter_sum(self, y_BTD: Tensor) -> Tensor:
+        """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
+        return _ScatterSum.apply(y_BTD, self.group)
+
+    def gather_whole(self, x_BtD: Tensor) -> Tensor:
+        """Return x_BTD for a result that every rank then treats alike.
+
+        Unlike `gather`, backward takes this rank's slice of one gradient, equal on all ranks.
+        """
+        return _GatherWhole.apply(x_BtD, self)
+
+    def sum_value(self, value: Tensor) -> Tensor:
+        """Return the sum over ranks; this rank's gradient is that of its own part."""
+        return _SumValue.apply(value, self.group)
+
+    def sum_shared(self, value: Tensor) -> Tensor:
+        """Return the sum over ranks of something that every rank then uses in its own way.
+
+        Backward adds the ranks' gradients.
+        """
+        return _SumShared.apply(value, self.group)
+
+
+def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:
+    """Cut the dense parameters of a decoder over tp, in place. No communication.
+
+    A module that names its cut (`tp_shard_dim`) has its weight sharded on that dim; every other
+    parameter becomes a replicated DTensor, except those of routed experts, which live on the expert
+    mesh. Modules with a `tp` attribute get the record that they exchange through. A tp of one rank
+    changes nothing.
+
+    Args:
+        model: on meta, or with the same values on every rank.
+        config: of the model.
+        tp_mesh: one dim.
+
+    Raises:
+        ValueError: when heads or hidden dims do not divide, or the model is already sharded.
+    """
+    check_tensor_parallel(config, tp_mesh.size())
+    if tp_mesh.size() == 1:
+        return
+    tp = TensorParallel(tp_mesh.get_group(), tp_mesh.get_local_rank(), tp_mesh.size())
+    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    routed = {m for layer in layers for m in layer.part("experts").modules()}
+    for path, module in model.named_modules():
+        if module in routed:
+            continue
+        if hasattr(module, "tp"):
+            module.tp = tp
+        dim = getattr(module, "tp_shard_dim", None)
+        placement = Replicate() if dim is None else Shard(dim)
+        for name, param in list(module.named_parameters(recurse=False)):
+            if isinstance(param, DTensor):
+                raise ValueError(
+                    f"parameter {path}.{name} ({param.placements}) must be whole before tensor "
+                    "parallelism: call apply_tensor_parallel before fully_shard, and once"
+                )
+            shard_parameter(module, name, tp_mesh, (placement,))
+
+
+def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
+    """Raise ValueError when a decoder cannot be cut over this many tp ranks.
+
+    Args:
+        config: the decoder.
+        tp: G.
+
+    Raises:
+        ValueError: with the field that does not divide.
+    """
+    for name in ("num_heads", "num_kv_heads", "mlp_hidden_dim"):
+        value = getattr(config, name)
+        if value % tp:
+            raise ValueError(
+                f"DecoderConfig.{name} ({value}) must be a multiple of tp ({tp}): lower tp"
+            )
+
+
+def _gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate the ranks' dim 1. With one sequence the result is the receive buffer itself."""
+    received = x_BtD.new_empty((group.size() * x_BtD.shape[0], *x_BtD.shape[1:]))
+    all_gather_single(received, x_BtD.contiguous(), group=group)
+    parts_GBtD = received.unflatten(0, (group.size(), x_BtD.shape[0]))
+    return parts_GBtD.transpose(0, 1).flatten(1, 2)
+
+
+def _scatter_sum(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send rank g its tokens, and add what the ranks send, in fp32 and in rank order.
+
+    An all-to-all carries as many bytes as a reduce-scatter, which would round after every addition
+    of a 16-bit dtype.
+    """
+    size = group.size()
+    parts_GBtD = y_BTD.unflatten(1, (size, y_BTD.shape[1] // size)).transpose(0, 1).contiguous()
+    received = torch.empty_like(parts_GBtD)
+    dist.all_to_all_single(received.flatten(0, 1), parts_GBtD.flatten(0, 1), group=group)
+    dtype = torch.promote_types(y_BTD.dtype, torch.float32)
+    return received.sum(0, dtype=dtype).to(y_BTD.dtype)
+
+
+def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    value = value.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(value, group=group)
+    return value
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x_BtD, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _scatter_sum(grads[0], ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter_sum(y_BTD, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather(grads[0], ctx.group), None
+
+
+class _GatherWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BtD: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return _gather(x_BtD, tp.group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.tp.own(grads[0]), None
+
+
+class _SumValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _SumShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_reduce(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0], ctx.group), None

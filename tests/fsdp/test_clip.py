@@ -1,0 +1,110 @@
+"""clip_grad_norm_ over two meshes: a bad gradient on one rank stops every rank, by name.
+
+That the norm equals one process's on every folding is part of tests/test_parity.py.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, clip_grad_norm_
+from moecore import parallelize_moe as parallelize
+from tests.ranks import run_ranks
+
+CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
+BAD = {"1.experts.w2": 3, "1.router.weight": 0, "0.bias": 2}  # parameter -> the rank that breaks
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), MoELayer(CONFIG))
+
+
+def step_with_bad_gradient(name: str, bad_rank: int, value: float) -> dict[str, Any]:
+    model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    model(torch.randn(6, 16)).square().mean().backward()
+    clip_grad_norm_(model, 1.0)
+    optimizer.step()  # so that AdamW has state that a bad step could damage
+    before = [p.to_local().clone() for p in model.parameters()]
+    moments = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
+    optimizer.zero_grad()
+    model(torch.randn(6, 16)).square().mean().backward()
+    if dist.get_rank() == bad_rank:
+        model.get_parameter(name).grad.to_local().view(-1)[0] = value
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        norm = clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    after = [p.to_local() for p in model.parameters()]
+    kept = [s["exp_avg"].to_local() for s in optimizer.state.values()]
+    return {
+        "names": norm.non_finite,
+        "warned": any(name in str(w.message) for w in caught),
+        "unchanged": all(map(torch.equal, before, after)) and all(map(torch.equal, moments, kept)),
+        "total": norm.total,
+    }
+
+
+def different_weights() -> str:
+    model = make_model()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[1].experts.w1[0, 0, 0] += 1e-7
+    try:
+        parallelize(model, build_meshes(ParallelConfig(ep=2), "cpu"))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def worker(rank: int, device: torch.device) -> list[Any]:
+    mine: dict[str, Any] = {"different": different_weights()}
+    for name, bad_rank in BAD.items():
+        for value in (math.nan, math.inf):
+            mine[f"{name}/{value}"] = step_with_bad_gradient(name, bad_rank, value)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Any]:
+    return run_ranks(4, worker)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", BAD)
+def test_every_rank_skips_and_names_the_parameter(
+    name: str, value: float, ranks: list[Any]
+) -> None:
+    for found in (r[f"{name}/{value}"] for r in ranks):
+        assert found["names"] == (name,)
+        assert found["warned"] and found["unchanged"]
+        assert not math.isfinite(found["total"])
+
+
+def test_weights_that_differ_between_ranks_are_refused_everywhere(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert "weights of 1.experts.w1" in rank["different"]
+        assert "equal on every rank" in rank["different"]
+
+
+def test_one_process_agrees_with_torch() -> None:
+    plain, ours = make_model(), make_model()
+    for model in (plain, ours):
+        model(torch.linspace(-1, 1, 96).view(6, 16)).square().sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = clip_grad_norm_(ours, 0.1)
+    assert norm.finite and float(norm) == pytest.approx(float(expected), rel=1e-6)
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="max_norm"):
+        clip_grad_norm_(ours, 0.0)

@@ -1,0 +1,257 @@
+"""Tensor parallelism against one process: loss, logits, every gradient, values after init.
+
+Four gloo ranks are spawned once. Each case runs on tp = 4 and on tp = 2 x dp = 2, where the two tp
+groups see different data, so that a wrong group shows. Every rank builds the plain model too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from moecore import BalanceConfig, MoEConfig
+from moecore.models import Decoder, DecoderConfig, preset
+from moecore.models.tensor_parallel import check_tensor_parallel
+from moecore.moe.balance import BalanceGroups
+from moecore.moe.layer import MoELayer
+from tests.ranks import run_ranks
+
+SHAPE = dict(vocab_size=96, dim=32, num_heads=8, num_kv_heads=4, head_dim=8, ce_chunk_tokens=5)
+MOE = MoEConfig(
+    dim=32,
+    hidden_dim=24,
+    num_experts=8,
+    top_k=2,
+    balance=BalanceConfig(micro_batch_coef=0.1, sequence_coef=0.1, z_loss_coef=0.01),
+)
+CONFIGS = {
+    "dense and moe, head norm": DecoderConfig(
+        **SHAPE, num_layers=3, qk_norm="head", dense_layers=(0,), mlp_hidden_dim=40, moe=MOE
+    ),
+    "full norm, shared expert, tied": DecoderConfig(
+        **SHAPE,
+        num_layers=2,
+        qk_norm="full",
+        tie_embeddings=True,
+        moe=replace(
+            MOE,
+            score_function="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            expert_bias=True,
+            shared_hidden_dim=16,
+            shared_gate=True,
+        ),
+    ),
+    "dense only": DecoderConfig(**SHAPE, num_layers=2, mlp_hidden_dim=40, tie_embeddings=True),
+}
+TP_SIZES = (2, 4)
+B, T = 3, 24
+
+
+def make_batch(dp_rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels; the second half of every sequence's labels mostly does not count."""
+    g = torch.Generator().manual_seed(10 + dp_rank)
+    tokens = torch.randint(0, 96, (B, T), generator=g)
+    labels = torch.randint(0, 96, (B, T), generator=g)
+    labels[:, T // 2 :][torch.rand(B, T // 2, generator=g) < 0.8] = -100
+    labels[:, -T // 4 :] = -100  # one rank of tp = 4 has no label at all
+    return tokens, labels
+
+
+def randomize_norms(model: nn.Module) -> None:
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            scale = torch.rand(param.shape, generator=g) + 0.5
+            param.mul_(scale if "norm" in name else 4.0)
+
+
+def build(config: DecoderConfig, mesh: DeviceMesh) -> tuple[Decoder, Decoder]:
+    """The plain model and its tp twin, aux losses counted over the tp ranks."""
+    plain, model = Decoder(config), Decoder(config)
+    randomize_norms(plain)
+    randomize_norms(model)
+    assert model.apply_tensor_parallel(mesh["tp"]) is model
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.tracker.groups = BalanceGroups(micro_batch=mesh["tp"].get_group())
+    return plain, model
+
+
+def full_gradient(param: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Of dense parameters DTensor knows how to add; whole experts saw this rank's tokens only."""
+    if isinstance(param.grad, DTensor):
+        return param.grad.full_tensor()
+    grad = param.grad.clone()
+    dist.all_reduce(grad, group=group)
+    return grad
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    scale = want.abs().max().item()
+    return (got - want).abs().max().item() / scale if scale else got.abs().max().item()
+
+
+def compare(
+    plain: Decoder, model: Decoder, group: dist.ProcessGroup, run: Callable[[Decoder], Tensor]
+) -> dict[str, float]:
+    """Relative errors of what `run` returns and of all gradients of its sum."""
+    errors = {}
+    outs = []
+    for m in (plain, model):
+        m.zero_grad()
+        out = run(m)
+        out.sum().backward()
+        outs.append(out.detach())
+    errors["output"] = relative(outs[1], outs[0])
+    want = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor) == (".experts." not in name), name
+        assert param.shape == want[name].shape
+        errors[name] = relative(full_gradient(param, group), want[name].grad)
+    return errors
+
+
+def check_parity(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
+    group = mesh["tp"].get_group()
+    plain, model = build(config, mesh)
+    tokens, labels = make_batch(mesh.get_local_rank("dp"))
+    weights = torch.randn(B, T, 96, generator=torch.Generator().manual_seed(5)) / 100
+    errors = {}
+    for kind, run in {
+        "mean": lambda m: m(tokens, labels),
+        "sum": lambda m: m(tokens, labels, num_tokens=torch.tensor(1000)),
+        "logits": lambda m: m(tokens) * weights,
+    }.items():
+        result = compare(plain, model, group, run)
+        errors |= {f"{kind}: {name}": e for name, e in result.items()}
+    prompt = tokens[:, :7]
+    got, want = (m.generate(prompt, 3, temperature=0) for m in (model, plain))
+    errors["generate"] = float((got != want).sum())
+    return errors
+
+
+def check_meta_init(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
+    """A model cut on meta gets the same values as a whole one, bit for bit."""
+    model = Decoder(config, device="meta").apply_tensor_parallel(mesh["tp"])
+    model.to_empty(device="cpu")
+    model.init_weights(seed=7)
+    plain = Decoder(config)
+    plain.init_weights(seed=7)
+    state = {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in model.state_dict().items()}
+    want = plain.state_dict()
+    assert state.keys() == want.keys()
+    return {f"init: {k}": float((state[k] != want[k]).sum()) for k in want}
+
+
+def check_fsdp(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
+    """FSDP2 over dp on top of tp: gradients are means over dp, initial values stay the same."""
+    plain, model = build(config, mesh)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    dp = mesh.size(0)
+    total = sum(plain(*make_batch(r)) for r in range(dp)) / dp
+    total.backward()
+    loss = model(*make_batch(mesh.get_local_rank("dp")))
+    loss.backward()
+    own = plain(*make_batch(mesh.get_local_rank("dp")))
+    errors = {"loss": relative(loss.detach(), own.detach())}
+    plain_params = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        errors[name] = relative(param.grad.full_tensor(), plain_params[name].grad)
+    plain.init_weights(seed=7)
+    model.init_weights(seed=7)
+    for name, param in model.named_parameters():
+        wrong = (param.full_tensor() != plain_params[name]).sum()
+        errors[f"init: {name}"] = float(wrong)
+    return errors
+
+
+def check_refusals(mesh: DeviceMesh) -> list[str]:
+    """The messages of requests that cannot be met."""
+    config, tp = CONFIGS["dense only"], mesh["tp"]
+    model = Decoder(config, device="meta").apply_tensor_parallel(tp)
+    messages = []
+    for request in (
+        lambda: model.apply_tensor_parallel(tp),
+        lambda: Decoder(replace(config, num_kv_heads=1), device="meta").apply_tensor_parallel(tp),
+        lambda: build(config, mesh)[1](torch.zeros(1, 7, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError) as info:
+            request()
+        messages.append(str(info.value))
+    return messages
+
+
+def worst_over_ranks(errors: dict[str, float]) -> dict[str, float]:
+    values = torch.tensor(list(errors.values()), dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(errors, values.tolist(), strict=True))
+
+
+def worker(rank: int, device: torch.device) -> dict:
+    results: dict = {}
+    for tp in TP_SIZES:
+        mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
+        for name, config in CONFIGS.items():
+            errors = check_parity(config, mesh) | check_meta_init(config, mesh)
+            results[name, tp] = worst_over_ranks(errors)
+        results["refusals", tp] = check_refusals(mesh)
+        if tp == 2:
+            results["fsdp"] = worst_over_ranks(check_fsdp(CONFIGS["dense only"], mesh))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    model = Decoder(CONFIGS["dense only"]).apply_tensor_parallel(alone["tp"])
+    results["alone"] = any(isinstance(p, DTensor) for p in model.parameters())
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> dict:
+    return run_ranks(4, worker)
+
+
+@pytest.mark.parametrize("tp", TP_SIZES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_one_process(results, name, tp):
+    errors = results[name, tp]
+    exact = {k: e for k, e in errors.items() if k == "generate" or k.startswith("init")}
+    assert not any(exact.values()), exact
+    wrong = {k: e for k, e in errors.items() if k not in exact and not e <= 1e-5}
+    assert not wrong
+    assert len(errors) > 3 * len(list(Decoder(CONFIGS[name], device="meta").parameters()))
+
+
+def test_fsdp_on_top(results):
+    assert not {k: e for k, e in results["fsdp"].items() if not e <= 1e-5}
+
+
+@pytest.mark.parametrize("tp", TP_SIZES)
+def test_refusals_are_one_line(results, tp):
+    again, heads, length = results["refusals", tp]
+    assert "must be whole before tensor parallelism: call apply_tensor_parallel before" in again
+    assert heads == (f"DecoderConfig.num_kv_heads (1) must be a multiple of tp ({tp}): lower tp")
+    assert length == f"sequence length (7) must be a multiple of tp ({tp}): pad the sequences"
+    assert not any("\n" in m for m in (again, heads, length))
+
+
+def test_one_rank_changes_nothing(results):
+    assert results["alone"] is False
+
+
+def test_check_names_each_field():
+    config = CONFIGS["dense only"]
+    with pytest.raises(ValueError, match=r"num_heads \(2\) must be a multiple of tp \(4\)"):
+        check_tensor_parallel(replace(config, num_heads=2, num_kv_heads=1), 4)
+    with pytest.raises(ValueError, match=r"mlp_hidden_dim \(42\) must be a multiple of tp \(4\)"):
+        check_tensor_parallel(replace(config, mlp_hidden_dim=42), 4)
+    check_tensor_parallel(preset("qwen3-30b-a3b"), 4)

@@ -1,0 +1,315 @@
+"""Auxiliary losses, counts and the expert bias of one process, by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore.moe.balance import (
+    LOSS_NAMES,
+    BalanceGroups,
+    MoEState,
+    balance_losses,
+    count_experts,
+)
+from moecore.moe.reference import moe_reference
+from moecore.moe.router import Routing
+from tests.moe.moe_cases import BASE, CONFIGS, assert_equal_to_scale, leaves, make_layer
+
+FIELDS = {
+    "micro_batch": "micro_batch_coef",
+    "sequence": "sequence_coef",
+    "global_batch": "global_batch_coef",
+    "z": "z_loss_coef",
+}
+
+
+def only(name: str, coef: float) -> BalanceConfig:
+    return BalanceConfig(**{FIELDS[name]: coef})
+
+
+def routing_from(ids_TK: Tensor, scores_TE: Tensor, logits_TE: Tensor | None = None) -> Routing:
+    logits_TE = scores_TE.log() if logits_TE is None else logits_TE
+    return Routing(
+        ids_TK.int(), scores_TE.gather(1, ids_TK.clamp(min=0).long()), scores_TE, logits_TE
+    )
+
+
+def losses_of(routing: Routing, config: MoEConfig, num_sequences: int = 1, **kw: Any) -> Tensor:
+    counts_BE = count_experts(routing.expert_ids_TK, num_sequences, config.num_experts)
+    return balance_losses(routing, counts_BE, config, BalanceGroups(), **kw)
+
+
+# --------------------------------------------------------------------------- values
+
+
+def test_count_experts_by_hand() -> None:
+    ids = torch.tensor([[0, 2], [2, -1], [1, 0], [-1, -1]], dtype=torch.int32)
+    assert count_experts(ids, 1, 3).tolist() == [[2, 1, 2]]
+    assert count_experts(ids, 2, 3).tolist() == [[1, 0, 2], [1, 1, 0]]
+    assert count_experts(ids, 4, 3).tolist() == [[1, 0, 1], [0, 0, 1], [1, 1, 0], [0, 0, 0]]
+    assert count_experts(ids[:0], 2, 3).tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert count_experts(ids[:0], 0, 3).shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", ["micro_batch", "sequence", "global_batch"])
+@pytest.mark.parametrize(("E", "K"), [(8, 2), (6, 1), (5, 5)])
+def test_even_routing_gives_exactly_the_coefficient(name: str, E: int, K: int) -> None:
+    config = replace(BASE, num_experts=E, top_k=K, balance=only(name, 0.25))
+    slots = torch.arange(2 * E * K) % E
+    routing = routing_from(slots.view(2 * E, K), torch.full((2 * E, E), 1 / E))
+    losses = dict(zip(LOSS_NAMES, losses_of(routing, config, 2).tolist(), strict=True))
+    assert losses.pop(name) == pytest.approx(0.25, rel=1e-6)
+    assert set(losses.values()) == {0.0}
+
+
+def test_collapsed_routing_gives_coef_times_e() -> None:
+    config = replace(BASE, top_k=1, balance=only("micro_batch", 1.0))
+    scores = torch.zeros(6, 8)
+    scores[:, 3] = 1.0
+    routing = routing_from(torch.full((6, 1), 3), scores, torch.zeros(6, 8))
+    assert float(losses_of(routing, config)[0]) == pytest.approx(8.0)
+
+
+def test_the_three_scopes_by_hand() -> None:
+    """Two sequences of two tokens, two experts, K=1."""
+    ids = torch.tensor([[0], [0], [0], [1]])
+    scores = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.3, 0.7]])
+    base = replace(BASE, num_experts=2, top_k=1)
+    routing = routing_from(ids, scores)
+    f, p = (0.75, 0.25), (0.65, 0.35)
+    micro = 2 * (f[0] * p[0] + f[1] * p[1])
+    assert float(losses_of(routing, replace(base, balance=only("micro_batch", 1.0)), 2)[0]) == (
+        pytest.approx(micro)
+    )
+    first, second = 2 * (1.0 * 0.85 + 0.0 * 0.15), 2 * (0.5 * 0.45 + 0.5 * 0.55)
+    assert float(losses_of(routing, replace(base, balance=only("sequence", 1.0)), 2)[1]) == (
+        pytest.approx((first + second) / 2)
+    )
+    globally = replace(base, balance=only("global_batch", 1.0))
+    assert float(losses_of(routing, globally, 2)[2]) == pytest.approx(micro)
+    prior = torch.tensor([1, 11])
+    f = (4 / 16, 12 / 16)
+    found = losses_of(routing, globally, 2, prior_counts_E=prior)[2]
+    assert float(found) == pytest.approx(2 * (f[0] * p[0] + f[1] * p[1]))
+
+
+def test_z_loss_by_hand() -> None:
+    logits = torch.tensor([[0.0, 0.0], [1.0, 3.0], [-2.0, 5.0]])
+    routing = routing_from(torch.tensor([[0], [1], [1]]), logits.softmax(-1), logits)
+    config = replace(BASE, num_experts=2, top_k=1, balance=only("z", 0.1))
+    expected = sum(math.log(math.exp(a) + math.exp(b)) ** 2 for a, b in logits.tolist())
+    assert float(losses_of(routing, config)[3]) == pytest.approx(0.1 * expected / 3, rel=1e-6)
+
+
+def test_losses_are_zero_and_differentiable_without_tokens() -> None:
+    balance = BalanceConfig(
+        micro_batch_coef=1.0, sequence_coef=1.0, global_batch_coef=1.0, z_loss_coef=1.0
+    )
+    config = replace(BASE, balance=balance)
+    for num_sequences in (0, 1, 3):
+        scores = torch.zeros(0, 8, requires_grad=True)
+        ids, weights = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2)
+        routing = Routing(ids, weights, scores, scores * 1)
+        losses = losses_of(routing, config, num_sequences)
+        assert losses.tolist() == [0.0] * 4
+        losses.sum().backward()
+
+
+# --------------------------------------------------------------------------- gradient
+
+
+@pytest.mark.parametrize("loss", LOSS_NAMES)
+@pytest.mark.parametrize("name", ["softmax", "sigmoid-groups-bias", "gpt-oss", "top-1"])
+def test_each_loss_reaches_the_gradient(name: str, loss: str) -> None:
+    """As if the reference's loss had been added to the main loss."""
+    config = replace(CONFIGS[name], balance=only(loss, 0.5))
+    layer = make_layer(config)
+    x = torch.randn(3, 6, 32)
+    params, x_ref = leaves(layer), x.clone().requires_grad_()
+    out = moe_reference(x_ref, params, config)
+    (out.y_BTD.square().mean() + out.losses[loss]).backward()
+    x_ours = x.clone().requires_grad_()
+    y = layer(x_ours)
+    assert_equal_to_scale(y, out.y_BTD, "the value does not change")
+    y.square().mean().backward()
+    assert_equal_to_scale(x_ours.grad, x_ref.grad, "x")
+    for parameter_name, parameter in layer.named_parameters():
+        assert_equal_to_scale(parameter.grad, params[parameter_name].grad, parameter_name)
+    assert_equal_to_scale(layer.tracker.losses, torch.stack([out.losses[n] for n in LOSS_NAMES]))
+    without = make_layer(replace(config, balance=BalanceConfig()))
+    without(x).square().mean().backward()
+    router = layer.router.weight.grad - without.router.weight.grad
+    assert float(router.abs().max()) > 1e-5, "the loss must matter for this test to see anything"
+
+
+def test_the_gradient_does_not_depend_on_the_main_loss() -> None:
+    layer = make_layer(replace(BASE, balance=only("micro_batch", 0.5)))
+    x = torch.randn(3, 6, 32)
+    (layer(x) * 0).sum().backward()
+    params = leaves(layer)
+    moe_reference(x, params, layer.config).losses["micro_batch"].backward()
+    assert_equal_to_scale(layer.router.weight.grad, params["router.weight"].grad)
+
+
+# --------------------------------------------------------------------------- state
+
+
+def make_state(*layers: MoELayer, **kwargs: Any) -> MoEState:
+    named: dict[str, Any] = {f"layers.{i}": layer for i, layer in enumerate(layers)}
+    return MoEState(named, BalanceGroups(**kwargs.pop("groups", {})), **kwargs)
+
+
+def test_nothing_is_counted_without_gradients_or_without_backward() -> None:
+    layer = make_layer(replace(BASE, balance=only("z", 0.5)))
+    state = make_state(layer)
+    x = torch.randn(3, 6, 32)
+    with torch.no_grad():
+        layer(x)
+    layer.eval()(x)
+    layer.train()(x)  # a forward whose loss is thrown away
+    metrics = state.finish_step()
+    assert metrics.tokens_per_expert == {} and metrics.aux_losses == {}
+    assert metrics.total_aux_loss() == 0.0 and metrics.load_max_over_mean() == {}
+
+
+def test_finish_step_counts_and_starts_anew() -> None:
+    layers = [make_layer(replace(BASE, top_k=k, balance=only("z", 0.5)), seed=k) for k in (1, 3)]
+    state = make_state(*layers)
+    expected = [torch.zeros(8, dtype=torch.int64) for _ in layers]
+    z = [0.0, 0.0]
+    for _ in range(3):
+        x = torch.randn(2, 5, 32)
+        for i, layer in enumerate(layers):
+            layer(x).sum().backward()
+            out = moe_reference(x, leaves(layer), layer.config)
+            expected[i] += out.counts_E
+            z[i] += float(out.losses["z"]) / 3
+    metrics = state.finish_step()
+    assert list(metrics.tokens_per_expert) == ["layers.0", "layers.1"]
+    for i, (name, counts) in enumerate(metrics.tokens_per_expert.items()):
+        assert counts.dtype == torch.int64 and torch.equal(counts, expected[i])
+        assert metrics.aux_losses[name][3].item() == pytest.approx(z[i], rel=1e-5)
+        assert metrics.aux_losses[name][:3].tolist() == [0.0] * 3
+        ratio = float(expected[i].max()) / float(expected[i].float().mean())
+        assert metrics.load_max_over_mean()[name] == pytest.approx(ratio)
+    assert metrics.total_aux_loss() == pytest.approx(sum(z), rel=1e-5)
+    assert state.finish_step().tokens_per_expert == {}
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_bias_moves_by_the_sign_of_the_load(function: Any) -> None:
+    """Eight tokens, K=1: experts 0, 1 and 2 get 5, 2 and 1, expert 3 none; the mean is 2."""
+    config = MoEConfig(
+        dim=8,
+        hidden_dim=8,
+        num_experts=4,
+        top_k=1,
+        score_function=function,
+        expert_bias=True,
+        balance=BalanceConfig(bias_update_rate=0.125),
+    )
+    layer = make_layer(config)
+    state = make_state(layer)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4, 8) * 4)
+        layer.router.expert_bias.zero_()
+    choice = torch.tensor([0, 0, 0, 1, 0, 2, 1, 0])
+    x = torch.eye(4, 8)[choice]
+    layer(x).sum().backward()
+    metrics = state.finish_step()
+    assert metrics.tokens_per_expert["layers.0"].tolist() == [5, 2, 1, 0]
+    assert layer.router.expert_bias.tolist() == [-0.125, 0.0, 0.125, 0.125]
+    # The raised bias decides: a tie between experts 0 and 3 now goes to 3.
+    tie = torch.eye(4, 8)[0:1] + torch.eye(4, 8)[3:4]
+    assert layer.router(tie).expert_ids_TK.tolist() == [[3]]
+    # A step without counts moves nothing.
+    state.finish_step()
+    assert layer.router.expert_bias.tolist() == [-0.125, 0.0, 0.125, 0.125]
+
+
+def test_bias_stays_without_a_rate_and_is_no_parameter() -> None:
+    layer = make_layer(replace(BASE, expert_bias=True))
+    state = make_state(layer)
+    before = layer.router.expert_bias.clone()
+    layer(torch.randn(5, 32)).sum().backward()
+    state.finish_step()
+    assert torch.equal(layer.router.expert_bias, before)
+    assert "router.expert_bias" not in dict(layer.named_parameters())
+    assert "router.expert_bias" in layer.state_dict()
+
+
+def test_biases_of_a_balanced_load_do_not_move() -> None:
+    config = replace(
+        BASE, expert_bias=True, assignment="balanced", balance=BalanceConfig(bias_update_rate=1.0)
+    )
+    layer = make_layer(config)
+    state = make_state(layer)
+    before = layer.router.expert_bias.clone()
+    layer(torch.randn(8, 32)).sum().backward()
+    state.finish_step()
+    assert torch.equal(layer.router.expert_bias, before)
+
+
+@pytest.mark.parametrize("loss", ["micro_batch", "sequence", "z"])
+def test_gradient_accumulation(loss: str) -> None:
+    """Three micro-batches: the mean of their auxiliary losses beside the user's mean."""
+    config = replace(BASE, balance=only(loss, 0.5))
+    layer = make_layer(config)
+    state = make_state(layer)
+    state.set_num_micro_batches(3)
+    batches = [torch.randn(2, 5, 32) for _ in range(3)]
+    params = leaves(layer)
+    total: Any = 0.0
+    for x in batches:
+        (layer(x).square().mean() / 3).backward()
+        out = moe_reference(x, params, config)
+        total = total + (out.y_BTD.square().mean() + out.losses[loss]) / 3
+    total.backward()
+    for name, parameter in layer.named_parameters():
+        assert_equal_to_scale(parameter.grad, params[name].grad, name)
+    index = LOSS_NAMES.index(loss)
+    expected = sum(float(moe_reference(x, params, config).losses[loss]) for x in batches) / 3
+    assert float(state.finish_step().aux_losses["layers.0"][index]) == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+def test_global_batch_counts_earlier_micro_batches() -> None:
+    """Micro-batch i's share of each expert is over micro-batches 0..i."""
+    config = replace(BASE, balance=only("global_batch", 0.5))
+    layer = make_layer(config)
+    state = make_state(layer)
+    state.set_num_micro_batches(3)
+    batches = [torch.randn(2, 5, 32) for _ in range(3)]
+    params = leaves(layer)
+    counts_E, total = torch.zeros(8), torch.zeros(())
+    for x in batches:
+        (layer(x) * 0).sum().backward()
+        out = moe_reference(x, params, config)
+        counts_E = counts_E + out.counts_E
+        share_E = counts_E / counts_E.sum()
+        total = total + 0.5 * 8 * (share_E * out.mean_scores_E).sum() / 3
+    total.backward()
+    assert_equal_to_scale(layer.router.weight.grad, params["router.weight"].grad)
+    assert float(state.finish_step().aux_losses["layers.0"][2]) == pytest.approx(
+        float(total), rel=1e-5
+    )
+
+
+def test_sum_convention_divides_by_data_ranks() -> None:
+    layer = make_layer(BASE)
+    state = make_state(layer, groups={"data_ranks": 4}, loss="sum")
+    assert layer.tracker.gradient_scale == 0.25
+    state.set_num_micro_batches(2)
+    assert layer.tracker.gradient_scale == 0.125
+    state = make_state(layer, groups={"data_ranks": 4}, loss="mean")
+    assert layer.tracker.gradient_scale == 1.0
+    with pytest.raises(ValueError, match=r"num_micro_batches \(0\) must be >= 1"):
+        state.set_num_micro_batches(0)

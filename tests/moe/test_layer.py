@@ -1,0 +1,255 @@
+"""MoELayer against moe_reference, and as a plain nn.Module: shapes, checkpointing, meta, state."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore.moe.reference import moe_reference
+from tests.moe.moe_cases import ALL_LOSSES, BASE, CONFIGS, assert_equal_to_scale, leaves, make_layer
+
+
+def compare_with_reference(layer: MoELayer, x: Tensor) -> None:
+    """Output and every gradient, with the reference's auxiliary losses added to its loss."""
+    params = leaves(layer)
+    x_ours, x_ref = (x.detach().clone().requires_grad_() for _ in range(2))
+    generator = torch.Generator().manual_seed(5)
+    factor = torch.randn(x.shape, generator=generator)
+    x_BTD = x_ref if x.ndim == 3 else x_ref[None]
+    out = moe_reference(x_BTD, params, layer.config)
+    y_ref = out.y_BTD.view(x.shape)
+    ((y_ref * factor).sum() + sum(out.losses.values())).backward()
+    y = layer(x_ours)
+    assert y.shape == x.shape and y.dtype == x.dtype
+    (y * factor).sum().backward()
+    assert_equal_to_scale(y, y_ref, "y")
+    assert_equal_to_scale(x_ours.grad, x_ref.grad, "x")
+    for name, parameter in layer.named_parameters():
+        assert_equal_to_scale(parameter.grad, params[name].grad, name)
+    counts = layer.tracker.counts_E
+    assert counts is not None and torch.equal(counts, out.counts_E)
+
+
+@pytest.mark.parametrize("backend", ["grouped", "sequential"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_against_the_reference(name: str, backend: str) -> None:
+    layer = make_layer(CONFIGS[name])
+    layer.part("experts").set_backend(backend)
+    compare_with_reference(layer, torch.randn(3, 7, 32))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_against_the_reference_with_all_auxiliary_losses(name: str) -> None:
+    compare_with_reference(
+        make_layer(replace(CONFIGS[name], balance=ALL_LOSSES)), torch.randn(2, 9, 32)
+    )
+
+
+def test_two_dims_are_one_sequence() -> None:
+    layer = make_layer(replace(BASE, balance=ALL_LOSSES))
+    compare_with_reference(layer, torch.randn(11, 32))
+
+
+def test_non_contiguous_inputs() -> None:
+    layer = make_layer(CONFIGS["geglu-shared-gate"])
+    x = torch.randn(32, 7, 3).permute(2, 1, 0)
+    assert not x.is_contiguous()
+    expected = layer(x.contiguous())
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(x[:, ::2]), layer(x[:, ::2].contiguous()))
+    x = x.detach().requires_grad_()
+    # An expanded (stride 0) gradient of y, as .sum() gives it.
+    layer(x).sum().backward()
+    contiguous = x.detach().contiguous().requires_grad_()
+    layer(contiguous).sum().backward()
+    assert torch.equal(x.grad, contiguous.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (0, 5, 32), (3, 0, 32)], ids=str)
+@pytest.mark.parametrize("backend", ["grouped", "sequential"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_zero_tokens(name: str, backend: str, shape: tuple[int, ...]) -> None:
+    layer = make_layer(replace(CONFIGS[name], balance=ALL_LOSSES))
+    layer.part("experts").set_backend(backend)
+    x = torch.zeros(shape, requires_grad=True)
+    y = layer(x)
+    assert y.shape == shape
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
+    for parameter_name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, f"{parameter_name}: FSDP waits for every gradient"
+        assert (parameter.grad == 0).all(), parameter_name
+    counts = layer.tracker.counts_E
+    assert counts is not None and int(counts.sum()) == 0
+
+
+def test_no_grad_and_eval() -> None:
+    layer = make_layer(replace(BASE, balance=ALL_LOSSES))
+    x = torch.randn(4, 5, 32)
+    expected = layer(x).detach()
+    with torch.no_grad():
+        y = layer(x)
+    assert not y.requires_grad and torch.equal(y, expected)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), expected)
+    assert torch.equal(layer.eval()(x), expected), "nothing depends on the training flag"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid-groups-bias", "gpt-oss"])
+def test_activation_checkpointing(name: str, use_reentrant: bool) -> None:
+    """Equal gradients, and every token counted once though its forward ran twice."""
+    config = replace(CONFIGS[name], balance=ALL_LOSSES)
+    plain, recomputed = make_layer(config), make_layer(config)
+    x = torch.randn(2, 9, 32)
+    for step in range(2):  # the second micro-batch has earlier counts
+        inputs = [(x + step).requires_grad_() for _ in range(2)]
+        plain(inputs[0]).square().sum().backward()
+        y = checkpoint(recomputed, inputs[1], use_reentrant=use_reentrant)
+        y.square().sum().backward()  # type: ignore[union-attr]
+        assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+    for (n, a), b in zip(plain.named_parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), n  # type: ignore[arg-type]
+    a, b = plain.tracker, recomputed.tracker
+    assert a.num_micro_batches == b.num_micro_batches == 2
+    assert torch.equal(a.counts_E, b.counts_E)  # type: ignore[arg-type]
+    assert int(b.counts_E.sum()) == 2 * 18 * config.top_k  # type: ignore[union-attr]
+    assert torch.equal(a.losses, b.losses)  # type: ignore[arg-type]
+
+
+def test_checkpointing_of_a_whole_block() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.moe = nn.LayerNorm(32), make_layer(replace(BASE, balance=ALL_LOSSES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.moe(self.norm(x))
+
+    plain, recomputed = Block(), Block()
+    x = torch.randn(2, 9, 32)
+    plain(x).square().sum().backward()
+    checkpoint(recomputed, x, use_reentrant=False).square().sum().backward()  # type: ignore[union-attr]
+    for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    assert recomputed.moe.tracker.num_micro_batches == 1
+
+
+# --------------------------------------------------------------------------- construction
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_meta_then_to_empty_then_init_equals_a_real_build(name: str) -> None:
+    config = CONFIGS[name]
+    layer = MoELayer(config, device="meta")
+    assert all(t.is_meta for t in [*layer.parameters(), *layer.buffers()])
+    layer.to_empty(device="cpu")
+    for tensor in [*layer.parameters(), *layer.buffers()]:
+        tensor.data.fill_(float("nan"))
+    layer.init_weights()
+    real = MoELayer(config)
+    assert layer.state_dict().keys() == real.state_dict().keys()
+    for key, tensor in real.state_dict().items():
+        assert torch.equal(layer.state_dict()[key], tensor), key
+    layer(torch.randn(3, 32)).sum().backward()
+
+
+def test_the_default_device_is_honoured() -> None:
+    with torch.device("meta"):
+        layer = MoELayer(CONFIGS["sigmoid-groups-bias"])
+    assert all(t.is_meta for t in [*layer.parameters(), *layer.buffers()])
+
+
+def test_init_statistics_and_keys() -> None:
+    config = replace(CONFIGS["gpt-oss"], dim=256, hidden_dim=64)
+    layer = MoELayer(config)
+    layer.init_weights(std=0.5, key="layers.3.moe", seed=1)
+    assert abs(float(layer.experts.w1.detach().std()) - 0.5) < 0.01
+    for name in ("experts.b1", "experts.b2", "router.bias"):
+        assert (layer.get_parameter(name) == 0).all()
+    other = MoELayer(config)
+    other.init_weights(std=0.5, key="layers.4.moe", seed=1)
+    assert not torch.equal(layer.experts.w1, other.experts.w1)
+    assert not torch.equal(layer.router.weight, other.router.weight)
+
+
+def test_state_dict_keys() -> None:
+    assert list(MoELayer(BASE).state_dict()) == ["router.weight", "experts.w1", "experts.w2"]
+    keys = set(MoELayer(CONFIGS["sigmoid-groups-bias"]).state_dict())
+    extra = {"router.expert_bias", "shared.w1", "shared.w2"}
+    assert keys == {"router.weight", "experts.w1", "experts.w2"} | extra
+
+
+@pytest.mark.parametrize("frozen", ["experts", "router", "all but the router", "everything"])
+def test_frozen_parts(frozen: str) -> None:
+    layer, free = make_layer(replace(BASE, balance=ALL_LOSSES)), make_layer(BASE)
+    free.set_balance(ALL_LOSSES)
+    for name, parameter in layer.named_parameters():
+        is_router = name.startswith("router")
+        freeze = {
+            "experts": not is_router,
+            "router": is_router,
+            "all but the router": not is_router,
+            "everything": True,
+        }[frozen]
+        parameter.requires_grad_(not freeze)
+    x_a, x_b = (torch.ones(2, 5, 32).cumsum(1).requires_grad_() for _ in range(2))
+    layer(x_a).square().sum().backward()
+    free(x_b).square().sum().backward()
+    for (name, a), b in zip(layer.named_parameters(), free.parameters(), strict=True):
+        if a.requires_grad:
+            assert_equal_to_scale(a.grad, b.grad, name)
+        else:
+            assert a.grad is None
+    if frozen != "router" and frozen != "everything":
+        assert torch.equal(x_a.grad, x_b.grad)  # type: ignore[arg-type]
+
+
+def test_everything_frozen_and_no_input_gradient() -> None:
+    layer = make_layer(BASE).requires_grad_(False)
+    assert not layer(torch.randn(3, 32)).requires_grad
+    assert layer.tracker.counts_E is None
+
+
+def test_deepcopy_has_its_own_tracker() -> None:
+    layer = make_layer(BASE)
+    other = copy.deepcopy(layer)
+    other(torch.randn(3, 32)).sum().backward()
+    assert layer.tracker.counts_E is None and other.tracker.counts_E is not None
+
+
+def test_set_balance_checks_the_rules() -> None:
+    layer = make_layer(BASE)
+    with pytest.raises(ValueError, match="bias_update_rate"):
+        layer.set_balance(BalanceConfig(bias_update_rate=0.1))
+    layer.set_balance(ALL_LOSSES)
+    assert layer.config.balance == layer.tracker.config.balance == ALL_LOSSES
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid-groups-bias", "gpt-oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(name: str, dtype: torch.dtype) -> None:
+    """Under autocast an input of either dtype works, as it does for nn.Linear."""
+    layer = make_layer(CONFIGS[name])
+    x = torch.randn(2, 9, 32).to(dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.shape == x.shape and y.isfinite().all()
+    y.float().sum().backward()
+    expected, y = layer(x.detach().float()).detach(), y.detach()
+    assert float((y.float() - expected).abs().max() / expected.abs().max()) < 0.03
+
+
+def test_large_uneven_layer_in_bf16_is_finite() -> None:
+    config = MoEConfig(dim=64, hidden_dim=32, num_experts=64, top_k=6)
+    layer = MoELayer(config, dtype=torch.bfloat16)
+    y = layer(torch.randn(1, 257, 64).bfloat16())
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and y.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())

@@ -1,0 +1,259 @@
+"""Every rule of the three records: a one-line ValueError that names field, value and relation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from moecore import BalanceConfig, MoEConfig, ParallelConfig
+
+LAYER: dict[str, Any] = dict(dim=64, hidden_dim=32, num_experts=8, top_k=2)
+
+
+def error_of(record: type, **fields: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        record(**fields)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --------------------------------------------------------------------------- MoEConfig
+
+
+def test_defaults_need_the_four_sizes_only() -> None:
+    config = MoEConfig(**LAYER)
+    assert (config.score_function, config.score_order, config.normalize_weights) == (
+        "softmax",
+        "pre",
+        True,
+    )
+    assert not config.balance.needs_loss
+    with pytest.raises(TypeError, match="dim"):
+        MoEConfig(hidden_dim=32, num_experts=8, top_k=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        MoEConfig(64, 32, 8, 2)  # type: ignore[misc]
+
+
+SIZES = ["dim", "hidden_dim", "num_experts", "top_k", "num_groups", "top_groups"]
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, True, 2.5, "8", None])
+def test_sizes_are_whole_numbers_from_one(name: str, value: Any) -> None:
+    message = error_of(MoEConfig, **{**LAYER, name: value})
+    assert f"MoEConfig.{name} ({value!r})" in message
+    assert ">= 1" in message
+
+
+@pytest.mark.parametrize("value", [-1, True, 2.5, "8", None])
+def test_shared_hidden_dim_is_a_whole_number_from_zero(value: Any) -> None:
+    message = error_of(MoEConfig, **LAYER, shared_hidden_dim=value)
+    assert f"MoEConfig.shared_hidden_dim ({value!r})" in message
+    assert ">= 0" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "first_choice"),
+    [
+        ("score_function", "softmax"),
+        ("score_order", "pre"),
+        ("router_dtype", "float32"),
+        ("assignment", "learned"),
+        ("activation", "swiglu"),
+    ],
+)
+def test_names_are_one_of_the_known(name: str, first_choice: str) -> None:
+    message = error_of(MoEConfig, **LAYER, **{name: "nonsense"})
+    assert f"MoEConfig.{name} ('nonsense') must be one of '{first_choice}'" in message
+
+
+# Each case: the fields, and every piece that the message must name.
+RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"top_k": 9}, ["top_k (9)", "num_experts (8)"]),
+    ({"num_groups": 3}, ["num_groups (3)", "num_experts (8)"]),
+    ({"num_groups": 4, "top_groups": 5}, ["top_groups (5)", "num_groups (4)"]),
+    ({"num_groups": 8, "top_groups": 4}, ["num_groups (8)", "num_experts (8)", "2"]),
+    ({"num_groups": 4, "top_groups": 1, "top_k": 3}, ["top_k (3)", "top_groups (1 x 2)"]),
+    (
+        {"score_function": "sigmoid", "score_order": "post"},
+        ['score_order ("post")', 'score_function ("sigmoid")'],
+    ),
+    ({"routed_scaling_factor": 0.0}, ["routed_scaling_factor (0.0)", "> 0"]),
+    ({"routed_scaling_factor": -1.0}, ["routed_scaling_factor (-1.0)", "> 0"]),
+    ({"routed_scaling_factor": float("nan")}, ["routed_scaling_factor (nan)", "> 0"]),
+    ({"shared_gate": True}, ["shared_gate (True)", "shared_hidden_dim (0)"]),
+    (
+        {"balance": BalanceConfig(bias_update_rate=0.5)},
+        ["balance.bias_update_rate (0.5)", "expert_bias (False)"],
+    ),
+    ({"activation": "clamped_swiglu", "activation_limit": -7.0}, ["activation_limit (-7.0)"]),
+]
+
+
+@pytest.mark.parametrize(("fields", "pieces"), RELATIONS, ids=[str(f) for f, _ in RELATIONS])
+def test_relations_name_both_sides_and_the_fix(fields: dict[str, Any], pieces: list[str]) -> None:
+    message = error_of(MoEConfig, **{**LAYER, **fields})
+    assert message.startswith("MoEConfig.")
+    for piece in pieces:
+        assert piece in message
+    assert ": " in message, "the fix follows the relation"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 8},
+        {"num_groups": 8, "top_groups": 8},
+        {"num_groups": 4, "top_groups": 1, "top_k": 2},
+        {"num_groups": 4, "top_groups": 4, "top_k": 8},
+        {"num_experts": 1, "top_k": 1},
+        {"score_order": "post"},
+        {"shared_hidden_dim": 16, "shared_gate": True},
+        {"expert_bias": True, "balance": BalanceConfig(bias_update_rate=1e-3)},
+    ],
+    ids=str,
+)
+def test_the_edge_of_each_rule_is_allowed(fields: dict[str, Any]) -> None:
+    MoEConfig(**{**LAYER, **fields})
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated", "columns"),
+    [
+        ("swiglu", True, 64),
+        ("geglu", True, 64),
+        ("clamped_swiglu", True, 64),
+        ("relu2", False, 32),
+    ],
+)
+def test_fc1_columns(activation: Any, gated: bool, columns: int) -> None:
+    config = MoEConfig(**LAYER, activation=activation)
+    assert (config.gated, config.fc1_dim) == (gated, columns)
+
+
+# --------------------------------------------------------------------------- BalanceConfig
+
+COEFFICIENTS = [f.name for f in dataclasses.fields(BalanceConfig)]
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf"), True, "0.1", None])
+def test_coefficients_are_finite_and_not_negative(name: str, value: Any) -> None:
+    message = error_of(BalanceConfig, **{name: value})
+    assert f"BalanceConfig.{name} ({value!r})" in message
+    assert ">= 0" in message
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_needs_loss(name: str) -> None:
+    assert BalanceConfig(**{name: 0.1}).needs_loss == (name != "bias_update_rate")
+
+
+# --------------------------------------------------------------------------- ParallelConfig
+
+DEGREES = [f.name for f in dataclasses.fields(ParallelConfig)]
+
+
+@pytest.mark.parametrize("name", DEGREES)
+@pytest.mark.parametrize("value", [0, -2, True, 2.0, "2", None])
+def test_degrees_are_whole_numbers(name: str, value: Any) -> None:
+    message = error_of(ParallelConfig, **{name: value})
+    assert f"ParallelConfig.{name} ({value!r})" in message
+    assert ">= 1" in message
+
+
+def test_pp_must_be_given() -> None:
+    message = error_of(ParallelConfig, pp=-1, dp_shard=1, edp_shard=1)
+    assert "ParallelConfig.pp (-1)" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "second", "first"),
+    [
+        ({"tp": -1}, "tp", "dp_shard"),
+        ({"dp_replicate": -1}, "dp_shard", "dp_replicate"),
+        ({"cp": -1, "tp": -1, "dp_shard": 1}, "tp", "cp"),
+        ({"ep": -1}, "ep", "edp_shard"),
+        ({"etp": -1, "ep": -1, "edp_shard": 2}, "etp", "ep"),
+    ],
+)
+def test_one_open_degree_per_view(fields: dict[str, int], second: str, first: str) -> None:
+    message = error_of(ParallelConfig, **fields)
+    assert f"ParallelConfig.{second} (-1)" in message
+    assert f"{first} (-1)" in message
+
+
+@pytest.mark.parametrize("name", [n for n in DEGREES if n != "pp"])
+def test_resolve_fills_the_open_degree(name: str) -> None:
+    fields = {"dp_shard": 1, "edp_shard": 1, name: -1}
+    if name not in ("dp_replicate", "dp_shard", "cp", "tp"):
+        fields["dp_shard"] = -1
+    else:
+        fields["edp_shard"] = -1
+    resolved = ParallelConfig(**fields).resolve(12)
+    assert getattr(resolved, name) == 12
+    assert -1 not in dataclasses.astuple(resolved)
+
+
+def test_resolve_divides_by_what_is_given() -> None:
+    p = ParallelConfig(pp=4, cp=2, tp=4, ep=64).resolve(256)
+    assert (p.dp_shard, p.edp_shard) == (8, 1)
+    assert p.resolve(256) == p
+    assert ParallelConfig().resolve(1) == ParallelConfig(dp_shard=1, edp_shard=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pieces"),
+    [
+        ({"tp": 3}, ["dense view", "tp=3", "divide", "world size (8)"]),
+        ({"ep": 3}, ["expert view", "ep=3", "divide", "world size (8)"]),
+        ({"tp": 16}, ["dense view", "tp=16", "divide", "world size (8)"]),
+        ({"dp_shard": 4, "edp_shard": 8}, ["dense view", "dp_shard=4", "equal", "world size (8)"]),
+        ({"dp_shard": 8, "edp_shard": 2}, ["expert view", "edp_shard=2", "equal", "(8)"]),
+        ({"dp_shard": 1, "edp_shard": 8}, ["dense view", "equal", "world size (8)"]),
+        ({"pp": 2, "ep": 8}, ["expert view", "pp=2", "ep=8", "16", "world size (8)"]),
+    ],
+    ids=str,
+)
+def test_resolve_names_the_view_that_does_not_fit(
+    fields: dict[str, int], pieces: list[str]
+) -> None:
+    config = ParallelConfig(**fields)
+    with pytest.raises(ValueError) as caught:
+        config.resolve(8)
+    message = str(caught.value)
+    assert "\n" not in message
+    for piece in pieces:
+        assert piece in message
+
+
+# --------------------------------------------------------------------------- all three
+
+
+@pytest.mark.parametrize(
+    "record",
+    [MoEConfig(**LAYER), BalanceConfig(), ParallelConfig()],
+    ids=lambda r: type(r).__name__,
+)
+def test_frozen_and_replaced_with_the_rules(record: Any) -> None:
+    for f in dataclasses.fields(record):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(record, f.name, 1)
+    assert not hasattr(record, "__dict__"), "slots: a misspelt attribute cannot be set"
+    first = dataclasses.fields(record)[0].name
+    changed = dataclasses.replace(record, **{first: 4})
+    assert getattr(changed, first) == 4 and getattr(record, first) != 4
+    assert hash(record) == hash(dataclasses.replace(record)) and record == dataclasses.replace(
+        record
+    )
+    with pytest.raises(ValueError, match=f"{first} \\(-3\\)"):
+        dataclasses.replace(record, **{first: -3})
+
+
+def test_replace_checks_relations_again() -> None:
+    config = MoEConfig(**LAYER)
+    with pytest.raises(ValueError, match=r"top_k \(2\) must be <= num_experts \(1\)"):
+        dataclasses.replace(config, num_experts=1)

@@ -1,0 +1,138 @@
+"""What parallelize_moe refuses, which units it makes, and models larger than a rank's memory.
+
+Runs on fake process groups: nothing communicates, so an error here comes before any collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes, moe_state
+from moecore import parallelize_moe as parallelize
+from moecore.fsdp.shard import find_blocks
+from moecore.models import Decoder, num_params, preset
+
+CONFIG = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world(size: int, rank: int = 0, **degrees: int) -> Any:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    return build_meshes(ParallelConfig(**degrees), "cpu")
+
+
+def meta_model(config: MoEConfig = CONFIG) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32, device="meta"), MoELayer(config, device="meta"))
+
+
+REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
+    (dict(ep=8), dict(dispatcher="local"), r"dispatcher \('local'\).*ep \* etp \(8\)"),
+    (dict(ep=8), dict(dispatcher="deepep"), r"dispatcher \('deepep'\) must be one of 'auto'"),
+    (dict(ep=8), dict(experts="fast"), r"experts \('fast'\) must be one of 'grouped'"),
+    (dict(ep=8), dict(loss="average"), r"loss \('average'\) must be one of 'mean', 'sum'"),
+    (dict(ep=16), {}, r"num_experts \(8\) must be divisible by ParallelConfig.ep \(16\)"),
+    (dict(etp=16, ep=1), {}, r"hidden_dim / etp \(4\) must be a multiple of 8 in torch.bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("degrees", "options", "message"), REFUSED)
+def test_refuses_in_one_line(
+    degrees: dict[str, int], options: dict[str, Any], message: str
+) -> None:
+    meshes = world(16, **degrees)
+    model = meta_model()
+    if degrees.get("etp") == 16:
+        options = options | {"fsdp": FSDPOptions(param_dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match=message) as error:
+        parallelize(model, meshes, **options)
+    assert "\n" not in str(error.value)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("degree", ["cp", "pp", "tp"])
+def test_says_what_is_not_built(degree: str) -> None:
+    meshes = world(4, **{degree: 2})
+    with pytest.raises(NotImplementedError, match=rf"ParallelConfig.{degree} \(2\) must be 1"):
+        parallelize(meta_model(), meshes)
+
+
+def test_refuses_models_without_moe_and_second_calls() -> None:
+    meshes = world(2)
+    with pytest.raises(ValueError, match="at least one MoELayer"):
+        parallelize(nn.Linear(4, 4), meshes)
+    model = parallelize(meta_model(), meshes)
+    with pytest.raises(ValueError, match="must not be parallelized already"):
+        parallelize(model, meshes)
+    with pytest.raises(ValueError, match="call parallelize_moe"):
+        moe_state(nn.Linear(4, 4))
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"reduce_dtype \(torch.float16\)"):
+        FSDPOptions(reduce_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"prefetch_blocks \(-1\)"):
+        FSDPOptions(prefetch_blocks=-1)
+
+
+def test_a_unit_per_block_with_its_experts_on_the_expert_mesh() -> None:
+    meshes = world(8, dp_shard=4, tp=2, ep=4)
+    model = Decoder(preset("tiny"), device="meta")
+    parallelize(model, meshes)
+    layers = list(model.model.layers)
+    assert find_blocks(model) == layers
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoELayer)]
+    nested = [[b, *(e for e in experts if e in b.modules())] for b in layers]
+    assert units == [model, *(unit for group in nested for unit in group)]
+    dims = {e.w1.device_mesh.mesh_dim_names for e in experts}
+    assert dims == {("edp_shard", "ep")}
+    assert model.model.norm.weight.device_mesh.mesh_dim_names == ("dp_shard_cp", "tp")
+
+
+@pytest.mark.parametrize("rank", [0, 511])
+def test_a_model_larger_than_a_rank_builds_on_meta_and_holds_its_share(rank: int) -> None:
+    meshes = world(512, rank, dp_replicate=2, dp_shard=64, tp=4, ep=64, edp_shard=8)
+    config = preset("qwen3-235b-a22b")
+    model = Decoder(config, device="meta")
+    shapes = {n: p.shape for n, p in model.named_parameters()}
+    parallelize(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
+    assert {n: p.shape for n, p in model.named_parameters()} == shapes
+    assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
+    held = sum(p.to_local().numel() for p in model.parameters())
+    assert num_params(config) / 512 <= held <= 1.6 * num_params(config) / 512
+
+
+@pytest.mark.parametrize("edp_shard", [2, 8])
+def test_no_rank_is_left_without_experts(edp_shard: int) -> None:
+    """With fewer local experts than shards, matrices are cut along the model dim."""
+    for rank in range(2 * edp_shard):
+        meshes = world(2 * edp_shard, rank, ep=2, edp_shard=edp_shard)
+        experts = parallelize(meta_model(), meshes)[1].experts
+        sizes = {p.to_local().numel() for p in experts.parameters()}
+        assert sizes == {p.numel() // (2 * edp_shard) for p in experts.parameters()}
+        dist.destroy_process_group()
+
+
+def test_one_process_needs_no_launcher_and_trains() -> None:
+    meshes = build_meshes(ParallelConfig(), "cpu")
+    torch.manual_seed(0)
+    model = parallelize(nn.Sequential(nn.Linear(32, 32), MoELayer(CONFIG)), meshes)
+    model(torch.randn(4, 32)).sum().backward()
+    metrics = moe_state(model).finish_step()
+    assert sum(int(n.sum()) for n in metrics.tokens_per_expert.values()) == 4 * CONFIG.top_k
+    assert all(p.grad is not None for p in model.parameters())
