@@ -7,7 +7,6 @@ returns on rank 0 comes back. A failing rank stops all of them with its tracebac
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -19,27 +18,20 @@ import torch.multiprocessing as mp
 Worker = Callable[..., Any]
 
 
-def free_port() -> int:
-    """Return a TCP port of this host that nothing listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "cpu") -> Any:
     """Run `worker(rank, device, *args)` on `world_size` new processes; return rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result.pt")
-        setup = (world_size, free_port(), device_type, path, worker, args)
+        setup = (world_size, device_type, path, worker, args)
         mp.spawn(_main, setup, nprocs=world_size)
         return torch.load(path, weights_only=False)
 
 
 def _main(
-    rank: int, world_size: int, port: int, device_type: str, path: str, worker: Worker, args: Any
+    rank: int, world_size: int, device_type: str, path: str, worker: Worker, args: Any
 ) -> None:
     torch.set_num_threads(1)
-    start_group(rank, world_size, port, device_type)
+    start_group(rank, world_size, device_type, store=f"{path}.store")
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     result = worker(rank, device, *args)
     if rank == 0:
@@ -48,13 +40,13 @@ def _main(
         dist.destroy_process_group()
 
 
-def start_group(rank: int, world_size: int, port: int, device_type: str) -> None:
-    """Start the default process group of a test world on this host."""
+def start_group(rank: int, world_size: int, device_type: str, *, store: str) -> None:
+    """Start the default process group of a test world; ranks meet at a new file."""
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
     )

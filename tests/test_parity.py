@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from moecore import FSDPOptions
 from tests.parity import Case, run_case
-from tests.ranks import free_port, run_ranks, start_group
+from tests.ranks import run_ranks, start_group
 
 FP32_BOUND = 1e-5
 GATHERED = FSDPOptions(reshard_after_forward=False, prefetch_blocks=0)
@@ -68,26 +68,26 @@ TAMPERED = [
 ]
 
 
-def worker(rank: int, device: torch.device, port: int) -> dict[str, Any]:
+def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     """Run all cases: first those of all 8 ranks, then ranks 0 to 5 start a world of their own."""
     results = {c.name: run_case(c, device) for c in CASES + TAMPERED if c.world == 8}
     dist.destroy_process_group()
     if rank < 6:
-        start_group(rank, 6, port, device.type)
+        start_group(rank, 6, device.type, store=f"{folder}/six-ranks")
         results |= {c.name: run_case(c, device) for c in CASES + TAMPERED if c.world == 6}
     return results
 
 
 @pytest.fixture(scope="module")
-def cpu_results() -> dict[str, Any]:
-    return run_ranks(8, worker, free_port())
+def cpu_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(8, worker, str(tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.fixture(scope="module")
-def gpu_results() -> dict[str, Any]:
+def gpu_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if torch.cuda.device_count() < 8:
         pytest.skip(f"needs 8 GPUs, this host has {torch.cuda.device_count()}")
-    return run_ranks(8, worker, free_port(), device_type="cuda")
+    return run_ranks(8, worker, str(tmp_path_factory.mktemp("ranks")), device_type="cuda")
 
 
 def failures(errors: dict[str, float]) -> dict[str, float]:

@@ -136,6 +136,11 @@ class MoEConfig:
                 'MoEConfig.score_order ("post") must be "pre" with score_function ("sigmoid"): '
                 "a sigmoid gives the same weights in either order, so use score_order='pre'"
             )
+        if self.score_order == "post" and not self.normalize_weights:
+            raise ValueError(
+                'MoEConfig.normalize_weights (False) must be True with score_order ("post"): a '
+                "softmax over the chosen logits always sums to 1, so drop normalize_weights=False"
+            )
         if self.shared_gate and not self.shared_hidden_dim:
             raise ValueError(
                 "MoEConfig.shared_gate (True) must go with shared_hidden_dim (0) > 0: "

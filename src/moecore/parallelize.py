@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.config import BalanceConfig
 from moecore.fsdp.shard import FSDPOptions, shard_model
@@ -152,6 +153,11 @@ def _check_layer(name: str, layer: MoELayer, meshes: Meshes) -> None:
         rules += [("dim", config.dim, "etp", p.etp)]
     if layer.part("experts").is_strided and p.etp > 1:
         rules += [("dim", config.dim, "edp_shard", p.edp_shard)]
+        if not HAS_SEPARATE_PIECES:
+            raise NotImplementedError(
+                f"{name}: ParallelConfig.etp ({p.etp}) must be 1 for concatenated gate and up "
+                f"weights with torch {torch.__version__}: use torch >= 2.13, or ep instead of etp"
+            )
     for field, value, degree, size in rules:
         if value % size:
             raise ValueError(
@@ -179,9 +185,13 @@ def _check_equal_weights(model: nn.Module) -> None:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """Return an exact 64-bit sum of the tensor's bits; integer sums have no order."""
+    """Return an exact 64-bit hash of the tensor's bits, order included; no copy of the tensor."""
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)
-    return bits.to(torch.int64).sum()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for i, chunk in enumerate(bits.split(1 << 22)):
+        places = torch.arange(1, chunk.numel() + 1, device=tensor.device) % 65521 + 1 + i
+        total += (places * chunk).sum()
+    return total
 
 
 def _place_experts(layer: MoELayer, meshes: Meshes, dispatcher: DispatcherName) -> None:

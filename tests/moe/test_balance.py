@@ -190,7 +190,7 @@ def test_finish_step_counts_and_starts_anew() -> None:
             layer(x).sum().backward()
             out = moe_reference(x, leaves(layer), layer.config)
             expected[i] += out.counts_E
-            z[i] += float(out.losses["z"]) / 3
+            z[i] += float(out.losses["z"].detach()) / 3
     metrics = state.finish_step()
     assert list(metrics.tokens_per_expert) == ["layers.0", "layers.1"]
     for i, (name, counts) in enumerate(metrics.tokens_per_expert.items()):
@@ -275,7 +275,9 @@ def test_gradient_accumulation(loss: str) -> None:
     for name, parameter in layer.named_parameters():
         assert_equal_to_scale(parameter.grad, params[name].grad, name)
     index = LOSS_NAMES.index(loss)
-    expected = sum(float(moe_reference(x, params, config).losses[loss]) for x in batches) / 3
+    expected = (
+        sum(float(moe_reference(x, params, config).losses[loss].detach()) for x in batches) / 3
+    )
     assert float(state.finish_step().aux_losses["layers.0"][index]) == pytest.approx(
         expected, rel=1e-5
     )

@@ -154,10 +154,20 @@ def test_meta_then_to_empty_then_init_equals_a_real_build(name: str) -> None:
         tensor.data.fill_(float("nan"))
     layer.init_weights()
     real = MoELayer(config)
+    real.init_weights()
     assert layer.state_dict().keys() == real.state_dict().keys()
     for key, tensor in real.state_dict().items():
         assert torch.equal(layer.state_dict()[key], tensor), key
     layer(torch.randn(3, 32)).sum().backward()
+
+
+def test_a_new_layer_follows_the_seed_of_torch() -> None:
+    torch.manual_seed(7)
+    first, second = MoELayer(CONFIGS["softmax"]), MoELayer(CONFIGS["softmax"])
+    torch.manual_seed(7)
+    again = MoELayer(CONFIGS["softmax"])
+    assert torch.equal(first.experts.w1, again.experts.w1)
+    assert not torch.equal(first.experts.w1, second.experts.w1)
 
 
 def test_the_default_device_is_honoured() -> None:

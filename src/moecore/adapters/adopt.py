@@ -36,6 +36,11 @@ def adopt(
         ValueError: when a tensor is missing or has another shape than the config says.
     """
     layer = layer_class(config, layout=layout, device="meta")
+    if config.shared_hidden_dim and shared is None:
+        raise ValueError(
+            f"MoEConfig.shared_hidden_dim ({config.shared_hidden_dim}) must be 0 in adopt without "
+            "shared (None): pass the block's shared module"
+        )
     _fill(layer.part("router"), router)
     _fill(layer.part("experts"), experts)
     if shared is not None:
@@ -57,4 +62,9 @@ def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 f"{type(module).__name__} {name} {tuple(tensor.shape)} must have the shape "
                 f"{tuple(expected[name].shape)} that the adapter's config gives"
             )
-        setattr(module, name, tensor)
+        if module._parameters.pop(name, None) is None:
+            setattr(module, name, tensor.float())  # the selection bias: small steps need fp32
+            continue
+        # Registered anew, so that the block's order stays.
+        parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach())
+        module.register_parameter(name, parameter)

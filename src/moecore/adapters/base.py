@@ -51,12 +51,16 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
             "model (a MoE block itself) must be held by a parent module to be swapped: wrap it in "
             "nn.Sequential, or build a MoELayer"
         )
-    for name, adapter in found.items():
-        parent, _, child = name.rpartition(".")
+    swaps: dict[nn.Module, MoELayer] = {}
+    for name, adapter in found.items():  # all adapters before any swap: one may raise
         block = model.get_submodule(name)
-        layer = adapter(block, model)
+        layer = swaps[block] = adapter(block, model)
         layer.train(block.training)
-        setattr(model.get_submodule(parent), child, layer)
+        _keep_order(layer, block)
+    for parent in list(model.modules()):
+        for child, module in parent._modules.items():
+            if module in swaps:
+                parent._modules[child] = swaps[module]
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     if not layers:
         raise ValueError(
@@ -64,6 +68,13 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
             "use fully_shard for a dense model, or register an adapter, see docs/adapters.md"
         )
     return layers
+
+
+def _keep_order(layer: MoELayer, block: nn.Module) -> None:
+    """Give the layer's children the block's order: optimizer state dicts are positional."""
+    order = [name for name in block._modules if name in layer._modules]
+    for name in [*order, *(n for n in layer._modules if n not in order)]:
+        layer._modules[name] = layer._modules.pop(name)
 
 
 def _looks_like_moe(module: nn.Module) -> bool:

@@ -106,7 +106,11 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         if not any(isinstance(m, MoELayer) for m in module.modules()):
             return
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            blocks.extend(child for child in module.children() if _has_parameters(child))
+            for child in module.children():
+                if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                    visit(child)
+                elif _has_parameters(child):
+                    blocks.append(child)
         elif isinstance(module, MoELayer):
             blocks.append(module)
         else:

@@ -4,8 +4,8 @@ Legend: T local tokens, B sequences, E experts, K experts per token, L layers.
 
 Journey: each layer's `LoadTracker` computes its auxiliary losses from the routing and rides them
 on the layer's output. Backward adds their gradient and commits the counts, so that a recomputed
-forward, eval and no_grad count nothing. Once per optimizer step `MoEState.finish_step` reduces the
-counts of all layers in one collective, moves the expert biases and returns the metrics.
+forward, eval mode and no_grad count nothing. Once per optimizer step `MoEState.finish_step`
+reduces the counts of all layers in one collective, moves the expert biases and returns the metrics.
 
 An auxiliary loss is the mean over the step's micro-batches and data ranks of each one's loss,
 whatever the folding: ranks that share a micro-batch (cp, tp) count tokens together.
@@ -62,22 +62,22 @@ class LoadTracker:
         self.counts_E: Tensor | None = None
         self.losses: Tensor | None = None
 
-    def attach(self, y_TD: Tensor, routing: Routing, num_sequences: int) -> Tensor:
-        """Return y_TD with the auxiliary losses and the counts riding on it.
+    def attach(self, y: Tensor, routing: Routing, num_sequences: int) -> Tensor:
+        """Return y with the auxiliary losses and the counts riding on it.
 
-        Without gradients (eval, no_grad) it is y_TD itself, and nothing is counted.
+        Without gradients it is y itself, and nothing is counted.
         """
-        if not (torch.is_grad_enabled() and y_TD.requires_grad):
-            return y_TD
+        if not (torch.is_grad_enabled() and y.requires_grad):
+            return y
         E = self.config.num_experts
         with torch.no_grad():
             counts_BE = count_experts(routing.expert_ids_TK, num_sequences, E)
-        losses = torch.zeros(len(LOSS_NAMES), device=y_TD.device)
+        losses = torch.zeros(len(LOSS_NAMES), device=y.device)
         if self.config.balance.needs_loss:
             losses = balance_losses(
                 routing, counts_BE, self.config, self.groups, prior_counts_E=self.counts_E
             )
-        return _Attach.apply(y_TD, losses, counts_BE.sum(0), self)
+        return _Attach.apply(y, losses, counts_BE.sum(0), self)
 
     def commit(self, counts_E: Tensor, losses: Tensor) -> None:
         """Add one micro-batch; called by backward."""
@@ -94,11 +94,12 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y_TD: Tensor, losses: Tensor, counts_E: Tensor, tracker: LoadTracker
+        ctx: Any, y: Tensor, losses: Tensor, counts_E: Tensor, tracker: LoadTracker
     ) -> Tensor:
         ctx.tracker = tracker
         ctx.save_for_backward(losses, counts_E)
-        return y_TD.view_as(y_TD)
+        # Not a view: FSDP2 hooks its units' outputs, and an in-place add to a view drops the hook.
+        return y.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:

@@ -74,7 +74,7 @@ class MoELayer(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config)
         if not router.weight.is_meta:
-            self.init_weights()
+            self.init_weights(seed=int(torch.randint(1 << 62, ())))  # follows torch.manual_seed
 
     def init_weights(self, *, std: float = 0.02, key: str = "moe", seed: int = 0) -> None:
         """Fill all parameters, the same on every layout. No communication.
@@ -114,8 +114,10 @@ class MoELayer(nn.Module):
         y_TD = self.dispatcher.combine(y_SD, expert_input.plan)
         if self.layout.shared in self._modules:
             y_TD = y_TD + self.part("shared")(x_TD)
-        num_sequences = x.shape[0] if x.ndim == 3 else 1
-        return self.tracker.attach(y_TD.to(x.dtype), routing, num_sequences).view(x.shape)
+        y = y_TD.to(x.dtype).view(x.shape)
+        if not self.training:
+            return y
+        return self.tracker.attach(y, routing, x.shape[0] if x.ndim == 3 else 1)
 
 
 def _autocast(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ another expert, which no later precision repairs.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,7 @@ class Router(nn.Module):
         """
         config = self.config
         dtype = ROUTER_DTYPES[config.router_dtype]
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with _no_autocast(x_TD):
             bias = None if self.bias is None else local_param(self.bias).to(dtype)
             logits_TE = F.linear(x_TD.to(dtype), local_param(self.weight).to(dtype), bias)
             scores_TE = _scores(logits_TE, config)
@@ -115,6 +116,11 @@ class Router(nn.Module):
             scores_TE=_normalized(scores_TE, config).float(),
             logits_TE=logits_TE,
         )
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast knows no meta device, and nothing rounds there."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def select_experts(scores_TE: Tensor, expert_bias_E: Tensor | None, config: MoEConfig) -> Tensor:

@@ -1,0 +1,237 @@
+"""adopt and swap_blocks: parameters are handed over, wrong ones are named, models stay whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore.adapters import adopt
+from moecore.adapters.base import swap_blocks
+from moecore.moe.experts import ExpertLayout
+from moecore.moe.layer import LayerLayout
+
+CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2)
+EXPERTS = ExpertLayout(w1="up", w2="down", gate_up="concatenated")
+LAYOUT = LayerLayout(router="gate", expert_layout=EXPERTS)
+DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Any:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def random(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape) * 0.3)
+
+
+def tensors() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return {"weight": random(8, 32)}, {"up": random(8, 32, 32), "down": random(8, 32, 16)}
+
+
+def test_the_very_parameters_are_kept() -> None:
+    router, experts = tensors()
+    experts["up"].requires_grad_(False)
+    layer = adopt(CONFIG, LAYOUT, router=router, experts=experts)
+    assert layer.gate.weight is router["weight"]
+    assert layer.experts.up is experts["up"] and not layer.experts.up.requires_grad
+    assert layer.experts.down is experts["down"]
+    assert set(layer.state_dict()) == {"gate.weight", "experts.up", "experts.down"}
+    assert layer(torch.randn(3, 32)).shape == (3, 32)
+
+
+def test_shared_module_and_layer_class() -> None:
+    class WithNone(MoELayer):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), None
+
+    router, experts = tensors()
+    shared = nn.Linear(32, 32)
+    layout = replace(LAYOUT, shared="always")
+    layer = adopt(
+        CONFIG, layout, router=router, experts=experts, shared=shared, layer_class=WithNone
+    )
+    assert layer.always is shared
+    x = torch.randn(3, 32)
+    y, none = layer(x)
+    plain = adopt(CONFIG, LAYOUT, router=router, experts=experts)
+    assert none is None and torch.allclose(y, plain(x) + shared(x))
+
+
+def error_of(config: MoEConfig, router: Any, experts: Any, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        adopt(config, LAYOUT, router=router, experts=experts, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_and_unknown_names() -> None:
+    router, experts = tensors()
+    message = error_of(CONFIG, router, {"up": experts["up"]})
+    assert "Experts tensors ['up'] must be ['down', 'up']" in message
+    message = error_of(CONFIG, router, experts | {"extra": experts["up"]})
+    assert "'extra'" in message
+    message = error_of(replace(CONFIG, router_bias=True), router, experts)
+    assert "Router tensors ['weight'] must be ['bias', 'weight']" in message
+    message = error_of(replace(CONFIG, expert_bias=True), router, experts)
+    assert "'expert_bias'" in message
+    message = error_of(CONFIG, router | {"bias": random(8)}, experts)
+    assert "['bias', 'weight'] must be ['weight']" in message
+
+
+def test_wrong_shapes() -> None:
+    router, experts = tensors()
+    message = error_of(CONFIG, router, experts | {"down": random(8, 16, 32)})
+    assert "Experts down (8, 16, 32) must have the shape (8, 32, 16)" in message
+    message = error_of(replace(CONFIG, num_experts=4), router, experts)
+    assert "Router weight (8, 32) must have the shape (4, 32)" in message
+    message = error_of(replace(CONFIG, activation="relu2"), router, experts)
+    assert "Experts up (8, 32, 32) must have the shape (8, 16, 32)" in message
+
+
+def test_a_plain_tensor_is_taken_or_refused_by_name() -> None:
+    """torch.stack gives a plain tensor: the natural mistake of an adapter."""
+    router, experts = tensors()
+    stacked = torch.stack(list(experts["up"].detach()))
+    try:
+        layer = adopt(CONFIG, LAYOUT, router=router, experts=experts | {"up": stacked})
+    except ValueError as caught:
+        assert "up" in str(caught) and "Parameter" in str(caught)
+    else:
+        assert isinstance(layer.experts.up, nn.Parameter)
+
+
+def test_a_config_with_shared_expert_needs_the_module() -> None:
+    """Otherwise the layer would hold a shared expert on the meta device."""
+    router, experts = tensors()
+    message = error_of(replace(CONFIG, shared_hidden_dim=16), router, experts)
+    assert "shared" in message
+
+
+def test_a_bf16_selection_bias_becomes_fp32() -> None:
+    """Balancing moves it by 0.001; in bf16 it would stop moving at 0.5."""
+    router, experts = tensors()
+    router["expert_bias"] = torch.randn(8).bfloat16()
+    config = replace(CONFIG, expert_bias=True)
+    layer = adopt(config, LAYOUT, router=router, experts=experts)
+    assert layer.gate.selection_bias.dtype == torch.float32
+    assert torch.equal(layer.gate.selection_bias, router["expert_bias"].float())
+
+
+# --------------------------------------------------------------------------- swap_blocks
+
+
+class Stacked(nn.Module):
+    """A user's block with stacked experts, so that every name stays."""
+
+    def __init__(self, num_experts: int = 8) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, num_experts, bias=False)
+        self.experts = nn.Module()
+        self.experts.up, self.experts.down = random(num_experts, 32, 32), random(8, 32, 16)
+
+
+def stacked_adapter(block: nn.Module, model: nn.Module) -> MoELayer:
+    router = dict(block.gate.named_parameters())
+    return adopt(CONFIG, LAYOUT, router=router, experts=dict(block.experts.named_parameters()))
+
+
+def block_list(*blocks: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(b) for b in blocks)})
+
+
+def test_swap_keeps_names_order_and_mode() -> None:
+    model = block_list(Stacked(), nn.Linear(32, 32), Stacked()).eval()
+    before = dict(model.named_parameters())
+    layers = swap_blocks(model, {Stacked: stacked_adapter})
+    assert list(layers) == ["layers.0.0", "layers.2.0"]
+    assert dict(model.named_parameters()) == before
+    assert list(model.state_dict()) == list(before)
+    assert not any(module.training for module in model.modules())
+    assert swap_blocks(model, {}) == layers, "a second pass finds the layers"
+
+
+def test_unknown_block_is_named_with_its_class_and_the_way_out() -> None:
+    model = block_list(Stacked(), Stacked())
+    with pytest.raises(ValueError) as caught:
+        swap_blocks(model, {})
+    message = str(caught.value)
+    for piece in ("layers.0.0", "(Stacked)", "and 1 more", "adapters={", "docs/adapters.md"):
+        assert piece in message
+    assert isinstance(model.layers[0][0], Stacked)
+
+
+def test_no_moe_at_all() -> None:
+    with pytest.raises(ValueError, match=r"Sequential.*must hold at least one MoELayer"):
+        swap_blocks(nn.Sequential(nn.Linear(2, 2)), {})
+
+
+def test_a_bare_block_must_have_a_parent() -> None:
+    with pytest.raises(ValueError, match="must be held by a parent"):
+        swap_blocks(Stacked(), {Stacked: stacked_adapter})
+
+
+def test_a_failing_adapter_leaves_the_model_as_it_was() -> None:
+    """Half of the blocks swapped would be a model that nobody asked for."""
+    model = block_list(Stacked(), Stacked(num_experts=4))
+    with pytest.raises(ValueError, match="must have the shape"):
+        swap_blocks(model, {Stacked: stacked_adapter})
+    assert all(isinstance(model.layers[i][0], Stacked) for i in (0, 1))
+
+
+def test_a_block_at_two_places_is_swapped_at_both() -> None:
+    """Looped transformers use one block several times; the second place must not keep the old."""
+    block = Stacked()
+    model = block_list(block, block)
+    swap_blocks(model, {Stacked: stacked_adapter})
+    first, second = (model.layers[i][0] for i in (0, 1))
+    assert isinstance(first, MoELayer) and first is second
+
+
+# --------------------------------------------------------------------------- models of other shapes
+
+
+def test_a_container_that_holds_the_list_of_blocks() -> None:
+    """nanoGPT: transformer = ModuleDict(wte=..., h=ModuleList(blocks), ln_f=...)."""
+
+    class Nano(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = nn.ModuleList(MoELayer(CONFIG) for _ in range(2))
+            self.transformer = nn.ModuleDict({"wte": nn.Embedding(9, 32), "h": blocks})
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.transformer["wte"](ids)
+            for block in self.transformer["h"]:
+                x = x + block(x)
+            return x
+
+    model = Nano()
+    ids = torch.randint(0, 9, (2, 5))
+    expected = model(ids)
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+    torch.testing.assert_close(model(ids), expected)
+
+
+def test_the_example_of_the_documentation_runs() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    code = text.split("```python\n", 1)[1].split("```", 1)[0]
+    scope: dict[str, Any] = {"__name__": "adapters_example"}
+    torch.manual_seed(0)
+    exec(compile(code, str(DOCS), "exec"), scope)
+    names = [n for n, _ in scope["model"].named_parameters()]
+    assert "0.moe.gate.weight" in names, "the router keeps its name"
+    assert "0.moe.experts.w1" in names, "the stacked experts have a new one, as the text says"
+    x = scope["x"]
+    scope["model"](x).square().sum().backward()
+    for name, parameter in scope["model"].named_parameters():
+        assert parameter.grad is not None, name

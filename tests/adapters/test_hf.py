@@ -1,0 +1,409 @@
+"""Tiny random transformers models: the same numbers and names before and after parallelize_moe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore import (
+    BalanceConfig,
+    Meshes,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+    moe_state,
+    parallelize_moe,
+)
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=61,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    attn_implementation="eager",
+)
+
+
+def qwen3_moe(**kwargs: Any) -> nn.Module:
+    sizes = dict(head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
+    options = COMMON | sizes | dict(intermediate_size=48, norm_topk_prob=True) | kwargs
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
+
+
+def mixtral(**kwargs: Any) -> nn.Module:
+    sizes = dict(intermediate_size=16, num_local_experts=8, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**COMMON | sizes | kwargs))
+
+
+def olmoe(**kwargs: Any) -> nn.Module:
+    sizes = dict(intermediate_size=16, num_experts=8, num_experts_per_tok=3)
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**COMMON | sizes | kwargs))
+
+
+def deepseek_v3(**kwargs: Any) -> nn.Module:
+    sizes = dict(
+        num_key_value_heads=4,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        num_hidden_layers=3,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    config = transformers.DeepseekV3Config(**COMMON | sizes | kwargs)
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def gpt_oss(**kwargs: Any) -> nn.Module:
+    sizes = dict(
+        head_dim=8,
+        intermediate_size=16,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        swiglu_limit=0.5,
+    )
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**COMMON | sizes | kwargs))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "qwen3-moe": qwen3_moe,
+    "qwen3-moe-raw": lambda **kw: qwen3_moe(norm_topk_prob=False, **kw),
+    "qwen3-moe-sparse-step": lambda **kw: qwen3_moe(
+        decoder_sparse_step=2, num_hidden_layers=4, **kw
+    ),
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "olmoe-normalized": lambda **kw: olmoe(norm_topk_prob=True, **kw),
+    "deepseek-v3": deepseek_v3,
+    "deepseek-v3-raw": lambda **kw: deepseek_v3(norm_topk_prob=False, n_shared_experts=2, **kw),
+    "gpt-oss": gpt_oss,
+}
+ARCHITECTURES = ["qwen3-moe", "mixtral", "olmoe", "deepseek-v3", "gpt-oss"]
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Iterator[Meshes]:
+    """One process: build_meshes starts the group by itself."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    yield build_meshes(ParallelConfig(), "cpu")
+    dist.destroy_process_group()
+
+
+def random_model(name: str, **kwargs: Any) -> nn.Module:
+    """Weights large enough that no expert, bias or sink is invisible."""
+    model = MODELS[name](**kwargs)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" not in key:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for key, buffer in model.named_buffers():
+            if "e_score_correction_bias" in key:
+                # Group limits with negative sums: excluded experts must stay excluded.
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5 - 1.0)
+    return model.train()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 61, (2, 11), generator=generator)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return ids, labels
+
+
+def run(model: nn.Module) -> dict[str, Tensor]:
+    """Logits, loss and every gradient, as whole tensors."""
+    ids, labels = batch()
+    out = model(input_ids=ids, labels=labels, use_cache=False)
+    out.loss.backward()
+    found = {"logits": out.logits.detach(), "loss": out.loss.detach()}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        found[f"grad/{name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+def assert_equal_numbers(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].shape == expected[name].shape
+        scale = expected[name].abs().max().clamp(min=1e-8)
+        error = float((found[name] - expected[name]).abs().max() / scale)
+        assert error <= 1e-5, f"{name}: {error}"
+
+
+def shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("experts", ["grouped", "sequential"])
+@pytest.mark.parametrize("name", MODELS)
+def test_same_numbers_and_names(name: str, experts: Any, meshes: Meshes) -> None:
+    model = random_model(name)
+    plain = copy.deepcopy(model)
+    returned = parallelize_moe(model, meshes, experts=experts)
+    assert returned is model and model.training
+    assert sum(isinstance(m, MoELayer) for m in model.modules()) >= 2
+    assert shapes(model.named_parameters()) == shapes(plain.named_parameters())
+    assert shapes(model.state_dict().items()) == shapes(plain.state_dict().items())
+    assert shapes(model.named_buffers()) == shapes(plain.named_buffers())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for key, tensor in plain.state_dict().items():
+        mine = model.state_dict()[key]
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        assert torch.equal(mine, tensor), key
+    assert_equal_numbers(run(model), run(plain))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameters_keep_their_order(name: str, meshes: Meshes) -> None:
+    """torch.optim state dicts are positional: in another order, states change places."""
+    model = random_model(name)
+    before = [n for n, _ in model.named_parameters()]
+    parallelize_moe(model, meshes)
+    assert [n for n, _ in model.named_parameters()] == before
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_eval_and_counts(name: str, meshes: Meshes) -> None:
+    model = random_model(name)
+    plain = copy.deepcopy(model).eval()
+    parallelize_moe(model, meshes)
+    model.eval()
+    ids, _ = batch()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    assert moe_state(model).finish_step().tokens_per_expert == {}
+    model.train()
+    run(model)
+    metrics = moe_state(model).finish_step()
+    layers = [n for n, m in model.named_modules() if isinstance(m, MoELayer)]
+    assert list(metrics.tokens_per_expert) == layers
+    top_k = model.config.num_experts_per_tok
+    assert all(int(c.sum()) == 22 * top_k for c in metrics.tokens_per_expert.values())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_two_optimizer_steps(name: str, meshes: Meshes) -> None:
+    model = random_model(name)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    for m in (model, plain):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(2):
+            run(m)
+            optimizer.step()
+            optimizer.zero_grad()
+    for key, tensor in plain.state_dict().items():
+        mine = model.state_dict()[key]
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(mine, tensor, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradient_checkpointing_of_transformers(name: str, meshes: Meshes) -> None:
+    model = random_model(name)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    assert_equal_numbers(run(model), run(plain))
+    counts = moe_state(model).finish_step().tokens_per_expert.values()
+    assert all(int(c.sum()) == 22 * model.config.num_experts_per_tok for c in counts)
+
+
+def test_balance_loss_reaches_a_transformers_model(meshes: Meshes) -> None:
+    model = random_model("qwen3-moe")
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes, balance=BalanceConfig(micro_batch_coef=0.5))
+    found, expected = run(model), run(plain)
+    assert torch.allclose(found["loss"], expected["loss"]), "the loss value does not change"
+    name = "grad/model.layers.1.mlp.gate.weight"
+    assert not torch.allclose(found[name], expected[name])
+    aux = moe_state(model).finish_step().aux_losses["model.layers.0.mlp"]
+    assert float(aux[0]) >= 0.5 * 0.9
+
+
+def test_deepseek_bias_follows_the_load(meshes: Meshes) -> None:
+    model = random_model("deepseek-v3")
+    before = {n: b.clone() for n, b in model.named_buffers() if "correction" in n}
+    parallelize_moe(model, meshes, balance=BalanceConfig(bias_update_rate=0.125))
+    run(model)
+    counts = moe_state(model).finish_step().tokens_per_expert
+    for name, bias in before.items():
+        load = counts[name.removesuffix(".gate.e_score_correction_bias")].float()
+        step = model.get_buffer(name) - bias
+        torch.testing.assert_close(step, 0.125 * torch.sign(load.mean() - load))
+
+
+# --------------------------------------------------------------------------- real sizes on meta
+
+
+def real_qwen3_30b() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def real_mixtral_8x7b() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def real_olmoe_1b_7b() -> nn.Module:
+    config = transformers.OlmoeConfig(
+        vocab_size=50304,
+        hidden_size=2048,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+    )
+    return transformers.OlmoeForCausalLM(config)
+
+
+def real_deepseek_v3() -> nn.Module:
+    # The defaults of DeepseekV3Config are those of DeepSeek-V3; 2 of its 61 layers are MoE here.
+    config = transformers.DeepseekV3Config(num_hidden_layers=5)
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def real_gpt_oss_120b() -> nn.Module:
+    # The defaults of GptOssConfig are those of gpt-oss-120b.
+    config = transformers.GptOssConfig(num_hidden_layers=2)
+    return transformers.GptOssForCausalLM(config)
+
+
+REAL = {
+    real_qwen3_30b: (2048, 768, 128, 8),
+    real_mixtral_8x7b: (4096, 14336, 8, 2),
+    real_olmoe_1b_7b: (2048, 1024, 64, 8),
+    real_deepseek_v3: (7168, 2048, 256, 8),
+    real_gpt_oss_120b: (2880, 2880, 128, 4),
+}
+
+
+@pytest.mark.parametrize("build", REAL, ids=lambda f: f.__name__)
+def test_real_models_parallelize_on_meta(build: Callable[[], nn.Module], meshes: Meshes) -> None:
+    with torch.device("meta"):
+        model = build()
+    before = shapes(model.state_dict().items())
+    parallelize_moe(model, meshes)
+    assert shapes(model.state_dict().items()) == before
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    assert len(layers) == 2
+    for layer in layers:
+        c = layer.config
+        assert (c.dim, c.hidden_dim, c.num_experts, c.top_k) == REAL[build]
+
+
+def test_deepseek_v3_config_is_read_whole(meshes: Meshes) -> None:
+    with torch.device("meta"):
+        model = real_deepseek_v3()
+    parallelize_moe(model, meshes)
+    config = next(m for m in model.modules() if isinstance(m, MoELayer)).config
+    assert (config.score_function, config.num_groups, config.top_groups) == ("sigmoid", 8, 4)
+    assert config.routed_scaling_factor == 2.5 and config.normalize_weights and config.expert_bias
+
+
+# --------------------------------------------------------------------------- errors
+
+
+def test_unknown_architecture_is_named_with_its_class(meshes: Meshes) -> None:
+    config = transformers.Qwen2MoeConfig(
+        **COMMON,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    model = transformers.Qwen2MoeForCausalLM(config)
+    with pytest.raises(ValueError) as caught:
+        parallelize_moe(model, meshes)
+    message = str(caught.value)
+    for piece in ("model.layers.0.mlp", "Qwen2MoeSparseMoeBlock", "adapters={", "adapters.md"):
+        assert piece in message
+    assert not any(isinstance(m, MoELayer) for m in model.modules())
+
+
+def test_mixtral_jitter(meshes: Meshes) -> None:
+    with pytest.raises(NotImplementedError, match=r"router_jitter_noise \(0.1\) must be 0"):
+        parallelize_moe(mixtral(router_jitter_noise=0.1), meshes)
+
+
+def test_other_activations(meshes: Meshes) -> None:
+    with pytest.raises(NotImplementedError, match=r"hidden_act \(.*Sparse.*must be one of"):
+        parallelize_moe(qwen3_moe(hidden_act="relu"), meshes)
+
+
+def test_router_logits_in_the_config(meshes: Meshes) -> None:
+    with pytest.raises(NotImplementedError, match=r"output_router_logits \(True\) must be False"):
+        parallelize_moe(qwen3_moe(output_router_logits=True), meshes)
+
+
+def test_router_logits_asked_for_in_forward_are_not_silently_zero(meshes: Meshes) -> None:
+    """transformers would compute its auxiliary loss from no layer at all, and call it 0."""
+    model = random_model("qwen3-moe")
+    parallelize_moe(model, meshes)
+    ids, _ = batch()
+    with pytest.raises((ValueError, NotImplementedError, IndexError)):
+        model(input_ids=ids, output_router_logits=True)
+
+
+def test_twice(meshes: Meshes) -> None:
+    model = parallelize_moe(qwen3_moe(), meshes)
+    with pytest.raises(ValueError, match="must not be parallelized already"):
+        parallelize_moe(model, meshes)
+
+
+def test_moe_state_of_a_plain_model() -> None:
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM.*call parallelize_moe"):
+        moe_state(qwen3_moe())
