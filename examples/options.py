@@ -1,0 +1,101 @@
+"""The arguments of train.py, and the configs that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from data import VOCAB_SIZE
+
+from moecore import ParallelConfig
+from moecore.models import DecoderConfig, preset
+
+DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a Mixture-of-Experts decoder on text, byte by byte.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--run-dir", type=Path, default=Path("runs/demo"), help="checkpoints and metrics go here")
+    add("--preset", default="tiny", help="which decoder, see moecore.models.PRESETS")
+    add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
+    add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
+    add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")
+    add("--batch-size", type=whole, default=8, help="sequences per data rank and micro-batch")
+    add("--grad-accum", type=whole, default=1, help="micro-batches per step")
+    add("--seq-len", type=whole, default=256, help="bytes per sequence")
+    add("--lr", type=positive, default=3e-3, help="peak of warm-up and cosine")
+    add("--aux-loss", type=float, help="balance loss coefficient (None = the preset's)")
+    add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
+    add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
+    add("--seed", type=int, default=0, help="of weights and data")
+    add("--checkpoint-every", type=whole, default=100, help="steps")
+    add("--prompt", type=some, default="def ", help="what the sample continues")
+    add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
+    for degree in DEGREES:
+        flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
+        add(flag, type=int, help=text, metavar="N")
+    return parser.parse_args()
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"({text}) must be a whole number >= 1")
+    return int(text)
+
+
+def some(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"({text}) must be a number > 0")
+    return value
+
+
+def model_config(args: argparse.Namespace) -> DecoderConfig:
+    """Return the preset, with the balance that the arguments ask for."""
+    config = preset(args.preset)
+    if config.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"--preset ({args.preset}) must have vocab_size ({config.vocab_size}) >= {VOCAB_SIZE}, "
+            "because tokens are bytes: use tiny"
+        )
+    if args.seq_len > config.max_seq_len:
+        raise ValueError(
+            f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of "
+            f"--preset {args.preset}"
+        )
+    moe = config.moe
+    if args.aux_loss is not None:
+        moe = replace(moe, balance=replace(moe.balance, micro_batch_coef=args.aux_loss))
+    if args.bias_rate is not None:
+        balance = replace(moe.balance, bias_update_rate=args.bias_rate)
+        moe = replace(moe, expert_bias=True, balance=balance)
+    return replace(config, moe=moe)
+
+
+def parallel_config(
+    args: argparse.Namespace, config: DecoderConfig, world_size: int
+) -> ParallelConfig:
+    """Return the degrees; without --ep the largest power of two up to 8 that fits."""
+    given = {name: getattr(args, name) for name in DEGREES if getattr(args, name) is not None}
+    if "ep" not in given:
+        taken = math.prod(max(given.get(d, 1), 1) for d in ("etp", "edp_shard", "edp_replicate"))
+        fits = [n for n in (1, 2, 4, 8) if world_size % (n * taken) == 0]
+        given["ep"] = max((n for n in fits if config.moe.num_experts % n == 0), default=1)
+    return ParallelConfig(**given)

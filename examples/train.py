@@ -1,0 +1,239 @@
+"""Train a Mixture-of-Experts decoder on real text: one command to checkpoints, a plot, a sample.
+
+    python examples/train.py --run-dir runs/demo                CPU: 2 processes; else all GPUs
+    python examples/train.py --run-dir runs/mine --data a.txt b.jsonl --preset tiny --steps 1000
+    torchrun --nproc-per-node 8 examples/train.py --run-dir runs/eight --ep 4 --etp 2
+
+Started again with the same arguments, a run goes on from its last whole checkpoint, bit for bit as
+if it had never stopped. The way of one step is `train_step`; how a model gets onto the ranks is
+`build_job`. The text is bytes: the Python standard library's own sources unless --data is given.
+
+Legend: B sequences, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from data import BatchShape, read_batches, read_corpus
+from launch import launch
+from options import DEGREES, DTYPES, model_config, parallel_config, parse_arguments
+from report import Metrics, Report
+from torch import Tensor
+
+from moecore import FSDPOptions, Meshes, build_meshes, clip_grad_norm_, moe_state, parallelize_moe
+from moecore.checkpoint import latest, load, save
+from moecore.models import Decoder
+
+CPU_RANKS = 2
+KEPT_CHECKPOINTS = 2
+WARMUP_SHARE = 0.05  # of the schedule's steps
+LAST_LR_SHARE = 0.1  # of the peak
+SAMPLE_BYTES = 200
+ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
+
+
+def main() -> int:
+    """Start the ranks, or be one of them under torchrun."""
+    args = parse_arguments()
+    if "RANK" in os.environ:
+        return run_rank(args)
+    gpus = torch.cuda.device_count()
+    world_size = args.ranks or gpus or CPU_RANKS
+    try:  # what needs no rank is said before any starts
+        if gpus and world_size > gpus:
+            raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
+        config = model_config(args)
+        parallel_config(args, config, world_size).resolve(world_size)
+        read_corpus(args.data, seq_len=args.seq_len)
+        args.run_dir.mkdir(parents=True, exist_ok=True)
+    except ARGUMENT_ERRORS as error:
+        return say_error(error)
+    return launch(run_rank, args, world_size)
+
+
+def say_error(error: Exception) -> int:
+    print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One rank's part of a run that is ready to train.
+
+    Attributes:
+        start: steps that the loaded checkpoint has done; 0 = none was there.
+        corpus_N: uint8 bytes.
+    """
+
+    args: argparse.Namespace
+    meshes: Meshes
+    device: torch.device
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    corpus_N: Tensor
+    shape: BatchShape
+    start: int
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Build, train, save, plot and sample on this rank."""
+    rank = int(os.environ["RANK"])
+    try:
+        job = build_job(args)
+    except ARGUMENT_ERRORS as error:
+        # Every rank has the same arguments, but a file may be missing on one.
+        return say_error(error) if rank == 0 or isinstance(error, OSError) else 2
+    if rank == 0:
+        print(describe(job), flush=True)
+    if job.start < args.steps:
+        train(job)
+    text = sample(job)
+    if rank == 0:
+        print(f"--- sample after {max(job.start, args.steps)} steps ---\n{text}", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def describe(job: Job) -> str:
+    args, p = job.args, job.meshes.parallel
+    if job.start >= args.steps:
+        return f"{args.run_dir} is finished at step {job.start}: only sampling"
+    degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
+    begins = f"from step {job.start}" if job.start else "from scratch"
+    ranks = f"{dist.get_world_size()} {job.device.type} ranks ({degrees or 'no sharding'})"
+    corpus = f"{job.corpus_N.numel() / 1e6:.1f} MB of text"
+    return f"training {args.preset} {begins} to step {args.steps} on {ranks}, {corpus}"
+
+
+def build_job(args: argparse.Namespace) -> Job:
+    """Put the model on the ranks and load the last checkpoint, if there is one."""
+    config = model_config(args)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if args.ranks not in (None, world_size):
+        raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
+    corpus_N = read_corpus(args.data, seq_len=args.seq_len)
+    meshes = build_meshes(parallel_config(args, config, world_size))
+    device = torch.device(meshes.device_type)
+    dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+
+    model = Decoder(config, device="meta")
+    parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=DTYPES[dtype]))
+    model.to_empty(device=device)
+    model.init_weights(args.seed)  # the same weights on every layout
+    moe_state(model).set_num_micro_batches(args.grad_accum)
+    torch.manual_seed(args.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    shape = BatchShape(
+        data_ranks=meshes.data_ranks,
+        grad_accum=args.grad_accum,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+    )
+    args.run_dir.mkdir(parents=True, exist_ok=True)
+    return Job(
+        args=args,
+        meshes=meshes,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        corpus_N=corpus_N,
+        shape=shape,
+        start=resume(args, model, optimizer),
+    )
+
+
+def resume(args: argparse.Namespace, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest checkpoint of the run and return how many steps it has done."""
+    newest = latest(checkpoint_dir(args))
+    if newest is None:
+        return 0
+    extra = load(newest, model, optimizer)
+    if extra["seed"] != args.seed:
+        raise ValueError(
+            f"--seed ({args.seed}) must be {extra['seed']} as in {newest}, because the data "
+            "position depends on it: use that seed or another --run-dir"
+        )
+    return extra["step"]
+
+
+def checkpoint_dir(args: argparse.Namespace) -> Path:
+    return args.run_dir / "checkpoints"
+
+
+def train(job: Job) -> None:
+    """Train to the last step, with metrics and checkpoints on the way."""
+    args = job.args
+    is_first = dist.get_rank() == 0
+    report = Report(args.run_dir, start=job.start, steps=args.steps) if is_first else None
+    for step in range(job.start + 1, args.steps + 1):
+        began = time.perf_counter()
+        metrics = train_step(job, step)
+        metrics["tokens_per_second"] = job.shape.tokens / (time.perf_counter() - began)
+        if report:
+            report.log(step, metrics)
+        if step % args.checkpoint_every == 0 or step == args.steps:
+            extra = {"step": step, "seed": args.seed}
+            root = checkpoint_dir(args)
+            save(root, step, job.model, job.optimizer, extra, keep=KEPT_CHECKPOINTS)
+    if report:
+        report.close()
+
+
+def train_step(job: Job, step: int) -> Metrics:
+    """Do one optimizer step and return its metrics, the same on every rank."""
+    args, model = job.args, job.model
+    lr = lr_at(step, args)
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
+    total = torch.zeros((), device=job.device)
+    batches = read_batches(
+        job.corpus_N, job.shape, seed=args.seed, step=step, data_rank=job.meshes.data_rank
+    )
+    for tokens_BT, labels_BT in batches:
+        loss = model(tokens_BT.to(job.device), labels_BT.to(job.device)) / args.grad_accum
+        loss.backward()
+        total += loss.detach()
+    norm = clip_grad_norm_(model, 1.0)  # drops the gradients of a step that is not finite
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    routed = moe_state(model).finish_step()  # moves the expert biases
+    dist.all_reduce(total)  # tp ranks hold equal losses, so the mean over ranks is that over data
+    return {
+        "loss": total.item() / dist.get_world_size(),
+        "expert_load_max_over_mean": max(routed.load_max_over_mean().values()),
+        "grad_norm": norm.total,
+        "lr": lr,
+        "aux_loss": routed.total_aux_loss(),
+    }
+
+
+def lr_at(step: int, args: argparse.Namespace) -> float:
+    """Return the learning rate of a step >= 1: linear warm-up, then cosine to a tenth."""
+    steps = args.schedule_steps or args.steps
+    warmup = max(1, round(WARMUP_SHARE * steps))
+    if step <= warmup:
+        return args.lr * step / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return args.lr * (LAST_LR_SHARE + (1 - LAST_LR_SHARE) * cosine)
+
+
+def sample(job: Job) -> str:
+    """Return the prompt and what the model makes of it. Every rank draws the same bytes."""
+    prompt_BT = torch.tensor([list(job.args.prompt.encode())], device=job.device)
+    generator = torch.Generator(job.device).manual_seed(job.args.seed)
+    out_BT = job.model.generate(prompt_BT, SAMPLE_BYTES, temperature=0.8, generator=generator)
+    return bytes(min(token, 255) for token in out_BT[0].tolist()).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

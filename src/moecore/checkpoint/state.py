@@ -1,0 +1,283 @@
+"""What of a model, its optimizer and this rank goes into a checkpoint, under which name.
+
+Legend: E experts, D model dim, F expert hidden dim.
+
+    model.<fqn>               parameters and persistent buffers
+    optimizer.<slot>.<fqn>    optimizer state, such as exp_avg
+    rng.<device>.<rank>       generator state of one rank, uint8
+    extra.<name>              the caller's tensors
+
+All are plain tensors or DTensors, whose placements tell torch.distributed.checkpoint where a shard
+lies in the global tensor.
+
+Note "gate and up": a gated FC1 that is kept as [E, 2F, D], all of gate above all of up, gives each
+expert tensor parallel rank a piece of both, which is no single block of the global tensor, and a
+checkpoint can only store blocks. So it is stored as a view [E, 2, F, D], the shape of moecore's own
+layout, in which each rank's piece is a block; likewise its bias and their moments. That holds
+whether sharded or whole, so that any folding loads what another saved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
+
+from moecore.moe.experts import Experts
+
+StoredView = Callable[[Tensor], Tensor]
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+class ModelView:
+    """A model's tensors by name, as they are stored. The views share memory with the model.
+
+    Attributes:
+        tensors: name -> parameter or persistent buffer; a tied one only under its first name.
+        stored: name -> its view in the checkpoint.
+
+    Args:
+        model: parallelized or plain.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        # state_dict, not named_parameters, and first of all: FSDP2 then lets go of what it has
+        # gathered, and modules hold the parameters that the optimizer knows.
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            name = _clean(name)
+            if not isinstance(tensor, Tensor):
+                raise NotImplementedError(
+                    f"model state {name} ({type(tensor).__name__}) must be a tensor to be saved"
+                )
+            if id(tensor) not in self._names:
+                self._names[id(tensor)] = name
+                self.tensors[name] = tensor
+        halves = _halved_dims(model)
+        self._views = {n: _half_view(halves.get(id(t))) for n, t in self.tensors.items()}
+        self.stored = {name: self.view(name, t.detach()) for name, t in self.tensors.items()}
+
+    def view(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the stored view of a tensor laid out like the parameter `name`."""
+        return self._views[name](tensor)
+
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of a parameter.
+
+        Raises:
+            ValueError: when the model does not hold it.
+        """
+        if id(param) not in self._names:
+            raise ValueError(
+                f"optimizer parameter {tuple(param.shape)} must be one of the model's: build the "
+                "optimizer after parallelize_moe"
+            )
+        return self._names[id(param)]
+
+
+def optimizer_tensors(optimizer: Optimizer, model: ModelView) -> dict[str, Tensor]:
+    """Return "<slot>.<fqn>" -> stored view of the optimizer's state, sharing its memory.
+
+    Raises:
+        NotImplementedError: for state that is neither a scalar nor laid out like its parameter.
+    """
+    found: dict[str, Tensor] = {}
+    for param, state in optimizer.state.items():
+        name = model.name_of(param)
+        for slot, value in state.items():
+            if not isinstance(value, Tensor) or not _storable(value, param):
+                raise NotImplementedError(
+                    f"optimizer state {slot} of {name} must be a scalar tensor or have the shape "
+                    f"and placements of the parameter, {tuple(param.shape)}"
+                )
+            found[f"{slot}.{name}"] = value if value.ndim == 0 else model.view(name, value)
+    return found
+
+
+def empty_optimizer_state(
+    optimizer: Optimizer, model: ModelView, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Return new state to load into: param -> slot -> tensor, laid out like the parameter.
+
+    Args:
+        optimizer: whose parameters it is for.
+        model: names them.
+        sizes: "<slot>.<fqn>" -> stored size and dtype, from the checkpoint.
+
+    Raises:
+        ValueError: when a stored tensor does not fit its parameter.
+    """
+    slots: dict[str, list[str]] = {}
+    for key in sizes:
+        slot, name = key.split(".", 1)
+        slots.setdefault(name, []).append(slot)
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = model.name_of(param)
+            for slot in slots.get(name, ()):
+                size, dtype = sizes[f"{slot}.{name}"]
+                if size not in (torch.Size(), model.stored[name].shape):
+                    raise ValueError(
+                        f"optimizer state {slot}.{name} {tuple(size)} in the checkpoint must fit "
+                        f"the parameter {tuple(model.stored[name].shape)}"
+                    )
+                scalar = size == torch.Size()
+                value = (
+                    torch.zeros((), dtype=dtype, device=_scalar_device(group, param))
+                    if scalar
+                    else torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                )
+                state.setdefault(param, {})[slot] = value
+    return state
+
+
+def optimizer_groups(optimizer: Optimizer, model: ModelView) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each parameter group, JSON-able, with its parameters' names.
+
+    Raises:
+        ValueError: when one cannot be kept as JSON.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        values = {k: v for k, v in group.items() if k != "params"}
+        values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
+        check_json("optimizer hyperparameter", values)
+        groups.append({"params": [model.name_of(p) for p in group["params"]], **values})
+    return groups
+
+
+def restore_groups(optimizer: Optimizer, model: ModelView, groups: list[dict[str, Any]]) -> None:
+    """Set the hyperparameters of each group, in place, after checking that groups agree.
+
+    Raises:
+        ValueError: when the groups hold other parameters than in the checkpoint.
+    """
+    now = [[model.name_of(p) for p in group["params"]] for group in optimizer.param_groups]
+    if now != [group["params"] for group in groups]:
+        raise ValueError(
+            f"optimizer.param_groups ({len(now)}) must hold the same parameters in the same order "
+            f"as the {len(groups)} in the checkpoint: build the optimizer as when it was saved"
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            current = group.get(key)
+            if key == "params":
+                continue
+            if isinstance(current, Tensor):
+                current.fill_(value)  # a captured graph reads this very tensor
+            else:
+                group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """Return "rng.<device>.<rank>" -> a copy of this rank's generator states."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor]) -> None:
+    """Set this rank's generators from what `rng_tensors` gave."""
+    for name, state in states.items():
+        set_state = torch.set_rng_state if name.startswith("rng.cpu.") else torch.cuda.set_rng_state
+        set_state(state)
+
+
+def check_json(what: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first value that JSON cannot hold."""
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{what} {name} ({type(value).__name__}) must be JSON-able or a tensor: {error}"
+            ) from None
+
+
+def _clean(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _storable(value: Tensor, param: Tensor) -> bool:
+    if value.ndim == 0:
+        return not isinstance(value, DTensor)
+    return value.shape == param.shape and isinstance(value, DTensor) == isinstance(param, DTensor)
+
+
+def _scalar_device(group: Mapping[str, Any], param: Tensor) -> torch.device:
+    """Where torch's optimizers keep their step counts."""
+    on_device = group.get("fused") or group.get("capturable")
+    return param.device if on_device else torch.device("cpu")
+
+
+def _halved_dims(model: nn.Module) -> dict[int, int]:
+    """Id of each parameter that holds gate above up in one dim -> that dim."""
+    dims: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, Experts) and module.is_strided:
+            w1 = getattr(module, module.layout.w1)
+            model_dim = module.model_dim_of(w1)
+            assert model_dim is not None, "FC1 is a matrix"
+            dims[id(w1)] = 3 - model_dim
+            if module.config.fc1_bias:
+                dims[id(getattr(module, module.layout.b1))] = 1
+    return dims
+
+
+def _half_view(dim: int | None) -> StoredView:
+    if dim is None:
+        return lambda tensor: tensor
+    return lambda tensor: split_halves(tensor, dim)
+
+
+def split_halves(tensor: Tensor, dim: int) -> Tensor:
+    """Return a view with `dim` split into (2, half); see the note "gate and up".
+
+    Example: [E, 8, D] over etp=2, placed _StridedShard(1, split_factor=2): rank 1 holds rows
+    2 3 6 7. The view is [E, 2, 4, D], placed Shard(2): rank 1 holds the block [:, :, 2:4].
+
+    Args:
+        tensor: whole, or a DTensor that has each rank's part of `dim` cut from both halves.
+        dim: an even dim.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.unflatten(dim, (2, tensor.shape[dim] // 2))
+    local = tensor.to_local()
+    shape = torch.Size((*tensor.shape[:dim], 2, tensor.shape[dim] // 2, *tensor.shape[dim + 1 :]))
+    return DTensor.from_local(
+        local.unflatten(dim, (2, local.shape[dim] // 2)),
+        tensor.device_mesh,
+        tuple(_shifted(p, dim) for p in tensor.placements),
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _shifted(placement: Placement, dim: int) -> Placement:
+    """Return the placement on the split view."""
+    cut = getattr(placement, "dim", None)
+    if cut is None or cut < dim:
+        return placement
+    parts = getattr(placement, "split_factor", 1)
+    if cut > dim:
+        return Shard(cut + 1) if parts == 1 else _StridedShard(cut + 1, split_factor=parts)
+    if parts != 2:
+        raise NotImplementedError(
+            f"FC1 of gated experts with placement {placement} cannot be saved: its dim {dim} must "
+            "be cut as gate and up, _StridedShard(dim, split_factor=2)"
+        )
+    return Shard(dim + 1)

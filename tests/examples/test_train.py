@@ -1,0 +1,208 @@
+"""examples/train.py as a user runs it: resumed runs equal straight ones, errors are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+REPO = Path(__file__).parents[2]
+SCRIPT = REPO / "examples" / "train.py"
+STEPS = 8
+MICRO = "--batch-size 1 --seq-len 32 --grad-accum 2 --checkpoint-every 4 --bias-rate 0.01"
+TIMINGS = ("tokens_per_second",)
+KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
+KILLING_BAR = f"""
+import os, signal
+
+class tqdm:
+    def __init__(self, **options): self.count = 0
+    def set_postfix(self, *args, **options): pass
+    def update(self):
+        self.count += 1
+        if self.count == {KILL_AT}: os.killpg(0, signal.SIGKILL)
+"""
+
+
+def run(
+    run_dir: Path, arguments: str, *, code: int = 0, modules: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the script on CPU ranks; `modules` is a folder whose modules shadow installed ones."""
+    paths = [str(REPO / "src")] if modules is None else [str(modules), str(REPO / "src")]
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()],
+        env={**kept, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint: parameters, moments, expert bias, generators."""
+    target = run_dir / "whole.pt"
+    dcp_to_torch_save(run_dir / "checkpoints" / f"step-{step:06d}", target)
+    found: dict[str, torch.Tensor] = {}
+
+    def flatten(prefix: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[prefix] = value
+        else:
+            for key, part in value.items():
+                flatten(f"{prefix}.{key}", part)
+
+    flatten("", torch.load(target))
+    return found
+
+
+def assert_same_run(run_dir: Path, straight: Path) -> None:
+    assert metrics(run_dir) == metrics(straight)
+    mine, theirs = tensors(run_dir, STEPS), tensors(straight, STEPS)
+    assert mine.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    markers = [
+        d / "checkpoints" / f"step-{STEPS:06d}" / "moecore.json" for d in (run_dir, straight)
+    ]
+    assert markers[0].read_text() == markers[1].read_text()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One run that never stops, and what it prints."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    return run_dir, run(run_dir, f"--steps {STEPS}").stdout
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_files_and_a_sample(straight: tuple[Path, str]) -> None:
+    run_dir, printed = straight
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    wanted = {"loss", "expert_load_max_over_mean", "grad_norm", "lr", "aux_loss"}
+    assert all(wanted <= line.keys() for line in lines)
+    assert lines[0]["loss"] == pytest.approx(5.6, abs=0.3) and lines[-1]["loss"] < 5.0
+    assert f"--- sample after {STEPS} steps ---\ndef " in printed
+    saved = {p.name for p in (run_dir / "checkpoints").iterdir()}
+    assert saved == {"latest", "step-000004", "step-000008"}
+    pytest.importorskip("matplotlib")
+    assert (run_dir / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_what_must_survive_a_resume_is_saved(straight: tuple[Path, str]) -> None:
+    found = tensors(straight[0], STEPS)
+    biases = [v for k, v in found.items() if k.endswith("expert_bias")]
+    assert biases and all(bias.abs().sum() > 0 for bias in biases)
+    assert any("exp_avg_sq" in name for name in found)
+    assert {name for name in found if "rng.cpu" in name} == {".rng.cpu.0", ".rng.cpu.1"}
+
+
+@pytest.mark.slow
+def test_two_halves_equal_one_run(straight: tuple[Path, str], tmp_path: Path) -> None:
+    run(tmp_path, f"--steps {STEPS // 2} --schedule-steps {STEPS}")
+    done = run(tmp_path, f"--steps {STEPS} --schedule-steps {STEPS}")
+    assert f"from step {STEPS // 2}" in done.stdout
+    assert_same_run(tmp_path, straight[0])
+
+
+@pytest.mark.slow
+def test_killed_run_goes_on_as_if_nothing_happened(
+    straight: tuple[Path, str], tmp_path: Path
+) -> None:
+    modules, run_dir = tmp_path / "modules", tmp_path / "run"
+    modules.mkdir()
+    (modules / "tqdm.py").write_text(KILLING_BAR)
+    run(run_dir, f"--steps {STEPS}", modules=modules, code=-signal.SIGKILL)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # a line cut short
+    done = run(run_dir, f"--steps {STEPS}")
+    assert "from step 4" in done.stdout
+    assert_same_run(run_dir, straight[0])
+
+
+@pytest.mark.slow
+def test_finished_run_only_samples(straight: tuple[Path, str]) -> None:
+    run_dir, printed = straight
+    before = (run_dir / "metrics.jsonl").read_text()
+    again = run(run_dir, f"--steps {STEPS}").stdout
+    assert f"is finished at step {STEPS}: only sampling" in again
+    assert again.split("--- sample")[1] == printed.split("--- sample")[1]
+    assert (run_dir / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.slow
+def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
+    """Four ranks, tp=2 against ep=2 etp=2, text and jsonl, and no optional package."""
+    texts, plain = tmp_path / "texts.jsonl", tmp_path / "plain.txt"
+    texts.write_text("".join(json.dumps({"text": "naïve words " * 9}) + "\n" for _ in range(3)))
+    plain.write_text("plain words " * 9)
+    for name in ("tqdm", "tensorboard", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError")
+    run_dir, data = tmp_path / "run", f"--data {texts} {plain}"
+    degrees = "--ranks 4 --tp 2 --ep 2 --etp 2 --aux-loss 0 --steps 2"
+    printed = run(run_dir, f"{degrees} {data}", modules=tmp_path).stdout
+    assert "4 cpu ranks (dp_shard=2 tp=2 ep=2 etp=2)" in printed
+    assert printed.count("going on without tqdm, tensorboard, matplotlib (pip install") == 1
+    assert metrics(run_dir)[0]["aux_loss"] == 0
+    assert not (run_dir / "curves.png").exists()
+    changed = run(run_dir, "--steps 2 --seed 1", code=2)
+    assert "--seed (1) must be 0 as in" in changed.stderr
+
+
+ERRORS = {
+    "--steps 0": r"argument --steps: (0) must be a whole number >= 1",
+    "--lr fast": r"argument --lr: (fast) must be a number > 0",
+    "--dtype int8": "argument --dtype: invalid choice: 'int8'",
+    "--preset huge": "preset ('huge') must be one of",
+    "--preset tiny-qwen3": "--preset (tiny-qwen3) must have vocab_size (128) >= 256",
+    "--seq-len 4096": "--seq-len (4096) must be <= max_seq_len (512)",
+    "--aux-loss -1": "BalanceConfig.micro_batch_coef (-1.0) must be",
+    "--ep 3": "must divide the world size (2)",
+    "--tp 0": "ParallelConfig.tp (0) must be a whole number >= 1",
+    "--run-dir /dev/null/run": "Not a directory: '/dev/null/run'",
+    "--prompt=": "argument --prompt: must not be empty",
+    "--data missing.txt": "--data (missing.txt) must be a readable file: No such file",
+}
+RANK_ERRORS = {
+    "--ranks 3 --ep 3": "MoEConfig.num_experts (8) must be divisible by ParallelConfig.ep (3)",
+}
+
+
+@pytest.mark.parametrize("arguments", ERRORS)
+def test_wrong_arguments_are_one_line(arguments: str, tmp_path: Path) -> None:
+    done = run(tmp_path, arguments, code=2)
+    assert ERRORS[arguments] in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("train.py: error: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", RANK_ERRORS)
+def test_errors_found_by_the_ranks_are_one_line(arguments: str, tmp_path: Path) -> None:
+    done = run(tmp_path, arguments, code=2)
+    assert RANK_ERRORS[arguments] in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("line", ["not json", '{"title": "x"}', '{"text": 3}', '["text"]'])
+def test_wrong_jsonl_names_the_line(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    done = run(tmp_path, f"--data {path}", code=2)
+    assert f'--data ({path}) line 2 must be a JSON object with a string "text"' in done.stderr
