@@ -63,6 +63,8 @@ MODELS = {
         fc1_bias=True,
         fc2_bias=True,
     ),
+    # Fixed choices: a rounded hidden state would pick other experts than fp32 does.
+    "balanced": replace(MOE, assignment="balanced", normalize_weights=False, shared_hidden_dim=32),
     "relu2": replace(
         MOE,
         activation="relu2",
@@ -88,19 +90,24 @@ class Case:
     meta: bool = False
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
     tamper: str = ""
+    bf16: bool = False
 
     @property
     def name(self) -> str:
         degrees = "-".join(f"{k}{v}" for k, v in self.parallel.items())
-        return f"{self.world}r-{degrees}-{self.model}-{self.dispatcher}-{self.loss}{self.tamper}"
+        options = f"{self.model}-{self.dispatcher}-{self.loss}{'-bf16' * self.bf16}"
+        return f"{self.world}r-{degrees}-{options}{self.tamper}"
 
 
 def run_case(case: Case, device: torch.device) -> dict[str, float]:
-    """Return quantity -> worst relative error on rank 0, {} elsewhere."""
+    """Return quantity -> worst relative error on rank 0, {} elsewhere.
+
+    A bf16 case returns our error over that of one process in bf16, both against fp32.
+    """
     torch.manual_seed(0)
     meshes = build_meshes(ParallelConfig(**case.parallel), device.type)
     config = decoder_config(case)
-    initial = initial_state(config, device)
+    initial = initial_state(case, config, device)
     if case.meta:
         model = Decoder(config, device="meta")
     else:
@@ -122,7 +129,11 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     if dist.get_rank() != 0:
         return {}
     expected = train_reference(config, initial, batches, case, device)
-    return {name: worst_error(found[name], expected[name]) for name in expected}
+    if not case.bf16:
+        return {name: worst_error(found[name], expected[name]) for name in expected}
+    plain = train_reference(config, initial, batches, case, device, dtype=torch.bfloat16)
+    names = [n for n in expected if n.startswith(("loss/0", "norm/0", "grad/"))]
+    return {n: error_ratio(found[n], plain[n], expected[n]) for n in names}
 
 
 def decoder_config(case: Case) -> DecoderConfig:
@@ -143,13 +154,14 @@ def decoder_config(case: Case) -> DecoderConfig:
     )
 
 
-def initial_state(config: DecoderConfig, device: torch.device) -> dict[str, Tensor]:
+def initial_state(case: Case, config: DecoderConfig, device: torch.device) -> dict[str, Tensor]:
     """Weights large enough for uneven routing and gradients that no rounding hides."""
     generator = torch.Generator().manual_seed(1)
     state = Decoder(config).state_dict()
     for name, tensor in state.items():
-        if tensor.is_floating_point() and "norm" not in name and "rope" not in name:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+        if tensor.is_floating_point() and "norm" not in name:
+            values = torch.randn(tensor.shape, generator=generator) * 0.2
+            tensor.copy_(values.bfloat16() if case.bf16 else values)
     return {name: tensor.to(device) for name, tensor in state.items()}
 
 
@@ -173,7 +185,10 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
     tp = meshes.parallel.tp
 
     def batch(data_rank: int) -> Batch:
-        shape = (1 + data_rank % 2, tp * (2 + data_rank % 3) + (0 if tp > 1 else data_rank % 2))
+        length = tp * (2 + data_rank % 3) + (0 if tp > 1 else data_rank % 2)
+        if case.bf16:  # sums long enough that one unlucky rounding does not decide
+            length *= 10
+        shape = (1 + data_rank % 2, length)
         tokens = torch.randint(0, 61, shape, generator=generator)
         labels = torch.randint(0, 61, shape, generator=generator)
         labels[:, -1] = -100
@@ -244,10 +259,12 @@ def train_reference(
     batches: list[list[list[Batch]]],
     case: Case,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """The same two steps in one process, data rank after data rank."""
     model = Decoder(config).to(device)
     model.load_state_dict(initial)
+    model.to(dtype)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     outputs: dict[str, list[ReferenceOutput]] = defaultdict(list)
     for name, layer in layers.items():
@@ -335,6 +352,19 @@ def worst_error(found: Tensor, expected: Tensor) -> float:
         return float("inf")
     scale = expected.abs().max().clamp(min=1e-6)
     return float((found.float() - expected.float()).abs().max() / scale)
+
+
+def error_ratio(found: Tensor, plain: Tensor, expected: Tensor) -> float:
+    """Our error over that of plain bf16: the larger of whole tensor and worst row.
+
+    The floor is half a rounding step of bf16, relative to the tensor or its largest row.
+    """
+    rows = [t.float().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (found, plain, expected)]
+    scale = rows[2].norm(dim=-1)
+    ours, theirs = ((r - rows[2]).norm(dim=-1) for r in rows[:2])
+    whole = ours.norm() / (theirs.norm() + 2**-9 * scale.norm())
+    worst = ours.max() / (theirs.max() + 2**-9 * scale.max())
+    return float(torch.maximum(whole, worst))
 
 
 def tamper(model: nn.Module, meshes: Meshes, what: str) -> None:

@@ -62,6 +62,20 @@ CASES = [
     case(6, "dp_shard=3 tp=2", "edp_replicate=3 edp_shard=1 ep=2", loss="sum", accumulate=2),
     case(6, "dp_shard=3 tp=2", "ep=3 etp=2 edp_shard=1", model="gated-shared", tied=True),
 ]
+BF16 = FSDPOptions(param_dtype=torch.bfloat16)
+BF16_CASES = [
+    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="balanced", bf16=True, fsdp=BF16),
+    case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="balanced", bf16=True, fsdp=BF16),
+    case(
+        8,
+        "dp_replicate=2 dp_shard=4",
+        "edp_replicate=2 edp_shard=1 ep=4",
+        model="balanced",
+        dispatcher="allgather",
+        bf16=True,
+        fsdp=BF16,
+    ),
+]
 TAMPERED = [
     case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", tamper="-no-gradient-scale"),
     case(8, "dp_shard=2 tp=4", "ep=4 edp_shard=2", tamper="-wrong-group"),
@@ -70,11 +84,12 @@ TAMPERED = [
 
 def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     """Run all cases: first those of all 8 ranks, then ranks 0 to 5 start a world of their own."""
-    results = {c.name: run_case(c, device) for c in CASES + TAMPERED if c.world == 8}
+    cases = CASES + BF16_CASES + TAMPERED
+    results = {c.name: run_case(c, device) for c in cases if c.world == 8}
     dist.destroy_process_group()
     if rank < 6:
         start_group(rank, 6, device.type, store=f"{folder}/six-ranks")
-        results |= {c.name: run_case(c, device) for c in CASES + TAMPERED if c.world == 6}
+        results |= {c.name: run_case(c, device) for c in cases if c.world == 6}
     return results
 
 
@@ -105,6 +120,18 @@ def test_equals_one_process(c: Case, cpu_results: dict[str, Any]) -> None:
     check(cpu_results[c.name])
 
 
+def check_bf16(ratios: dict[str, float]) -> None:
+    assert len(ratios) > 30, "every gradient is compared"
+    assert not {name: ratio for name, ratio in ratios.items() if not ratio <= 2}
+
+
+@pytest.mark.parametrize("c", BF16_CASES, ids=lambda c: c.name)
+def test_bf16_is_at_most_twice_as_wrong_as_one_process(
+    c: Case, cpu_results: dict[str, Any]
+) -> None:
+    check_bf16(cpu_results[c.name])
+
+
 @pytest.mark.parametrize("c", TAMPERED, ids=lambda c: c.name)
 def test_notices_tampering(c: Case, cpu_results: dict[str, Any]) -> None:
     assert len(failures(cpu_results[c.name])) > 10
@@ -114,6 +141,14 @@ def test_notices_tampering(c: Case, cpu_results: dict[str, Any]) -> None:
 @pytest.mark.parametrize("c", CASES, ids=lambda c: c.name)
 def test_equals_one_process_on_gpus(c: Case, gpu_results: dict[str, Any]) -> None:
     check(gpu_results[c.name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c", BF16_CASES, ids=lambda c: c.name)
+def test_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus(
+    c: Case, gpu_results: dict[str, Any]
+) -> None:
+    check_bf16(gpu_results[c.name])
 
 
 @pytest.mark.gpu

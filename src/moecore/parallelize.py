@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
+from moecore.adapters.hf import refuse_router_logits
 from moecore.config import BalanceConfig
 from moecore.fsdp.shard import FSDPOptions, shard_model
 from moecore.mesh import Meshes
@@ -137,12 +138,7 @@ def _check_request(model: nn.Module, meshes: Meshes, dispatcher: str, loss: str)
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
             "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
         )
-    config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        raise NotImplementedError(
-            "config.output_router_logits (True) must be False: the balance loss rides on the "
-            "layer's output, pass balance=BalanceConfig(global_batch_coef=...) instead"
-        )
+    refuse_router_logits(model)
 
 
 def _check_layer(name: str, layer: MoELayer, meshes: Meshes) -> None:

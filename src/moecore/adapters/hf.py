@@ -49,6 +49,30 @@ def find_hf_adapter(block: nn.Module) -> Callable[[Any, nn.Module], MoELayer] | 
     return _ADAPTERS.get(type(block).__name__)
 
 
+def refuse_router_logits(model: nn.Module) -> None:
+    """Raise when the model's own balance loss is asked for, now or in any later forward.
+
+    transformers collects router logits from its own router class, which adapted blocks no longer
+    hold: it would add a loss of 0 without a word.
+
+    Raises:
+        NotImplementedError: when `config.output_router_logits` is set.
+    """
+    if not type(model).__module__.startswith("transformers.models."):
+        return
+
+    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        default = getattr(getattr(module, "config", None), "output_router_logits", False)
+        if kwargs.get("output_router_logits", default):
+            raise NotImplementedError(
+                "output_router_logits (True) must be False: the balance loss rides on the layer's "
+                "output, use parallelize_moe(balance=BalanceConfig(global_batch_coef=...))"
+            )
+
+    check(model, (), {})
+    model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+
+
 def _softmax_block(block: Any, model: nn.Module) -> MoELayer:
     """Qwen3-MoE, OLMoE and Mixtral: softmax over all experts, then the best K."""
     if getattr(block, "jitter_noise", 0):
