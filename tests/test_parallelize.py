@@ -101,7 +101,7 @@ def test_a_unit_per_block_with_its_experts_on_the_expert_mesh() -> None:
     assert units == [model, *(unit for group in nested for unit in group)]
     dims = {e.w1.device_mesh.mesh_dim_names for e in experts}
     assert dims == {("edp_shard", "ep")}
-    assert model.model.norm.weight.device_mesh.mesh_dim_names == ("dp_shard_cp", "tp")
+    assert model.model.norm.weight.device_mesh.mesh_dim_names == ("dp_shard", "tp")
 
 
 @pytest.mark.parametrize("rank", [0, 511])

@@ -33,7 +33,7 @@ class Meshes:
         dense: mesh of attention, norms, embeddings, routers and shared experts.
         expert: mesh of the routed experts.
         dense_fsdp: (dp_replicate, dp_shard x cp) for FSDP2 of dense parameters; the replicate
-            dim is left out when it is 1.
+            dim is left out when it is 1. The joined dim is named dp_shard_cp when cp > 1.
         expert_fsdp: (edp_replicate, edp_shard) for FSDP2 of experts, likewise.
         dispatch_group: the ep x etp ranks among which tokens travel, ep-major; None when alone.
         micro_batch_group: the cp x tp ranks that share one data rank's micro-batch; None = alone.
@@ -103,7 +103,7 @@ def build_meshes(parallel: ParallelConfig, device_type: str | None = None) -> Me
         parallel=p,
         dense=dense,
         expert=expert,
-        dense_fsdp=_fsdp_mesh(world, p),
+        dense_fsdp=_dense_fsdp(world, dense, p),
         expert_fsdp=_trim(expert, "edp_replicate", "edp_shard"),
         dispatch_group=_joined_group(world, expert, ("ep", "etp")),
         micro_batch_group=_joined_group(world, dense, ("cp", "tp")),
@@ -129,7 +129,9 @@ def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     return mesh[names]
 
 
-def _fsdp_mesh(world: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
+def _dense_fsdp(world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
+    if p.cp == 1:
+        return _trim(dense, "dp_replicate", "dp_shard")
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
     view = world._unflatten(0, (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp), names)
     return _trim(view, "dp_replicate", "dp_shard_cp")

@@ -1,4 +1,4 @@
-"""transformers models on four ranks equal one process: logits, loss, every gradient, any folding."""
+"""transformers models on four ranks equal one process: logits, loss and every gradient."""
 
 from __future__ import annotations
 
