@@ -153,7 +153,9 @@ def build_job(args: argparse.Namespace) -> Job:
 
 def resume(args: argparse.Namespace, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
     """Load the newest checkpoint of the run and return how many steps it has done."""
-    newest = latest(checkpoint_dir(args))
+    found = [latest(checkpoint_dir(args))]
+    dist.broadcast_object_list(found)  # a slow file system may show another one to another rank
+    newest = found[0]
     if newest is None:
         return 0
     extra = load(newest, model, optimizer)
@@ -205,7 +207,7 @@ def train_step(job: Job, step: int) -> Metrics:
     norm = clip_grad_norm_(model, 1.0)  # drops the gradients of a step that is not finite
     job.optimizer.step()
     job.optimizer.zero_grad()
-    routed = moe_state(model).finish_step()  # moves the expert biases
+    routed = moe_state(model).finish_step(skipped=not norm.finite)  # moves the expert biases
     dist.all_reduce(total)  # tp ranks hold equal losses, so the mean over ranks is that over data
     return {
         "loss": total.item() / dist.get_world_size(),

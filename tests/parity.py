@@ -8,6 +8,7 @@ element relative to its tensor's largest one. Data ranks hold different numbers 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +35,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
+from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.experts import Experts
@@ -91,12 +96,16 @@ class Case:
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
     tamper: str = ""
     bf16: bool = False
+    recompute: bool = False  # activation checkpointing of every block
+    no_sync: bool = False  # reduce gradients in the last micro-batch only
+    frozen: bool = False  # routed experts do not train
 
     @property
     def name(self) -> str:
         degrees = "-".join(f"{k}{v}" for k, v in self.parallel.items())
-        options = f"{self.model}-{self.dispatcher}-{self.loss}{'-bf16' * self.bf16}"
-        return f"{self.world}r-{degrees}-{options}{self.tamper}"
+        options = f"{self.model}-{self.dispatcher}-{self.loss}"
+        extras = [n for n in ("bf16", "recompute", "no_sync", "frozen") if getattr(self, n)]
+        return "-".join([f"{self.world}r", degrees, options, *extras]) + self.tamper
 
 
 def run_case(case: Case, device: torch.device) -> dict[str, float]:
@@ -166,6 +175,9 @@ def initial_state(case: Case, config: DecoderConfig, device: torch.device) -> di
 
 
 def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
+    _freeze(model, case)
+    if case.recompute:
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
     parallelize_moe(
         model,
         meshes,
@@ -174,6 +186,12 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
         loss=case.loss,  # type: ignore[arg-type]
         fsdp=case.fsdp,
     )
+
+
+def _freeze(model: nn.Module, case: Case) -> None:
+    for module in model.modules():
+        if isinstance(module, Experts) and case.frozen:
+            module.requires_grad_(False)
 
 
 Batch = tuple[Tensor, Tensor]
@@ -221,29 +239,38 @@ def train(
     found: dict[str, Any] = {}
     for i, step in enumerate(batches):
         loss_of_rank = torch.zeros((), device=step[0][0][0].device)
-        for micro in step:
+        for n, micro in enumerate(step, start=1):
             tokens, labels = micro[meshes.data_rank]
+            if case.no_sync:
+                model.set_requires_gradient_sync(n == len(step))  # type: ignore[operator]
             loss = model(tokens, labels, **loss_scale(case, step))
             loss = loss / case.accumulate if case.loss == "mean" else loss
             loss.backward()
             loss_of_rank += loss.detach()
-        losses = [torch.empty_like(loss_of_rank) for _ in range(dist.get_world_size())]
-        dist.all_gather(losses, loss_of_rank)
+        every = [torch.empty_like(loss_of_rank) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, loss_of_rank)
         stride = dist.get_world_size() // meshes.data_ranks
-        found[f"loss/{i}"] = torch.stack(losses)[::stride]
+        found[f"loss/{i}"] = torch.stack(every)[::stride]
         norm = clip_grad_norm_(model, 0.7)
         found[f"norm/{i}"] = torch.tensor(norm.total)
         if i == 0:
             scale = max(1.0, (norm.total + 1e-6) / 0.7)
-            grads = {n: p.grad for n, p in model.named_parameters()}
+            grads = {n: p.grad for n, p in named(model.named_parameters()) if p.requires_grad}
             found |= {f"grad/{n}": g * scale for n, g in whole(grads).items()}
         metrics = state.finish_step()
-        for name in metrics.tokens_per_expert:
-            found[f"counts/{i}/{name}"] = metrics.tokens_per_expert[name].float()
-            found[f"aux/{i}/{name}"] = metrics.aux_losses[name]
+        for name, counts in named(metrics.tokens_per_expert.items()):
+            found[f"counts/{i}/{name}"] = counts.float()
+        for name, losses in named(metrics.aux_losses.items()):
+            found[f"aux/{i}/{name}"] = losses
         optimizer.step()
         optimizer.zero_grad()
-    return found | {f"after/{n}": t for n, t in whole(model.state_dict()).items()}
+    state_dict = dict(named(model.state_dict().items()))
+    return found | {f"after/{n}": t for n, t in whole(state_dict).items()}
+
+
+def named(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Take the names that activation checkpointing adds out of qualified names."""
+    return ((name.replace("_checkpoint_wrapped_module.", ""), value) for name, value in items)
 
 
 def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
@@ -265,6 +292,7 @@ def train_reference(
     model = Decoder(config).to(device)
     model.load_state_dict(initial)
     model.to(dtype)
+    _freeze(model, case)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     outputs: dict[str, list[ReferenceOutput]] = defaultdict(list)
     for name, layer in layers.items():
@@ -294,10 +322,11 @@ def train_reference(
             prior = shares
             _clear(outputs)
         expected[f"loss/{i}"] = torch.stack(losses)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained.values()])
         expected[f"norm/{i}"] = norm
         if i == 0:
-            expected |= {f"grad/{n}": p.grad.clone() for n, p in model.named_parameters()}
+            expected |= {f"grad/{n}": p.grad.clone() for n, p in trained.items()}
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
         for name, layer in layers.items():
             expected[f"counts/{i}/{name}"] = counts[name].float()

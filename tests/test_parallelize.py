@@ -85,6 +85,8 @@ def test_refuses_models_without_moe_and_second_calls() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match=r"reduce_dtype \(torch.float16\)"):
         FSDPOptions(reduce_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"param_dtype \(torch.float16\)"):
+        FSDPOptions(param_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"prefetch_blocks \(-1\)"):
         FSDPOptions(prefetch_blocks=-1)
 
@@ -126,6 +128,37 @@ def test_no_rank_is_left_without_experts(edp_shard: int) -> None:
         sizes = {p.to_local().numel() for p in experts.parameters()}
         assert sizes == {p.numel() // (2 * edp_shard) for p in experts.parameters()}
         dist.destroy_process_group()
+
+
+def test_tied_parameters_stay_one() -> None:
+    meshes = build_meshes(ParallelConfig(), "cpu")
+    tied = nn.Sequential(nn.Embedding(8, 32), MoELayer(CONFIG), nn.Linear(32, 8, bias=False))
+    tied[2].weight = tied[0].weight
+    count = len(list(tied.parameters()))
+    parallelize(tied, meshes)
+    assert tied[0].weight is tied[2].weight
+    assert len(list(tied.parameters())) == count
+    tied(torch.arange(4)).sum().backward()
+
+    shared = nn.Sequential(MoELayer(CONFIG), MoELayer(CONFIG))
+    shared[1].experts.w1 = shared[0].experts.w1
+    with pytest.raises(ValueError, match="must not be shared with another module"):
+        parallelize(shared, meshes)
+
+
+def test_own_layers_under_any_name_are_known() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = MoELayer(CONFIG)
+
+    parallelize(nn.Sequential(Block()), build_meshes(ParallelConfig(), "cpu"))
+
+
+def test_a_dispatcher_without_use_warns() -> None:
+    meshes = build_meshes(ParallelConfig(), "cpu")
+    with pytest.warns(UserWarning, match="not used"):
+        parallelize(nn.Sequential(MoELayer(CONFIG)), meshes, dispatcher="alltoall")
 
 
 def test_one_process_needs_no_launcher_and_trains() -> None:

@@ -32,7 +32,7 @@ def case(world: int, dense: str, expert: str, **options: Any) -> Case:
 CASES = [
     case(8, "dp_shard=8", "ep=8 edp_shard=1"),
     case(8, "dp_shard=8", "ep=1 edp_shard=8", model="sigmoid", optimizer="adamw", meta=True),
-    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="sigmoid", accumulate=2),
+    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="sigmoid", accumulate=2, no_sync=True),
     case(8, "dp_shard=8", "ep=2 edp_shard=4", model="biases", dispatcher="allgather"),
     case(8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="biases", optimizer="adamw"),
     case(8, "dp_shard=8", "ep=2 etp=4 edp_shard=1", model="relu2", loss="sum"),
@@ -41,8 +41,8 @@ CASES = [
     case(8, "dp_replicate=2 dp_shard=4", "ep=8 edp_shard=1", loss="sum", optimizer="adamw"),
     case(8, "dp_replicate=2 dp_shard=4", "edp_replicate=2 edp_shard=1 ep=4", model="sigmoid"),
     case(8, "dp_replicate=4 dp_shard=2", "edp_replicate=2 edp_shard=2 ep=2", model="biases"),
-    case(8, "dp_replicate=8 dp_shard=1", "edp_replicate=4 edp_shard=1 ep=2", accumulate=2),
-    case(8, "dp_shard=4 tp=2", "ep=8 edp_shard=1", model="gated-shared"),
+    case(8, "dp_replicate=8 dp_shard=1", "edp_replicate=4 edp_shard=1 ep=2", frozen=True),
+    case(8, "dp_shard=4 tp=2", "ep=8 edp_shard=1", model="gated-shared", recompute=True),
     case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", model="sigmoid", loss="sum", accumulate=2),
     case(8, "dp_shard=4 tp=2", "ep=4 etp=2 edp_shard=1", model="biases", tied=True),
     case(8, "dp_shard=2 tp=4", "ep=8 edp_shard=1", model="relu2", dispatcher="allgather"),
@@ -59,7 +59,15 @@ CASES = [
     case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather", optimizer="adamw"),
     case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),
     case(6, "dp_replicate=2 dp_shard=1 tp=3", "ep=2 etp=3 edp_shard=1", model="biases"),
-    case(6, "dp_shard=3 tp=2", "edp_replicate=3 edp_shard=1 ep=2", loss="sum", accumulate=2),
+    case(
+        6,
+        "dp_shard=3 tp=2",
+        "edp_replicate=3 edp_shard=1 ep=2",
+        loss="sum",
+        accumulate=2,
+        no_sync=True,
+        recompute=True,
+    ),
     case(6, "dp_shard=3 tp=2", "ep=3 etp=2 edp_shard=1", model="gated-shared", tied=True),
 ]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)

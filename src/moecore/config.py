@@ -79,8 +79,9 @@ class MoEConfig:
             weights. Follows the load when `balance.bias_update_rate` > 0.
         router_bias: a learned bias on the router logits.
         router_dtype: dtype of logits and scores, whatever the dtype of the input.
-        assignment: "balanced" ignores the scores for selection and gives every expert the same
-            number of tokens (for benchmarks); weights still come from the scores.
+        assignment: "balanced" ignores the scores for selection and deals this rank's tokens out
+            in turn, so that experts differ by at most one token per rank (for benchmarks);
+            weights still come from the scores.
         activation: activation between the two expert matrices. Gated ones read 2F columns.
         activation_limit: clamp of "clamped_swiglu" (gpt-oss: 7.0).
         activation_alpha: sigmoid slope of "clamped_swiglu" (gpt-oss: 1.702).
@@ -283,7 +284,9 @@ EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
 def _whole(record: str, name: str, value: int, minimum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{record}.{name} ({value!r}) must be a whole number >= {minimum}")
+        raise ValueError(
+            f"{record}.{name} ({value!r}) must be a whole number >= {minimum}: pass an int"
+        )
 
 
 def _finite(record: str, name: str, value: float, *, positive: bool = False) -> None:
@@ -296,4 +299,4 @@ def _finite(record: str, name: str, value: float, *, positive: bool = False) -> 
 def _one_of(record: str, name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         shown = ", ".join(repr(c) for c in choices)
-        raise ValueError(f"{record}.{name} ({value!r}) must be one of {shown}")
+        raise ValueError(f"{record}.{name} ({value!r}) must be one of {shown}: choose one")

@@ -87,7 +87,7 @@ def build_meshes(parallel: ParallelConfig, device_type: str | None = None) -> Me
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type not in ("cpu", "cuda"):
-        raise ValueError(f'device_type ({device_type!r}) must be "cpu" or "cuda"')
+        raise ValueError(f'device_type ({device_type!r}) must be "cpu" or "cuda": choose one')
     world_size = (
         dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     )

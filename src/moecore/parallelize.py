@@ -6,6 +6,8 @@ The one place that knows every room. Order matters: expert and tensor sharding f
 
 from __future__ import annotations
 
+import hashlib
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args
 
@@ -47,7 +49,8 @@ def parallelize_moe(
 
     Works on meta-device models (materialise with `to_empty` and an init or a checkpoint
     afterwards) and on real ones, whose weights must be equal on every rank. Parameter names and
-    global shapes stay: parameters become DTensors.
+    global shapes stay: parameters become DTensors. With gradient accumulation, say so:
+    `moe_state(model).set_num_micro_batches(n)`, or auxiliary losses have the wrong scale.
 
     Args:
         model: any module that holds MoELayers or MoE blocks with an adapter.
@@ -66,7 +69,8 @@ def parallelize_moe(
         The model. `moe_state(model)` gives its balance record.
 
     Raises:
-        ValueError: when sizes and degrees do not fit, before any collective.
+        ValueError: when sizes and degrees do not fit, before any collective (MoE blocks may then
+            be swapped for MoELayers already); when ranks hold different models.
         NotImplementedError: for cp > 1, pp > 1, and tp > 1 on models without
             `apply_tensor_parallel(tp_mesh)`.
     """
@@ -79,9 +83,10 @@ def parallelize_moe(
         if experts == "grouped":
             dtype = options.param_dtype or next(layer.part("experts").parameters()).dtype
             check_alignment(layer.config.dim, layer.config.hidden_dim // meshes.parallel.etp, dtype)
-        if balance is not None:
+    if balance is not None:
+        for layer in layers.values():
             layer.set_balance(balance)
-    _check_equal_weights(model)
+    _check_equal_weights(model, meshes.device_type)
 
     if meshes.parallel.tp > 1:
         cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
@@ -121,6 +126,8 @@ def _check_request(model: nn.Module, meshes: Meshes, dispatcher: str, loss: str)
         if value not in choices:
             shown = ", ".join(repr(c) for c in choices)
             raise ValueError(f"{name} ({value!r}) must be one of {shown}")
+    if dispatcher in ("alltoall", "allgather") and p.ep * p.etp == 1:
+        warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=3)
     if dispatcher == "local" and p.ep * p.etp > 1:
         raise ValueError(
             f"dispatcher ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use 'alltoall'"
@@ -163,30 +170,47 @@ def _check_layer(name: str, layer: MoELayer, meshes: Meshes) -> None:
 
 
 @torch.no_grad()
-def _check_equal_weights(model: nn.Module) -> None:
-    """Real weights that differ between ranks would be mixed shard by shard, or drift silently."""
-    tensors = [(n, t) for n, t in model.named_parameters() if not t.is_meta]
-    if not tensors or not dist.is_initialized() or dist.get_world_size() == 1:
+def _check_equal_weights(model: nn.Module, device_type: str) -> None:
+    """Weights that differ between ranks would be mixed shard by shard, or drift silently.
+
+    First one number, so that ranks with different tensors (one meta, one loaded) still meet.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    sums = torch.stack([_fingerprint(t) for _, t in tensors])
-    lowest, highest = sums.clone(), sums.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    different = (lowest != highest).nonzero().flatten().tolist()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    summary = repr([(n, tuple(t.shape), str(t.dtype), t.is_meta) for n, t in tensors])
+    digest = int.from_bytes(hashlib.sha256(summary.encode()).digest()[:8], "little", signed=True)
+    if _differ(torch.tensor([digest], device=device_type)):
+        raise ValueError(
+            "model must have the same tensors, all meta or all real, on every rank before "
+            "sharding: build it alike everywhere, also where nothing is loaded"
+        )
+    real = [(n, t) for n, t in tensors if not t.is_meta and t.numel()]
+    if not real:
+        return
+    different = _differ(torch.stack([_checksum(t).to(device_type) for _, t in real]))
     if different:
         raise ValueError(
-            f"weights of {tensors[different[0]][0]} (and {len(different) - 1} more) must be equal "
+            f"weights of {real[different[0]][0]} (and {len(different) - 1} more) must be equal "
             "on every rank before sharding: seed every rank alike or load one checkpoint"
         )
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """Return an exact 64-bit hash of the tensor's bits, order included; no copy of the tensor."""
+def _differ(values: Tensor) -> list[int]:
+    """Return the positions at which ranks hold different numbers. Two collectives, a host sync."""
+    lowest, highest = values.clone(), values.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return (lowest != highest).nonzero().flatten().tolist()
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return an int64 sum of the tensor's bytes, each times a number that depends on its place."""
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for i, chunk in enumerate(bits.split(1 << 22)):
-        places = torch.arange(1, chunk.numel() + 1, device=tensor.device) % 65521 + 1 + i
-        total += (places * chunk).sum()
+        places = torch.arange(1, chunk.numel() + 1, device=tensor.device)
+        total += (places * places % 1000003 * (i + 1) * (chunk.to(torch.int64) + 1)).sum()
     return total
 
 

@@ -53,11 +53,7 @@ def step_with_bad_gradient(name: str, bad_rank: int, value: float) -> dict[str, 
     }
 
 
-def different_weights() -> str:
-    model = make_model()
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            model[1].experts.w1[0, 0, 0] += 1e-7
+def refusal(model: nn.Module) -> str:
     try:
         parallelize(model, build_meshes(ParallelConfig(ep=2), "cpu"))
     except ValueError as error:
@@ -65,8 +61,28 @@ def different_weights() -> str:
     return "no error"
 
 
+def refusals() -> dict[str, str]:
+    """Models that are not the same on rank 1."""
+    weights, buffers, meta = make_model(), make_model(), make_model()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            weights[1].experts.w1[0, 0, 0, 0] += 1e-7
+        meta = meta.to("meta")
+    buffers.register_buffer("table", torch.full((2,), float(dist.get_rank() == 1)))
+    return {"weights": refusal(weights), "buffers": refusal(buffers), "meta": refusal(meta)}
+
+
+def norm_when_one_rank_lacks_gradients() -> float:
+    model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
+    model(torch.randn(6, 16)).square().mean().backward()
+    if dist.get_rank() == 2:
+        model.zero_grad()
+        model[0].bias.grad = None
+    return clip_grad_norm_(model, 1.0).total
+
+
 def worker(rank: int, device: torch.device) -> list[Any]:
-    mine: dict[str, Any] = {"different": different_weights()}
+    mine: dict[str, Any] = refusals() | {"lacking": norm_when_one_rank_lacks_gradients()}
     for name, bad_rank in BAD.items():
         for value in (math.nan, math.inf):
             mine[f"{name}/{value}"] = step_with_bad_gradient(name, bad_rank, value)
@@ -93,8 +109,14 @@ def test_every_rank_skips_and_names_the_parameter(
 
 def test_weights_that_differ_between_ranks_are_refused_everywhere(ranks: list[Any]) -> None:
     for rank in ranks:
-        assert "weights of 1.experts.w1" in rank["different"]
-        assert "equal on every rank" in rank["different"]
+        assert "weights of 1.experts.w1" in rank["weights"]
+        assert "weights of table" in rank["buffers"]
+        assert "must have the same tensors, all meta or all real" in rank["meta"]
+
+
+def test_a_rank_without_gradients_takes_part(ranks: list[Any]) -> None:
+    assert len({rank["lacking"] for rank in ranks}) == 1
+    assert math.isfinite(ranks[0]["lacking"])
 
 
 def test_one_process_agrees_with_torch() -> None:

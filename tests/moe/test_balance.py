@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.moe.balance import (
@@ -175,13 +176,14 @@ def test_nothing_is_counted_without_gradients_or_without_backward() -> None:
     layer.eval()(x)
     layer.train()(x)  # a forward whose loss is thrown away
     metrics = state.finish_step()
-    assert metrics.tokens_per_expert == {} and metrics.aux_losses == {}
-    assert metrics.total_aux_loss() == 0.0 and metrics.load_max_over_mean() == {}
+    assert not any(counts.any() for counts in metrics.tokens_per_expert.values())
+    assert metrics.total_aux_loss() == 0.0 and set(metrics.load_max_over_mean().values()) == {0.0}
 
 
 def test_finish_step_counts_and_starts_anew() -> None:
     layers = [make_layer(replace(BASE, top_k=k, balance=only("z", 0.5)), seed=k) for k in (1, 3)]
     state = make_state(*layers)
+    state.set_num_micro_batches(3)
     expected = [torch.zeros(8, dtype=torch.int64) for _ in layers]
     z = [0.0, 0.0]
     for _ in range(3):
@@ -200,7 +202,47 @@ def test_finish_step_counts_and_starts_anew() -> None:
         ratio = float(expected[i].max()) / float(expected[i].float().mean())
         assert metrics.load_max_over_mean()[name] == pytest.approx(ratio)
     assert metrics.total_aux_loss() == pytest.approx(sum(z), rel=1e-5)
-    assert state.finish_step().tokens_per_expert == {}
+    assert not any(n.any() for n in state.finish_step().tokens_per_expert.values())
+
+
+def test_a_forgotten_number_of_micro_batches_is_an_error_once() -> None:
+    layer = make_layer(replace(BASE, balance=only("z", 0.5)))
+    state = make_state(layer)
+    for _ in range(2):
+        layer(torch.randn(3, 32)).sum().backward()
+    with pytest.raises(ValueError, match=r"num_micro_batches \(1\) must equal.*saw 2"):
+        state.finish_step()
+    layer(torch.randn(3, 32)).sum().backward()
+    state.finish_step()
+
+
+def test_a_skipped_step_moves_no_bias() -> None:
+    config = replace(BASE, expert_bias=True, balance=BalanceConfig(bias_update_rate=0.1))
+    layer = make_layer(config)
+    state, before = make_state(layer), layer.router.expert_bias.clone()
+    layer(torch.randn(5, 32)).sum().backward()
+    metrics = state.finish_step(skipped=True)
+    assert int(next(iter(metrics.tokens_per_expert.values())).sum()) == 5 * config.top_k
+    assert torch.equal(layer.router.expert_bias, before)
+    layer(torch.randn(5, 32)).sum().backward()
+    state.finish_step()
+    assert not torch.equal(layer.router.expert_bias, before)
+
+
+def test_global_batch_loss_refuses_a_recompute_that_would_differ() -> None:
+    layer = make_layer(replace(BASE, balance=only("global_batch", 0.5)))
+    state = make_state(layer)
+    state.set_num_micro_batches(2)
+    batches = torch.randn(2, 5, 32, requires_grad=True)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False).sum()
+
+    for x in batches:
+        forward(x).backward()
+    state.finish_step()
+    with pytest.raises(NotImplementedError, match="several forwards before a backward"):
+        (forward(batches[0]) + forward(batches[1])).backward()
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])

@@ -152,9 +152,9 @@ def test_meta_then_to_empty_then_init_equals_a_real_build(name: str) -> None:
     layer.to_empty(device="cpu")
     for tensor in [*layer.parameters(), *layer.buffers()]:
         tensor.data.fill_(float("nan"))
-    layer.init_weights()
+    layer.init_weights(key="moe")
     real = MoELayer(config)
-    real.init_weights()
+    real.init_weights(key="moe")
     assert layer.state_dict().keys() == real.state_dict().keys()
     for key, tensor in real.state_dict().items():
         assert torch.equal(layer.state_dict()[key], tensor), key

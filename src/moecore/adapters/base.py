@@ -78,7 +78,10 @@ def _keep_order(layer: MoELayer, block: nn.Module) -> None:
 
 
 def _looks_like_moe(module: nn.Module) -> bool:
-    return any(name in ("experts", "expert") for name, _ in module.named_children())
+    return any(
+        name in ("experts", "expert") and not isinstance(child, MoELayer)
+        for name, child in module.named_children()
+    )
 
 
 def _more(names: list[str]) -> str:

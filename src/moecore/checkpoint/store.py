@@ -108,7 +108,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -
         OSError: when a rank could not read; the model may then be part old, part new.
     """
     path = Path(path)
-    marker = read_marker(path)
+    _check_same(path)
+    marker = _on_first_rank(lambda: read_marker(path))
     view = ModelView(model)
     stored = _stored_sizes(path)
     _check_model(path, view, _below("model.", stored))
@@ -186,6 +187,25 @@ def _on_first_rank(action: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def _check_same(path: Path) -> None:
+    """Raise on every rank when they want to load different checkpoints, or one sees none."""
+    if not dist.is_initialized():
+        return
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, (path.name, path.is_dir()))
+    if len({name for name, _ in names}) > 1:
+        raise ValueError(
+            f"path ({path.name}) must be the same on every rank, but rank 0 has {names[0][0]}: "
+            "let one rank look for the latest and broadcast it"
+        )
+    seen = [found for _, found in names]
+    if any(seen) and not all(seen):
+        raise ValueError(
+            f"path ({path}) must be visible to every rank, but rank {seen.index(False)} does not "
+            "see it: use a shared file system"
+        )
 
 
 def _check_visible(draft: Path) -> None:

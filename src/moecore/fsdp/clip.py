@@ -22,12 +22,10 @@ class GradientNorm:
 
     Attributes:
         total: L2 norm over all parameters; nan or inf when the gradient is not finite.
-        per_parameter: name -> L2 norm, for the parameters that have a gradient.
         non_finite: names of the parameters with a nan or inf gradient on any rank.
     """
 
     total: float
-    per_parameter: dict[str, float]
     non_finite: tuple[str, ...]
 
     @property
@@ -58,33 +56,38 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> GradientNorm:
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
-    params = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+    # A parameter without a gradient counts 0: a rank that left it out would reduce another length.
+    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not params:
-        return GradientNorm(0.0, {}, ())
-    grads = [_local(p.grad) for _, p in params]  # type: ignore[arg-type]
-    squares = torch.stack([_norm(g) for g in grads]).double().square_()
+        return GradientNorm(0.0, ())
+    squares = torch.stack([_norm(p) for _, p in params]).double().square_()
     if _is_distributed(params):
         # A nan must survive the division and the sum, and does.
         copies = [_num_copies(p) for _, p in params]
         squares /= torch.tensor(copies, dtype=torch.float64, device=squares.device)
         dist.all_reduce(squares)
     values = squares.tolist()  # the one host sync of a step
-    norms = {name: math.sqrt(v) for (name, _), v in zip(params, values, strict=True)}
-    non_finite = tuple(name for name, v in norms.items() if not math.isfinite(v))
+    named = zip((name for name, _ in params), values, strict=True)
+    non_finite = tuple(name for name, value in named if not math.isfinite(value))
     total = math.sqrt(sum(values))
     if non_finite:
         _drop_gradients(params, non_finite)
     elif total > max_norm:
+        grads = [_local(p.grad) for _, p in params if p.grad is not None]
         torch._foreach_mul_([g for g in grads if g.numel()], max_norm / (total + 1e-6))
-    return GradientNorm(total, norms, non_finite)
+    return GradientNorm(total, non_finite)
 
 
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _norm(grad: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+def _norm(param: Tensor) -> Tensor:
+    """L2 norm of this rank's part of the gradient, in at least fp32."""
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    if param.grad is None:
+        return torch.zeros((), dtype=dtype, device=_local(param).device)
+    return torch.linalg.vector_norm(_local(param.grad), dtype=dtype)
 
 
 def _is_distributed(params: list[tuple[str, nn.Parameter]]) -> bool:

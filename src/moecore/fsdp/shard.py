@@ -35,6 +35,9 @@ class FSDPOptions:
         reshard_after_forward: free gathered parameters between forward and backward.
         prefetch_blocks: how many blocks ahead parameters are gathered; 0 = FSDP2's own order,
             which loses its overlap behind the dispatcher's host sync.
+
+    Raises:
+        ValueError: for a dtype or a number that is not among these.
     """
 
     param_dtype: torch.dtype | None = None
@@ -43,13 +46,21 @@ class FSDPOptions:
     prefetch_blocks: int = 1
 
     def __post_init__(self) -> None:
+        if self.param_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"FSDPOptions.param_dtype ({self.param_dtype}) must be None, torch.float32 or "
+                "torch.bfloat16: a loss scale for fp16 would not reach the auxiliary losses"
+            )
         if self.reduce_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"FSDPOptions.reduce_dtype ({self.reduce_dtype}) must be torch.float32 or "
                 "torch.bfloat16: fp16 sums overflow"
             )
-        if self.prefetch_blocks < 0:
-            raise ValueError(f"FSDPOptions.prefetch_blocks ({self.prefetch_blocks}) must be >= 0")
+        if not isinstance(self.prefetch_blocks, int) or self.prefetch_blocks < 0:
+            raise ValueError(
+                f"FSDPOptions.prefetch_blocks ({self.prefetch_blocks}) must be a whole number "
+                ">= 0: use 0 to leave the order to FSDP2"
+            )
 
 
 def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss: str) -> None:
@@ -98,7 +109,11 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     They are the entries of each outermost ModuleList, ModuleDict or Sequential that holds a
     MoELayer anywhere (a decoder's layers, dense ones included); MoE layers outside of any such
-    container are units of their own.
+    container are units of their own. An entry that shares a parameter with a module outside of it
+    (an embedding tied to the head) is left to the root unit: two units would train two copies.
+
+    Raises:
+        ValueError: when a routed expert's parameter is shared with another module.
     """
     blocks: list[nn.Module] = []
 
@@ -118,7 +133,21 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
                 visit(child)
 
     visit(model)
-    return blocks
+    for module in model.modules():
+        if isinstance(module, Experts) and _is_tied(module, model):
+            raise ValueError(
+                f"{type(module).__name__} parameters must not be shared with another module, "
+                "because experts live on a mesh of their own: untie them"
+            )
+    return [block for block in blocks if block is model or not _is_tied(block, model)]
+
+
+def _is_tied(block: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter of the block is also one of a module outside of it."""
+    inside = set(block.modules())
+    own = {id(p) for p in block.parameters()}
+    outside = (m for m in model.modules() if m not in inside)
+    return any(id(p) in own for m in outside for p in m.parameters(recurse=False))
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -109,7 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _loss_and_gradient_(logits_CV: Tensor, labels_C: Tensor, want_gradient: bool) -> Tensor:
     """Return the chunk's summed loss; logits_CV is overwritten by the sum's gradient if wanted."""
     counts_C1 = (labels_C != IGNORE_INDEX).to(logits_CV.dtype)[:, None]
-    labels_C1 = labels_C.clamp(min=0)[:, None]
+    # Only the ignored label is replaced: any other one out of range fails in gather.
+    labels_C1 = torch.where(labels_C == IGNORE_INDEX, 0, labels_C)[:, None]
     logits_CV.sub_(logits_CV.amax(1, keepdim=True))
     picked_C1 = logits_CV.gather(1, labels_C1)
     sums_C1 = logits_CV.exp_().sum(1, keepdim=True)

@@ -59,6 +59,7 @@ class LoadTracker:
     def reset(self) -> None:
         """Forget the counts of this step."""
         self.num_micro_batches = 0
+        self.num_in_flight = 0  # forwards that wait for their backward
         self.counts_E: Tensor | None = None
         self.losses: Tensor | None = None
 
@@ -69,6 +70,7 @@ class LoadTracker:
         """
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
+        self._check_recompute()
         E = self.config.num_experts
         with torch.no_grad():
             counts_BE = count_experts(routing.expert_ids_TK, num_sequences, E)
@@ -79,8 +81,25 @@ class LoadTracker:
             )
         return _Attach.apply(y, losses, counts_BE.sum(0), self)
 
+    def _check_recompute(self) -> None:
+        """Count forwards, and refuse one that could not repeat what it did the first time.
+
+        Activation checkpointing repeats a forward inside backward. "global_batch" reads the counts
+        so far, which are those of its first run only if no other micro-batch came in between.
+        """
+        recomputing = torch._C._current_graph_task_id() != -1
+        if not recomputing:
+            self.num_in_flight += 1
+        elif self.num_in_flight > 1 and self.config.balance.global_batch_coef:
+            raise NotImplementedError(
+                f"BalanceConfig.global_batch_coef ({self.config.balance.global_batch_coef}) "
+                "must be 0 with activation checkpointing and several forwards before a backward: "
+                "use micro_batch_coef, or one backward per forward"
+            )
+
     def commit(self, counts_E: Tensor, losses: Tensor) -> None:
         """Add one micro-batch; called by backward."""
+        self.num_in_flight = max(0, self.num_in_flight - 1)
         self.num_micro_batches += 1
         if self.counts_E is None or self.losses is None:
             self.counts_E, self.losses = counts_E.clone(), losses.clone()
@@ -228,10 +247,18 @@ class MoEState:
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
         """Say how many micro-batches one optimizer step accumulates (1 until told otherwise).
 
-        The auxiliary losses are divided by it, as the user divides the main loss.
+        The auxiliary losses are divided by it, as the user divides the main loss; no other factor
+        on the main loss reaches them.
+
+        Raises:
+            ValueError: when it is less than 1.
         """
         if num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches ({num_micro_batches}) must be >= 1")
+            raise ValueError(
+                f"num_micro_batches ({num_micro_batches}) must be >= 1: use the number of "
+                "backwards per optimizer step"
+            )
+        self.num_micro_batches = num_micro_batches
         scale = 1.0 / num_micro_batches
         if self.loss == "sum":
             scale /= self.groups.data_ranks
@@ -239,33 +266,56 @@ class MoEState:
             layer.tracker.gradient_scale = scale
 
     @torch.no_grad()
-    def finish_step(self) -> MoEMetrics:
+    def finish_step(self, *, skipped: bool = False) -> MoEMetrics:
         """Reduce the step's counts, move the expert biases, and start counting anew.
 
         Call once per optimizer step on every rank. One collective for all layers; no host sync.
 
+        Args:
+            skipped: the step was dropped (`not clip_grad_norm_(...).finite`): biases stay too.
+
         Returns:
-            The metrics of the step; empty when nothing was counted since the last call.
+            The metrics of the step; all zero when nothing was counted since the last call.
+
+        Raises:
+            ValueError: when a layer with auxiliary losses saw another number of micro-batches than
+                `set_num_micro_batches` said, so that their gradient had the wrong scale.
         """
         trackers = {name: layer.tracker for name, layer in self.layers.items()}
-        counted = {n: t for n, t in trackers.items() if t.counts_E is not None}
-        if not counted:
-            return MoEMetrics()
-        # fp64 carries counts exactly (to 2^53) beside the losses in one tensor.
-        packed = torch.cat([torch.cat([t.counts_E, t.losses]).double() for t in counted.values()])
+        # Every rank packs every layer, counted or not: all reduce the same length. fp64 carries
+        # counts exactly (to 2^53) beside the losses in one tensor.
+        packed = torch.cat([self._packed(layer) for layer in self.layers.values()])
         if self.groups.global_batch is not None:
             dist.all_reduce(packed, group=self.groups.global_batch)
         metrics, start = MoEMetrics(), 0
-        for name, tracker in counted.items():
+        for name, tracker in trackers.items():
             E = tracker.config.num_experts
             counts_E, losses = packed[start : start + E], packed[start + E : start + E + 4]
             start += E + len(LOSS_NAMES)
             metrics.tokens_per_expert[name] = counts_E.long()
-            shares = tracker.num_micro_batches * self.groups.data_ranks
+            shares = max(tracker.num_micro_batches, 1) * self.groups.data_ranks
             metrics.aux_losses[name] = (losses / shares).float()
-            self._move_bias(self.layers[name], counts_E)
+            if not skipped:
+                self._move_bias(self.layers[name], counts_E)
+        seen = {n: t.num_micro_batches for n, t in trackers.items() if t.config.balance.needs_loss}
+        for tracker in trackers.values():
             tracker.reset()
+        for name, count in seen.items():
+            if count not in (0, self.num_micro_batches):
+                raise ValueError(
+                    f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
+                    f"step, but {name} saw {count}: call moe_state(model).set_num_micro_batches"
+                    f"({count}), and finish_step() after every step"
+                )
         return metrics
+
+    def _packed(self, layer: Any) -> Tensor:
+        """The layer's counts and losses of this step in one fp64 tensor; zeros without any."""
+        tracker = layer.tracker
+        if tracker.counts_E is None:
+            size = tracker.config.num_experts + len(LOSS_NAMES)
+            return torch.zeros(size, dtype=torch.float64, device=layer.part("router").weight.device)
+        return torch.cat([tracker.counts_E, tracker.losses]).double()
 
     def _move_bias(self, layer: Any, counts_E: Tensor) -> None:
         """Raise the bias of underloaded experts by the rate, lower that of overloaded ones."""

@@ -74,24 +74,32 @@ class MoELayer(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config)
         if not router.weight.is_meta:
-            self.init_weights(seed=int(torch.randint(1 << 62, ())))  # follows torch.manual_seed
+            self.init_weights(key="", seed=int(torch.randint(1 << 62, ())))  # torch.manual_seed's
 
-    def init_weights(self, *, std: float = 0.02, key: str = "moe", seed: int = 0) -> None:
+    def init_weights(self, *, key: str, std: float = 0.02, seed: int = 0) -> None:
         """Fill all parameters, the same on every layout. No communication.
 
         Args:
+            key: name of this layer in its model; two layers with one key get the same weights.
             std: standard deviation of the matrices; biases become 0.
-            key: name of this layer in its model; layers with different keys differ.
             seed: seed of the model.
+
+        Raises:
+            ValueError: when an adopted child (a model's own shared expert) cannot be filled.
         """
         for name, child in self.named_children():
-            if isinstance(child, Router | Experts | SharedExpert):
-                child.init_weights(std=std, key=f"{key}.{name}", seed=seed)
+            if not isinstance(child, Router | Experts | SharedExpert):
+                raise ValueError(
+                    f"{name} ({type(child).__name__}) must be filled by its own model: call its "
+                    "initialiser, and init_weights of this layer's router and experts"
+                )
+            child.init_weights(std=std, key=f"{key}.{name}", seed=seed)
 
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
         self.config = replace(self.config, balance=balance)
-        self.tracker.config = self.config
+        for owner in (self.tracker, self.part("router"), self.part("experts")):
+            owner.config = self.config
 
     def part(self, role: str) -> Any:
         """Return the child that plays "router", "experts" or "shared", whatever its name."""

@@ -3,7 +3,8 @@
 Legend: T local tokens, D model dim, E experts, K experts per token, G expert groups.
 
 Logits, scores and weights are fp32 (or fp64), whatever the dtype of x: a rounded score picks
-another expert, which no later precision repairs.
+another expert, which no later precision repairs. The router's own weight still arrives in FSDP2's
+`param_dtype`.
 """
 
 from __future__ import annotations
