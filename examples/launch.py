@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,4 +46,11 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
 
 def _start_rank(rank: int, run_rank: Callable[[Any], int], args: Any) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    sys.exit(run_rank(args))
+    leave(run_rank(args))
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank without destructors: gloo's threads may outlive what they use and abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

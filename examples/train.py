@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from data import BatchShape, read_batches, read_corpus
-from launch import launch
+from launch import launch, leave
 from options import DEGREES, DTYPES, model_config, parallel_config, parse_arguments
 from report import Metrics, Report
 from torch import Tensor
@@ -45,7 +45,7 @@ def main() -> int:
     """Start the ranks, or be one of them under torchrun."""
     args = parse_arguments()
     if "RANK" in os.environ:
-        return run_rank(args)
+        leave(run_rank(args))
     gpus = torch.cuda.device_count()
     world_size = args.ranks or gpus or CPU_RANKS
     try:  # what needs no rank is said before any starts
@@ -99,7 +99,7 @@ def run_rank(args: argparse.Namespace) -> int:
     text = sample(job)
     if rank == 0:
         print(f"--- sample after {max(job.start, args.steps)} steps ---\n{text}", flush=True)
-    dist.destroy_process_group()
+    dist.barrier()
     return 0
 
 

@@ -3,7 +3,8 @@
     python -m pytest tests/test_parity.py            8 gloo ranks on CPU
     python -m pytest tests/test_parity.py -m gpu     the same cases over NCCL on 8 GPUs
 
-Ranks are spawned once per backend and run all cases.
+Losses, every gradient, its norm, auxiliary losses, counts and parameters after two steps: fp32
+within 1e-5 of each tensor's scale, bf16 at most twice as wrong as one process in bf16.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from moecore import FSDPOptions
 from tests.parity import Case, run_case
-from tests.ranks import run_ranks, start_group
+from tests.ranks import run_ranks
 
 FP32_BOUND = 1e-5
+CASES_PER_SPAWN = 9
 GATHERED = FSDPOptions(reshard_after_forward=False, prefetch_blocks=0)
 
 
@@ -90,27 +91,31 @@ TAMPERED = [
 ]
 
 
-def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
-    """Run all cases: first those of all 8 ranks, then ranks 0 to 5 start a world of their own."""
-    cases = CASES + BF16_CASES + TAMPERED
-    results = {c.name: run_case(c, device) for c in cases if c.world == 8}
-    dist.destroy_process_group()
-    if rank < 6:
-        start_group(rank, 6, device.type, store=f"{folder}/six-ranks")
-        results |= {c.name: run_case(c, device) for c in cases if c.world == 6}
+def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, Any]:
+    return {c.name: run_case(c, device) for c in cases}
+
+
+def run_all(device_type: str) -> dict[str, Any]:
+    """Run all cases, a few per spawn: an idle gloo group still polls, and each mesh holds ten."""
+    results: dict[str, Any] = {}
+    for world in (8, 6):
+        cases = [c for c in CASES + BF16_CASES + TAMPERED if c.world == world]
+        for i in range(0, len(cases), CASES_PER_SPAWN):
+            batch = cases[i : i + CASES_PER_SPAWN]
+            results |= run_ranks(world, worker, batch, device_type=device_type)
     return results
 
 
 @pytest.fixture(scope="module")
-def cpu_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(8, worker, str(tmp_path_factory.mktemp("ranks")))
+def cpu_results() -> dict[str, Any]:
+    return run_all("cpu")
 
 
 @pytest.fixture(scope="module")
-def gpu_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def gpu_results() -> dict[str, Any]:
     if torch.cuda.device_count() < 8:
         pytest.skip(f"needs 8 GPUs, this host has {torch.cuda.device_count()}")
-    return run_ranks(8, worker, str(tmp_path_factory.mktemp("ranks")), device_type="cuda")
+    return run_all("cuda")
 
 
 def failures(errors: dict[str, float]) -> dict[str, float]:
