@@ -12,8 +12,8 @@ help:  ## this list
 
 venv: $(READY)  ## create or update .venv
 
-test: $(READY)  ## run the tests
-	$(PY) -m pytest -q $(ARGS)
+test: $(READY)  ## run the CPU tests (those for GPUs: .venv/bin/python -m pytest -m gpu)
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q $(ARGS)
 
 demo: $(READY)  ## train the tiny preset into runs/demo
 	$(PY) examples/train.py --preset tiny --run-dir runs/demo $(ARGS)

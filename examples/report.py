@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,8 @@ class Report:
         self.file = self.path.open("a")
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
         self.figure = modules["matplotlib.figure"]
+        if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
+            tqdm.tqdm.set_lock(threading.RLock())
         self.bar = tqdm.tqdm(total=steps, initial=start, unit="step") if tqdm else None
         self.writer = None
         if tensorboard:

@@ -25,6 +25,7 @@ import os, signal
 
 class tqdm:
     def __init__(self, **options): self.count = 0
+    def set_lock(lock): pass
     def set_postfix(self, *args, **options): pass
     def update(self):
         self.count += 1
