@@ -79,13 +79,7 @@ def parallelize_moe(
     layers = swap_blocks(model, adapters or {})
     for name, layer in layers.items():
         _check_layer(name, layer, meshes)
-        layer.part("experts").set_backend(experts)
-        if experts == "grouped":
-            dtype = options.param_dtype or next(layer.part("experts").parameters()).dtype
-            check_alignment(layer.config.dim, layer.config.hidden_dim // meshes.parallel.etp, dtype)
-    if balance is not None:
-        for layer in layers.values():
-            layer.set_balance(balance)
+        _configure(layer, meshes, experts, balance, options)
     _check_equal_weights(model, meshes.device_type)
 
     if meshes.parallel.tp > 1:
@@ -167,6 +161,22 @@ def _check_layer(name: str, layer: MoELayer, meshes: Meshes) -> None:
                 f"{name}: MoEConfig.{field} ({value}) must be divisible by ParallelConfig.{degree} "
                 f"({size}): choose another {degree}"
             )
+
+
+def _configure(
+    layer: MoELayer,
+    meshes: Meshes,
+    backend: ExpertBackend,
+    balance: BalanceConfig | None,
+    options: FSDPOptions,
+) -> None:
+    module = layer.part("experts")
+    module.set_backend(backend)
+    if backend == "grouped":
+        dtype = options.param_dtype or next(module.parameters()).dtype
+        check_alignment(layer.config.dim, layer.config.hidden_dim // meshes.parallel.etp, dtype)
+    if balance is not None:
+        layer.set_balance(balance)
 
 
 @torch.no_grad()

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moecore._compat import all_gather_single
 from moecore.models.config import DecoderConfig
+from moecore.moe.dispatch.base import gather_ranks, sum_ranks
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import shard_parameter
 
@@ -65,11 +65,11 @@ class TensorParallel:
 
     def gather(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD, all ranks' tokens; backward adds what all ranks did with this rank's."""
-        return _Gather.apply(x_BtD, self.group)
+        return _gather(x_BtD, self.group)
 
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
-        return _ScatterSum.apply(y_BTD, self.group)
+        return _scatter_sum(y_BTD, self.group)
 
     def gather_whole(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD for a result that every rank then treats alike.
@@ -148,52 +148,21 @@ def check_tensor_parallel(config: DecoderConfig, tp: int) -> None:
 
 def _gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the ranks' dim 1. With one sequence the result is the receive buffer itself."""
-    received = x_BtD.new_empty((group.size() * x_BtD.shape[0], *x_BtD.shape[1:]))
-    all_gather_single(received, x_BtD.contiguous(), group=group)
-    parts_GBtD = received.unflatten(0, (group.size(), x_BtD.shape[0]))
+    parts_GBtD = gather_ranks(x_BtD, group).unflatten(0, (group.size(), x_BtD.shape[0]))
     return parts_GBtD.transpose(0, 1).flatten(1, 2)
 
 
 def _scatter_sum(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send rank g its tokens, and add what the ranks send, in fp32 and in rank order.
-
-    An all-to-all carries as many bytes as a reduce-scatter, which would round after every addition
-    of a 16-bit dtype.
-    """
+    """Send rank g its tokens, dim 1, and add what the ranks send."""
     size = group.size()
-    parts_GBtD = y_BTD.unflatten(1, (size, y_BTD.shape[1] // size)).transpose(0, 1).contiguous()
-    received = torch.empty_like(parts_GBtD)
-    dist.all_to_all_single(received.flatten(0, 1), parts_GBtD.flatten(0, 1), group=group)
-    dtype = torch.promote_types(y_BTD.dtype, torch.float32)
-    return received.sum(0, dtype=dtype).to(y_BTD.dtype)
+    parts_GBtD = y_BTD.unflatten(1, (size, y_BTD.shape[1] // size)).transpose(0, 1)
+    return sum_ranks(parts_GBtD.flatten(0, 1), group)
 
 
 def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     value = value.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(value, group=group)
     return value
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x_BtD, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _scatter_sum(grads[0], ctx.group), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter_sum(y_BTD, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather(grads[0], ctx.group), None
 
 
 class _GatherWhole(torch.autograd.Function):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
+from moecore._compat import all_gather_single
 from moecore.moe.router import Routing
 
 
@@ -165,3 +166,56 @@ def sum_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
     Not bit-reproducible on CUDA: the adds are atomic.
     """
     return _SumRows.apply(y_RD, ids_R, num_rows)
+
+
+class _GatherRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather_from_ranks(x_C, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum_over_ranks(grads[0], ctx.group), None
+
+
+class _SumRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_S: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum_over_ranks(y_S, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather_from_ranks(grads[0], ctx.group), None
+
+
+def _gather_from_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
+    all_gather_single(out, x_C.contiguous(), group=group)
+    return out
+
+
+def _sum_over_ranks(y_S: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty_like(y_S, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, y_S.contiguous(), group=group)
+    parts_GC = received.unflatten(0, (group.size(), y_S.shape[0] // group.size()))
+    dtype = torch.promote_types(y_S.dtype, torch.float32)
+    return parts_GC.sum(0, dtype=dtype).to(y_S.dtype)
+
+
+def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the C rows of every rank, in rank order: [G * C, ...]. Backward is `sum_ranks`.
+
+    Collective; every rank must bring the same number of rows.
+    """
+    return _GatherRanks.apply(x_C, group)
+
+
+def sum_ranks(y_S: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks of the g-th C rows to rank g: [S / G, ...]. Backward is a gather.
+
+    Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter, which
+    would round after every addition of a 16-bit dtype. Collective.
+    """
+    return _SumRanks.apply(y_S, group)
