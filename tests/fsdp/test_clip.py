@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, clip_grad_norm_
+from moecore import (
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+    clip_grad_norm_,
+    moe_state,
+)
 from moecore import parallelize_moe as parallelize
 from tests.ranks import run_ranks
 
@@ -72,6 +79,28 @@ def refusals() -> dict[str, str]:
     return {"weights": refusal(weights), "buffers": refusal(buffers), "meta": refusal(meta)}
 
 
+def collectives_of_a_step() -> list[str]:
+    """What clipping and the balance record send in one step of two MoE layers."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(MoELayer(CONFIG), MoELayer(CONFIG))
+    model = parallelize(layers, build_meshes(ParallelConfig(ep=2), "cpu"))
+    model(torch.randn(6, 16)).square().mean().backward()
+    calls, original = [], dist.all_reduce
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append("all_reduce")
+        return original(*args, **options)
+
+    dist.all_reduce = counted
+    try:
+        clip_grad_norm_(model, 1.0)
+        calls.append("clipped")
+        moe_state(model).finish_step()
+    finally:
+        dist.all_reduce = original
+    return calls
+
+
 def norm_when_one_rank_lacks_gradients() -> float:
     model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
     model(torch.randn(6, 16)).square().mean().backward()
@@ -83,6 +112,7 @@ def norm_when_one_rank_lacks_gradients() -> float:
 
 def worker(rank: int, device: torch.device) -> list[Any]:
     mine: dict[str, Any] = refusals() | {"lacking": norm_when_one_rank_lacks_gradients()}
+    mine["collectives"] = collectives_of_a_step()
     for name, bad_rank in BAD.items():
         for value in (math.nan, math.inf):
             mine[f"{name}/{value}"] = step_with_bad_gradient(name, bad_rank, value)
@@ -117,6 +147,11 @@ def test_weights_that_differ_between_ranks_are_refused_everywhere(ranks: list[An
 def test_a_rank_without_gradients_takes_part(ranks: list[Any]) -> None:
     assert len({rank["lacking"] for rank in ranks}) == 1
     assert math.isfinite(ranks[0]["lacking"])
+
+
+def test_one_reduction_for_all_gradients_and_one_for_all_layers(ranks: list[Any]) -> None:
+    for rank in ranks:
+        assert rank["collectives"] == ["all_reduce", "clipped", "all_reduce"]
 
 
 def test_one_process_agrees_with_torch() -> None:
