@@ -1,8 +1,9 @@
 """One composition of parallel degrees against one process: what `test_parity.py` runs per case.
 
-Every rank trains the same tiny decoder for two optimizer steps. Rank 0 repeats them in one process
-with `moe_reference` in place of every MoE layer and reports, per quantity, the worst error of an
-element relative to its tensor's largest one. Data ranks hold different numbers of tokens.
+Every rank trains the same tiny decoder for two steps of SGD with momentum, then two of AdamW. Rank
+0 repeats them in one process with `moe_reference` in place of every MoE layer and reports, per
+quantity, the worst error of an element relative to its tensor's largest one. Data ranks hold
+different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.experts import Experts
 from moecore.moe.reference import ReferenceOutput, moe_reference
 
-NUM_STEPS = 2
+OPTIMIZERS = ("sgd", "sgd", "adamw", "adamw")  # one per step
 ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
 )
@@ -89,7 +90,6 @@ class Case:
     dispatcher: str = "alltoall"
     experts: str = "grouped"
     loss: str = "mean"
-    optimizer: str = "sgd"
     accumulate: int = 1
     tied: bool = False
     meta: bool = False
@@ -213,7 +213,7 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
         return tokens.to(device), labels.to(device)
 
     ranks = range(meshes.data_ranks)
-    return [[[batch(r) for r in ranks] for _ in range(case.accumulate)] for _ in range(NUM_STEPS)]
+    return [[[batch(r) for r in ranks] for _ in range(case.accumulate)] for _ in OPTIMIZERS]
 
 
 def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
@@ -233,8 +233,9 @@ def loss_scale(case: Case, step: list[list[Batch]]) -> dict[str, Any]:
 def train(
     model: nn.Module, meshes: Meshes, batches: list[list[list[Batch]]], case: Case
 ) -> dict[str, Any]:
-    """Two steps on this rank; returns whole tensors."""
-    optimizer, state = make_optimizer(model, case.optimizer), moe_state(model)
+    """Two steps of each optimizer on this rank; returns whole tensors."""
+    optimizers = {name: make_optimizer(model, name) for name in OPTIMIZERS}
+    state = moe_state(model)
     state.set_num_micro_batches(case.accumulate)
     found: dict[str, Any] = {}
     for i, step in enumerate(batches):
@@ -262,10 +263,12 @@ def train(
             found[f"counts/{i}/{name}"] = counts.float()
         for name, losses in named(metrics.aux_losses.items()):
             found[f"aux/{i}/{name}"] = losses
-        optimizer.step()
-        optimizer.zero_grad()
-    state_dict = dict(named(model.state_dict().items()))
-    return found | {f"after/{n}": t for n, t in whole(state_dict).items()}
+        optimizers[OPTIMIZERS[i]].step()
+        model.zero_grad()
+        if i in (1, 3):
+            after = whole(dict(named(model.state_dict().items())))
+            found |= {f"after/{OPTIMIZERS[i]}/{n}": t.clone() for n, t in after.items()}
+    return found
 
 
 def named(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -288,7 +291,7 @@ def train_reference(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """The same two steps in one process, data rank after data rank."""
+    """The same steps in one process, data rank after data rank."""
     model = Decoder(config).to(device)
     model.load_state_dict(initial)
     model.to(dtype)
@@ -297,7 +300,7 @@ def train_reference(
     outputs: dict[str, list[ReferenceOutput]] = defaultdict(list)
     for name, layer in layers.items():
         layer.forward = MethodType(_reference_forward(outputs[name]), layer)
-    optimizer = make_optimizer(model, case.optimizer)
+    optimizers = {name: make_optimizer(model, name) for name in OPTIMIZERS}
     expected: dict[str, Any] = {}
     for i, step in enumerate(batches):
         ranks, prior = range(len(step[0])), dict.fromkeys(layers, 0)
@@ -335,9 +338,12 @@ def train_reference(
             if rate:
                 count = counts[name].double()
                 layer.router.expert_bias += rate * torch.sign(count.mean() - count).float()
-        optimizer.step()
-        optimizer.zero_grad()
-    return expected | {f"after/{n}": t for n, t in whole(model.state_dict()).items()}
+        optimizers[OPTIMIZERS[i]].step()
+        model.zero_grad()
+        if i in (1, 3):
+            after = whole(model.state_dict())
+            expected |= {f"after/{OPTIMIZERS[i]}/{n}": t.clone() for n, t in after.items()}
+    return expected
 
 
 def _reference_forward(outputs: list[ReferenceOutput]) -> Any:
