@@ -14,6 +14,7 @@ venv: $(READY)  ## create or update .venv
 
 test: $(READY)  ## run the CPU tests (those for GPUs: .venv/bin/python -m pytest -m gpu)
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q $(ARGS)
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels
 
 demo: $(READY)  ## train the tiny preset into runs/demo
 	$(PY) examples/train.py --preset tiny --run-dir runs/demo $(ARGS)

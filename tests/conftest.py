@@ -1,15 +1,24 @@
-"""Selects what this machine can run: `gpu` tests only where CUDA is, everything else everywhere."""
+"""Selects what this process can run.
+
+`gpu` tests where CUDA is; `interpret` tests where Triton interprets kernels (TRITON_INTERPRET=1);
+everything else everywhere but under the interpreter, whose process is for kernels alone.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from moecore.kernels.common import INTERPRET
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    def runs_here(item: pytest.Item) -> bool:
+        if item.get_closest_marker("interpret") or INTERPRET:
+            return INTERPRET and item.get_closest_marker("interpret") is not None
+        return torch.cuda.is_available() or item.get_closest_marker("gpu") is None
+
+    others = [item for item in items if not runs_here(item)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if runs_here(item)]

@@ -1,0 +1,25 @@
+"""Where the kernel tests run: a GPU, or the CPU under Triton's interpreter (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+PARAMS = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.interpret),
+]
+
+
+@pytest.fixture(params=PARAMS)
+def device(request: pytest.FixtureRequest) -> str:
+    """The device on which kernels run in this process; poisoned memory on a GPU."""
+    if request.param == "cuda":
+        poison()
+    return request.param
+
+
+def poison() -> None:
+    """Leave NaN in freed GPU memory, where outputs that nobody writes would find it."""
+    blocks = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 28, 1 << 20, 1 << 12)]
+    del blocks
