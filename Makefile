@@ -19,6 +19,13 @@ test: $(READY)  ## run the CPU tests (those for GPUs: .venv/bin/python -m pytest
 demo: $(READY)  ## train the tiny preset into runs/demo
 	$(PY) examples/train.py --preset tiny --run-dir runs/demo $(ARGS)
 
+.PHONY: bench bench-docs
+bench: $(READY)  ## run the benchmarks (on a GPU; else a smoke), then: make bench-docs
+	$(PY) -m pytest -q benchmarks $(ARGS)
+
+bench-docs: $(READY)  ## write docs/benchmarks.md and its plot from benchmarks/results
+	$(PY) -m benchmarks.report
+
 lint: $(READY)  ## check format, lint rules and types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .

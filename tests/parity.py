@@ -88,7 +88,7 @@ class Case:
     parallel: dict[str, int]
     model: str = "softmax"
     dispatcher: str = "alltoall"
-    experts: str = "grouped"
+    experts: str = "torch"
     loss: str = "mean"
     accumulate: int = 1
     tied: bool = False

@@ -21,12 +21,13 @@ from moecore.adapters.hf import refuse_router_logits
 from moecore.config import BalanceConfig
 from moecore.fsdp.shard import FSDPOptions, shard_model
 from moecore.mesh import Meshes
+from moecore.moe.backends import ExpertBackend, check_alignment
 from moecore.moe.balance import BalanceGroups, MoEState
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import Dispatcher, ExpertPlacement
 from moecore.moe.dispatch.local import LocalDispatcher
-from moecore.moe.experts import ExpertBackend, Experts, check_alignment
+from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 
 DispatcherName = Literal["auto", "local", "alltoall", "allgather"]
@@ -39,7 +40,7 @@ def parallelize_moe(
     meshes: Meshes,
     *,
     dispatcher: DispatcherName = "auto",
-    experts: ExpertBackend = "grouped",
+    experts: ExpertBackend = "auto",
     balance: BalanceConfig | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
@@ -56,7 +57,8 @@ def parallelize_moe(
         model: any module that holds MoELayers or MoE blocks with an adapter.
         meshes: from `build_meshes`.
         dispatcher: how tokens travel; "auto" is local without ep and etp, else alltoall.
-        experts: "grouped" matmuls, or "sequential", the oracle.
+        experts: how the experts' matrices are multiplied: "auto", "triton", "torch", "te" or
+            "sequential", the oracle (see `moe/backends.py`).
         balance: replaces the balance config of every MoE layer; None keeps each one's own.
         fsdp: FSDP2 choices.
         loss: "mean": each rank's loss is the mean over its own tokens, and gradients are the mean
@@ -172,7 +174,7 @@ def _configure(
 ) -> None:
     module = layer.part("experts")
     module.set_backend(backend)
-    if backend == "grouped":
+    if backend in ("triton", "torch", "te"):
         dtype = options.param_dtype or next(module.parameters()).dtype
         check_alignment(layer.config.dim, layer.config.hidden_dim // meshes.parallel.etp, dtype)
     if balance is not None:

@@ -159,7 +159,7 @@ def shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
-@pytest.mark.parametrize("experts", ["grouped", "sequential"])
+@pytest.mark.parametrize("experts", ["torch", "sequential"])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_numbers_and_names(name: str, experts: Any, meshes: Meshes) -> None:
     model = random_model(name)

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.moe.balance import (
     LOSS_NAMES,
     BalanceGroups,
+    LoadTracker,
     MoEState,
     balance_losses,
-    count_experts,
 )
 from moecore.moe.reference import moe_reference
 from moecore.moe.router import Routing
@@ -35,28 +37,17 @@ def only(name: str, coef: float) -> BalanceConfig:
     return BalanceConfig(**{FIELDS[name]: coef})
 
 
-def routing_from(ids_TK: Tensor, scores_TE: Tensor, logits_TE: Tensor | None = None) -> Routing:
-    logits_TE = scores_TE.log() if logits_TE is None else logits_TE
-    return Routing(
-        ids_TK.int(), scores_TE.gather(1, ids_TK.clamp(min=0).long()), scores_TE, logits_TE
-    )
+def routing_from(ids_TK: Tensor, logits_TE: Tensor) -> Routing:
+    """The weights play no part in any loss."""
+    ids_TK = ids_TK.int()
+    return Routing(expert_ids_TK=ids_TK, weights_TK=ids_TK.float(), logits_TE=logits_TE)
 
 
 def losses_of(routing: Routing, config: MoEConfig, num_sequences: int = 1, **kw: Any) -> Tensor:
-    counts_BE = count_experts(routing.expert_ids_TK, num_sequences, config.num_experts)
-    return balance_losses(routing, counts_BE, config, BalanceGroups(), **kw)
+    return balance_losses(routing, num_sequences, config, BalanceGroups(), **kw)
 
 
 # --------------------------------------------------------------------------- values
-
-
-def test_count_experts_by_hand() -> None:
-    ids = torch.tensor([[0, 2], [2, -1], [1, 0], [-1, -1]], dtype=torch.int32)
-    assert count_experts(ids, 1, 3).tolist() == [[2, 1, 2]]
-    assert count_experts(ids, 2, 3).tolist() == [[1, 0, 2], [1, 1, 0]]
-    assert count_experts(ids, 4, 3).tolist() == [[1, 0, 1], [0, 0, 1], [1, 1, 0], [0, 0, 0]]
-    assert count_experts(ids[:0], 2, 3).tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert count_experts(ids[:0], 0, 3).shape == (0, 3)
 
 
 @pytest.mark.parametrize("name", ["micro_batch", "sequence", "global_batch"])
@@ -64,7 +55,7 @@ def test_count_experts_by_hand() -> None:
 def test_even_routing_gives_exactly_the_coefficient(name: str, E: int, K: int) -> None:
     config = replace(BASE, num_experts=E, top_k=K, balance=only(name, 0.25))
     slots = torch.arange(2 * E * K) % E
-    routing = routing_from(slots.view(2 * E, K), torch.full((2 * E, E), 1 / E))
+    routing = routing_from(slots.view(2 * E, K), torch.zeros(2 * E, E))
     losses = dict(zip(LOSS_NAMES, losses_of(routing, config, 2).tolist(), strict=True))
     assert losses.pop(name) == pytest.approx(0.25, rel=1e-6)
     assert set(losses.values()) == {0.0}
@@ -72,9 +63,9 @@ def test_even_routing_gives_exactly_the_coefficient(name: str, E: int, K: int) -
 
 def test_collapsed_routing_gives_coef_times_e() -> None:
     config = replace(BASE, top_k=1, balance=only("micro_batch", 1.0))
-    scores = torch.zeros(6, 8)
-    scores[:, 3] = 1.0
-    routing = routing_from(torch.full((6, 1), 3), scores, torch.zeros(6, 8))
+    logits = torch.zeros(6, 8)
+    logits[:, 3] = 200.0
+    routing = routing_from(torch.full((6, 1), 3), logits)
     assert float(losses_of(routing, config)[0]) == pytest.approx(8.0)
 
 
@@ -83,7 +74,7 @@ def test_the_three_scopes_by_hand() -> None:
     ids = torch.tensor([[0], [0], [0], [1]])
     scores = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.3, 0.7]])
     base = replace(BASE, num_experts=2, top_k=1)
-    routing = routing_from(ids, scores)
+    routing = routing_from(ids, scores.log())
     f, p = (0.75, 0.25), (0.65, 0.35)
     micro = 2 * (f[0] * p[0] + f[1] * p[1])
     assert float(losses_of(routing, replace(base, balance=only("micro_batch", 1.0)), 2)[0]) == (
@@ -103,10 +94,31 @@ def test_the_three_scopes_by_hand() -> None:
 
 def test_z_loss_by_hand() -> None:
     logits = torch.tensor([[0.0, 0.0], [1.0, 3.0], [-2.0, 5.0]])
-    routing = routing_from(torch.tensor([[0], [1], [1]]), logits.softmax(-1), logits)
+    routing = routing_from(torch.tensor([[0], [1], [1]]), logits)
     config = replace(BASE, num_experts=2, top_k=1, balance=only("z", 0.1))
     expected = sum(math.log(math.exp(a) + math.exp(b)) ** 2 for a, b in logits.tolist())
     assert float(losses_of(routing, config)[3]) == pytest.approx(0.1 * expected / 3, rel=1e-6)
+
+
+def test_normalized_sigmoids_by_hand() -> None:
+    """Sigmoids 1/2 and 3/4 of the first token, 4/5 and 1/2 of the second; both choose expert 1."""
+    logits = torch.tensor([[0.0, math.log(3.0)], [math.log(4.0), 0.0]])
+    config = replace(
+        BASE, num_experts=2, top_k=1, score_function="sigmoid", balance=only("micro_batch", 1.0)
+    )
+    losses = losses_of(routing_from(torch.ones(2, 1), logits), config)
+    assert float(losses[0]) == pytest.approx(2 * (0.6 + 5 / 13) / 2)
+
+
+def test_dropped_choices_are_tokens_without_an_expert() -> None:
+    """The share of an expert is over the K choices of every token, dropped or not."""
+    ids = torch.tensor([[0, 1], [0, -1], [-1, -1], [-1, 0]])
+    config = replace(BASE, num_experts=2, top_k=2, balance=only("micro_batch", 1.0))
+    losses = losses_of(routing_from(ids, torch.zeros(4, 2)), config)
+    assert float(losses[0]) == pytest.approx(2 * (3 / 8 * 0.5 + 1 / 8 * 0.5))
+    config = replace(config, balance=only("global_batch", 1.0))
+    losses = losses_of(routing_from(ids, torch.zeros(4, 2)), config)
+    assert float(losses[2]) == pytest.approx(1.0), "shares of what was assigned"
 
 
 def test_losses_are_zero_and_differentiable_without_tokens() -> None:
@@ -115,10 +127,8 @@ def test_losses_are_zero_and_differentiable_without_tokens() -> None:
     )
     config = replace(BASE, balance=balance)
     for num_sequences in (0, 1, 3):
-        scores = torch.zeros(0, 8, requires_grad=True)
-        ids, weights = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, 2)
-        routing = Routing(ids, weights, scores, scores * 1)
-        losses = losses_of(routing, config, num_sequences)
+        logits = torch.zeros(0, 8, requires_grad=True)
+        losses = losses_of(routing_from(torch.zeros(0, 2), logits), config, num_sequences)
         assert losses.tolist() == [0.0] * 4
         losses.sum().backward()
 
@@ -274,6 +284,149 @@ def test_bias_moves_by_the_sign_of_the_load(function: Any) -> None:
     # A step without counts moves nothing.
     state.finish_step()
     assert layer.router.expert_bias.tolist() == [-0.125, 0.0, 0.125, 0.125]
+
+
+def test_a_layer_without_losses_launches_nothing_before_backward() -> None:
+    class Record(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    config = replace(BASE, num_experts=4)
+    tracker, y = LoadTracker(config), torch.ones(3, 5, requires_grad=True)
+    routing = routing_from(torch.tensor([[0, 1], [2, -1], [0, 2]]), torch.zeros(3, 4))
+    with Record() as record:
+        out = tracker.attach(y, routing, 1)
+    assert record.ops == ["aten.detach.default"]
+    out.sum().backward()
+    assert tracker.counts_E is not None and tracker.counts_E.tolist() == [2, 1, 2, 0]
+
+
+def test_counts_are_kept_in_place() -> None:
+    """A CUDA graph writes to the tensors that it was captured with, whatever happens between."""
+    layer = make_layer(replace(BASE, balance=only("global_batch", 0.5)))
+    state, x = make_state(layer), torch.randn(3, 32)
+    tracker, addresses = layer.tracker, set()
+    assert tracker.counts_E is None, "nothing is allocated before it is needed"
+    for _ in range(3):
+        layer(x).sum().backward()
+        assert tracker.counts_E is not None and tracker.losses is not None
+        addresses.add((tracker.counts_E.data_ptr(), tracker.losses.data_ptr()))
+        metrics = state.finish_step()
+        assert not tracker.counts_E.any() and not tracker.losses.any()
+        assert int(metrics.tokens_per_expert["layers.0"].sum()) == 3 * BASE.top_k
+        assert float(metrics.total_aux_loss()) > 0.4
+    assert len(addresses) == 1
+
+
+def test_losses_are_means_though_replays_are_not_seen() -> None:
+    layer = make_layer(replace(BASE, balance=only("z", 0.5)))
+    state, x = make_state(layer), torch.randn(3, 32)
+    layer(x).sum().backward()
+    once = state.finish_step().total_aux_loss()
+    state.set_num_micro_batches(2)
+    for _ in range(2):
+        layer(x).sum().backward()
+    layer.tracker.num_micro_batches = 0  # what two replays of a graph leave behind
+    assert state.finish_step().total_aux_loss() == pytest.approx(once)
+
+
+def test_large_counts_stay_exact() -> None:
+    layer = make_layer(BASE)
+    state = make_state(layer)
+    layer(torch.randn(3, 32)).sum().backward()
+    layer.tracker.counts_E.copy_((1 << 40) + torch.arange(8))
+    counts = state.finish_step().tokens_per_expert["layers.0"]
+    assert counts.tolist() == [(1 << 40) + i for i in range(8)]
+
+
+class Routed(nn.Module):
+    """The part of a layer that matters here: logits, a choice, and the losses on the output."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.tracker = LoadTracker(config)
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 32 * 8).view(8, 32).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(x, self.weight).float()
+        ids = logits.topk(2).indices
+        y = x * logits.sum(-1, keepdim=True).to(x.dtype)
+        return self.tracker.attach(y, routing_from(ids, logits), 2)
+
+
+@pytest.mark.parametrize("loss", [None, "micro_batch", "global_batch", "z"])
+def test_a_compiled_model_counts_and_learns_the_same(loss: str | None) -> None:
+    config = replace(BASE, balance=only(loss, 0.5) if loss else BalanceConfig())
+    plain, compiled = Routed(config), Routed(config)
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(compiled, backend=backend)
+    for seed in range(3):
+        x = torch.randn(6, 32, generator=torch.Generator().manual_seed(seed))
+        plain(x).square().sum().backward()
+        forward(x).square().sum().backward()
+    torch.testing.assert_close(compiled.weight.grad, plain.weight.grad)
+    assert backend.frame_count == 1, "the tracker's state must not recompile"
+    with torch.no_grad():
+        torch.compile(compiled, backend=backend, fullgraph=True)(x)
+    a, b = plain.tracker, compiled.tracker
+    assert a.num_micro_batches == b.num_micro_batches == 3 and b.num_in_flight == 0
+    torch.testing.assert_close(b.counts_E, a.counts_E, rtol=0, atol=0)
+    torch.testing.assert_close(b.losses, a.losses)
+    assert int(b.counts_E.sum()) == 3 * 6 * 2  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+def test_counts_follow_a_layer_to_another_device() -> None:
+    routed = Routed(replace(BASE, balance=only("global_batch", 0.5)))
+    for device in ("cpu", "cuda"):
+        x = torch.ones(6, 32, device=device)
+        routed.to(device)(x).sum().backward()
+        assert routed.tracker.counts_E is not None
+        assert routed.tracker.counts_E.device.type == device
+    assert int(routed.tracker.counts_E.sum()) == 2 * 6 * 2  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", [None, *LOSS_NAMES])
+def test_a_cuda_graph_counts_at_each_replay(loss: str | None) -> None:
+    config = replace(BASE, balance=only(loss, 0.5) if loss else BalanceConfig())
+    plain, graphed = Routed(config).cuda(), Routed(config).cuda()
+    batches = torch.randn(3, 6, 32, device="cuda")
+    static = batches[0].clone()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with (
+        pytest.raises(ValueError, match=r"counts_E \(None\) must exist before a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        graphed(static)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graphed(static).square().sum().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graphed.tracker.reset()
+    graphed.weight.grad = None
+    with torch.cuda.graph(graph):
+        graphed(static).square().sum().backward()
+    assert graphed.tracker.num_micro_batches == 0, "a capture is no micro-batch"
+    for _ in range(2):  # two steps: the second starts from zero
+        plain.tracker.reset()
+        graphed.tracker.reset()
+        for x in batches:
+            plain.weight.grad = None
+            plain(x).square().sum().backward()
+            static.copy_(x)
+            graph.replay()
+            # The capture made the gradient, so each replay writes it anew.
+            torch.testing.assert_close(graphed.weight.grad, plain.weight.grad)
+        a, b = plain.tracker, graphed.tracker
+        assert torch.equal(a.counts_E, b.counts_E)  # type: ignore[arg-type]
+        torch.testing.assert_close(a.losses, b.losses)
 
 
 def test_bias_stays_without_a_rate_and_is_no_parameter() -> None:

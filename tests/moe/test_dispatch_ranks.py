@@ -223,7 +223,7 @@ def traffic() -> dict[str, Any]:
         dispatcher: Dispatcher = AllToAllDispatcher(place)
         x_TD = (torch.arange(9.0) + 100 * rank)[:, None].expand(9, 4).contiguous()
         weights_TK = torch.rand(9, 3, generator=generator)
-        routing = Routing(ids[rank].int(), weights_TK, torch.empty(0), torch.empty(0))
+        routing = Routing(ids[rank].int(), weights_TK, torch.empty(0))
         with counted_collectives() as calls:
             inp = dispatcher.dispatch(x_TD, routing)
             forward_calls = len(calls)
@@ -244,10 +244,18 @@ def traffic() -> dict[str, Any]:
             for e in range(place.num_local)
             for i in range(([0, *stops])[e], stops[e])
         ]
+        slots = [
+            (float(inp.rows_SD[s, 0]), int(slot))
+            for s, choices in enumerate(inp.slots_SK)
+            for slot in choices
+            if slot >= 0
+        ]
+        sources = [(float(inp.rows_SD[s, 0]), r) for r, s in enumerate(inp.row_ids_R)]
         blocks = {int(e) // place.num_local for e in ids[rank][0] if e >= 0}
         good = (
             rows == [row for row, _ in wanted]  # each token once per rank, in order
             and sorted(pairs) == sorted((row, e) for row, experts in wanted for e in experts)
+            and sorted(slots) == sorted(sources)
             and int(inp.num_rows) == len(pairs) == inp.row_ids_R.numel()
             and forward_calls == 3
             and len(calls) == 4

@@ -36,7 +36,7 @@ def compare_with_reference(layer: MoELayer, x: Tensor) -> None:
     assert counts is not None and torch.equal(counts, out.counts_E)
 
 
-@pytest.mark.parametrize("backend", ["grouped", "sequential"])
+@pytest.mark.parametrize("backend", ["torch", "sequential"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_against_the_reference(name: str, backend: str) -> None:
     layer = make_layer(CONFIGS[name])
@@ -72,7 +72,7 @@ def test_non_contiguous_inputs() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (0, 5, 32), (3, 0, 32)], ids=str)
-@pytest.mark.parametrize("backend", ["grouped", "sequential"])
+@pytest.mark.parametrize("backend", ["torch", "sequential"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_zero_tokens(name: str, backend: str, shape: tuple[int, ...]) -> None:
     layer = make_layer(replace(CONFIGS[name], balance=ALL_LOSSES))

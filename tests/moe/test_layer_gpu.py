@@ -73,7 +73,7 @@ def poison() -> None:
 
 
 def gradients(
-    config: MoEConfig, num_tokens: int, dtype: torch.dtype, who: str, backend: str = "grouped"
+    config: MoEConfig, num_tokens: int, dtype: torch.dtype, who: str, backend: str = "torch"
 ) -> dict[str, Tensor]:
     """Output and all gradients of the layer ("ours"), or of the reference in `dtype` or fp32."""
     layer, x = make(config, num_tokens, dtype)
@@ -102,7 +102,7 @@ def errors(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize("num_tokens", COUNTS)
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("backend", ["grouped", "sequential"])
+@pytest.mark.parametrize("backend", ["torch", "sequential"])
 def test_fp32_equals_reference(name: str, num_tokens: int, backend: str) -> None:
     config = CONFIGS[name]
     expected = gradients(config, num_tokens, torch.float32, "fp32")

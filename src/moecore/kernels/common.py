@@ -1,7 +1,7 @@
 """What every kernel file needs: Triton where it is installed, and when to use a kernel.
 
-CPU builds of torch bring no Triton: then `triton` and `tl` are stand-ins that let the files be
-imported, and only the references can run.
+CPU builds of torch bring no Triton: then `triton`, `tl` and Gluon's names are stand-ins that let
+the files be imported, and only the references can run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
 
     class _NoTriton:
-        """Decorators become identities, annotations None."""
+        """Decorators become identities, constants themselves."""
 
         def __getattr__(self, name: str) -> Any:
-            return None if name == "constexpr" else (lambda *args, **kwargs: args[0])
+            return lambda *args, **kwargs: args[0] if args else None
 
-    triton = tl = _NoTriton()
+    triton = tl = gluon = gl = hopper = TensorDescriptor = GluonDescriptor = _NoTriton()
 
 HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,6 +39,14 @@ INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 def use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors."""
     return HAS_TRITON and (INTERPRET or all(t.is_cuda for t in tensors))
+
+
+@functools.cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Return whether Gluon kernels for Hopper can run on this device; none is interpreted."""
+    if not HAS_TRITON or INTERPRET or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.config import MoEConfig
+from moecore.kernels.balance import BalanceLossOptions, balance_loss, balance_statistics
+from moecore.kernels.counts import add_expert_counts, count_experts, count_experts_and_tokens
 from moecore.moe.router import Routing
 
 LOSS_NAMES = ("micro_batch", "sequence", "global_batch", "z")
@@ -46,6 +47,14 @@ class BalanceGroups:
 class LoadTracker:
     """One layer's auxiliary losses and counts since the last optimizer step.
 
+    `counts_E` (int64) and `losses` (fp32, order of `LOSS_NAMES`) are allocated by the first
+    backward, None before it, and changed in place from then on. So a CUDA graph that captured a
+    forward and backward counts at every replay. What a replay can not do lives in Python:
+
+    - Run one forward and backward before capture, and `reset()` to forget the warm-up.
+    - `num_micro_batches` stays 0 when a step is all replays: nothing checks their number then.
+    - `set_num_micro_batches` must come before capture, which keeps its factor on the gradient.
+
     Args:
         config: the layer.
     """
@@ -54,32 +63,48 @@ class LoadTracker:
         self.config = config
         self.groups = BalanceGroups()
         self.gradient_scale = 1.0  # factor on the auxiliary losses' gradient
+        self.counts_E: Tensor | None = None
+        self.losses: Tensor | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget the counts of this step."""
         self.num_micro_batches = 0
         self.num_in_flight = 0  # forwards that wait for their backward
-        self.counts_E: Tensor | None = None
-        self.losses: Tensor | None = None
+        if self.counts_E is not None and self.losses is not None:
+            self.counts_E.zero_()
+            self.losses.zero_()
 
     def attach(self, y: Tensor, routing: Routing, num_sequences: int) -> Tensor:
         """Return y with the auxiliary losses and the counts riding on it.
 
-        Without gradients it is y itself, and nothing is counted.
+        Without gradients it is y itself, and nothing is counted. Without auxiliary losses nothing
+        is launched here, and one kernel in backward. No host sync.
+
+        Raises:
+            NotImplementedError: for a recomputed forward that could differ from its first run.
+            ValueError: when a CUDA graph captures it before any backward.
         """
-        if not (torch.is_grad_enabled() and y.requires_grad):
-            return y
+        if torch.is_grad_enabled() and y.requires_grad:
+            return self._attach(y, routing, num_sequences)
+        return y
+
+    # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
+    @torch.compiler.disable
+    def _attach(self, y: Tensor, routing: Routing, num_sequences: int) -> Tensor:
+        self._follow(y.device)
+        if self.counts_E is None and _is_capturing(y):
+            raise ValueError(
+                "LoadTracker.counts_E (None) must exist before a CUDA graph captures the layer: "
+                "run one forward and backward first, then tracker.reset()"
+            )
         self._check_recompute()
-        E = self.config.num_experts
-        with torch.no_grad():
-            counts_BE = count_experts(routing.expert_ids_TK, num_sequences, E)
-        losses = torch.zeros(len(LOSS_NAMES), device=y.device)
+        losses = None
         if self.config.balance.needs_loss:
             losses = balance_losses(
-                routing, counts_BE, self.config, self.groups, prior_counts_E=self.counts_E
+                routing, num_sequences, self.config, self.groups, prior_counts_E=self.counts_E
             )
-        return _Attach.apply(y, losses, counts_BE.sum(0), self)
+        return _Attach.apply(y, losses, routing.expert_ids_TK, self)
 
     def _check_recompute(self) -> None:
         """Count forwards, and refuse one that could not repeat what it did the first time.
@@ -97,104 +122,112 @@ class LoadTracker:
                 "use micro_batch_coef, or one backward per forward"
             )
 
-    def commit(self, counts_E: Tensor, losses: Tensor) -> None:
-        """Add one micro-batch; called by backward."""
+    def _follow(self, device: torch.device) -> None:
+        """Take the counts along when the layer has moved."""
+        if self.counts_E is not None and self.losses is not None and self.counts_E.device != device:
+            self.counts_E, self.losses = self.counts_E.to(device), self.losses.to(device)
+
+    def commit(self, ids_TK: Tensor, losses: Tensor | None) -> None:
+        """Add one micro-batch; called by backward. One kernel, and one more for losses.
+
+        Args:
+            ids_TK: int32, the experts of this rank's tokens; -1 = dropped.
+            losses: fp32, in the order of `LOSS_NAMES`; None = no auxiliary loss is on.
+        """
         self.num_in_flight = max(0, self.num_in_flight - 1)
-        self.num_micro_batches += 1
+        if not _is_capturing(ids_TK):  # what is captured has not run
+            self.num_micro_batches += 1
         if self.counts_E is None or self.losses is None:
-            self.counts_E, self.losses = counts_E.clone(), losses.clone()
-        else:
-            self.counts_E += counts_E
+            device = ids_TK.device
+            self.counts_E = torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
+            self.losses = torch.zeros(len(LOSS_NAMES), device=device)
+        add_expert_counts(self.counts_E[None], ids_TK)
+        if losses is not None:
             self.losses += losses
 
 
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class _Attach(torch.autograd.Function):
-    """Identity on y; backward gives the losses their gradient and commits the counts once."""
+    """Identity on y; backward gives the losses their gradient and commits the counts once.
+
+    It saves the ids, not their counts: backward counts straight into the tracker, in one launch.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, losses: Tensor, counts_E: Tensor, tracker: LoadTracker
+        ctx: Any, y: Tensor, losses: Tensor | None, ids_TK: Tensor, tracker: LoadTracker
     ) -> Tensor:
         ctx.tracker = tracker
-        ctx.save_for_backward(losses, counts_E)
+        ctx.save_for_backward(losses, ids_TK)
         # Not a view: FSDP2 hooks its units' outputs, and an in-place add to a view drops the hook.
         return y.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        losses, counts_E = ctx.saved_tensors
-        ctx.tracker.commit(counts_E, losses.detach())
-        return grads[0], torch.full_like(losses, ctx.tracker.gradient_scale), None, None
-
-
-def count_experts(ids_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
-    """Return int64 [B, E], the assignments of each expert per sequence; -1 is not counted."""
-    ids_BN = ids_TK.reshape(num_sequences, ids_TK.numel() // max(num_sequences, 1)).long()
-    ids_BN = torch.where(ids_BN < 0, num_experts, ids_BN)
-    counts = torch.zeros(num_sequences, num_experts + 1, dtype=torch.int64, device=ids_TK.device)
-    return counts.scatter_add_(1, ids_BN, torch.ones_like(ids_BN))[:, :-1]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        losses, ids_TK = ctx.saved_tensors
+        with torch.no_grad():
+            ctx.tracker.commit(ids_TK, losses)
+        dlosses = None
+        if ctx.needs_input_grad[1]:
+            dlosses = torch.full_like(losses, ctx.tracker.gradient_scale)
+        return grads[0], dlosses, None, None
 
 
 def balance_losses(
     routing: Routing,
-    counts_BE: Tensor,
+    num_sequences: int,
     config: MoEConfig,
     groups: BalanceGroups,
     *,
     prior_counts_E: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's parts of the auxiliary losses, in the order of `LOSS_NAMES`.
+    """Return this rank's parts of the auxiliary losses, fp32, in the order of `LOSS_NAMES`.
 
     Ranks of `groups.micro_batch` each return the part of their own tokens; the parts add up to the
     loss. Coefficients are applied. One small all-reduce per scope that needs one; no host sync.
 
     Args:
         routing: of this rank's tokens.
-        counts_BE: their counts, from `count_experts`.
+        num_sequences: the tokens are this many sequences of equal length, one after the other.
         config: the layer.
         groups: who counts together.
         prior_counts_E: this rank's counts of earlier micro-batches of the step.
     """
-    balance, B = config.balance, counts_BE.shape[0]
-    E, K = config.num_experts, config.top_k
-    T = routing.scores_TE.shape[0]
-    # One row per sequence: counts of the experts, then the number of tokens.
-    packed = F.pad(counts_BE, (0, 1), value=T // max(B, 1))
+    balance, ids_TK = config.balance, routing.expert_ids_TK
+    # Only "sequence" tells sequences apart; to the other scopes the tokens are one.
+    B = num_sequences if balance.sequence_coef else 1
+    counts_BX = count_experts_and_tokens(ids_TK, B, config.num_experts)
     if groups.micro_batch is not None:
-        dist.all_reduce(packed, group=groups.micro_batch)
-    counts_BE, tokens_B1 = packed[:, :E].float(), packed[:, E:].clamp(min=1).float()
-    tokens = packed[:, E].sum().clamp(min=1).float()
-    mean_scores_E = routing.scores_TE.sum(0) / tokens
-
-    zero = routing.logits_TE.new_zeros((), dtype=torch.float32)
-    losses = dict.fromkeys(LOSS_NAMES, zero)
-    if balance.micro_batch_coef:
-        share_E = counts_BE.sum(0) / (tokens * K)
-        losses["micro_batch"] = balance.micro_batch_coef * E * (share_E * mean_scores_E).sum()
-    if balance.sequence_coef:
-        share_BE = counts_BE / (tokens_B1 * K)
-        mean_scores_BE = routing.scores_TE.view(B, T // max(B, 1), E).sum(1) / tokens_B1
-        loss_B = E * (share_BE * mean_scores_BE).sum(-1)
-        losses["sequence"] = balance.sequence_coef * loss_B.sum() / max(B, 1)
+        dist.all_reduce(counts_BX, group=groups.micro_batch)
+    global_counts_E = None
     if balance.global_batch_coef:
-        counts_E = _global_counts(routing.expert_ids_TK, E, prior_counts_E, groups.global_batch)
-        share_E = counts_E / counts_E.sum().clamp(min=1)
-        losses["global_batch"] = balance.global_batch_coef * E * (share_E * mean_scores_E).sum()
-    if balance.z_loss_coef:
-        squares = routing.logits_TE.logsumexp(-1).square().sum().float()
-        losses["z"] = balance.z_loss_coef * squares / tokens
-    return torch.stack([losses[name] for name in LOSS_NAMES])
+        global_counts_E = _global_counts(ids_TK, config, prior_counts_E, groups.global_batch)
+    score_sums_BE, z_sum = balance_statistics(routing.logits_TE, B, config.score_function)
+    options = BalanceLossOptions(
+        top_k=config.top_k,
+        micro_batch_coef=balance.micro_batch_coef,
+        sequence_coef=balance.sequence_coef,
+        global_batch_coef=balance.global_batch_coef,
+        z_loss_coef=balance.z_loss_coef,
+    )
+    return balance_loss(score_sums_BE, z_sum, counts_BX, options, global_counts_E=global_counts_E)
 
 
 def _global_counts(
-    ids_TK: Tensor, num_experts: int, prior_E: Tensor | None, group: dist.ProcessGroup | None
+    ids_TK: Tensor, config: MoEConfig, prior_E: Tensor | None, group: dist.ProcessGroup | None
 ) -> Tensor:
-    counts_E = count_experts(ids_TK, 1, num_experts)[0]
-    if prior_E is not None:
-        counts_E = counts_E + prior_E
+    """This micro-batch's counts on top of the prior ones, over all ranks of the group."""
+    if prior_E is None:
+        counts_E = count_experts(ids_TK, 1, config.num_experts)[0]
+    else:
+        counts_E = prior_E.clone()
+        add_expert_counts(counts_E[None], ids_TK)
     if group is not None:
         dist.all_reduce(counts_E, group=group)
-    return counts_E.float()
+    return counts_E
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +326,8 @@ class MoEState:
             counts_E, losses = packed[start : start + E], packed[start + E : start + E + 4]
             start += E + len(LOSS_NAMES)
             metrics.tokens_per_expert[name] = counts_E.long()
-            shares = max(tracker.num_micro_batches, 1) * self.groups.data_ranks
+            # As told, not as seen: replays of a CUDA graph are not seen, and the rest is checked.
+            shares = self.num_micro_batches * self.groups.data_ranks
             metrics.aux_losses[name] = (losses / shares).float()
             if not skipped:
                 self._move_bias(self.layers[name], counts_E)
@@ -315,7 +349,8 @@ class MoEState:
         if tracker.counts_E is None:
             size = tracker.config.num_experts + len(LOSS_NAMES)
             return torch.zeros(size, dtype=torch.float64, device=layer.part("router").weight.device)
-        return torch.cat([tracker.counts_E, tracker.losses]).double()
+        # Each to fp64 first: cat would round the counts to the fp32 of the losses.
+        return torch.cat([tracker.counts_E.double(), tracker.losses.double()])
 
     def _move_bias(self, layer: Any, counts_E: Tensor) -> None:
         """Raise the bias of underloaded experts by the rate, lower that of overloaded ones."""

@@ -1,17 +1,16 @@
 """Experts(ExpertInput) -> y_SD: gather, FC1, activation x weight, FC2, sum per source row.
 
-Legend: S source rows, R expert rows, D model dim, F hidden dim of this rank (hidden_dim / etp),
-E experts, e local experts (E / ep).
+Legend: S source rows, D model dim, F hidden dim of this rank (hidden_dim / etp), C columns of FC1
+(2F with a gate, else F), E experts, e local experts (E / ep).
 
-The routing weight is applied before FC2, so a backward needs only the rows and FC1's output.
-Two backends share the module: "grouped" (one grouped matmul per matrix) and "sequential" (a loop
-over experts; the oracle, with a host sync).
+The routing weight is applied before FC2, so a backward needs only the rows and FC1's output. What
+multiplies is a choice by name: `moe/backends.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from moecore._compat import grouped_mm
 from moecore.config import MoEConfig
-from moecore.moe.activation import activate
-from moecore.moe.dispatch.base import ExpertInput, gather_rows, sum_rows
+from moecore.moe.backends import ExpertBackend, ExpertWeights, check_backend, run_experts
+from moecore.moe.dispatch.base import ExpertInput
 from moecore.moe.params import init_normal_, local_param, shard_parameter
 
-ExpertBackend = Literal["grouped", "sequential"]
 GateUp = Literal["split", "concatenated", "interleaved"]
 
 
@@ -76,7 +73,7 @@ class Experts(nn.Module):
         self,
         config: MoEConfig,
         *,
-        backend: ExpertBackend = "grouped",
+        backend: ExpertBackend = "auto",
         layout: ExpertLayout | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -90,16 +87,26 @@ class Experts(nn.Module):
             parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
 
-    def set_backend(self, backend: ExpertBackend) -> None:
+    def set_backend(self, backend: ExpertBackend, *, recompute_fc1: bool = False) -> None:
         """Choose how the matrices are multiplied.
 
+        Args:
+            backend: a name from `moe/backends.py`.
+            recompute_fc1: keep X alone for backward instead of X and H, and run FC1 again there
+                ("triton" and "torch", experts without biases).
+
         Raises:
-            ValueError: for an unknown name.
+            ValueError: for an unknown name, or when nothing can be recomputed.
         """
-        if backend not in get_args(ExpertBackend):
-            names = ", ".join(repr(n) for n in get_args(ExpertBackend))
-            raise ValueError(f"experts ({backend!r}) must be one of {names}")
+        check_backend(backend)
+        biased = self.config.fc1_bias or self.config.fc2_bias
+        if recompute_fc1 and (backend in ("te", "sequential") or biased):
+            raise ValueError(
+                f"recompute_fc1 (True) must go with experts ({backend!r}) = 'auto', 'triton' or "
+                f"'torch', without biases ({biased}): use activation checkpointing instead"
+            )
         self.backend = backend
+        self.recompute_fc1 = recompute_fc1
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Keep this rank's experts (ep) and its part of each (etp), as DTensors. No communication.
@@ -156,6 +163,10 @@ class Experts(nn.Module):
     def forward(self, inp: ExpertInput) -> Tensor:
         """Return y_SD, the weighted sum over the local experts of each source row.
 
+        A weight with an attribute `main_grad` (fp32 or bf16, its local shape) has its gradient
+        added there, and gets no `grad`: inside the kernel with "triton" and "torch", if the experts
+        have no biases.
+
         Args:
             inp: what a dispatcher gives.
 
@@ -163,18 +174,57 @@ class Experts(nn.Module):
             dtype of `inp.rows_SD`; added in fp32, rounded once. Under etp and ep a partial sum.
 
         Raises:
-            ValueError: when "grouped" cannot multiply matrices of this size.
+            ValueError: when the backend cannot multiply these matrices, or a `main_grad` does not
+                fit.
         """
-        dtype, layout = inp.rows_SD.dtype, self.layout
-        w1 = self._weight("w1", dtype).flatten(1, -2)  # split gate and up are neighbours in memory
-        w2 = self._weight("w2", dtype)
-        if not layout.transposed:
-            w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-        b1 = self._weight("b1", dtype).flatten(1) if self.config.fc1_bias else None
-        b2 = self._fc2_bias(dtype) if self.config.fc2_bias else None
-        forward = _grouped if self.backend == "grouped" else _sequential
-        interleaved = layout.gate_up == "interleaved"
-        return forward(inp, (w1, b1), (w2, b2), self.config, interleaved)
+        dtype, config = inp.rows_SD.dtype, self.config
+        weights = ExpertWeights(
+            w1_eCD=self._as_stored_eCD(self._weight("w1", dtype)),
+            w2_eDF=self._as_stored_eDF(self._weight("w2", dtype)),
+            b1_eC=self._weight("b1", dtype).flatten(1) if config.fc1_bias else None,
+            b2_eD=self._fc2_bias(dtype) if config.fc2_bias else None,
+            interleaved=self.layout.gate_up == "interleaved" and config.gated,
+            main_grads=self._main_grads(),
+        )
+        return run_experts(self.backend, inp, weights, config, recompute_fc1=self.recompute_fc1)
+
+    def _as_stored_eCD(self, w1: Tensor) -> Tensor:
+        """View FC1 as [e, C, D]; split gate and up are neighbours in memory."""
+        return w1.transpose(1, 2) if self.layout.transposed else w1.flatten(1, -2)
+
+    def _as_stored_eDF(self, w2: Tensor) -> Tensor:
+        """View FC2 as [e, D, F]."""
+        return w2.transpose(1, 2) if self.layout.transposed else w2
+
+    def _main_grads(self) -> tuple[Tensor | None, Tensor | None]:
+        """The main gradients of the two matrices in the orders of `ExpertWeights`."""
+        grads = []
+        for role, view in (("w1", self._as_stored_eCD), ("w2", self._as_stored_eDF)):
+            param = getattr(self, getattr(self.layout, role))
+            grad = getattr(param, "main_grad", None)
+            if grad is not None:
+                self._check_main_grad(role, local_param(param), grad)
+                grad = view(grad)
+            grads.append(grad)
+        return grads[0], grads[1]
+
+    def _check_main_grad(self, role: str, weight: Tensor, grad: Tensor) -> None:
+        name = f"{getattr(self.layout, role)}.main_grad"
+        if grad.shape != weight.shape or not grad.is_contiguous():
+            raise ValueError(
+                f"{name} ({tuple(grad.shape)}, contiguous {grad.is_contiguous()}) must be "
+                f"contiguous and of the local weight's shape {tuple(weight.shape)}: use "
+                "torch.zeros(shape)"
+            )
+        if grad.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"{name} ({grad.dtype}) must be torch.float32 or torch.bfloat16: convert it"
+            )
+        if self.backend in ("te", "sequential") or self.config.fc1_bias or self.config.fc2_bias:
+            raise ValueError(
+                f"{name} must go with experts ({self.backend!r}) = 'auto', 'triton' or 'torch' "
+                "without biases: read grad instead"
+            )
 
     def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
         """This rank's part of a parameter; cast only under autocast, where rows are cast too."""
@@ -201,69 +251,3 @@ def expert_shapes(config: MoEConfig, layout: ExpertLayout) -> dict[str, tuple[in
     if config.fc2_bias:
         shapes[layout.b2] = (E, D)
     return shapes
-
-
-Linear = tuple[Tensor, Tensor | None]  # weight [e, in, out] and bias [e, out]
-
-
-def _grouped(
-    inp: ExpertInput, fc1: Linear, fc2: Linear, config: MoEConfig, interleaved: bool
-) -> Tensor:
-    (w1, b1), (w2, b2) = fc1, fc2
-    check_alignment(w2.shape[2], w2.shape[1], w2.dtype)
-    rows_R = torch.arange(inp.row_ids_R.numel(), device=inp.rows_SD.device)
-    used_R1 = (rows_R < inp.num_rows)[:, None]
-    expert_R = None
-    if b1 is not None or b2 is not None:
-        last = inp.offsets_e.numel() - 1
-        expert_R = torch.searchsorted(inp.offsets_e, rows_R.int(), right=True).clamp(max=last)
-
-    # grouped_mm leaves rows past num_rows uninitialised, in forward and in the gradient of its
-    # input; a `where` on all sides keeps that garbage, NaN included, out of every result.
-    x_RD = torch.where(used_R1, gather_rows(inp.rows_SD, inp.row_ids_R), 0)
-    h_RF = torch.where(used_R1, grouped_mm(x_RD, w1, offs=inp.offsets_e), 0)
-    if b1 is not None and expert_R is not None:
-        h_RF = h_RF + gather_rows(b1, expert_R)
-    weights_R1 = inp.weights_R[:, None]
-    a_RF = (activate(h_RF, config, interleaved=interleaved) * weights_R1).to(x_RD.dtype)
-    a_RF = torch.where(used_R1, a_RF, 0)
-    y_RD = torch.where(used_R1, grouped_mm(a_RF, w2, offs=inp.offsets_e), 0)
-    if b2 is not None and expert_R is not None:
-        y_RD = y_RD + (gather_rows(b2, expert_R) * weights_R1).to(y_RD.dtype)
-    return sum_rows(y_RD, inp.row_ids_R, inp.rows_SD.shape[0])
-
-
-def _sequential(
-    inp: ExpertInput, fc1: Linear, fc2: Linear, config: MoEConfig, interleaved: bool
-) -> Tensor:
-    (w1, b1), (w2, b2) = fc1, fc2
-    stops = inp.offsets_e.tolist()  # host sync: the oracle slices by expert
-    parts = []
-    for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
-        x_RD = gather_rows(inp.rows_SD, inp.row_ids_R[start:stop])
-        weights_R1 = inp.weights_R[start:stop, None]
-        h_RF = x_RD @ w1[i]
-        if b1 is not None:
-            h_RF = h_RF + b1[i]
-        a_RF = (activate(h_RF, config, interleaved=interleaved) * weights_R1).to(x_RD.dtype)
-        y_RD = a_RF @ w2[i]
-        if b2 is not None:
-            y_RD = y_RD + (b2[i] * weights_R1).to(y_RD.dtype)
-        parts.append(y_RD)
-    return sum_rows(torch.cat(parts), inp.row_ids_R[: stops[-1]], inp.rows_SD.shape[0])
-
-
-def check_alignment(dim: int, hidden_dim: int, dtype: torch.dtype) -> None:
-    """Raise a ValueError when "grouped" cannot multiply experts of this size.
-
-    Args:
-        dim: model dim D.
-        hidden_dim: hidden dim of this rank, hidden_dim / etp.
-        dtype: dtype of the weights in compute.
-    """
-    for name, size in (("dim", dim), ("hidden_dim / etp", hidden_dim)):
-        if size * dtype.itemsize % 16:
-            raise ValueError(
-                f"MoEConfig.{name} ({size}) must be a multiple of {16 // dtype.itemsize} in "
-                f"{dtype} for grouped matmuls (16 bytes): pad it or use experts='sequential'"
-            )

@@ -1,10 +1,10 @@
 """Router(x_TD) -> Routing: which experts each token goes to, and with which weight.
 
-Legend: T local tokens, D model dim, E experts, K experts per token, G expert groups.
+Legend: T local tokens, D model dim, E experts, K experts per token.
 
 Logits, scores and weights are fp32 (or fp64), whatever the dtype of x: a rounded score picks
 another expert, which no later precision repairs. The router's own weight still arrives in FSDP2's
-`param_dtype`.
+`param_dtype`. Among equal scores the lower expert id wins.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.config import MoEConfig
+from moecore.kernels.route import RouteOptions, route
+from moecore.kernels.router_logits import router_logits, router_logits_ref
 from moecore.moe.params import init_normal_, local_param
-
-ROUTER_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,11 @@ class Routing:
     Attributes:
         expert_ids_TK: int32, global expert ids, best first; -1 = dropped.
         weights_TK: fp32, factor on the expert's output; differentiable.
-        scores_TE: fp32, each token's scores over all experts, summing to 1; for balance losses.
-        logits_TE: router dtype; for the z-loss.
+        logits_TE: router dtype, differentiable; for the balance losses.
     """
 
     expert_ids_TK: Tensor
     weights_TK: Tensor
-    scores_TE: Tensor
     logits_TE: Tensor
 
 
@@ -63,6 +60,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.options = _options(config)
         self.expert_bias_name = expert_bias_name
         E, D = config.num_experts, config.dim
         self.weight = nn.Parameter(torch.empty(E, D, device=device, dtype=dtype))
@@ -102,66 +100,30 @@ class Router(nn.Module):
         Returns:
             The routing of these tokens; no host sync.
         """
-        config = self.config
-        dtype = ROUTER_DTYPES[config.router_dtype]
+        weight_ED = local_param(self.weight)
+        bias_E = None if self.bias is None else local_param(self.bias)
         with _no_autocast(x_TD):
-            bias = None if self.bias is None else local_param(self.bias).to(dtype)
-            logits_TE = F.linear(x_TD.to(dtype), local_param(self.weight).to(dtype), bias)
-            scores_TE = _scores(logits_TE, config)
-            selection_TE = scores_TE if config.score_order == "pre" else logits_TE
-            ids_TK = select_experts(selection_TE.detach(), self.selection_bias, config)
-            weights_TK = _weights(logits_TE, scores_TE, ids_TK, config)
-        return Routing(
-            expert_ids_TK=ids_TK.to(torch.int32),
-            weights_TK=weights_TK.float(),
-            scores_TE=_normalized(scores_TE, config).float(),
-            logits_TE=logits_TE,
-        )
+            if self.config.router_dtype == "float64":
+                logits_TE = router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
+            else:
+                logits_TE = router_logits(x_TD, weight_ED, bias_E)
+            ids_TK, weights_TK = route(logits_TE, self.selection_bias, self.options)
+        return Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, logits_TE=logits_TE)
+
+
+def _options(config: MoEConfig) -> RouteOptions:
+    return RouteOptions(
+        top_k=config.top_k,
+        score_function=config.score_function,
+        score_order=config.score_order,
+        normalize=config.normalize_weights,
+        scale=config.routed_scaling_factor,
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        balanced=config.assignment == "balanced",
+    )
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast knows no meta device, and nothing rounds there."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-def select_experts(scores_TE: Tensor, expert_bias_E: Tensor | None, config: MoEConfig) -> Tensor:
-    """Return the ids [T, K] int64 of the K best experts of each token, best first.
-
-    Experts of groups that are not among the `top_groups` best are excluded whatever their score.
-
-    Example, E=4, two groups, top_groups=1, K=2: scores [.1 .6 .5 .4] have group sums .7 and .9,
-    so the ids are [2, 3] although expert 1 has the best score.
-    """
-    T, E = scores_TE.shape
-    if config.assignment == "balanced":
-        slots = torch.arange(T * config.top_k, device=scores_TE.device)
-        return (slots % E).view(T, config.top_k)
-    if expert_bias_E is not None:
-        scores_TE = scores_TE + expert_bias_E
-    if config.top_groups < config.num_groups:
-        scores_TGe = scores_TE.view(T, config.num_groups, E // config.num_groups)
-        group_scores_TG = scores_TGe.topk(2, dim=-1).values.sum(-1)
-        kept = group_scores_TG.topk(config.top_groups, dim=-1).indices
-        keep_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(1, kept, True)
-        scores_TE = scores_TGe.masked_fill(~keep_TG[..., None], float("-inf")).view(T, E)
-    return scores_TE.topk(config.top_k, dim=-1).indices
-
-
-def _scores(logits_TE: Tensor, config: MoEConfig) -> Tensor:
-    return logits_TE.sigmoid() if config.score_function == "sigmoid" else logits_TE.softmax(-1)
-
-
-def _weights(logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, config: MoEConfig) -> Tensor:
-    if config.score_order == "post":
-        weights_TK = logits_TE.gather(1, ids_TK).softmax(-1)
-    else:
-        weights_TK = scores_TE.gather(1, ids_TK)
-        if config.normalize_weights:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return weights_TK * config.routed_scaling_factor
-
-
-def _normalized(scores_TE: Tensor, config: MoEConfig) -> Tensor:
-    if config.score_function == "softmax":
-        return scores_TE
-    return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)

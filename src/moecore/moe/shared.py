@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.config import MoEConfig
-from moecore.moe.activation import activate
+from moecore.kernels.activation import weighted_activation
+from moecore.moe.activation import activation_options
 from moecore.moe.params import init_normal_, local_param
 
 
@@ -52,7 +53,8 @@ class SharedExpert(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return y_TD in the dtype of x_TD."""
         h_TF = F.linear(x_TD, local_param(self.w1))
-        y_TD = F.linear(activate(h_TF, self.config).to(x_TD.dtype), local_param(self.w2))
+        a_TF = weighted_activation(h_TF, None, None, activation_options(self.config))
+        y_TD = F.linear(a_TF, local_param(self.w2))
         if self.gate is None:
             return y_TD
         gate_T1 = torch.sigmoid(F.linear(x_TD, local_param(self.gate)).float())

@@ -15,13 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.moe.dispatch.base import (
-    ExpertInput,
-    ExpertPlacement,
-    gather_ranks,
-    group_rows,
-    sum_ranks,
-)
+from moecore.kernels.index import build_index
+from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, gather_ranks, sum_ranks
 from moecore.moe.router import Routing
 
 
@@ -54,11 +49,10 @@ class AllGatherDispatcher:
         rows_SD = gather_ranks(F.pad(x_TD, pad), p.group)
         weights_SK = gather_ranks(F.pad(routing.weights_TK, pad), p.group)
         ids_SK = gather_ranks(F.pad(routing.expert_ids_TK, pad, value=-1), p.group)
-        row_ids_R, weights_R, offsets_e = group_rows(
-            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, num_rows=num_rows
+        index = build_index(
+            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, capacity=num_rows
         )
-        plan = AllGatherPlan(T)
-        return ExpertInput(rows_SD, row_ids_R, weights_R, offsets_e, offsets_e[-1], plan)
+        return ExpertInput(rows_SD, *index, index.offsets_e[-1], AllGatherPlan(T))
 
     def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:
         """Send every rank its tokens' partial sums and add them in fp32. 1 collective."""

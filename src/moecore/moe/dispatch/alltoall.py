@@ -3,10 +3,11 @@
 Legend: T local tokens, D model dim, K experts per token, P expert blocks (ep), G ranks of the
 group (ep * etp), M rows sent, S rows received, R expert rows.
 
-    dispatch = gather the M rows to send -> all-to-all      backward: all-to-all -> add
-    combine  = all-to-all back -> add M partial sums home   backward: gather -> all-to-all
+    dispatch = gather the M rows to send -> all-to-all      backward: all-to-all -> sum
+    combine  = all-to-all back -> sum M partial sums home   backward: gather -> all-to-all
 
-One host sync per forward, none in backward: the split sizes (`_exchange_counts`).
+Sums run over the ranks in order, so the same bits come out in every run. One host sync per
+forward, none in backward: the split sizes (`_exchange_counts`).
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.moe.dispatch.base import (
-    ExpertInput,
-    ExpertPlacement,
-    gather_rows,
-    group_rows,
-    sum_rows,
-)
+from moecore.kernels.index import build_index
+from moecore.kernels.rows import gather_rows, sum_rows
+from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement
 from moecore.moe.router import Routing
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """What combine needs: the token of each sent row, and the splits of the way out."""
+    """What combine needs: where each token was sent, and the splits of the way out.
+
+    Attributes:
+        token_ids_M: int32, token of each sent row; by destination and then by token.
+        slots_TG: int32, sent row of each token and destination; -1 where it was not sent.
+        send_splits: rows sent to each rank.
+        receive_splits: rows received from each rank.
+    """
 
     token_ids_M: Tensor
-    num_tokens: int
+    slots_TG: Tensor
     send_splits: list[int]
     receive_splits: list[int]
 
@@ -50,35 +54,58 @@ class AllToAllDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks. One host sync; 3 collectives."""
-        p, T = self.placement, x_TD.shape[0]
+        p = self.placement
         block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")
         owned_PTK = block_TK == torch.arange(p.ep, device=x_TD.device)[:, None, None]
         needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
         pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
         send_splits, receive_splits, num_rows = _exchange_counts(needs_GT.sum(1), pairs_G, p.group)
-        # The rows to send, by destination and then by token: a stable sort puts them first.
-        order = torch.argsort((~needs_GT).flatten().to(torch.uint8), stable=True)
-        token_ids_M = order[: sum(send_splits)] % max(T, 1)
-        plan = AllToAllPlan(token_ids_M, T, send_splits, receive_splits)
+        token_ids_M, slots_TG = send_order(needs_GT, sum(send_splits))
+        plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
 
-        rows_SD = self._send(gather_rows(x_TD, token_ids_M), plan)
-        weights_MK = gather_rows(routing.weights_TK, token_ids_M)
+        rows_SD = self._send(gather_rows(x_TD, token_ids_M, slots_TG), plan)
+        weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.expert_ids_TK.index_select(0, token_ids_M)
         ids_SK, weights_SK = _SendChoices.apply(ids_MK, weights_MK, plan, p.group)
-        row_ids_R, weights_R, offsets_e = group_rows(
-            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, num_rows=num_rows
+        index = build_index(
+            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, capacity=num_rows
         )
-        return ExpertInput(rows_SD, row_ids_R, weights_R, offsets_e, offsets_e[-1], plan)
+        return ExpertInput(rows_SD, *index, index.offsets_e[-1], plan)
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync; 1 collective."""
         splits = (plan.send_splits, plan.receive_splits)
         y_MD = _AllToAll.apply(y_SD, *splits, self.placement.group)
-        return sum_rows(y_MD, plan.token_ids_M, plan.num_tokens)
+        return sum_rows(y_MD, plan.token_ids_M, plan.slots_TG)
 
     def _send(self, x_MD: Tensor, plan: AllToAllPlan) -> Tensor:
         splits = (plan.receive_splits, plan.send_splits)
         return _AllToAll.apply(x_MD, *splits, self.placement.group)
+
+
+def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
+    """Return the token of each row to send, and the row of each token and rank; no host sync.
+
+    Args:
+        needs_GT: bool, whether rank g needs token t.
+        num_sent: M, the number of true entries.
+
+    Returns:
+        token_ids_M int32, ordered by destination and then by token; slots_TG int32, -1 where not
+        needed.
+
+    Example, three tokens, two ranks, needs [[1, 0, 1], [0, 1, 1]]: token_ids_M [0, 2, 1, 2],
+    slots_TG [[0, -1], [-1, 2], [1, 3]].
+    """
+    G, T = needs_GT.shape
+    slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(G, T)
+    tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
+    # What is not sent lands in one spare row past the end.
+    token_ids = tokens_T.new_empty(num_sent + 1)
+    spare_GT = torch.where(needs_GT, slots_GT, num_sent)
+    token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
+    slots_TG = torch.where(needs_GT, slots_GT, -1).T.to(torch.int32).contiguous()
+    return token_ids[:num_sent], slots_TG
 
 
 def _exchange_counts(

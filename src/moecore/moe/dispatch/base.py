@@ -1,4 +1,4 @@
-"""What a dispatcher is: two verbs, one record, and the row movers that backends share.
+"""What a dispatcher is: two verbs, one record, and the collectives that backends share.
 
 Legend: T local tokens, D model dim, E experts, e local experts (E / ep), K experts per token,
 S source rows held after dispatch, R expert rows (one per source row and local expert).
@@ -9,7 +9,7 @@ gives source rows and, per expert row, the index of the source row it reads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -29,19 +29,23 @@ class ExpertInput:
         rows_SD: source rows held by this rank (without EP: the tokens themselves, no copy).
         row_ids_R: int32, source row of each expert row; contiguous in expert order.
         weights_R: fp32, routing weight of each expert row; differentiable.
+        slots_SK: int32, expert row of each source row's k-th choice; -1 where that expert lives on
+            another rank or the choice was dropped.
         offsets_e: int32 running sum on the device: expert i owns rows
             [offsets_e[i - 1], offsets_e[i]).
         num_rows: 0-dim int32 on the device, `offsets_e[-1]`. R is a capacity: rows past num_rows
-            have a valid row id and weight 0, and nothing computed from them may be used.
+            have row id 0 and weight 0, and nothing computed from them may be used.
         plan: the dispatcher's own record for `combine`; nobody else opens it.
 
-    Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 1],
-    offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0 and 1; the last is unused.
+    Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
+    slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
+    and 1; the last is unused.
     """
 
     rows_SD: Tensor
     row_ids_R: Tensor
     weights_R: Tensor
+    slots_SK: Tensor
     offsets_e: Tensor
     num_rows: Tensor
     plan: Any
@@ -51,7 +55,7 @@ class ExpertInput:
 # experts' gathered parameters only at the end of the whole backward.
 register_dataclass(
     ExpertInput,
-    field_names=["rows_SD", "row_ids_R", "weights_R", "offsets_e", "num_rows", "plan"],
+    field_names=[f.name for f in fields(ExpertInput)],
     drop_field_names=[],
 )
 
@@ -96,76 +100,6 @@ class ExpertPlacement:
     def first_local(self) -> int:
         """Global id of this rank's first expert."""
         return dist.get_rank(self.group) // self.etp * self.num_local
-
-
-def group_rows(
-    ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, num_rows: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort (source row, expert) pairs by local expert, stably; no host sync.
-
-    Args:
-        ids_SK: int32 global expert ids; -1 = dropped.
-        weights_SK: fp32 routing weights.
-        first: first global id owned here.
-        num_local: number of experts owned here.
-        num_rows: number of pairs that belong to local experts when the host knows it; default
-            keeps the full capacity S * K.
-
-    Returns:
-        row_ids_R int32, weights_R fp32 (differentiable), offsets_e int32, as in `ExpertInput`.
-    """
-    K = ids_SK.shape[1]
-    local_N = ids_SK.flatten() - first
-    local_N = torch.where((local_N < 0) | (local_N >= num_local), num_local, local_N)
-    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=ids_SK.device)
-    counts.scatter_add_(0, local_N.long(), torch.ones_like(local_N, dtype=torch.int64))
-    offsets_e = counts[:-1].cumsum(0).to(torch.int32)
-    order_R = torch.argsort(local_N, stable=True)[:num_rows]
-    used_R = torch.arange(order_R.numel(), device=ids_SK.device) < offsets_e[-1]
-    weights_R = torch.where(used_R, weights_SK.flatten().index_select(0, order_R), 0.0)
-    return (order_R // K).to(torch.int32), weights_R, offsets_e
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, ids_R: Tensor) -> Tensor:
-        ctx.save_for_backward(ids_R)
-        ctx.num_rows = x_SD.shape[0]
-        return x_SD.index_select(0, ids_R)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _add_rows(grads[0], ctx.saved_tensors[0], ctx.num_rows), None
-
-
-class _SumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(ids_R)
-        return _add_rows(y_RD, ids_R, num_rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
-
-
-def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-    dtype = torch.promote_types(y_RD.dtype, torch.float32)
-    out = torch.zeros(num_rows, *y_RD.shape[1:], dtype=dtype, device=y_RD.device)
-    return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)
-
-
-def gather_rows(x_SD: Tensor, ids_R: Tensor) -> Tensor:
-    """Return x_SD[ids_R]; its backward adds in fp32."""
-    return _GatherRows.apply(x_SD, ids_R)
-
-
-def sum_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
-    """Return out[s] = sum of y_RD[r] over ids_R[r] == s, added in fp32 and rounded once.
-
-    Not bit-reproducible on CUDA: the adds are atomic.
-    """
-    return _SumRows.apply(y_RD, ids_R, num_rows)
 
 
 class _GatherRanks(torch.autograd.Function):

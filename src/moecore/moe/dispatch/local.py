@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moecore.moe.dispatch.base import ExpertInput, group_rows
+from moecore.kernels.index import build_index
+from moecore.moe.dispatch.base import ExpertInput
 from moecore.moe.router import Routing
 
 
@@ -20,10 +21,10 @@ class LocalDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return x_TD itself as source rows (S = T, R = T * K), without a copy."""
-        row_ids_R, weights_R, offsets_e = group_rows(
+        index = build_index(
             routing.expert_ids_TK, routing.weights_TK, first=0, num_local=self.num_experts
         )
-        return ExpertInput(x_TD, row_ids_R, weights_R, offsets_e, offsets_e[-1], None)
+        return ExpertInput(x_TD, *index, index.offsets_e[-1], None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:
         """Return y_SD: the experts have already added over a token's experts."""

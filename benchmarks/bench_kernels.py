@@ -1,0 +1,206 @@
+"""Each op of kernels/ alone, against its plain PyTorch reference and the machine's ceiling.
+
+GB/s count the fewest bytes that the op must move (every input read once, every output written
+once), so `fraction` of the copy's bandwidth says how far the op is from the floor, re-reads
+included. The formulas stand beside the ops below; b is 2 bytes (bf16), indices and logits have 4.
+
+Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.ops import Inputs, Op, Work, backward, params, run_op
+from benchmarks.session import Ceilings, Session
+from benchmarks.shapes import Shape
+
+ROUTINGS = ("learned",)  # the speed of these ops hardly depends on who is hot
+
+
+def _route(inputs: Inputs) -> tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]:
+    """Return the op and its reference as functions of the logits."""
+    from moecore.kernels import route as module
+
+    options = module.RouteOptions(
+        top_k=inputs.shape.top_k,
+        score_function="softmax",
+        score_order="pre",
+        normalize=True,
+        scale=1.0,
+        num_groups=1,
+        top_groups=1,
+    )
+    return (
+        lambda logits_TE: module.route(logits_TE, None, options),
+        lambda logits_TE: module.route_ref(logits_TE, None, options),
+    )
+
+
+def router_logits(inputs: Inputs) -> Work:
+    """T D b and the weight E D b read, 4 T E written."""
+    from moecore.kernels import router_logits as module
+
+    s, (x_TD, w_ED) = inputs.shape, inputs.linear
+    return Work(
+        lambda: module.router_logits(x_TD, w_ED, None),
+        lambda: module.router_logits_ref(x_TD, w_ED, None),
+        2 * (s.tokens + s.num_experts) * s.dim + 4 * s.tokens * s.num_experts,
+    )
+
+
+def router_logits_bwd(inputs: Inputs) -> Work:
+    """T D b, E D b and 4 T E read; the gradients T D b and E D b written."""
+    from moecore.kernels import router_logits as module
+
+    s = inputs.shape
+    return Work(
+        backward(lambda x, w: module.router_logits(x, w, None), *inputs.linear),
+        backward(lambda x, w: module.router_logits_ref(x, w, None), *inputs.linear),
+        4 * (s.tokens + s.num_experts) * s.dim + 4 * s.tokens * s.num_experts,
+    )
+
+
+def route(inputs: Inputs) -> Work:
+    """4 T E read; ids and weights written, 8 T K."""
+    op, plain = _route(inputs)
+    logits_TE = inputs.logits_TE
+    num_bytes = 4 * logits_TE.numel() + 8 * inputs.shape.rows
+    return Work(lambda: op(logits_TE), lambda: plain(logits_TE), num_bytes)
+
+
+def route_bwd(inputs: Inputs) -> Work:
+    """Logits, ids and the weights' gradient read, 4 T E + 8 T K; 4 T E written."""
+    op, plain = _route(inputs)
+    logits_TE = inputs.logits_TE
+    num_bytes = 8 * logits_TE.numel() + 8 * inputs.shape.rows
+    return Work(backward(op, logits_TE), backward(plain, logits_TE), num_bytes)
+
+
+def build_index(inputs: Inputs) -> Work:
+    """Ids and weights are read; row ids, weights and slots written: 20 R bytes."""
+    from moecore.kernels import index
+
+    weights_TK, ids_TK = inputs.choice
+    options: dict[str, Any] = dict(first=0, num_local=inputs.shape.num_experts)
+    plain = options | dict(multiple=1, capacity=inputs.shape.rows)
+    return Work(
+        lambda: index.build_index(ids_TK, weights_TK, **options),
+        lambda: index.build_index_ref(ids_TK, weights_TK, **plain),
+        20 * inputs.shape.rows,
+    )
+
+
+def gather_rows(inputs: Inputs) -> Work:
+    """T D b read, R D b written, and the index, 4 R read."""
+    from moecore.kernels import rows
+
+    args, s = (inputs.x_TD, *inputs.index), inputs.shape
+    return Work(
+        lambda: rows.gather_rows(*args),
+        lambda: rows.gather_rows_ref(*args),
+        2 * (s.tokens + s.rows) * s.dim + 4 * s.rows,
+    )
+
+
+def sum_rows(inputs: Inputs) -> Work:
+    """R D b read, T D b written, and the index, 4 R read."""
+    from moecore.kernels import rows
+
+    s = inputs.shape
+    args = (inputs.random(s.rows, s.dim), *inputs.index)
+    return Work(
+        lambda: rows.sum_rows(*args),
+        lambda: rows.sum_rows_ref(*args),
+        2 * (s.tokens + s.rows) * s.dim + 4 * s.rows,
+    )
+
+
+def weighted_activation(inputs: Inputs) -> Work:
+    """2 R F b and the weights 4 R read, R F b written."""
+    from moecore.kernels import activation as a
+
+    s, num_rows = inputs.shape, inputs.index[2]
+    args = (inputs.h_RC, inputs.weights_R, num_rows, a.ActivationOptions(kind="swiglu"))
+    return Work(
+        lambda: a.weighted_activation(*args),
+        lambda: a.weighted_activation_ref(*args),
+        6 * s.rows * s.hidden_dim + 4 * s.rows,
+    )
+
+
+def weighted_activation_bwd(inputs: Inputs) -> Work:
+    """3 R F b and 4 R read; 3 R F b (dh and the activation) and 4 R (dweights) written."""
+    from moecore.kernels import activation as a
+
+    s, num_rows = inputs.shape, inputs.index[2]
+    da_RF = inputs.random(s.rows, s.hidden_dim)
+    args = (inputs.h_RC, da_RF, inputs.weights_R, num_rows, a.ActivationOptions(kind="swiglu"))
+    return Work(
+        lambda: a.weighted_activation_bwd(*args),
+        lambda: a.weighted_activation_bwd_ref(*args),
+        12 * s.rows * s.hidden_dim + 8 * s.rows,
+    )
+
+
+def count_experts(inputs: Inputs) -> Work:
+    """The ids are read, 4 R; the counts are small."""
+    from moecore.kernels import counts
+
+    ids_TK, E = inputs.choice[1], inputs.shape.num_experts
+
+    def plain() -> None:
+        counts_BE = torch.zeros(1, E, dtype=torch.int64, device=inputs.device)
+        counts.add_expert_counts_ref(counts_BE, ids_TK)
+
+    return Work(lambda: counts.count_experts(ids_TK, 1, E), plain, 4 * inputs.shape.rows)
+
+
+def balance_statistics(inputs: Inputs) -> Work:
+    """The logits are read, 4 T E; the sums are small."""
+    from moecore.kernels import balance
+
+    args = (inputs.logits_TE, 1, "softmax")
+    return Work(
+        lambda: balance.balance_statistics(*args),
+        lambda: balance.balance_statistics_ref(*args),
+        4 * inputs.logits_TE.numel(),
+    )
+
+
+def balance_statistics_bwd(inputs: Inputs) -> Work:
+    """4 T E read, 4 T E written."""
+    from moecore.kernels import balance
+
+    logits_TE = inputs.logits_TE
+    return Work(
+        backward(lambda x: balance.balance_statistics(x, 1, "softmax"), logits_TE),
+        backward(lambda x: balance.balance_statistics_ref(x, 1, "softmax"), logits_TE),
+        8 * logits_TE.numel(),
+    )
+
+
+OPS = (
+    Op(router_logits, "tests/kernels/test_router_logits.py"),
+    Op(router_logits_bwd, "tests/kernels/test_router_logits.py"),
+    Op(route, "tests/kernels/test_route.py"),
+    Op(route_bwd, "tests/kernels/test_route.py"),
+    Op(build_index, "tests/kernels/test_index.py"),
+    Op(gather_rows, "tests/kernels/test_rows.py"),
+    Op(sum_rows, "tests/kernels/test_rows.py"),
+    Op(weighted_activation, "tests/kernels/test_activation.py"),
+    Op(weighted_activation_bwd, "tests/kernels/test_activation.py"),
+    Op(count_experts, "tests/kernels/test_counts.py"),
+    Op(balance_statistics, "tests/kernels/test_balance_kernels.py"),
+    Op(balance_statistics_bwd, "tests/kernels/test_balance_kernels.py"),
+)
+
+
+@pytest.mark.parametrize("op", params(OPS))
+def test_kernel(op: Op, shape: Shape, routing: str, session: Session, ceilings: Ceilings) -> None:
+    run_op(op, shape, routing, session, ceilings)

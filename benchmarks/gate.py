@@ -1,0 +1,161 @@
+"""No number without green tests: runs the test files of an op and says what failed.
+
+All files that a session needs run once, before its first benchmark, in processes of their own, so
+that a crash takes no benchmark with it. Green files are remembered under a key of everything that
+the outcome depends on (sources and tests, torch, Triton, GPU); red ones run again each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 570
+GPU_PROCESSES = 3  # each may fill 40 GB
+
+
+class Cache(Protocol):
+    """The part of pytest's cache that the gate uses."""
+
+    def get(self, key: str, default: object) -> object:
+        """Return what was set, or the default."""
+
+    def set(self, key: str, value: object) -> None:
+        """Keep a JSON value."""
+
+
+class Gate:
+    """Which test files are green in this environment.
+
+    Args:
+        root: the repository.
+        cache: remembers green files between sessions; None forgets them.
+        gpu: run the tests marked `gpu`, and them alone; else those for the CPU.
+    """
+
+    def __init__(self, root: Path, cache: Cache | None, *, gpu: bool) -> None:
+        self.root, self.cache, self.gpu = root, cache, gpu
+        self.key = f"moecore/green-{environment_key(root)}"
+        green: Any = cache.get(self.key, []) if cache else []
+        self.failures: dict[str, str | None] = dict.fromkeys(green)  # None = green
+
+    def run(self, files: Iterable[str]) -> None:
+        """Run those of the test files whose outcome is not known yet."""
+        unknown = [f for f in dict.fromkeys(files) if f not in self.failures]
+        for file in [f for f in unknown if not (self.root / f).is_file()]:
+            self.failures[file] = f"{file} does not exist, and an op without tests has no numbers"
+            unknown.remove(file)
+        groups = [unknown[i :: self._processes()] for i in range(self._processes())]
+        with ThreadPoolExecutor(self._processes()) as pool:
+            for found in pool.map(self._outcomes, filter(None, groups)):
+                self.failures.update(found)
+        if self.cache and unknown:
+            green = [f for f, failure in self.failures.items() if failure is None]
+            self.cache.set(self.key, sorted(green))
+
+    def refusal(self, files: Sequence[str]) -> str | None:
+        """Return why a benchmark that needs these files must not report; None when it may."""
+        self.run(files)
+        failed = [self.failures[f] for f in files if self.failures[f]]
+        return f"no numbers while tests are not green: {failed[0]}" if failed else None
+
+    def _processes(self) -> int:
+        return GPU_PROCESSES if self.gpu else 1
+
+    def _outcomes(self, files: Sequence[str]) -> dict[str, str | None]:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "--tb=line",
+                *files,
+                f"--junitxml={report}",
+            ]
+            command += ["-m", "gpu" if self.gpu else "not gpu and not slow"]
+            command += ["--continue-on-collection-errors"]  # one broken file leaves the others
+            command += ["-p", "no:cacheprovider"]  # the session that waits writes its own
+            env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+            try:
+                run = subprocess.run(
+                    command,
+                    cwd=self.root,
+                    env=env,
+                    capture_output=True,
+                    text=True,
+                    timeout=TIMEOUT_S,
+                )
+            except subprocess.TimeoutExpired:
+                return dict.fromkeys(files, f"the tests took more than {TIMEOUT_S} s")
+            if not report.is_file():
+                last = (run.stdout + run.stderr).strip().splitlines()[-1:] or ["no output"]
+                return dict.fromkeys(files, f"pytest ended with {run.returncode}: {last[0]}")
+            return read_report(report.read_text(), files)
+
+
+def read_report(text: str, files: Sequence[str]) -> dict[str, str | None]:
+    """Return file -> its first failure, or None when at least one test passed and none failed.
+
+    Args:
+        text: a JUnit report of pytest, which names a file by its module ("tests.moe.test_x").
+        files: paths from the root of the repository.
+    """
+    found: dict[str, str | None] = {f: f"no test in {f} ran here" for f in files}
+    failed: set[str] = set()
+    by_module = {f.removesuffix(".py").replace("/", "."): f for f in files}
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        name = ".".join(filter(None, (case.get("classname"), case.get("name"))))
+        file = next(
+            (f for m, f in by_module.items() if name == m or name.startswith(m + ".")), None
+        )
+        if file is None or file in failed:
+            continue
+        problem = next(
+            (p for p in (case.find("failure"), case.find("error")) if p is not None), None
+        )
+        if problem is not None:
+            failed.add(file)
+            found[file] = f"{file}::{case.get('name')} ({_reason(problem)})"
+        elif case.find("skipped") is None:
+            found[file] = None
+    return found
+
+
+def _reason(problem: ElementTree.Element) -> str:
+    """The first line of the message; of a file that cannot be imported, the last of its text."""
+    lines = (problem.get("message") or "").strip().splitlines()
+    if lines == ["collection failure"]:
+        lines = (problem.text or "").strip().splitlines()[-1:]
+    return lines[0].strip() if lines else "no message"
+
+
+def environment_key(root: Path) -> str:
+    """Return a hash of sources, tests, versions and GPU: what the tests' outcome depends on."""
+    digest = hashlib.sha256()
+    for path in sorted([*(root / "src").rglob("*.py"), *(root / "tests").rglob("*.py")]):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    digest.update(f"{torch.__version__} {triton_version()} {gpu} {sys.version_info[:2]}".encode())
+    return digest.hexdigest()[:16]
+
+
+def triton_version() -> str | None:
+    """Return Triton's version; None where it is not installed."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__

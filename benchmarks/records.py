@@ -1,0 +1,240 @@
+"""One JSON line per row: what was measured, and in which environment.
+
+`benchmarks/results/<day>-<gpu>.jsonl` is appended to and committed; docs/benchmarks.md is made
+from it. All rows of one session carry the same date, so rows of one run can be told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gate import ROOT, triton_version
+from benchmarks.harness import Timing
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """Where and when a session ran; None = not there.
+
+    Attributes:
+        gpu: name of the device, "cpu" without one.
+        torch, triton, cuda, driver, python: versions.
+        commit: of the repository, with "-dirty" when files differ; "unknown" without git.
+        date: UTC, start of the session.
+        command: what was typed.
+    """
+
+    gpu: str
+    torch: str
+    triton: str | None
+    cuda: str | None
+    driver: str | None
+    python: str
+    commit: str
+    date: str
+    command: str
+
+    @classmethod
+    def here(cls) -> Environment:
+        """Return that of this process."""
+        has_gpu = torch.cuda.is_available()
+        return cls(
+            gpu=torch.cuda.get_device_name() if has_gpu else "cpu",
+            torch=torch.__version__,
+            triton=triton_version(),
+            cuda=torch.version.cuda,
+            driver=_driver() if has_gpu else None,
+            python=platform.python_version(),
+            commit=_commit(),
+            date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            command=shlex.join(["pytest", *sys.argv[1:]]),
+        )
+
+    @property
+    def file_name(self) -> str:
+        """The file of this session's records: <day>-<gpu>.jsonl."""
+        slug = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+        return f"{self.date[:10]}-{slug}.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What was measured; None = not measured here.
+
+    Attributes:
+        op: "layer_fwd", "layer_fwd_bwd", a kernel's public name, or a ceiling of the machine.
+        shape, routing, backend: names.
+        ms, p20, p80: median and percentiles.
+        repeats: timed calls.
+        baseline: what `baseline_ms` is the time of, in the same rounds.
+        baseline_ms: its median.
+        ratio: ms / baseline_ms.
+        tflops: TFLOP/s.
+        gbps: GB/s of the fewest bytes that the op must move.
+        fraction: tflops or gbps over the ceiling measured in this session.
+        saved_bytes: kept for backward, parameters left out (`harness.measure_saved`).
+        saved_allocated_bytes: the same by the allocator.
+        saved_ratio: saved_bytes over X and FC1's output.
+        peak_bytes: most allocated above what was there, gradients of the weights included.
+        launches: kernels launched by the op.
+        syncs: times the host waited.
+        host_ms: time in which the host hands the op to an idle GPU.
+        hottest: load of the hottest expert over the mean.
+    """
+
+    op: str
+    shape: str
+    routing: str
+    backend: str
+    ms: float
+    p20: float
+    p80: float
+    repeats: int
+    baseline: str | None = None
+    baseline_ms: float | None = None
+    ratio: float | None = None
+    tflops: float | None = None
+    gbps: float | None = None
+    fraction: float | None = None
+    saved_bytes: int | None = None
+    saved_allocated_bytes: int | None = None
+    saved_ratio: float | None = None
+    peak_bytes: int | None = None
+    launches: int | None = None
+    syncs: int | None = None
+    host_ms: float | None = None
+    hottest: float | None = None
+
+
+def timing_fields(
+    timing: Timing, *, baseline: str | None = None, ms: float | None = None
+) -> dict[str, Any]:
+    """Return the fields of a row that a timing fills.
+
+    Args:
+        timing: of the op.
+        baseline: name of what it is compared with.
+        ms: the baseline's median.
+    """
+    fields = dataclasses.asdict(timing)
+    if baseline is not None and ms is not None:
+        fields |= {"baseline": baseline, "baseline_ms": ms, "ratio": timing.ms / ms}
+    return fields
+
+
+def describe(row: Row) -> str:
+    """Return the row as one line for a terminal; what was not measured is left out."""
+    parts = [
+        f"{row.op:<24} {row.shape:<10} {row.routing:<7} {row.backend:<12}",
+        f"{row.ms:.4g} ms ({row.p20:.4g}-{row.p80:.4g})",
+        row.tflops and f"{row.tflops:.4g} TFLOP/s",
+        row.gbps and f"{row.gbps:.4g} GB/s",
+        row.fraction and f"{row.fraction:.0%} of ceiling",
+        row.ratio and f"x{row.ratio:.3f} of {row.baseline} {row.baseline_ms:.4g} ms",
+        row.saved_bytes is not None and f"saved {size(row.saved_bytes)}",
+        row.saved_ratio and f"(x{row.saved_ratio:.3f})",
+        _differs(row) and f"(allocator: {size(row.saved_allocated_bytes)})",
+        row.peak_bytes is not None and f"peak {size(row.peak_bytes)}",
+        row.launches is not None and f"{row.launches} launches",
+        row.syncs is not None and f"{row.syncs} syncs",
+        _host_bound(row) and f"host {row.host_ms:.3g} ms",
+        row.hottest and f"hottest x{row.hottest:.2f}",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def size(num_bytes: int | None) -> str:
+    """Return a number of bytes in GiB, or MiB below a tenth of one."""
+    if num_bytes is None:
+        return "-"
+    unit, power = ("GiB", 30) if num_bytes > 2**30 / 10 else ("MiB", 20)
+    return f"{num_bytes / 2**power:.3f} {unit}"
+
+
+def _host_bound(row: Row) -> bool:
+    """Whether the host needs nearly as long to launch the op as the GPU to run it."""
+    return row.host_ms is not None and row.host_ms > 0.8 * row.ms
+
+
+def _differs(row: Row) -> bool:
+    """Whether autograd and the allocator disagree by more than 3% about what is kept."""
+    if row.saved_bytes is None or row.saved_allocated_bytes is None:
+        return False
+    return abs(row.saved_allocated_bytes - row.saved_bytes) > 0.03 * row.saved_bytes
+
+
+def to_json(environment: Environment, row: Row) -> str:
+    """Return the line; floats carry six digits, which is more than a clock is good for."""
+    fields = dataclasses.asdict(environment) | dataclasses.asdict(row)
+    short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in fields.items()}
+    return json.dumps(short)
+
+
+def append(folder: Path, environment: Environment, row: Row) -> None:
+    """Add the row to this session's file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / environment.file_name).open("a") as file:
+        file.write(to_json(environment, row) + "\n")
+
+
+def load(folder: Path) -> list[dict[str, object]]:
+    """Return all records of a folder, oldest first; a broken line is an error that names it.
+
+    Raises:
+        ValueError: for a line that is no record.
+    """
+    records = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                missing = {"gpu", "date", "op", "shape", "routing", "backend", "ms"} - set(record)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path.name}:{number} must be a JSON record: {error}") from error
+            if missing:
+                raise ValueError(f"{path.name}:{number} must have the fields {sorted(missing)}")
+            records.append(record)
+    return sorted(records, key=lambda r: r["date"])
+
+
+def latest(records: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Return the last record of each (gpu, op, shape, routing, backend), in order of appearance."""
+    keys = ("gpu", "op", "shape", "routing", "backend")
+    return list({tuple(r[k] for k in keys): r for r in records}.values())
+
+
+def _commit() -> str:
+    head = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return os.environ.get("MOECORE_COMMIT", "unknown")
+    measured = ("src", "benchmarks", ":(exclude)benchmarks/results")
+    status = _output("git", "-C", str(ROOT), "status", "--porcelain", "--", *measured)
+    return f"{head}-dirty" if status else head
+
+
+def _driver() -> str | None:
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.splitlines()[0] if found else None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None

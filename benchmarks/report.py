@@ -1,0 +1,282 @@
+"""Writes docs/benchmarks.md and docs/benchmarks.png from the committed records.
+
+    python -m benchmarks.report
+
+The same records always give the same text. The plot carries a digest of what it shows, because its
+bytes also depend on matplotlib and its fonts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gate import ROOT
+from benchmarks.records import RESULTS, latest, load
+from benchmarks.shapes import ROUTINGS, SHAPES, SKEW, SKEW_ROOM
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+PLOT = ROOT / "docs" / "benchmarks.png"
+Record = dict[str, Any]
+
+HEAD = f"""# Benchmarks
+
+Written by `make bench-docs` from the records in `benchmarks/results/`; edit neither table nor plot.
+
+    pytest benchmarks                          # on a GPU: all shapes, rows appended to the records
+    pytest benchmarks --shape dsv3-32e --backend triton --quick
+    make bench-docs                            # this page, from the records
+
+A benchmark gives no number unless the tests of its op are green on the same machine: the first run
+also runs them, and remembers green ones until a file changes. Records go elsewhere with
+`--results DIR` or `MOECORE_RESULTS`; a host without git names the commit in `MOECORE_COMMIT`.
+Without a GPU `pytest benchmarks` is a smoke test of the harness and keeps no record.
+
+How to read the rows:
+
+- Everything is bf16, one GPU. `fwd` is a training forward, `fwd+bwd` adds gradients of input,
+  weights and router. Times are medians; variants and baselines run in turn in the same rounds.
+- `two` and `six grouped_mm` are the bare grouped matmuls of a forward, and of forward and backward,
+  on the layer's own routing with rows already gathered. The ratio to them is the layer's overhead.
+- TFLOP/s count 6 T K D F for a forward and 18 T K D F for both: matrix products alone.
+- `saved` is what the forward keeps for backward, parameters left out; beside it the ratio to the
+  least, X and FC1's output: (2D + 4KF) T bytes. `peak` is the most allocated during fwd+bwd above
+  weights and input, gradients of the weights included.
+- `launches` are kernels of a forward; `syncs` how often the host waits for the GPU in fwd+bwd.
+- Routing: `learned` is a random router on random tokens, `even` deals tokens out in turn, `skewed`
+  biases the router until the hottest expert has {SKEW:g} times the mean load, or {SKEW_ROOM} E / K
+  times it where that is less (no expert can have more than E / K). `hottest` is what was reached.
+- A `transformers` row is the Qwen3-MoE block of transformers with its grouped_mm experts.
+"""
+
+BACKENDS = ("triton", "torch", "te", "transformers")
+SHAPE_HEADER = ("shape", "T", "D", "F", "E", "K")
+
+
+def make_page(records: list[Record]) -> str:
+    """Return the page; the last record of each (gpu, op, shape, routing, backend) counts."""
+    rows = [[s.name, s.tokens, s.dim, s.hidden_dim, s.num_experts, s.top_k] for s in _gpu_shapes()]
+    parts = [HEAD, table(SHAPE_HEADER, rows)]
+    current = latest(records)
+    if not current:
+        parts.append("No records yet.\n")
+    for gpu in dict.fromkeys(r["gpu"] for r in current):
+        here = [r for r in current if r["gpu"] == gpu]
+        parts.append(f"## {gpu}\n")
+        if _bars(here):
+            parts.append("![fwd+bwd time over six grouped_mm](benchmarks.png)\n")
+        for title, make in SECTIONS:
+            text = make(here)
+            if text:
+                parts.append(f"### {title}\n\n{text}")
+        parts.append(_provenance(here))
+    return "\n".join(parts)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Return a Markdown table; None becomes "-"."""
+    header = list(header)
+    lines = [header, ["---"] * len(header)]
+    lines += [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _gpu_shapes() -> list[Any]:
+    return [shape for shape in SHAPES.values() if shape.name != "tiny"]
+
+
+def _position(record: Record) -> list[int]:
+    """Shapes, routings and backends in the order of their lists, unknown ones last."""
+    known = {"shape": list(SHAPES), "routing": list(ROUTINGS), "backend": list(BACKENDS)}
+    return [[*v, record[k]].index(record[k]) for k, v in known.items()]
+
+
+def _find(records: list[Record], **fields: str) -> Record | None:
+    return next((r for r in records if all(r.get(k) == v for k, v in fields.items())), None)
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str | None:
+    return None if value is None else f"{value:{form}}{unit}"
+
+
+def _layers(records: list[Record]) -> str:
+    header = ("shape", "routing", "backend", "fwd ms", "/ two", "fwd+bwd ms (p20-p80)", "/ six")
+    header += ("six ms", "TFLOP/s", "saved GiB", "/ least", "peak GiB", "launches", "syncs")
+    rows = []
+    for both in sorted((r for r in records if r["op"] == "layer_fwd_bwd"), key=_position):
+        names = {k: both[k] for k in ("shape", "routing", "backend")}
+        forward = _find(records, op="layer_fwd", date=both["date"], **names) or {}
+        rows.append(
+            [
+                *names.values(),
+                _number(forward.get("ms"), ".2f"),
+                _number(forward.get("ratio"), ".3f"),
+                f"{both['ms']:.2f} ({both['p20']:.2f}-{both['p80']:.2f})",
+                _number(both.get("ratio"), ".3f"),
+                _number(both.get("baseline_ms"), ".2f"),
+                _number(both.get("tflops"), ".0f"),
+                _gib(both.get("saved_bytes")),
+                _number(both.get("saved_ratio"), ".3f"),
+                _gib(both.get("peak_bytes")),
+                forward.get("launches"),
+                both.get("syncs"),
+            ]
+        )
+    return table(header, rows) if rows else ""
+
+
+def _gib(num_bytes: int | None) -> str | None:
+    return _number(None if num_bytes is None else num_bytes / 2**30, ".2f")
+
+
+def _skew(records: list[Record]) -> str:
+    """Skewed over even, only where one run measured both."""
+    header = ("shape", "backend", "hottest (learned)", "hottest (skewed)", "learned / even")
+    header += ("skewed / even", "skewed / even, six grouped_mm alone")
+    rows = []
+    for even in sorted((r for r in records if r["op"] == "layer_fwd_bwd"), key=_position):
+        if even["routing"] != "even":
+            continue
+        same = dict(op="layer_fwd_bwd", shape=even["shape"], backend=even["backend"])
+        learned, skewed = (
+            _find(records, routing=name, date=even["date"], **same) or {}
+            for name in ("learned", "skewed")
+        )
+        rows.append(
+            [
+                even["shape"],
+                even["backend"],
+                _number(learned.get("hottest"), ".2f"),
+                _number(skewed.get("hottest"), ".2f"),
+                _quotient(learned.get("ms"), even["ms"]),
+                _quotient(skewed.get("ms"), even["ms"]),
+                _quotient(skewed.get("baseline_ms"), even.get("baseline_ms")),
+            ]
+        )
+    return table(header, rows) if rows else ""
+
+
+def _quotient(a: float | None, b: float | None) -> str | None:
+    return f"{a / b:.3f}" if a and b else None
+
+
+def _kernels(records: list[Record]) -> str:
+    header = ("op", "shape", "us", "GB/s", "TFLOP/s", "of ceiling", "plain torch us", "speedup")
+    header += ("launches",)
+    found = [r for r in records if not r["op"].startswith(("layer_", "ceiling_"))]
+    order = list(dict.fromkeys(r["op"] for r in found))
+    rows = [
+        [
+            r["op"],
+            r["shape"],
+            f"{r['ms'] * 1e3:.0f}",
+            _number(r.get("gbps"), ".0f"),
+            _number(r.get("tflops"), ".0f"),
+            _number(r.get("fraction"), ".0%"),
+            _number(r["baseline_ms"] * 1e3 if r.get("baseline_ms") else None, ".0f"),
+            _quotient(r.get("baseline_ms"), r["ms"]),
+            r.get("launches"),
+        ]
+        for r in sorted(found, key=lambda r: (order.index(r["op"]), _position(r)))
+    ]
+    note = "GB/s count the fewest bytes that the op must move; the formulas are in "
+    note += "`benchmarks/bench_kernels.py`.\n\n"
+    return note + table(header, rows) if rows else ""
+
+
+def _ceilings(records: list[Record]) -> str:
+    rows = [
+        [r["op"].removeprefix("ceiling_"), r["shape"], _rate(r), r["date"][:10]]
+        for r in records
+        if r["op"].startswith("ceiling_")
+    ]
+    return table(("what", "size", "reached", "day"), rows) if rows else ""
+
+
+def _rate(record: Record) -> str:
+    if record.get("tflops"):
+        return f"{record['tflops']:.0f} TFLOP/s"
+    return f"{record['gbps']:.0f} GB/s"
+
+
+def _provenance(records: list[Record]) -> str:
+    """One line per run that a row on this page comes from."""
+    lines = ["Measured:\n\n"]
+    for date in sorted({r["date"] for r in records}):
+        r = _find(records, date=date) or {}
+        versions = [f"{k} {r[k]}" for k in ("torch", "triton", "cuda", "driver") if r.get(k)]
+        lines.append(
+            f"- {date}, commit {r.get('commit')}, {', '.join(versions)}: `{r.get('command')}`\n"
+        )
+    return "".join(lines)
+
+
+SECTIONS: tuple[tuple[str, Callable[[list[Record]], str]], ...] = (
+    ("Whole layer", _layers),
+    ("Skew", _skew),
+    ("Kernels", _kernels),
+    ("Ceilings of the machine", _ceilings),
+)
+
+
+def _bars(records: list[Record]) -> dict[str, dict[str, float]]:
+    """Return backend -> shape -> fwd+bwd time over six grouped_mm, learned routing."""
+    found: dict[str, dict[str, float]] = {}
+    for r in sorted(records, key=_position):
+        if r["op"] == "layer_fwd_bwd" and r["routing"] == "learned" and r.get("ratio"):
+            found.setdefault(r["backend"], {})[r["shape"]] = r["ratio"]
+    return found
+
+
+def plot_digest(records: list[Record]) -> str:
+    """Return a digest of what the plot shows."""
+    current = latest(records)
+    shown = {gpu: _bars([r for r in current if r["gpu"] == gpu]) for gpu in _plotted(current)}
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+
+
+def _plotted(current: list[Record]) -> list[str]:
+    gpus = dict.fromkeys(r["gpu"] for r in current)
+    return [gpu for gpu in gpus if _bars([r for r in current if r["gpu"] == gpu])]
+
+
+def draw(records: list[Record], path: Path) -> None:
+    """Draw one panel of grouped bars per GPU; no file when there is nothing to draw."""
+    current = latest(records)
+    gpus = _plotted(current)
+    if not gpus:
+        path.unlink(missing_ok=True)
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6 * len(gpus)), layout="constrained")
+    for panel, gpu in enumerate(gpus):
+        axes = figure.add_subplot(len(gpus), 1, panel + 1)
+        bars = _bars([r for r in current if r["gpu"] == gpu])
+        shapes = list(dict.fromkeys(shape for ratios in bars.values() for shape in ratios))
+        width = 0.8 / len(bars)
+        for i, (backend, ratios) in enumerate(bars.items()):
+            places = [shapes.index(shape) + (i - (len(bars) - 1) / 2) * width for shape in ratios]
+            drawn = axes.bar(places, list(ratios.values()), width, label=backend)
+            axes.bar_label(drawn, fmt="%.2f", fontsize=7)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(shapes)), shapes)
+        axes.set_ylabel("fwd+bwd time / six grouped_mm")
+        axes.set_title(f"{gpu}, bf16, learned routing (lower is better)")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Description": plot_digest(records)})
+
+
+def main() -> None:
+    """Write page and plot."""
+    records = load(RESULTS)
+    PAGE.write_text(make_page(records))
+    draw(records, PLOT)
+    print(f"{len(records)} records -> {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

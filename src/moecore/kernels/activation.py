@@ -1,0 +1,520 @@
+"""The activation between an expert's two matrices, times the routing weight, rounded once.
+
+    a[r, f] = round(act(gate[r, f], up[r, f]) * weight[r])
+
+    backward, with h read again instead of anything saved:
+    dh[r]      = da[r] * weight[r] * act'(h[r])
+    dweight[r] = sum over f of da[r, f] * act(h[r])[f]
+
+Letters: R expert rows (capacity), F hidden dim, C columns of h (2F for gated activations, else F).
+
+Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R * F) * b, backward
+(U * (C + F) + R * (C + F)) * b, without the forward's output R * F * b less.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.common import on_device, tl, triton, use_kernel
+
+KINDS = ("swiglu", "geglu", "relu2", "clamped_swiglu")
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationOptions:
+    """Which activation, and how its input columns lie.
+
+    Attributes:
+        kind: "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "relu2" relu(h)^2;
+            "clamped_swiglu" (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above
+            and up on both sides (Source: gpt-oss).
+        limit: clamp of "clamped_swiglu".
+        alpha: sigmoid slope of "clamped_swiglu".
+        interleaved: gate and up columns alternate; else all of gate comes first.
+
+    Raises:
+        ValueError: for an unknown kind.
+    """
+
+    kind: str
+    limit: float = 7.0
+    alpha: float = 1.702
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            shown = ", ".join(repr(k) for k in KINDS)
+            raise ValueError(f"ActivationOptions.kind ({self.kind!r}) must be one of {shown}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation reads two columns per output column."""
+        return self.kind != "relu2"
+
+
+def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
+    """Return the activated rows in fp32, in plain differentiable PyTorch.
+
+    Args:
+        h_RC: [..., 2F] for gated activations, else [..., F]; any float dtype.
+        options: which activation.
+
+    Returns:
+        [..., F], fp32 (fp64 for fp64 input).
+    """
+    h_RC = h_RC.to(torch.promote_types(h_RC.dtype, torch.float32))
+    if not options.gated:
+        return F.relu(h_RC).square()
+    gate, up = halves(h_RC, options)
+    if options.kind == "swiglu":
+        return F.silu(gate) * up
+    if options.kind == "geglu":
+        return F.gelu(gate, approximate="tanh") * up
+    gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+    return (up + 1) * gate * torch.sigmoid(options.alpha * gate)
+
+
+def halves(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
+    """Return views of the gate and the up columns, [..., F] each."""
+    if options.interleaved:
+        return h_RC[..., 0::2], h_RC[..., 1::2]
+    gate, up = h_RC.chunk(2, dim=-1)
+    return gate, up
+
+
+def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
+    """Return the derivative of each output column by its input columns, in plain PyTorch.
+
+    Args:
+        h_RC: [..., 2F] for gated activations, else [..., F]; fp32 or fp64.
+        options: which activation.
+
+    Returns:
+        Shape and dtype of h_RC.
+    """
+    if not options.gated:
+        return 2 * F.relu(h_RC)
+    gate, up = halves(h_RC, options)
+    if options.kind == "swiglu":
+        s = torch.sigmoid(gate)
+        parts = up * s * (1 + gate * (1 - s)), gate * s
+    elif options.kind == "geglu":
+        parts = (
+            torch.ops.aten.gelu_backward(up, gate, approximate="tanh"),
+            F.gelu(gate, approximate="tanh"),
+        )
+    else:
+        low, near = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+        s = torch.sigmoid(options.alpha * low)
+        slope = (near + 1) * s * (1 + options.alpha * low * (1 - s))
+        parts = slope * (gate <= options.limit), low * s * (up.abs() <= options.limit)
+    return torch.stack(parts, -1).flatten(-2) if options.interleaved else torch.cat(parts, -1)
+
+
+def weighted_activation_ref(
+    h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
+) -> Tensor:
+    """Return act(h) * weight rounded once, zero from `num_rows` on."""
+    used_R1 = _used(h_RC, num_rows)
+    if used_R1 is not None:
+        # On both sides: 0 * NaN would reach the gradient of rows that nobody uses.
+        h_RC = torch.where(used_R1, h_RC, 0)
+    a_RF = activation(h_RC, options)
+    if weights_R is not None:
+        a_RF = a_RF * weights_R[:, None]
+    a_RF = a_RF.to(h_RC.dtype)
+    return a_RF if used_R1 is None else torch.where(used_R1, a_RF, 0)
+
+
+def weighted_activation_bwd_ref(
+    h_RC: Tensor,
+    da_RF: Tensor,
+    weights_R: Tensor | None,
+    num_rows: Tensor | None,
+    options: ActivationOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dh, dweights and the forward's output."""
+    dtype = torch.promote_types(h_RC.dtype, torch.float32)
+    used_R1 = _used(h_RC, num_rows)
+    if used_R1 is not None:
+        h_RC, da_RF = torch.where(used_R1, h_RC, 0), torch.where(used_R1, da_RF, 0)
+        weights_R = None if weights_R is None else torch.where(used_R1[:, 0], weights_R, 0)
+    a_RF, da_RF, h = activation(h_RC, options), da_RF.to(dtype), h_RC.to(dtype)
+    dweights_R = (da_RF * a_RF).sum(-1)
+    if weights_R is not None:
+        da_RF, a_RF = da_RF * weights_R[:, None], a_RF * weights_R[:, None]
+    if options.gated:
+        pair = (da_RF, da_RF)
+        da_RF = torch.stack(pair, -1).flatten(-2) if options.interleaved else torch.cat(pair, -1)
+    dh_RC = da_RF * activation_gradients(h, options)
+    return dh_RC.to(h_RC.dtype), dweights_R, a_RF.to(h_RC.dtype)
+
+
+def _used(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
+    if num_rows is None:
+        return None
+    return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
+
+
+# Output elements of one program and loop step; the backward keeps five operands in registers.
+FWD_TILE = 2048
+BWD_TILE = 1024
+
+
+def _blocks(num_columns: int, tile: int) -> dict[str, int]:
+    """Return the tile: a power of two of columns with at most 1/8 idle where that can be."""
+    fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
+    block_F = next(fits, min(128, max(16, triton.next_power_of_2(num_columns))))
+    return {"BLOCK_R": tile // block_F, "BLOCK_F": block_F}
+
+
+# Device functions, for the epilogues of other kernels too. Comparisons, not min and max: they let
+# a NaN through.
+
+
+@triton.jit
+def _gelu(gate):
+    """Return gelu in its tanh form, and its derivative; (1 + tanh(z)) / 2 == sigmoid(2z)."""
+    SLOPE: tl.constexpr = 1.5957691216057308  # 2 * sqrt(2 / pi)
+    CUBE: tl.constexpr = 0.044715
+    square = gate * gate
+    s = tl.sigmoid(SLOPE * (gate + CUBE * gate * square))
+    derivative = s * (1.0 + gate * (1.0 - s) * SLOPE * (1.0 + 3.0 * CUBE * square))
+    return gate * s, derivative
+
+
+@triton.jit
+def activate(
+    gate,  # fp32, any shape
+    up,  # fp32, same shape; ignored by "relu2"
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+):
+    """Return the activation, fp32."""
+    if KIND == "swiglu":
+        a = gate * tl.sigmoid(gate) * up
+    elif KIND == "geglu":
+        gelu, _ = _gelu(gate)
+        a = gelu * up
+    elif KIND == "clamped_swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        a = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
+    else:
+        positive = tl.where(gate < 0.0, 0.0, gate)
+        a = positive * positive
+    return a
+
+
+@triton.jit
+def activate_with_gradients(
+    gate,  # fp32, any shape
+    up,  # fp32, same shape; ignored by "relu2"
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+):
+    """Return the activation and its derivatives by gate and by up, fp32."""
+    if KIND == "swiglu":
+        s = tl.sigmoid(gate)
+        da_dup = gate * s
+        a = da_dup * up
+        da_dgate = up * s * (1.0 + gate * (1.0 - s))
+    elif KIND == "geglu":
+        da_dup, derivative = _gelu(gate)
+        a = da_dup * up
+        da_dgate = up * derivative
+    elif KIND == "clamped_swiglu":
+        low = tl.where(gate > LIMIT, LIMIT, gate)
+        near = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        s = tl.sigmoid(ALPHA * low)
+        a = (near + 1.0) * low * s
+        slope = (near + 1.0) * s * (1.0 + ALPHA * low * (1.0 - s))
+        da_dgate = tl.where(gate > LIMIT, 0.0, slope)
+        da_dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, low * s)
+    else:
+        positive = tl.where(gate < 0.0, 0.0, gate)
+        a = positive * positive
+        da_dgate = 2.0 * positive
+        da_dup = positive * 0.0
+    return a, da_dgate, da_dup
+
+
+@triton.jit
+def _load_halves(
+    row_ptr,  # [BLOCK_R, 1] pointers to the first column of each row
+    block,  # which block of output columns
+    mask,  # [BLOCK_R, 1] bool
+    F: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Return gate and up, fp32 [BLOCK_R, BLOCK_F], 0 outside; the same twice without a gate."""
+    columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
+    if INTERLEAVED:
+        both = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
+        h = tl.load(row_ptr + both[None, :], mask=mask & (both < 2 * F)[None, :], other=0.0)
+        gate, up = tl.split(tl.reshape(h, [BLOCK_R, BLOCK_F, 2]))
+    else:
+        inside = mask & (columns < F)[None, :]
+        gate = tl.load(row_ptr + columns[None, :], mask=inside, other=0.0)
+        up = gate
+        if GATED:
+            up = tl.load(row_ptr + F + columns[None, :], mask=inside, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+# `partial` because jit with options, as a decorator, needs Triton to be installed.
+@partial(triton.jit, do_not_specialize=["num_expert_rows"])
+def _weighted_activation_fwd_kernel(
+    h_ptr,  # [R, C]
+    weights_ptr,  # [R] fp32, or None for 1
+    num_rows_ptr,  # 0-dim int32, or None for R
+    a_ptr,  # [R, F], out
+    num_expert_rows,  # R
+    F: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    GATED: tl.constexpr = KIND != "relu2"
+    C: tl.constexpr = 2 * F if GATED else F
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    rows = (pid // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    used = rows < num_expert_rows
+    if num_rows_ptr is not None:
+        used = used & (rows < tl.load(num_rows_ptr))
+    h_rows = h_ptr + rows[:, None] * C
+    gate, up = _load_halves(h_rows, block, used[:, None], F, BLOCK_R, BLOCK_F, GATED, INTERLEAVED)
+    a = activate(gate, up, KIND, LIMIT, ALPHA)
+    if weights_ptr is not None:
+        a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
+    columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = (rows < num_expert_rows)[:, None] & (columns < F)[None, :]
+    out = a.to(a_ptr.dtype.element_ty)
+    tl.store(a_ptr + rows[:, None] * F + columns[None, :], out, mask=mask)
+
+
+@partial(triton.jit, do_not_specialize=["num_expert_rows"])
+def _weighted_activation_bwd_kernel(
+    h_ptr,  # [R, C]
+    da_ptr,  # [R, F]
+    weights_ptr,  # [R] fp32, or None for 1
+    num_rows_ptr,  # 0-dim int32, or None for R
+    dh_ptr,  # [R, C], out
+    dweights_ptr,  # [R] fp32, out
+    a_ptr,  # [R, F], out, or None: not wanted
+    num_expert_rows,  # R
+    F: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    GATED: tl.constexpr = KIND != "relu2"
+    C: tl.constexpr = 2 * F if GATED else F
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    exists = (rows < num_expert_rows)[:, None]
+    used = rows < num_expert_rows
+    if num_rows_ptr is not None:
+        used = used & (rows < tl.load(num_rows_ptr))
+    weights = tl.full([BLOCK_R], 1.0, tl.float32)
+    if weights_ptr is not None:
+        weights = tl.load(weights_ptr + rows, mask=used, other=0.0)
+    used = used[:, None]
+    dweights = tl.zeros([BLOCK_R, BLOCK_F], dtype=tl.float32)
+    for block in range(BLOCKS):
+        columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
+        inside = (columns < F)[None, :]
+        cells = rows[:, None] * F + columns[None, :]
+        gate, up = _load_halves(
+            h_ptr + rows[:, None] * C, block, used, F, BLOCK_R, BLOCK_F, GATED, INTERLEAVED
+        )
+        da = tl.load(da_ptr + cells, mask=used & inside, other=0.0).to(tl.float32)
+        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
+        dweights += da * a
+        da = da * weights[:, None]
+        if a_ptr is not None:
+            out = (a * weights[:, None]).to(a_ptr.dtype.element_ty)
+            tl.store(a_ptr + cells, out, mask=exists & inside)
+        dgate = (da * da_dgate).to(dh_ptr.dtype.element_ty)
+        dup = (da * da_dup).to(dh_ptr.dtype.element_ty)
+        dh_rows = dh_ptr + rows[:, None] * C
+        if INTERLEAVED:
+            both = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
+            mask = exists & (both < C)[None, :]
+            tl.store(dh_rows + both[None, :], tl.interleave(dgate, dup), mask=mask)
+        else:
+            tl.store(dh_rows + columns[None, :], dgate, mask=exists & inside)
+            if GATED:
+                tl.store(dh_rows + F + columns[None, :], dup, mask=exists & inside)
+    tl.store(dweights_ptr + rows, tl.sum(dweights, axis=1), mask=rows < num_expert_rows)
+
+
+def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict[str, object]:
+    gated = kind != "relu2"
+    return {"KIND": kind, "LIMIT": limit, "ALPHA": alpha, "INTERLEAVED": interleaved and gated}
+
+
+@torch.library.custom_op("moecore::weighted_activation", mutates_args=())
+def _weighted_activation(
+    h_RC: Tensor,
+    weights_R: Tensor | None,
+    num_rows: Tensor | None,
+    kind: str,
+    limit: float,
+    alpha: float,
+    interleaved: bool,
+) -> Tensor:
+    a_RF = _empty_output(h_RC, kind)
+    R, F_ = a_RF.shape
+    if not R or not F_:
+        return a_RF
+    blocks = _blocks(F_, FWD_TILE)
+    grid = (triton.cdiv(R, blocks["BLOCK_R"]) * triton.cdiv(F_, blocks["BLOCK_F"]),)
+    weights_R = None if weights_R is None else weights_R.contiguous()
+    constants = _constants(kind, limit, alpha, interleaved)
+    with on_device(h_RC):
+        _weighted_activation_fwd_kernel[grid](
+            h_RC.contiguous(), weights_R, num_rows, a_RF, R, F=F_, **constants, **blocks
+        )
+    return a_RF
+
+
+@torch.library.custom_op("moecore::weighted_activation_bwd", mutates_args=())
+def _weighted_activation_bwd(
+    h_RC: Tensor,
+    da_RF: Tensor,
+    weights_R: Tensor | None,
+    num_rows: Tensor | None,
+    kind: str,
+    limit: float,
+    alpha: float,
+    interleaved: bool,
+    with_output: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dh_RC, dweights_R, a_RF = _empty_gradients(h_RC, kind, with_output)
+    R, F_ = da_RF.shape
+    if not R or not F_:
+        return dh_RC, dweights_R.zero_(), a_RF
+    blocks = _blocks(F_, BWD_TILE)
+    weights_R = None if weights_R is None else weights_R.contiguous()
+    constants = _constants(kind, limit, alpha, interleaved)
+    with on_device(h_RC):
+        _weighted_activation_bwd_kernel[(triton.cdiv(R, blocks["BLOCK_R"]),)](
+            h_RC.contiguous(),
+            da_RF.contiguous(),
+            weights_R,
+            num_rows,
+            dh_RC,
+            dweights_R,
+            a_RF if with_output else None,
+            R,
+            F=F_,
+            **constants,
+            **blocks,
+        )
+    return dh_RC, dweights_R, a_RF
+
+
+def _empty_output(h_RC: Tensor, kind: str) -> Tensor:
+    R, C = h_RC.shape
+    return h_RC.new_empty(R, C if kind == "relu2" else C // 2)
+
+
+def _empty_gradients(h_RC: Tensor, kind: str, with_output: bool) -> tuple[Tensor, Tensor, Tensor]:
+    a_RF = _empty_output(h_RC, kind) if with_output else h_RC.new_empty(0)
+    return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
+
+
+@_weighted_activation.register_fake
+def _(h_RC, weights_R, num_rows, kind, limit, alpha, interleaved):  # type: ignore[no-untyped-def]
+    return _empty_output(h_RC, kind)
+
+
+@_weighted_activation_bwd.register_fake
+def _(h_RC, da_RF, weights_R, num_rows, kind, limit, alpha, interleaved, with_output):  # type: ignore[no-untyped-def]
+    return _empty_gradients(h_RC, kind, with_output)
+
+
+def _save_inputs(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
+
+
+def _weighted_activation_backward(ctx, da_RF):  # type: ignore[no-untyped-def]
+    h_RC, *rest = ctx.saved_tensors
+    dh_RC, dweights_R, _ = _weighted_activation_bwd(h_RC, da_RF, *rest, *ctx.options, False)
+    wanted = ctx.needs_input_grad
+    grads = (dh_RC if wanted[0] else None, dweights_R if wanted[1] else None)
+    return *grads, None, None, None, None, None
+
+
+_weighted_activation.register_autograd(_weighted_activation_backward, setup_context=_save_inputs)
+
+
+def weighted_activation_bwd(
+    h_RC: Tensor,
+    da_RF: Tensor,
+    weights_R: Tensor | None,
+    num_rows: Tensor | None,
+    options: ActivationOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `weighted_activation`, and its output again, in one pass.
+
+    Not differentiable. No host sync; the same bits in every run.
+
+    Args:
+        h_RC: as given to the forward.
+        da_RF: gradient of the output; rows from num_rows on are not read.
+        weights_R: as given to the forward.
+        num_rows: as given to the forward.
+        options: as given to the forward.
+
+    Returns:
+        dh_RC in the dtype of h_RC; dweights_R fp32, the gradient of a weight even when there were
+        none; a_RF, the forward's output. Rows from num_rows on are zero.
+    """
+    if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC, da_RF):
+        args = (options.kind, options.limit, options.alpha, options.interleaved)
+        return _weighted_activation_bwd(h_RC, da_RF, weights_R, num_rows, *args, True)
+    return weighted_activation_bwd_ref(h_RC, da_RF, weights_R, num_rows, options)
+
+
+def weighted_activation(
+    h_RC: Tensor, weights_R: Tensor | None, num_rows: Tensor | None, options: ActivationOptions
+) -> Tensor:
+    """Return the activated rows times their weight, computed in fp32 and rounded once.
+
+    Differentiable in h_RC and weights_R; saves only these two. No host sync.
+
+    Args:
+        h_RC: FC1's output, [R, 2F] for gated activations, else [R, F]; any float dtype; copied
+            when not contiguous.
+        weights_R: fp32 factor of each row; None means 1.
+        num_rows: 0-dim int32 on the device: rows from there on are not read; None means R.
+        options: which activation, and how its columns lie.
+
+    Returns:
+        [R, F], dtype of h_RC. Rows from num_rows on are zero.
+    """
+    if h_RC.dtype in KERNEL_DTYPES and use_kernel(h_RC):
+        args = (options.kind, options.limit, options.alpha, options.interleaved)
+        return _weighted_activation(h_RC, weights_R, num_rows, *args)
+    return weighted_activation_ref(h_RC, weights_R, num_rows, options)

@@ -1,0 +1,131 @@
+"""How many tokens chose each expert, per sequence.
+
+    counts[b, e] = number of choices of expert e in sequence b; -1 is not counted
+
+Letters: T tokens, B sequences of T / B tokens, E experts, K choices per token, N = T K.
+
+Bytes moved: 4 N, and 8 B E for the counts. Each program makes a histogram of its ids and adds it
+with one integer atomic per expert that occurs; integer sums have no order to depend on. Counts are
+int64, because they are summed over ranks and micro-batches of a step.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import on_device, tl, triton, use_kernel
+
+# Bins of a program's histogram, and (balance.py) a row of a tile; more use the references.
+MAX_EXPERTS = 1024
+BLOCK = 2048  # ids per program
+
+
+def add_expert_counts_ref(counts_BE: Tensor, ids_TK: Tensor) -> None:
+    """Add the counts of `ids_TK` to `counts_BE` in place."""
+    B = counts_BE.shape[0]
+    ids_BN = ids_TK.reshape(B, ids_TK.numel() // max(B, 1)).long()
+    counts_BE.scatter_add_(1, ids_BN.clamp(min=0), (ids_BN >= 0).long())
+
+
+@partial(triton.jit, do_not_specialize=["num_ids", "num_tokens", "num_blocks"])
+def expert_counts_fwd_kernel(
+    ids,  # int32 [B, num_ids]; -1 is not counted
+    counts,  # int64 [B, WIDTH], added to
+    num_ids,  # of one sequence
+    num_tokens,  # of one sequence
+    num_blocks,  # programs of one sequence
+    E: tl.constexpr,
+    WIDTH: tl.constexpr,  # E, or E + 1 with the tokens in the last column
+    BINS: tl.constexpr,  # power of two >= E
+    BLOCK: tl.constexpr,
+):
+    """Count one block of ids of one sequence."""
+    block = tl.program_id(0) % num_blocks
+    sequence = (tl.program_id(0) // num_blocks).to(tl.int64)
+    position = block * BLOCK + tl.arange(0, BLOCK)
+    inside = position < num_ids
+    expert = tl.load(ids + sequence * num_ids + position, mask=inside, other=-1)
+    found = tl.histogram(expert, BINS, mask=(expert >= 0) & (expert < E))
+    bins = tl.arange(0, BINS)
+    out = counts + sequence * WIDTH
+    tl.atomic_add(out + bins, found.to(tl.int64), mask=(bins < E) & (found > 0), sem="relaxed")
+    if WIDTH > E:
+        if block == 0:
+            tl.store(out + E, num_tokens)
+
+
+@torch.library.custom_op("moecore::add_expert_counts", mutates_args=("counts_BX",))
+def _add_expert_counts(counts_BX: Tensor, ids_TK: Tensor, num_experts: int) -> None:
+    (B, width), (T, K) = counts_BX.shape, ids_TK.shape
+    if not T * K:
+        return
+    num_tokens = T // B
+    num_blocks = triton.cdiv(num_tokens * K, BLOCK)
+    with on_device(ids_TK):
+        expert_counts_fwd_kernel[(B * num_blocks,)](
+            ids_TK.contiguous(),
+            counts_BX,
+            num_tokens * K,
+            num_tokens,
+            num_blocks,
+            E=num_experts,
+            WIDTH=width,
+            BINS=max(32, triton.next_power_of_2(num_experts)),
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+
+
+@_add_expert_counts.register_fake
+def _(counts_BX, ids_TK, num_experts):
+    return None
+
+
+def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
+    """Add the number of choices of each expert to `counts_BE` in place; one kernel.
+
+    Args:
+        counts_BE: int64 [B, E], contiguous.
+        ids_TK: int32 [T, K], expert ids; -1 = dropped, not counted. T is a multiple of B.
+    """
+    E = counts_BE.shape[1]
+    if use_kernel(ids_TK) and E <= MAX_EXPERTS:
+        _add_expert_counts(counts_BE, ids_TK, E)
+    else:
+        add_expert_counts_ref(counts_BE, ids_TK)
+
+
+def count_experts(ids_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
+    """Return int64 [B, E], the number of choices of each expert per sequence.
+
+    Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2], [1, 1, 0]].
+
+    Args:
+        ids_TK: int32 [T, K], expert ids; -1 = dropped, not counted. T is a multiple of B.
+        num_sequences: B.
+        num_experts: E.
+    """
+    counts_BE = torch.zeros(num_sequences, num_experts, dtype=torch.int64, device=ids_TK.device)
+    add_expert_counts(counts_BE, ids_TK)
+    return counts_BE
+
+
+def count_experts_and_tokens(ids_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
+    """Return int64 [B, E + 1]: `count_experts`, and each sequence's number of tokens beside it.
+
+    A memset and one kernel. Tokens whose choices were all dropped are tokens too.
+
+    Args:
+        ids_TK: int32 [T, K], expert ids; -1 = dropped, not counted. T is a multiple of B.
+        num_sequences: B.
+        num_experts: E.
+    """
+    B, E = num_sequences, num_experts
+    counts_BX = torch.zeros(B, E + 1, dtype=torch.int64, device=ids_TK.device)
+    if use_kernel(ids_TK) and E <= MAX_EXPERTS:
+        _add_expert_counts(counts_BX, ids_TK, E)
+    else:
+        add_expert_counts_ref(counts_BX[:, :E], ids_TK)
+        counts_BX[:, E] = ids_TK.shape[0] // max(B, 1)
+    return counts_BX

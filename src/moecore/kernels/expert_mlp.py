@@ -1,0 +1,326 @@
+"""The experts of one rank as one operation that keeps X and H, and nothing else, for backward.
+
+    h[r] = x[row_ids[r]] @ w1[i]^T      a[r] = act(h[r]) * weight[r]      i = expert of row r
+    y[s] = sum over k of a[slots[s, k]] @ w2[i]^T
+
+    da[r] = dy[row_ids[r]] @ w2[i]      dh, dweight and a again from h, da in one pass
+    dx[s] = sum over k of dh[slots[s, k]] @ w1[i]
+    dw2[i] = sum of dy[row_ids[r]]^T a[r]      dw1[i] = sum of dh[r]^T x[row_ids[r]]
+
+The weight is applied before FC2, so FC2's output is not needed: dweight[r] = <da[r], act(h[r])>.
+
+Letters: S source rows, R expert rows (capacity), e experts, D model dim, F hidden dim, C columns of
+H (2F for gated activations, else F).
+
+Two sets of products: "triton" (this package's kernels; rows are gathered while they are loaded, the
+activation of a gated FC1 sits in its epilogue) and "torch" (torch's grouped product around gathers
+in memory). 18 * R * D * F floating-point operations forward and backward when gated.
+
+Source: Megatron-Core's memory-efficient permutation (arXiv:2603.07685) for the place of the weight.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moecore._compat import grouped_mm
+from moecore.kernels.activation import (
+    ActivationOptions,
+    activation,
+    weighted_activation,
+    weighted_activation_bwd,
+)
+from moecore.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
+from moecore.kernels.grouped_wgrad import grouped_wgrad
+from moecore.kernels.rows import gather_rows, sum_rows, sum_rows_ref
+
+Products = Literal["triton", "torch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertRows:
+    """Which source rows each expert reads, as in `ExpertInput`.
+
+    Attributes:
+        row_ids_R: int32, source row of each expert row.
+        weights_R: fp32, routing weight of each expert row; differentiable.
+        slots_SK: int32, expert row of each source row's k-th choice, -1 for none here.
+        offsets_e: int32, running sum of the experts' rows.
+    """
+
+    row_ids_R: Tensor
+    weights_R: Tensor
+    slots_SK: Tensor
+    offsets_e: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertMLPOptions:
+    """How `expert_mlp` computes.
+
+    Attributes:
+        activation: between the two products.
+        products: whose kernels multiply. "triton" wants contiguous weights, no interleaved
+            columns, 16-bit floats and a GPU; "torch" takes any strides.
+        keep_h: keep FC1's output for backward; False keeps X alone and multiplies again.
+    """
+
+    activation: ActivationOptions
+    products: Products = "torch"
+    keep_h: bool = True
+
+
+def expert_mlp_ref(
+    x_SD: Tensor,
+    w1_eCD: Tensor,
+    w2_eDF: Tensor,
+    rows: ExpertRows,
+    options: ActivationOptions,
+) -> Tensor:
+    """Return y expert by expert, in plain differentiable PyTorch. Host sync."""
+    parts, start = [], 0
+    for i, stop in enumerate(rows.offsets_e.tolist()):
+        x = x_SD.index_select(0, rows.row_ids_R[start:stop])
+        a = activation(x @ w1_eCD[i].T, options) * rows.weights_R[start:stop, None]
+        parts.append(a.to(x.dtype) @ w2_eDF[i].T)
+        start = stop
+    return sum_rows_ref(torch.cat(parts), rows.row_ids_R, rows.slots_SK, None)
+
+
+class _Products:
+    """The five products of the two weights, one set or the other.
+
+    Args:
+        triton: whose kernels.
+        row_ids_R, slots_SK, offsets_e: as in `ExpertRows`.
+    """
+
+    def __init__(
+        self, triton: bool, row_ids_R: Tensor, slots_SK: Tensor, offsets_e: Tensor
+    ) -> None:
+        self.triton = triton
+        self.index = (row_ids_R, slots_SK, offsets_e[-1])
+        self.row_ids_R, self.offsets_e = row_ids_R, offsets_e
+
+    def rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
+        """Each expert row times its expert's matrix."""
+        if self.triton:
+            return grouped_gemm(a_RK, b_eKN, self.offsets_e)
+        return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)
+
+    def source_rows(self, x_SK: Tensor, b_eKN: Tensor) -> Tensor:
+        """The source row of each expert row times its expert's matrix."""
+        if self.triton:
+            return grouped_gemm(x_SK, b_eKN, self.offsets_e, row_ids_R=self.row_ids_R)
+        return grouped_mm(gather_rows(x_SK, *self.index), b_eKN, offs=self.offsets_e)
+
+    def weight_grad(
+        self, x_SM: Tensor, y_RN: Tensor, transposed: bool, main_grad: Tensor | None
+    ) -> Tensor:
+        """[e, M, N] or transposed; added to `main_grad` where there is one."""
+        if self.triton:
+            return grouped_wgrad(
+                x_SM,
+                y_RN,
+                self.row_ids_R,
+                self.offsets_e,
+                transposed=transposed,
+                main_grad=main_grad,
+            )
+        x_RM = gather_rows(x_SM, *self.index)
+        left, right = (y_RN, x_RM) if transposed else (x_RM, y_RN)
+        out = grouped_mm(left.t(), right, offs=self.offsets_e)
+        return out if main_grad is None else main_grad.add_(out)
+
+
+def _activation_options(kind: str, limit: float, alpha: float, inter: bool) -> ActivationOptions:
+    return ActivationOptions(kind=kind, limit=limit, alpha=alpha, interleaved=inter)
+
+
+def _fc1(
+    products: _Products,
+    x_SD: Tensor,
+    w1_eCD: Tensor,
+    weights_R: Tensor,
+    options: ActivationOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return H and the weighted activation."""
+    if products.triton and options.gated:
+        return grouped_gemm_activation(
+            x_SD, w1_eCD, products.row_ids_R, weights_R, products.offsets_e, options
+        )
+    h_RC = products.source_rows(x_SD, w1_eCD.transpose(1, 2))
+    return h_RC, weighted_activation(h_RC, weights_R, products.index[2], options)
+
+
+@torch.library.custom_op("moecore::expert_mlp", mutates_args=())
+def _expert_mlp(
+    x_SD: Tensor,
+    w1_eCD: Tensor,
+    w2_eDF: Tensor,
+    weights_R: Tensor,
+    row_ids_R: Tensor,
+    slots_SK: Tensor,
+    offsets_e: Tensor,
+    main_grad1: Tensor | None,
+    main_grad2: Tensor | None,
+    kind: str,
+    limit: float,
+    alpha: float,
+    interleaved: bool,
+    triton: bool,
+    keep_h: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return y_SD and h_RC (empty unless kept)."""
+    products = _Products(triton, row_ids_R, slots_SK, offsets_e)
+    options = _activation_options(kind, limit, alpha, interleaved)
+    h_RC, a_RF = _fc1(products, x_SD, w1_eCD, weights_R, options)
+    y_RD = products.rows(a_RF, w2_eDF.transpose(1, 2))
+    y_SD = sum_rows(y_RD, *products.index)
+    return y_SD, h_RC if keep_h else h_RC.new_empty(0)
+
+
+@_expert_mlp.register_fake
+def _(x_SD, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
+    h_shape = (weights_R.shape[0], w1_eCD.shape[1]) if rest[-1] else (0,)
+    return torch.empty_like(x_SD), x_SD.new_empty(h_shape)
+
+
+@torch.library.custom_op("moecore::expert_mlp_bwd", mutates_args=("main_grad1", "main_grad2"))
+def _expert_mlp_bwd(
+    dy_SD: Tensor,
+    x_SD: Tensor,
+    h_RC: Tensor,
+    w1_eCD: Tensor,
+    w2_eDF: Tensor,
+    weights_R: Tensor,
+    row_ids_R: Tensor,
+    slots_SK: Tensor,
+    offsets_e: Tensor,
+    main_grad1: Tensor | None,
+    main_grad2: Tensor | None,
+    kind: str,
+    limit: float,
+    alpha: float,
+    interleaved: bool,
+    triton: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dx, dw1, dw2 and dweights; empty where not wanted or added to a main gradient."""
+    products = _Products(triton, row_ids_R, slots_SK, offsets_e)
+    options = _activation_options(kind, limit, alpha, interleaved)
+    want_x, want_w1, want_w2, want_weights = wanted
+    dx_SD, dw1, dw2 = (x_SD.new_empty(0) for _ in range(3))
+    dy_SD = dy_SD.contiguous()
+    if not h_RC.numel():
+        h_RC = products.source_rows(x_SD, w1_eCD.transpose(1, 2))
+    if want_x or want_w1 or want_weights:
+        da_RF = products.source_rows(dy_SD, w2_eDF)
+        dh_RC, dweights_R, a_RF = weighted_activation_bwd(
+            h_RC, da_RF, weights_R, products.index[2], options
+        )
+        del da_RF
+    else:
+        a_RF = weighted_activation(h_RC, weights_R, products.index[2], options)
+    if want_w2:
+        grad = products.weight_grad(dy_SD, a_RF, False, main_grad2)
+        dw2 = grad if main_grad2 is None else dw2
+    del a_RF
+    if want_x:
+        dx_SD = sum_rows(products.rows(dh_RC, w1_eCD), *products.index)
+    if want_w1:
+        grad = products.weight_grad(x_SD, dh_RC, True, main_grad1)
+        dw1 = grad if main_grad1 is None else dw1
+    return dx_SD, dw1, dw2, dweights_R if want_weights else weights_R.new_empty(0)
+
+
+@_expert_mlp_bwd.register_fake
+def _(dy_SD, x_SD, h_RC, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
+    main_grads, wanted = rest[3:5], rest[-1]
+    made = [wanted[0], *(w and m is None for w, m in zip(wanted[1:3], main_grads, strict=True))]
+    shapes = [t.shape if m else (0,) for t, m in zip((x_SD, w1_eCD, w2_eDF), made, strict=True)]
+    dweights_R = weights_R.new_empty(weights_R.shape if wanted[3] else (0,))
+    return *(x_SD.new_empty(shape) for shape in shapes), dweights_R
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, main_grad1, main_grad2, kind, limit, alpha, interleaved, triton, _ = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    # Not among the saved ones: another micro-batch's backward may have added to them since.
+    ctx.main_grads = (main_grad1, main_grad2)
+    ctx.options = (kind, limit, alpha, interleaved, triton)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dy_SD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x_SD, w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e, h_RC = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:4])
+    grads = torch.ops.moecore.expert_mlp_bwd(
+        dy_SD,
+        x_SD,
+        h_RC,
+        w1_eCD,
+        w2_eDF,
+        weights_R,
+        row_ids_R,
+        slots_SK,
+        offsets_e,
+        *ctx.main_grads,
+        *ctx.options,
+        wanted,
+    )
+    added = (None, *ctx.main_grads, None)
+    found = [g if w and m is None else None for g, w, m in zip(grads, wanted, added, strict=True)]
+    return *found, *(None,) * 11
+
+
+_expert_mlp.register_autograd(_backward, setup_context=_save)
+
+
+def expert_mlp(
+    x_SD: Tensor,
+    w1_eCD: Tensor,
+    w2_eDF: Tensor,
+    rows: ExpertRows,
+    options: ExpertMLPOptions,
+    *,
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """Return the weighted sum over each source row's experts; differentiable, no host sync.
+
+    Keeps x, H, the weights and the index for backward. Frozen inputs cost no product. Under
+    torch.compile it is one opaque operation.
+
+    Args:
+        x_SD: [S, D] source rows.
+        w1_eCD: [e, C, D], dtype of x: gate rows then up rows when gated.
+        w2_eDF: [e, D, F], dtype of x.
+        rows: which rows each expert reads, and with which weight.
+        options: how.
+        main_grads: contiguous fp32 or bf16 tensors of the shapes of w1 and w2, to which the
+            weights' gradients are added inside the kernel that computes them; autograd then gets
+            no gradient for that weight. Not under torch.compile.
+
+    Returns:
+        [S, D], dtype of x: added in fp32, rounded once. Bit-reproducible with "triton".
+    """
+    act = options.activation
+    y_SD, _ = _expert_mlp(
+        x_SD.contiguous(),
+        w1_eCD,
+        w2_eDF,
+        rows.weights_R,
+        rows.row_ids_R,
+        rows.slots_SK,
+        rows.offsets_e,
+        *main_grads,
+        act.kind,
+        act.limit,
+        act.alpha,
+        act.interleaved,
+        options.products == "triton",
+        options.keep_h,
+    )
+    return y_SD

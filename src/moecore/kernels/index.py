@@ -1,0 +1,357 @@
+"""From the experts of each row to the rows of each expert: a stable counting sort with padding.
+
+A pair is one (source row, choice). Pairs of local experts get an expert row each: experts in
+order, and for one expert its pairs in order of (s, k); each expert's rows are padded to a multiple.
+
+Four launches, integer work only, no atomics, the same bits in every run:
+
+    count   per block of pairs: how many go to each expert
+    scan    per expert: how many of its pairs lie in earlier blocks, and its total
+    layout  the running sum of the padded totals; zeros in the rows that no pair gets
+    place   row of a pair = start of its expert + pairs in earlier blocks + earlier pairs in its own
+
+Letters: S source rows, K choices per source row, N = S * K pairs, e local experts, R expert rows
+(capacity), B = N / 128 blocks of pairs.
+
+Bytes moved: ids and weights 8 * N, slots 4 * N, row ids and weights 8 * R, and the [B, e] table
+written once, scanned in place and read once (16 * B * e).
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import on_device, tl, triton, use_kernel
+
+BLOCK_N = 128  # pairs of one program; place compares all pairs of a block with each other
+BLOCK_B = 2048  # blocks of pairs that scan takes at once
+BLOCK_R = 1024  # expert rows that one program of layout clears
+MAX_ROWS = 2**31 - 1  # row numbers are int32
+
+
+class ExpertIndex(NamedTuple):
+    """Both directions between source rows and expert rows.
+
+    Attributes:
+        row_ids_R: int32, source row of each expert row; 0 where there is none.
+        weights_R: fp32, weight of each expert row, differentiable; 0 where there is none.
+        slots_SK: int32, expert row of each source row's k-th choice; -1 where it has none here.
+        offsets_e: int32 running sum of the padded counts: expert i owns rows
+            [offsets_e[i - 1], offsets_e[i]).
+    """
+
+    row_ids_R: Tensor
+    weights_R: Tensor
+    slots_SK: Tensor
+    offsets_e: Tensor
+
+
+def build_index_ref(
+    ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, capacity: int
+) -> ExpertIndex:
+    """Return the index by a stable sort of the pairs; any float dtype of weights."""
+    N, device = ids_SK.numel(), ids_SK.device
+    local_N = ids_SK.flatten().long() - first
+    local_N = torch.where((local_N < 0) | (local_N >= num_local), num_local, local_N)
+    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=device)
+    counts.scatter_add_(0, local_N, torch.ones_like(local_N))
+    padded_e = (counts[:-1] + multiple - 1) // multiple * multiple
+    offsets_e = padded_e.cumsum(0)
+    # From a pair's place in the sort to its row: minus the unpadded, plus the padded start.
+    shift = torch.cat([offsets_e - padded_e, offsets_e[:1]]) - (counts.cumsum(0) - counts)
+    order_N = torch.argsort(local_N, stable=True)
+    expert_N = local_N[order_N]
+    row_N = torch.arange(N, device=device) + shift[expert_N]
+    # Pairs without an expert here land in one spare row past the end.
+    row_N = torch.where(expert_N == num_local, capacity, row_N).clamp(max=capacity)
+    slot_N = torch.empty_like(row_N).scatter_(0, order_N, row_N)
+    sources_N = torch.arange(N, device=device, dtype=torch.int32) // max(ids_SK.shape[1], 1)
+    spare_R = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
+    weights_R = weights_SK.new_zeros(capacity + 1).scatter(0, slot_N, weights_SK.flatten())
+    return ExpertIndex(
+        row_ids_R=spare_R.scatter_(0, slot_N, sources_N)[:capacity],
+        weights_R=weights_R[:capacity],
+        slots_SK=slot_N.where(slot_N < capacity, -1).to(torch.int32).view(ids_SK.shape),
+        offsets_e=offsets_e.to(torch.int32),
+    )
+
+
+# `partial` because jit with options, as a decorator, needs Triton to be installed.
+@partial(triton.jit, do_not_specialize=["first", "num_pairs"])
+def _build_index_fwd_count_kernel(
+    ids_ptr,  # [N] int32 global expert ids
+    table_ptr,  # [B, e] int32, out: pairs of block b that go to expert i
+    first,  # first global id owned here
+    num_pairs,  # N
+    NUM_LOCAL: tl.constexpr,
+    BINS: tl.constexpr,  # power of two >= NUM_LOCAL
+    BLOCK_N: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    pairs = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first
+    here = (local >= 0) & (local < NUM_LOCAL) & (pairs < num_pairs)
+    counts = tl.histogram(tl.where(here, local, 0), BINS, mask=here)
+    bins = tl.arange(0, BINS)
+    tl.store(table_ptr + block * NUM_LOCAL + bins, counts, mask=bins < NUM_LOCAL)
+
+
+@partial(triton.jit, do_not_specialize=["num_blocks"])
+def _build_index_fwd_scan_kernel(
+    table_ptr,  # [B, e] int32, in place: counts become sums over earlier blocks
+    totals_ptr,  # [e] int32, out
+    num_blocks,  # B
+    NUM_LOCAL: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    total = 0
+    for start in range(0, num_blocks, BLOCK_B):
+        blocks = start + tl.arange(0, BLOCK_B)
+        entry = table_ptr + blocks.to(tl.int64) * NUM_LOCAL + expert
+        counts = tl.load(entry, mask=blocks < num_blocks, other=0)
+        before = total + tl.cumsum(counts, axis=0) - counts
+        tl.store(entry, before.to(tl.int32), mask=blocks < num_blocks)
+        total += tl.sum(counts, axis=0)
+    tl.store(totals_ptr + expert, total)
+
+
+@partial(triton.jit, do_not_specialize=["num_rows"])
+def _build_index_fwd_layout_kernel(
+    totals_ptr,  # [e] int32
+    offsets_ptr,  # [e] int32, out: running sum of the padded totals
+    row_ids_ptr,  # [R] int32, out: 0 in rows without a pair
+    weights_ptr,  # [R] fp32, out: 0 in rows without a pair
+    num_rows,  # R
+    NUM_LOCAL: tl.constexpr,
+    BINS: tl.constexpr,  # power of two >= NUM_LOCAL
+    MULTIPLE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    experts = tl.arange(0, BINS)
+    totals = tl.load(totals_ptr + experts, mask=experts < NUM_LOCAL, other=0)
+    padded = (totals + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    offsets = tl.cumsum(padded, axis=0)
+    if pid == 0:
+        tl.store(offsets_ptr + experts, offsets.to(tl.int32), mask=experts < NUM_LOCAL)
+    # The first programs clear one expert's padding each, the others a block past the last expert.
+    if pid < NUM_LOCAL:
+        if MULTIPLE > 1:
+            stop = tl.sum(tl.where(experts == pid, offsets, 0), axis=0)
+            count = tl.sum(tl.where(experts == pid, padded - totals, 0), axis=0)
+            pads = stop - 1 - tl.arange(0, MULTIPLE)
+            unused = (pads >= stop - count) & (pads < num_rows)
+            tl.store(row_ids_ptr + pads, tl.zeros([MULTIPLE], tl.int32), mask=unused)
+            tl.store(weights_ptr + pads, tl.zeros([MULTIPLE], tl.float32), mask=unused)
+    else:
+        rows = (pid - NUM_LOCAL).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+        past = (rows >= tl.sum(padded, axis=0)) & (rows < num_rows)
+        tl.store(row_ids_ptr + rows, tl.zeros([BLOCK_R], tl.int32), mask=past)
+        tl.store(weights_ptr + rows, tl.zeros([BLOCK_R], tl.float32), mask=past)
+
+
+@partial(triton.jit, do_not_specialize=["first", "num_pairs", "num_rows"])
+def _build_index_fwd_place_kernel(
+    ids_ptr,  # [N] int32 global expert ids
+    pair_weights_ptr,  # [N] fp32
+    table_ptr,  # [B, e] int32, pairs of expert i in blocks before b
+    totals_ptr,  # [e] int32
+    offsets_ptr,  # [e] int32
+    row_ids_ptr,  # [R] int32, out
+    weights_ptr,  # [R] fp32, out
+    slots_ptr,  # [N] int32, out
+    first,  # first global id owned here
+    num_pairs,  # N
+    num_rows,  # R
+    K: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    inside = tl.arange(0, BLOCK_N)
+    pairs = block * BLOCK_N + inside
+    local = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) - first
+    here = (local >= 0) & (local < NUM_LOCAL) & (pairs < num_pairs)
+    earlier = (local[:, None] == local[None, :]) & (inside[:, None] < inside[None, :])
+    rank = tl.sum(earlier.to(tl.int32), axis=0)
+
+    before = tl.load(table_ptr + block * NUM_LOCAL + local, mask=here, other=0)
+    total = tl.load(totals_ptr + local, mask=here, other=0)
+    padded = (total + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    stop = tl.load(offsets_ptr + local, mask=here, other=0)
+    row = stop - padded + before + rank
+    here = here & (row < num_rows)
+    weights = tl.load(pair_weights_ptr + pairs, mask=here, other=0.0)
+    tl.store(row_ids_ptr + row, (pairs // K).to(tl.int32), mask=here)
+    tl.store(weights_ptr + row, weights, mask=here)
+    tl.store(slots_ptr + pairs, tl.where(here, row, -1), mask=pairs < num_pairs)
+
+
+@partial(triton.jit, do_not_specialize=["num_pairs"])
+def _build_index_bwd_kernel(
+    dweights_ptr,  # [R] fp32
+    slots_ptr,  # [N] int32, -1 = none
+    dpairs_ptr,  # [N] fp32, out: gradient of each pair's row, 0 without a row
+    num_pairs,  # N
+    BLOCK: tl.constexpr,
+):
+    pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.load(slots_ptr + pairs, mask=pairs < num_pairs, other=-1)
+    grads = tl.load(dweights_ptr + slots, mask=slots >= 0, other=0.0)
+    tl.store(dpairs_ptr + pairs, grads, mask=pairs < num_pairs)
+
+
+@torch.library.custom_op("moecore::build_index", mutates_args=())
+def _build_index(
+    ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    N, R, device = ids_SK.numel(), capacity, ids_SK.device
+    row_ids_R, weights_R, slots_SK, offsets_e = _empty(ids_SK, weights_SK, num_local, R)
+    B = triton.cdiv(N, BLOCK_N)
+    ids_SK, weights_SK = ids_SK.contiguous(), weights_SK.contiguous()
+    table_Be = torch.empty(B, num_local, dtype=torch.int32, device=device)
+    totals_e = torch.empty(num_local, dtype=torch.int32, device=device)
+    sizes = dict(NUM_LOCAL=num_local, BINS=max(32, triton.next_power_of_2(num_local)))
+    with on_device(ids_SK):
+        if N:
+            _build_index_fwd_count_kernel[(B,)](
+                ids_SK, table_Be, first, N, BLOCK_N=BLOCK_N, **sizes
+            )
+        _build_index_fwd_scan_kernel[(num_local,)](
+            table_Be, totals_e, B, NUM_LOCAL=num_local, BLOCK_B=BLOCK_B, num_warps=8
+        )
+        _build_index_fwd_layout_kernel[(num_local + triton.cdiv(R, BLOCK_R),)](
+            totals_e,
+            offsets_e,
+            row_ids_R,
+            weights_R,
+            R,
+            MULTIPLE=multiple,
+            BLOCK_R=BLOCK_R,
+            **sizes,
+        )
+        if N:
+            _build_index_fwd_place_kernel[(B,)](
+                ids_SK,
+                weights_SK,
+                table_Be,
+                totals_e,
+                offsets_e,
+                row_ids_R,
+                weights_R,
+                slots_SK,
+                first,
+                N,
+                R,
+                K=ids_SK.shape[1],
+                NUM_LOCAL=num_local,
+                MULTIPLE=multiple,
+                BLOCK_N=BLOCK_N,
+            )
+    return row_ids_R, weights_R, slots_SK, offsets_e
+
+
+@torch.library.custom_op("moecore::build_index_bwd", mutates_args=())
+def _build_index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
+    dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
+    N = slots_SK.numel()
+    if N:
+        with on_device(slots_SK):
+            _build_index_bwd_kernel[(triton.cdiv(N, 1024),)](
+                dweights_R.contiguous(), slots_SK, dweights_SK, N, BLOCK=1024
+            )
+    return dweights_SK
+
+
+def _empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> tuple[Tensor, ...]:
+    integers = partial(torch.empty, dtype=torch.int32, device=ids_SK.device)
+    weights_R = torch.empty(R, dtype=weights_SK.dtype, device=ids_SK.device)
+    return integers(R), weights_R, integers(tuple(ids_SK.shape)), integers(num_local)
+
+
+@_build_index.register_fake
+def _(ids_SK, weights_SK, first, num_local, multiple, capacity):  # type: ignore[no-untyped-def]
+    return _empty(ids_SK, weights_SK, num_local, capacity)
+
+
+@_build_index_bwd.register_fake
+def _(dweights_R, slots_SK):  # type: ignore[no-untyped-def]
+    return torch.empty_like(slots_SK, dtype=dweights_R.dtype)
+
+
+def _save_slots(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(output[2])
+
+
+def _build_index_backward(ctx, _, dweights_R, *rest):  # type: ignore[no-untyped-def]
+    dweights_SK = None
+    if ctx.needs_input_grad[1]:
+        dweights_SK = _build_index_bwd(dweights_R, *ctx.saved_tensors)
+    return None, dweights_SK, None, None, None, None
+
+
+_build_index.register_autograd(_build_index_backward, setup_context=_save_slots)
+
+
+def build_index(
+    ids_SK: Tensor,
+    weights_SK: Tensor,
+    *,
+    first: int,
+    num_local: int,
+    multiple: int = 1,
+    capacity: int | None = None,
+) -> ExpertIndex:
+    """Return which source row each expert row reads, and where each choice went.
+
+    No host sync. weights_R is differentiable in weights_SK; rows that hold no pair may carry any
+    gradient, NaN included.
+
+    Args:
+        ids_SK: int32, global expert ids, distinct in a row; -1 = dropped; experts of other ranks
+            are skipped.
+        weights_SK: fp32 weight of each choice; those of skipped choices are not read.
+        first: first global id owned here.
+        num_local: number of experts owned here, e.
+        multiple: each expert's rows are padded up to a multiple of this, a power of two.
+        capacity: R, when the caller knows that so many rows suffice: what lies past them is
+            dropped, and only offsets_e[-1] > R tells. Default is enough for every routing,
+            S * K + e * (multiple - 1) rounded up to `multiple`.
+
+    Returns:
+        The index. Padding rows and all rows past offsets_e[-1] have row id 0 and weight 0.
+
+    Raises:
+        ValueError: for shapes, dtypes or a multiple that do not fit, and for more rows than int32
+            counts.
+
+    Example, experts 2 and 3 of six, multiple 2, ids [[3, 0], [2, 3], [5, 3]]: expert 2 gets row 1
+    and one row of padding, expert 3 rows 0, 1, 2 and one of padding, so row_ids_R is
+    [1, 0, 0, 1, 2, 0, 0, 0], slots_SK [[2, -1], [0, 3], [-1, 4]] and offsets_e [2, 6].
+    """
+    if ids_SK.ndim != 2 or ids_SK.dtype != torch.int32:
+        raise ValueError(
+            f"ids_SK ({tuple(ids_SK.shape)}, {ids_SK.dtype}) must be [S, K] int32: cast it"
+        )
+    if weights_SK.shape != ids_SK.shape:
+        raise ValueError(
+            f"weights_SK ({tuple(weights_SK.shape)}) must have the shape of ids_SK "
+            f"({tuple(ids_SK.shape)}): pass one weight per choice"
+        )
+    if multiple < 1 or multiple & (multiple - 1):
+        raise ValueError(f"multiple ({multiple}) must be a power of two: use 1 for no padding")
+    needed = -(-(ids_SK.numel() + num_local * (multiple - 1)) // multiple) * multiple
+    R = needed if capacity is None else capacity
+    if max(R, ids_SK.numel()) > MAX_ROWS:
+        raise ValueError(
+            f"expert rows ({R}) and choices ({ids_SK.numel()}) must be <= {MAX_ROWS}, what int32 "
+            "counts: split the batch"
+        )
+    options = dict(first=first, num_local=num_local, multiple=multiple, capacity=R)
+    if weights_SK.dtype == torch.float32 and use_kernel(ids_SK, weights_SK):
+        return ExpertIndex(*_build_index(ids_SK, weights_SK, **options))
+    return build_index_ref(ids_SK, weights_SK, **options)

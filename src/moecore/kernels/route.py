@@ -1,0 +1,517 @@
+"""Which experts each token goes to, and with which weight: scores, top-k choice, weights.
+
+Letters: T tokens, E experts, K experts per token, G expert groups of S experts.
+
+Budget: forward reads the logits once, 4TE bytes, and writes 8TK; backward reads 4TE + 8TK and
+writes 4TE (a sigmoid or "post" reads only K logits of a row). Neither is bound by memory: a
+choice is an argmax over E in registers, about 6 integer instructions per logit and choice.
+
+Note [order]. A row is ranked by (selection score, greatest first; then id, lowest first). The
+kernel compares int32 keys that sort like the floats, so that equal floats tie exactly: -0.0 is
+0.0, every NaN is one value above infinity, and -2**31, which no float has, marks what may not be
+chosen. A choice is then two integer reductions, the greatest key and the lowest column that has
+it; a warp reduces 32-bit integers in one instruction each.
+
+Note [columns]. With groups, a row is laid out as G blocks of a power of two columns, so that it
+reshapes to [groups, experts of a group] whatever E is. Columns keep the order of the ids.
+
+Note [one warp]. A program is one warp that holds a tile of whole rows: a row never spans two
+warps, so that a reduction needs no shared memory and no barrier.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import on_device, tl, triton, use_kernel
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+SCORE_ORDERS = ("pre", "post")
+FWD_TILE, BWD_TILE = 1024, 512  # logits of one program: 32 and 16 registers per thread
+MAX_TOKENS = 64  # of one program, where E is small
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteOptions:
+    """How logits become a choice and weights.
+
+    Attributes:
+        top_k: experts per token K.
+        score_function: "softmax" or "sigmoid".
+        score_order: "pre" scores all experts and keeps the scores of the chosen; "post" ranks the
+            logits, and its weights are a softmax over the K chosen logits.
+        normalize: divide the K weights of a token by their sum (+ 1e-20); "pre" only.
+        scale: factor on the weights.
+        num_groups: experts are split into this many equal groups.
+        top_groups: groups that a token may choose from, ranked by the sum of their two best
+            selection scores.
+        balanced: deal the experts out in turn, id (t * K + k) % E, whatever the scores; weights
+            still come from the scores.
+
+    Raises:
+        ValueError: for an unknown score function or order.
+    """
+
+    top_k: int
+    score_function: str
+    score_order: str
+    normalize: bool
+    scale: float
+    num_groups: int
+    top_groups: int
+    balanced: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (("score_function", SCORE_FUNCTIONS), ("score_order", SCORE_ORDERS)):
+            if getattr(self, name) not in choices:
+                shown = ", ".join(repr(c) for c in choices)
+                raise ValueError(
+                    f"RouteOptions.{name} ({getattr(self, name)!r}) must be one of {shown}"
+                )
+
+
+def route_ref(
+    logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions
+) -> tuple[Tensor, Tensor]:
+    """Return what `route` returns, in plain PyTorch; weights in the dtype of fp32 or fp64 logits.
+
+    Example, E=4, two groups, top_groups=1, K=2: scores [.1 .6 .5 .4] have group sums .7 and .9,
+    so the ids are [2, 3] although expert 1 has the best score.
+    """
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    if options.score_order == "post":
+        ids_TK = _select(logits_TE.detach(), bias_E, options)
+        weights_TK = logits_TE.gather(1, ids_TK).softmax(-1)
+    else:
+        softmax = options.score_function == "softmax"
+        scores_TE = logits_TE.softmax(-1) if softmax else logits_TE.sigmoid()
+        ids_TK = _select(scores_TE.detach(), bias_E, options)
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if options.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return ids_TK.to(torch.int32), weights_TK * options.scale
+
+
+def _select(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
+    """Return the ids [T, K] int64, best first; stable sorts keep lower ids first among equals."""
+    (T, E), K = ranked_TE.shape, options.top_k
+    if options.balanced:
+        return (torch.arange(T * K, device=ranked_TE.device) % E).view(T, K)
+    if bias_E is not None:
+        ranked_TE = ranked_TE + bias_E
+    order_TE = _best_first(ranked_TE)
+    if options.top_groups < options.num_groups:
+        ranked_TGS = ranked_TE.view(T, options.num_groups, E // options.num_groups)
+        groups_TG = _best_first(ranked_TGS.topk(2, dim=-1).values.sum(-1))
+        excluded_TG = torch.ones_like(groups_TG, dtype=torch.uint8)
+        excluded_TG.scatter_(1, groups_TG[:, : options.top_groups], 0)
+        excluded_TE = excluded_TG[..., None].expand_as(ranked_TGS).reshape(T, E)
+        # Excluded experts go last whatever their scores: an allowed one may be at -inf.
+        order_TE = order_TE.gather(1, excluded_TE.gather(1, order_TE).sort(stable=True).indices)
+    return order_TE[:, :K]
+
+
+def _best_first(x: Tensor) -> Tensor:
+    return x.sort(dim=-1, descending=True, stable=True).indices
+
+
+@triton.jit
+def _key(x):
+    """Return int32 keys that sort like fp32 x: see Note [order]."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _float(key):
+    """Return the fp32 value of a key; a NaN for the key of excluded columns."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _best(keys, columns):
+    """Return [rows, 1], the column of each row's greatest key, the lowest among equals."""
+    best = tl.max(keys, axis=1, keep_dims=True)
+    return tl.min(tl.where(keys == best, columns, keys.shape[1] - 1), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _exp(x):
+    """Return exp(x) to 2 or 3 ulp, x <= 200: the rounding error of x * log2(e) is carried along.
+
+    exp(-200) is 0 in fp32; the clamp keeps -inf out of the error term, and lets a NaN through.
+    """
+    x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
+    y = x * 1.4426950216293335
+    error = tl.fma(x, 1.9259629911266175e-08, tl.fma(x, 1.4426950216293335, -y))
+    return tl.exp2(y) * (1.0 + error * 0.6931471805599453)
+
+
+@triton.jit
+def _score(
+    x,  # fp32 logits
+    top,  # [rows, 1], greatest logit; "softmax" only
+    factor,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
+    SIGMOID: tl.constexpr,
+):
+    if SIGMOID:
+        # exp(89) is already inf, and its score 0.
+        return 1.0 / (1.0 + _exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))
+    else:
+        return _exp(x - top) * factor
+
+
+@triton.jit
+def _row_scores(
+    x,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
+    SIGMOID: tl.constexpr,
+):
+    """Return the scores, and top and factor for `_score`."""
+    if SIGMOID:
+        top = tl.zeros([x.shape[0], 1], dtype=tl.float32)
+        factor = top
+        scores = _score(x, top, factor, SIGMOID)
+    else:
+        top = tl.max(x, axis=1, keep_dims=True)
+        exps = _exp(x - top)
+        factor = tl.div_rn(1.0, tl.sum(exps, axis=1, keep_dims=True))
+        scores = exps * factor
+    return scores, top, factor
+
+
+@triton.jit
+def _softmax_of_chosen(picked, in_k):
+    """Return the softmax over a row's K chosen logits, 0 in the padding."""
+    picked = tl.where(in_k, picked, float("-inf"))
+    exps = _exp(picked - tl.max(picked, axis=1, keep_dims=True))
+    exps = tl.where(in_k, exps, 0.0)
+    return tl.div_rn(exps, tl.sum(exps, axis=1, keep_dims=True))
+
+
+@triton.jit
+def _exclude_groups(
+    keys,  # [BT, GP * SP] int32
+    G: tl.constexpr,  # groups
+    TOP_GROUPS: tl.constexpr,
+    BT: tl.constexpr,
+    GP: tl.constexpr,  # powers of two
+    SP: tl.constexpr,
+):
+    """Return the keys with every expert excluded that is not in one of the best groups."""
+    keys = tl.reshape(keys, [BT, GP, SP])
+    first = tl.max(keys, axis=2, keep_dims=True)
+    twice = tl.sum((keys == first).to(tl.int32), axis=2) > 1
+    second = tl.max(tl.where(keys == first, -0x80000000, keys), axis=2)
+    first = tl.reshape(first, [BT, GP])
+    sums = _float(first) + _float(tl.where(twice, first, second))
+    groups = tl.arange(0, GP)[None, :]
+    group_keys = tl.where(groups < G, _key(sums), -0x80000000)
+    kept = tl.zeros([BT, GP], dtype=tl.int32)
+    for _ in range(TOP_GROUPS):
+        best = _best(group_keys, groups)
+        kept = tl.where(groups == best, 1, kept)
+        group_keys = tl.where(groups == best, -0x80000000, group_keys)
+    keys = tl.where(kept[:, :, None] != 0, keys, -0x80000000)
+    return tl.reshape(keys, [BT, GP * SP])
+
+
+@triton.jit
+def _choose(
+    keys,  # [BT, GP * SP] int32
+    K: tl.constexpr,
+    S: tl.constexpr,  # experts of a group
+    BT: tl.constexpr,
+    KP: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+):
+    """Return int32 [BT, KP], the experts of the K greatest keys; 0 in the padding."""
+    columns = tl.arange(0, GP * SP)[None, :]
+    slots = tl.arange(0, KP)[None, :]
+    chosen = tl.zeros([BT, KP], dtype=tl.int32)
+    for k in range(K):
+        best = _best(keys, columns)
+        chosen = tl.where(slots == k, best, chosen)
+        keys = tl.where(columns == best, -0x80000000, keys)
+    if GP > 1:
+        chosen = (chosen // SP) * S + chosen % SP
+    return chosen
+
+
+@partial(triton.jit, do_not_specialize=["num_tokens"])
+def _route_fwd_kernel(
+    logits,  # [T, E] fp32
+    bias,  # [E] fp32, or None
+    ids,  # out, [T, K] int32
+    weights,  # out, [T, K] fp32
+    num_tokens,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,  # 1 where no group is excluded
+    TOP_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    POST: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BALANCED: tl.constexpr,
+    BT: tl.constexpr,
+    KP: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+):
+    """Route BT tokens: see Note [order], [columns] and [one warp]."""
+    S: tl.constexpr = E // G
+    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    slots = tl.arange(0, KP)[None, :]
+    here = rows < num_tokens
+    columns = tl.arange(0, GP * SP)[None, :]
+    experts = columns
+    real = columns < E
+    if GP > 1:
+        experts = (columns // SP) * S + columns % SP
+        real = (columns % SP < S) & (columns < G * SP)
+    x = tl.load(logits + rows * E + experts, mask=here & real, other=0.0)
+    x = tl.where(real, x, float("-inf"))
+    if POST:
+        ranked = x
+    else:
+        ranked, top, factor = _row_scores(x, SIGMOID)
+    if BALANCED:
+        chosen = ((rows * K + slots) % E).to(tl.int32)
+    else:
+        if bias is not None:
+            ranked += tl.load(bias + experts, mask=real, other=0.0)
+        keys = tl.where(real, _key(ranked), -0x80000000)
+        if G > 1:
+            keys = _exclude_groups(keys, G, TOP_GROUPS, BT, GP, SP)
+        chosen = _choose(keys, K, S, BT, KP, GP, SP)
+    in_k = slots < K
+    # The chosen logits are read again, from cache: cheaper than a reduction per choice.
+    picked = tl.load(logits + rows * E + chosen, mask=here & in_k, other=0.0)
+    if POST:
+        w = _softmax_of_chosen(picked, in_k)
+    else:
+        w = tl.where(in_k, _score(picked, top, factor, SIGMOID), 0.0)
+        if NORMALIZE:
+            w = tl.div_rn(w, tl.sum(w, axis=1, keep_dims=True) + 1e-20)
+    tl.store(ids + rows * K + slots, chosen, mask=here & in_k)
+    tl.store(weights + rows * K + slots, w * scale, mask=here & in_k)
+
+
+@partial(triton.jit, do_not_specialize=["num_tokens"])
+def _route_bwd_kernel(
+    logits,  # [T, E] fp32
+    ids,  # [T, K] int32
+    dweights,  # [T, K] fp32
+    dlogits,  # out, [T, E] fp32
+    num_tokens,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    POST: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BT: tl.constexpr,
+    KP: tl.constexpr,
+    EP: tl.constexpr,
+):
+    """Write BT rows of dlogits: a background in all columns, then the K chosen ones over it."""
+    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    slots = tl.arange(0, KP)[None, :]
+    columns = tl.arange(0, EP)[None, :]
+    here = rows < num_tokens
+    in_k = here & (slots < K)
+    chosen = tl.load(ids + rows * K + slots, mask=in_k, other=0)
+    dw = tl.load(dweights + rows * K + slots, mask=in_k, other=0.0) * scale
+    picked = tl.load(logits + rows * E + chosen, mask=in_k, other=0.0)
+    background = tl.zeros([BT, EP], dtype=tl.float32)
+    if POST:
+        p = _softmax_of_chosen(picked, slots < K)
+        dpicked = p * (dw - tl.sum(p * dw, axis=1, keep_dims=True))
+    else:
+        x = background
+        if not SIGMOID:  # whose scores need nothing of the other experts
+            x = tl.load(logits + rows * E + columns, mask=here & (columns < E), other=0.0)
+            x = tl.where(columns < E, x, float("-inf"))
+        scores, top, factor = _row_scores(x, SIGMOID)
+        s = tl.where(slots < K, _score(picked, top, factor, SIGMOID), 0.0)
+        if NORMALIZE:
+            norm = tl.div_rn(1.0, tl.sum(s, axis=1, keep_dims=True) + 1e-20)
+            dw = (dw - tl.sum(dw * s, axis=1, keep_dims=True) * norm) * norm
+        if SIGMOID:
+            dpicked = dw * s * (1.0 - s)
+        else:
+            inner = tl.sum(dw * s, axis=1, keep_dims=True)
+            dpicked = s * (dw - inner)
+            background = -inner * scores
+    tl.store(dlogits + rows * E + columns, background, mask=here & (columns < E))
+    tl.debug_barrier()  # the chosen columns are written twice, by different threads: in this order
+    tl.store(dlogits + rows * E + chosen, dpicked, mask=in_k)
+
+
+def _tokens_per_program(tile: int, num_columns: int) -> int:
+    return max(1, min(MAX_TOKENS, tile // num_columns))
+
+
+@torch.library.custom_op("moecore::route", mutates_args=())
+def _route_op(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    score_function: str,
+    score_order: str,
+    normalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    balanced: bool,
+) -> tuple[Tensor, Tensor]:
+    logits_TE = logits_TE.contiguous()
+    T, E = logits_TE.shape
+    ids_TK = logits_TE.new_empty((T, top_k), dtype=torch.int32)
+    weights_TK = logits_TE.new_empty((T, top_k))
+    if T == 0:
+        return ids_TK, weights_TK
+    bias_E = None if bias_E is None else bias_E.float().contiguous()
+    G = num_groups if top_groups < num_groups else 1
+    GP, SP = triton.next_power_of_2(G), triton.next_power_of_2(E // G)
+    BT = _tokens_per_program(FWD_TILE, GP * SP)
+    with on_device(logits_TE):
+        _route_fwd_kernel[(triton.cdiv(T, BT),)](
+            logits_TE,
+            bias_E,
+            ids_TK,
+            weights_TK,
+            T,
+            scale,
+            E=E,
+            K=top_k,
+            G=G,
+            TOP_GROUPS=top_groups,
+            SIGMOID=score_function == "sigmoid",
+            POST=score_order == "post",
+            NORMALIZE=normalize,
+            BALANCED=balanced,
+            BT=BT,
+            KP=triton.next_power_of_2(top_k),
+            GP=GP,
+            SP=SP,
+            num_warps=1,
+        )
+    return ids_TK, weights_TK
+
+
+@_route_op.register_fake
+def _(logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = (logits_TE.shape[0], top_k)
+    return logits_TE.new_empty(shape, dtype=torch.int32), logits_TE.new_empty(shape)
+
+
+@torch.library.custom_op("moecore::route_bwd", mutates_args=())
+def _route_bwd_op(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    dweights_TK: Tensor,
+    score_function: str,
+    score_order: str,
+    normalize: bool,
+    scale: float,
+) -> Tensor:
+    logits_TE, dweights_TK = logits_TE.contiguous(), dweights_TK.contiguous()
+    (T, E), K = logits_TE.shape, ids_TK.shape[1]
+    dlogits_TE = torch.empty_like(logits_TE)
+    if T == 0:
+        return dlogits_TE
+    EP = triton.next_power_of_2(E)
+    BT = _tokens_per_program(BWD_TILE, EP)
+    with on_device(logits_TE):
+        _route_bwd_kernel[(triton.cdiv(T, BT),)](
+            logits_TE,
+            ids_TK,
+            dweights_TK,
+            dlogits_TE,
+            T,
+            scale,
+            E=E,
+            K=K,
+            SIGMOID=score_function == "sigmoid",
+            POST=score_order == "post",
+            NORMALIZE=normalize,
+            BT=BT,
+            KP=triton.next_power_of_2(K),
+            EP=EP,
+            num_warps=1,
+        )
+    return dlogits_TE
+
+
+@_route_bwd_op.register_fake
+def _(logits_TE: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits_TE, _, _, score_function, score_order, normalize, scale, *_ = inputs
+    ctx.save_for_backward(logits_TE, output[0])
+    ctx.options = (score_function, score_order, normalize, scale)
+    ctx.mark_non_differentiable(output[0])
+
+
+def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
+    dlogits_TE = None
+    if ctx.needs_input_grad[0]:
+        dlogits_TE = _route_bwd_op(*ctx.saved_tensors, dweights_TK, *ctx.options)
+    return (dlogits_TE, *(None,) * 9)
+
+
+_route_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tuple[Tensor, Tensor]:
+    """Return the chosen experts and the weights of their outputs.
+
+    The choice is by (selection score, best first; then id, lowest first), groups likewise. A NaN
+    selection score counts as greater than every number, so ids stay distinct and in range, and a
+    token with a NaN logit shows it in its weights. No host sync; bit-identical between runs.
+
+    Scores of the kernel may differ from those of `route_ref` in their last bits, so experts that
+    nearly tie may change places between the two.
+
+    Args:
+        logits_TE: [T, E], fp32 or fp64 (others are widened to fp32). fp64 takes the plain PyTorch
+            path on every device.
+        bias_E: [E] fp32, added to the selection scores ("pre": to the scores, "post": to the
+            logits) and not to the weights; no gradient. None = none.
+        options: scores, groups and weights.
+
+    Returns:
+        Expert ids [T, K] int32, best first, and weights [T, K] fp32, differentiable in the logits.
+
+    Raises:
+        ValueError: when E experts do not suffice for the groups and choices of `options`.
+    """
+    E = logits_TE.shape[1]
+    allowed = options.top_groups * (E // options.num_groups)
+    if E % options.num_groups or not 1 <= options.top_k <= allowed:
+        raise ValueError(
+            f"logits_TE of {E} experts must split into num_groups ({options.num_groups}), of which "
+            f"top_groups ({options.top_groups}) hold top_k ({options.top_k}): change the options"
+        )
+    if logits_TE.dtype == torch.float64 or not use_kernel(logits_TE):
+        ids_TK, weights_TK = route_ref(logits_TE, bias_E, options)
+        return ids_TK, weights_TK.float()
+    return _route_op(
+        logits_TE.float(),
+        bias_E,
+        options.top_k,
+        options.score_function,
+        options.score_order,
+        options.normalize,
+        options.scale,
+        options.num_groups,
+        options.top_groups,
+        options.balanced,
+    )

@@ -1,0 +1,390 @@
+"""x_TD @ weight_ED.T + bias_E in fp32 from bf16 tokens: tensor cores, and the error of fp32.
+
+Letters: T tokens, D model dim, E experts, P bf16 parts of an fp32 number.
+
+Budget: forward reads 2TD bytes of x (again from L2 for every further tile of experts) and the
+weight from L2, writes 4TE, and takes 2TDE flops per part. Backward reads 4TE and 2TD, writes 2TD,
+and writes and reads dlogits in parts, 4TE (8TE for an fp32 weight). Launches: forward 1 (2 with an
+fp32 weight), backward 5, and 1 for the bias.
+
+Note [parts]. A bf16 number has 8 bits of mantissa, so a product of two is exact in fp32, and a
+tensor core adds in fp32: bf16 tensors lose nothing but the order of the sum. An fp32 number is
+the exact sum of three bf16 numbers, hi = bf16(v), mid = bf16(v - hi), lo = bf16(v - hi - mid), as
+3 * 8 bits hold its 24 (below 2**-110 the last bits fall out of the range of bf16). Every part is
+then multiplied by the one bf16 tensor, never by other parts: no cross terms are dropped. Zero
+parts make inf * 0: where fp32 gives inf for an infinite x, this gives NaN.
+
+Note [chains]. Tensor cores cut off, not round, what they add to an accumulator (Source:
+arXiv:2203.03341), which pulls a sum towards zero a little with every step of 16 terms. Imitated
+in fp64, the relative error of one chain of 2048 terms is 2.4e-6 and of 7168 terms 9.6e-6, where
+one rounded addition after the other makes 0.4e-6 and 0.9e-6. So an accumulator runs for CHUNK
+terms (0.5e-6 for any number of them) and is then added to a total in ordinary fp32. The parts mid
+and lo, 2**-8 of the sum, have one accumulator of their own for all terms.
+
+Note [two parts]. A gradient that is rounded to bf16 at the end (dx always, dweight of a bf16
+weight) needs no more than an error far below the 2**-9 of that rounding: two parts of dlogits
+leave 2**-16 of each term (of a product of two split tensors, hi * hi + hi * mid + mid * hi do).
+dweight of an fp32 weight gets all three. dx is then one bf16 matmul of torch, the parts side by
+side along its inner dim, rounded as that of any bf16 linear layer.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.common import INTERPRET, num_sms, on_device, tl, triton, use_kernel
+
+CHUNK = 512  # terms of one accumulator: see Note [chains]
+SPLIT_TOKENS = 2048  # fewest tokens of one program of dweight
+SUM_BLOCK = 1024  # elements of one program of _sum_splits_kernel
+SPLIT_BLOCK = 4096  # elements of one program of _split_kernel
+
+
+def router_logits_ref(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype."""
+    bias_E = None if bias_E is None else bias_E.to(dtype)
+    return F.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
+
+
+@triton.jit
+def _part(v, INDEX: tl.constexpr):
+    """Return bf16 part 0 (hi), 1 (mid) or 2 (lo) of fp32 v; inf is all in the first part."""
+    part = v.to(tl.bfloat16)
+    for _ in tl.static_range(INDEX):
+        v = tl.where(tl.abs(part.to(tl.float32)) == float("inf"), 0.0, v - part.to(tl.float32))
+        part = v.to(tl.bfloat16)
+    return part
+
+
+@partial(triton.jit, do_not_specialize=["num_rows", "num_out_rows"])
+def _split_kernel(
+    v,  # [num_rows, COLUMNS], fp32 or bf16, contiguous
+    out,  # out, bf16: part s of an element at row * ROW_STRIDE + s * PART_STRIDE + column
+    num_rows,
+    num_out_rows,  # rows and columns past those of v become 0
+    COLUMNS: tl.constexpr,
+    OUT_COLUMNS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    PART_STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,  # which part goes where, for example (0, 1)
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Write the parts of one [BR, BC] block."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    column = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    real = (row < num_rows) & (column < COLUMNS)
+    value = tl.load(v + row * COLUMNS + column, mask=real, other=0.0).to(tl.float32)
+    inside = (row < num_out_rows) & (column < OUT_COLUMNS)
+    for s in tl.static_range(len(PARTS)):
+        place = out + row * ROW_STRIDE + s * PART_STRIDE + column
+        tl.store(place, _part(value, PARTS[s]), mask=inside)
+
+
+@triton.jit
+def _dot(a, b, total, WIDEN: tl.constexpr):
+    """Add a @ b to total; the interpreter cannot multiply bf16."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total)
+
+
+@partial(triton.jit, do_not_specialize=["num_tokens", "split_size"])
+def _product_kernel(
+    x,  # [T, D] bf16
+    b,  # bf16; forward: weight parts [P, EP, D]; gradient: part p of dlogits at column p * EP
+    bias,  # [E], any float dtype, or None
+    out,  # out, fp32; forward: [T, E]; gradient: [splits, E, D]
+    num_tokens,
+    split_size,  # terms that one program adds
+    D: tl.constexpr,
+    E: tl.constexpr,
+    P: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    EP: tl.constexpr,  # experts with padding: rows or columns from part to part
+    B_STRIDE: tl.constexpr,  # gradient: columns of a row of dlogits
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Add x[m, k] * b[n, k] over k, one [BM, BN] tile: see Note [chains].
+
+    Forward: m is a token, n an expert, k runs over D. Gradient: m is a column of D, n an expert, k
+    runs over the tokens of one split.
+    """
+    tiles_n: tl.constexpr = tl.cdiv(E, BN)
+    m = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
+    n = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)[None, :]
+    in_k = tl.arange(0, BK)
+    if GRADIENT:
+        first = tl.program_id(1).to(tl.int64) * split_size
+        last = tl.minimum(first + split_size, num_tokens)
+        m_ok, n_ok = m < D, n < EP
+        x_at = x + in_k[None, :] * D + m
+        b_at = b + in_k[:, None] * B_STRIDE + n
+    else:
+        first, last = 0, D
+        m_ok, n_ok = m < num_tokens, n < E
+        x_at = x + m * D + in_k[None, :]
+        b_at = b + n * D + in_k[:, None]
+    x_stride: tl.constexpr = D if GRADIENT else 1
+    b_stride: tl.constexpr = B_STRIDE if GRADIENT else 1
+    part_stride: tl.constexpr = EP if GRADIENT else EP * D
+
+    total = tl.zeros([BM, BN], dtype=tl.float32)
+    small = total
+    for start in range(first, last, CHUNK):
+        chunk = tl.zeros([BM, BN], dtype=tl.float32)
+        for k in range(start, tl.minimum(start + CHUNK, last), BK):
+            k_ok = in_k < last - k
+            b_ok = n_ok & k_ok[:, None]
+            x_tile = tl.load(x_at + k * x_stride, mask=m_ok & k_ok[None, :], other=0.0)
+            b_tile = tl.load(b_at + k * b_stride, mask=b_ok, other=0.0)
+            chunk = _dot(x_tile, b_tile, chunk, WIDEN)
+            for p in tl.static_range(1, P):
+                b_tile = tl.load(b_at + (k * b_stride + p * part_stride), mask=b_ok, other=0.0)
+                small = _dot(x_tile, b_tile, small, WIDEN)
+        total += chunk
+    if P > 1:
+        total += small
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < E, other=0.0).to(tl.float32)
+    if GRADIENT:
+        place = out + (tl.program_id(1).to(tl.int64) * E + n) * D + m
+    else:
+        place = out + m * E + n
+    tl.store(place, total, mask=m_ok & (n < E))
+
+
+@triton.jit
+def _sum_splits_kernel(
+    splits,  # [num_splits, size] fp32
+    out,  # out, [size], any float dtype
+    num_splits,
+    size,
+    BLOCK: tl.constexpr,
+):
+    """Add the splits in their order, and round once."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    at = splits + index
+    for _ in range(num_splits):
+        total += tl.load(at, mask=index < size, other=0.0)
+        at += size
+    tl.store(out + index, total.to(out.dtype.element_ty), mask=index < size)
+
+
+def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
+    """Return parts of a matrix in bf16, one matrix: side by side, or below each other.
+
+    Each part is padded with zeros to a multiple of 8 in the stacked dim.
+    """
+    rows, columns = v.shape
+    out_rows, out_columns = rows, columns
+    if side_by_side:
+        out_columns = _padded(columns)
+        shape = (rows, len(parts) * out_columns)
+        part_stride = out_columns
+    else:
+        out_rows = _padded(rows)
+        shape = (len(parts) * out_rows, columns)
+        part_stride = out_rows * columns
+    out = v.new_empty(shape, dtype=torch.bfloat16)
+    BC = min(128, triton.next_power_of_2(out_columns))
+    BR = SPLIT_BLOCK // BC
+    with on_device(v):
+        _split_kernel[(triton.cdiv(out_rows, BR), triton.cdiv(out_columns, BC))](
+            v,
+            out,
+            rows,
+            out_rows,
+            COLUMNS=columns,
+            OUT_COLUMNS=out_columns,
+            ROW_STRIDE=shape[1],
+            PART_STRIDE=part_stride,
+            PARTS=parts,
+            BR=BR,
+            BC=BC,
+        )
+    return out
+
+
+def _padded(num_experts: int) -> int:
+    """Rows of 16 bytes, which tensor cores load fastest."""
+    return -(-num_experts // 8) * 8
+
+
+def _tile(num_experts: int, num_parts: int) -> dict[str, Any]:
+    """BN is halved where a second accumulator needs the registers."""
+    most = 128 if num_parts == 1 else 64
+    BN = min(most, max(16, triton.next_power_of_2(num_experts)))
+    return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
+
+
+@torch.library.custom_op("moecore::router_logits", mutates_args=())
+def _router_logits_op(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
+    (T, D), E = x_TD.shape, weight_ED.shape[0]
+    logits_TE = x_TD.new_empty((T, E), dtype=torch.float32)
+    if T == 0:
+        return logits_TE
+    parts, P, rows = weight_ED, 1, E
+    if weight_ED.dtype == torch.float32:
+        parts, P, rows = _split(weight_ED, (0, 1, 2), side_by_side=False), 3, _padded(E)
+    tile = _tile(E, P)
+    grid = (triton.cdiv(T, tile["BM"]) * triton.cdiv(E, tile["BN"]),)
+    with on_device(x_TD):
+        _product_kernel[grid](
+            x_TD,
+            parts,
+            None if bias_E is None else bias_E.contiguous(),
+            logits_TE,
+            T,
+            D,
+            D=D,
+            E=E,
+            P=P,
+            GRADIENT=False,
+            EP=rows,
+            B_STRIDE=1,
+            **tile,
+        )
+    return logits_TE
+
+
+@_router_logits_op.register_fake
+def _(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    return x_TD.new_empty((x_TD.shape[0], weight_ED.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("moecore::router_logits_bwd", mutates_args=())
+def _router_logits_bwd_op(
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return dx and dweight; an empty tensor for the one that nobody needs."""
+    weight_ED, x_TD = weight_ED.contiguous(), x_TD.contiguous()
+    dx_TD, dweight_ED = _empty_gradients(x_TD, weight_ED, need_dx, need_dweight)
+    if x_TD.shape[0] == 0:
+        return dx_TD, dweight_ED.zero_()
+    wide = weight_ED.dtype == torch.float32
+    # An fp32 weight: hi, hi, mid for dx, which takes mid, hi, hi of the weight; the last three
+    # parts for dweight. A bf16 weight: hi, mid for both. See Note [two parts].
+    dlogits = _split(dlogits_TE.contiguous(), (0, 0, 1, 2) if wide else (0, 1), side_by_side=True)
+    EP = _padded(weight_ED.shape[0])
+    if need_dx:
+        weight = _split(weight_ED, (1, 0, 0) if wide else (0, 0), side_by_side=False)
+        torch.mm(dlogits[:, : weight.shape[0]], weight, out=dx_TD)
+    if need_dweight:
+        _sum_dweight(dlogits[:, EP:] if wide else dlogits, x_TD, dweight_ED)
+    return dx_TD, dweight_ED
+
+
+@_router_logits_bwd_op.register_fake
+def _(
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    return _empty_gradients(x_TD, weight_ED, need_dx, need_dweight)
+
+
+def _empty_gradients(
+    x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    dx_TD = x_TD.new_empty(x_TD.shape if need_dx else (0,))
+    return dx_TD, weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
+
+
+def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
+    """Fill dweight from the parts of dlogits: splits of the tokens, then their sum."""
+    (T, D), E = x_TD.shape, dweight_ED.shape[0]
+    P = 3 if dweight_ED.dtype == torch.float32 else 2
+    tile = _tile(E, P)
+    tiles = triton.cdiv(D, tile["BM"]) * triton.cdiv(E, tile["BN"])
+    wanted = triton.cdiv(2 * num_sms(x_TD.device), tiles)
+    num_splits = max(1, min(wanted, T // SPLIT_TOKENS))
+    split_size = triton.cdiv(T, num_splits)
+    splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
+    with on_device(x_TD):
+        _product_kernel[(tiles, num_splits)](
+            x_TD,
+            dlogits,
+            None,
+            splits,
+            T,
+            split_size,
+            D=D,
+            E=E,
+            P=P,
+            GRADIENT=True,
+            EP=_padded(E),
+            B_STRIDE=dlogits.stride(0),
+            **tile,
+        )
+        _sum_splits_kernel[(triton.cdiv(E * D, SUM_BLOCK),)](
+            splits, dweight_ED, num_splits, E * D, BLOCK=SUM_BLOCK
+        )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_TD, weight_ED, bias_E = inputs
+    ctx.save_for_backward(x_TD, weight_ED)
+    ctx.bias_dtype = None if bias_E is None else bias_E.dtype
+
+
+def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
+    need_dx, need_dweight, need_dbias = ctx.needs_input_grad
+    dx_TD = dweight_ED = dbias_E = None
+    if need_dx or need_dweight:
+        dx_TD, dweight_ED = _router_logits_bwd_op(
+            dlogits_TE, *ctx.saved_tensors, need_dx, need_dweight
+        )
+    if need_dbias:
+        dbias_E = dlogits_TE.sum(0).to(ctx.bias_dtype)
+    return dx_TD if need_dx else None, dweight_ED if need_dweight else None, dbias_E
+
+
+_router_logits_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias in fp32, with the error of an fp32 product.
+
+    bf16 tokens with a bf16 or fp32 weight run on tensor cores, and no setting of torch changes
+    their precision. Any other dtype, and any CPU tensor, is widened to fp32 and multiplied by
+    torch (on CUDA: as `torch.backends.cuda.matmul.allow_tf32` says). No host sync; bit-identical
+    between runs.
+
+    Args:
+        x_TD: [T, D], any float dtype; copied if not contiguous.
+        weight_ED: [E, D], any float dtype; copied if not contiguous.
+        bias_E: [E], any float dtype; None = none.
+
+    Returns:
+        Logits [T, E] fp32. Gradients have the dtypes of the inputs; that of the bias is added up
+        in fp32.
+
+    Raises:
+        ValueError: when the shapes do not fit together.
+    """
+    E = weight_ED.shape[0]
+    if x_TD.shape[1:] != weight_ED.shape[1:] or (bias_E is not None and bias_E.shape != (E,)):
+        shown = None if bias_E is None else tuple(bias_E.shape)
+        raise ValueError(
+            f"x_TD {tuple(x_TD.shape)}, weight_ED {tuple(weight_ED.shape)} and bias_E {shown} must "
+            "agree in D and E: pass [T, D], [E, D] and [E]"
+        )
+    wide = weight_ED.dtype in (torch.bfloat16, torch.float32)
+    if x_TD.dtype == torch.bfloat16 and wide and use_kernel(x_TD, weight_ED):
+        return _router_logits_op(x_TD, weight_ED, bias_E)
+    return router_logits_ref(x_TD, weight_ED, bias_E)

@@ -1,0 +1,201 @@
+"""How the experts' matrices are multiplied: one signature, one choice by name.
+
+    (ExpertInput, ExpertWeights) -> y_SD
+
+"triton"      moecore's kernels, gathers fused into the loads; keeps X and H; no host sync
+"torch"       torch's grouped product, moecore's row movers; keeps X and H; no host sync
+"te"          Transformer Engine's grouped linear; keeps what that keeps; one host sync
+"sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
+"auto"        what `choose_backend` says
+
+Legend: S source rows, R expert rows, D model dim, F hidden dim of this rank, C columns of FC1 (2F
+with a gate, else F), e local experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from moecore._compat import grouped_mm
+from moecore.config import MoEConfig
+from moecore.kernels.common import INTERPRET, has_hopper_kernels
+from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
+from moecore.kernels.rows import gather_rows as gather_source_rows
+from moecore.kernels.rows import sum_rows as sum_expert_rows
+from moecore.moe.activation import activate, activation_options
+from moecore.moe.dispatch.base import ExpertInput
+from moecore.moe.experts_te import te_experts
+from moecore.moe.rows import gather_rows, sum_rows
+
+ExpertBackend = Literal["auto", "triton", "torch", "te", "sequential"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertWeights:
+    """One rank's experts, in the dtype of compute.
+
+    Attributes:
+        w1_eCD: FC1, gate rows then up rows, or the two alternating.
+        w2_eDF: FC2.
+        b1_eC, b2_eD: biases, or None.
+        interleaved: gate and up rows of FC1 alternate.
+        main_grads: what the weights' gradients are added to instead of reaching autograd.
+    """
+
+    w1_eCD: Tensor
+    w2_eDF: Tensor
+    b1_eC: Tensor | None = None
+    b2_eD: Tensor | None = None
+    interleaved: bool = False
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether either product has one."""
+        return self.b1_eC is not None or self.b2_eD is not None
+
+
+def check_backend(name: str) -> None:
+    """Raise a ValueError for a backend that does not exist."""
+    if name not in get_args(ExpertBackend):
+        shown = ", ".join(repr(n) for n in get_args(ExpertBackend))
+        raise ValueError(f"experts ({name!r}) must be one of {shown}")
+
+
+def choose_backend(name: ExpertBackend, inp: ExpertInput, weights: ExpertWeights) -> ExpertBackend:
+    """Return the backend that runs for a name.
+
+    "auto" is "torch" until the whole layer has been measured with "triton" ("auto" in docs/log.md).
+
+    Raises:
+        ValueError: when "triton" is asked for by name and cannot multiply these matrices.
+    """
+    if name == "auto":
+        return "torch"
+    problem = _no_triton(inp.rows_SD, weights) if name == "triton" else None
+    if problem:
+        raise ValueError(f"{problem} for experts ('triton'): use experts='torch'")
+    return name
+
+
+def _no_triton(rows_SD: Tensor, weights: ExpertWeights) -> str | None:
+    """Return what keeps moecore's grouped products from these matrices, or None."""
+    if weights.has_bias:
+        return "MoEConfig.fc1_bias and fc2_bias (True) must be False"
+    if weights.interleaved:
+        return "ExpertLayout.gate_up ('interleaved') must be 'split' or 'concatenated'"
+    if not (weights.w1_eCD.is_contiguous() and weights.w2_eDF.is_contiguous()):
+        return "ExpertLayout.transposed (True) must be False"
+    if rows_SD.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype of the rows ({rows_SD.dtype}) must be torch.bfloat16 or torch.float16"
+    if not (INTERPRET or has_hopper_kernels(rows_SD.device)):
+        return f"device of the rows ({rows_SD.device}) must be a Hopper GPU with Triton"
+    return None
+
+
+def run_experts(
+    name: ExpertBackend,
+    inp: ExpertInput,
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    recompute_fc1: bool = False,
+) -> Tensor:
+    """Return y_SD, the weighted sum over the local experts of each source row.
+
+    Args:
+        name: which backend.
+        inp: what a dispatcher gives.
+        weights: this rank's experts.
+        config: names the activation.
+        recompute_fc1: keep X alone for backward ("triton" and "torch" without biases).
+
+    Raises:
+        ValueError: when the backend cannot multiply matrices of this size, dtype or layout.
+    """
+    name = choose_backend(name, inp, weights)
+    if name == "sequential":
+        return _sequential(inp, weights, config)
+    _, dim, hidden_dim = weights.w2_eDF.shape
+    check_alignment(dim, hidden_dim, weights.w2_eDF.dtype)
+    if name == "te":
+        fc1, fc2 = (weights.w1_eCD, weights.b1_eC), (weights.w2_eDF, weights.b2_eD)
+        return te_experts(inp, fc1, fc2, config, weights.interleaved)
+    if weights.has_bias:
+        return _with_biases(inp, weights, config)
+    rows = ExpertRows(
+        row_ids_R=inp.row_ids_R,
+        weights_R=inp.weights_R,
+        slots_SK=inp.slots_SK,
+        offsets_e=inp.offsets_e,
+    )
+    options = ExpertMLPOptions(
+        activation=activation_options(config, interleaved=weights.interleaved),
+        products="triton" if name == "triton" else "torch",
+        keep_h=not recompute_fc1,
+    )
+    matrices = (weights.w1_eCD, weights.w2_eDF)
+    return expert_mlp(inp.rows_SD, *matrices, rows, options, main_grads=weights.main_grads)
+
+
+def _with_biases(inp: ExpertInput, weights: ExpertWeights, config: MoEConfig) -> Tensor:
+    """The "torch" backend under autograd, which keeps more than X and H."""
+    index = (inp.row_ids_R, inp.slots_SK, inp.num_rows)
+    rows_R = torch.arange(inp.row_ids_R.numel(), device=inp.rows_SD.device)
+    used_R1 = (rows_R < inp.num_rows)[:, None]
+    last = inp.offsets_e.numel() - 1
+    expert_R = torch.searchsorted(inp.offsets_e, rows_R.int(), right=True).clamp(max=last)
+
+    # grouped_mm leaves rows past num_rows uninitialised, in forward and in the gradient of its
+    # input; a `where` on all sides keeps that garbage, NaN included, out of every result.
+    x_RD = gather_source_rows(inp.rows_SD, *index)
+    x_RD = torch.where(used_R1, x_RD, 0)
+    h_RC = grouped_mm(x_RD, weights.w1_eCD.transpose(1, 2), offs=inp.offsets_e)
+    h_RC = torch.where(used_R1, h_RC, 0)
+    if weights.b1_eC is not None:
+        h_RC = h_RC + gather_rows(weights.b1_eC, expert_R)
+    weights_R1 = inp.weights_R[:, None]
+    a_RF = activate(h_RC, config, interleaved=weights.interleaved) * weights_R1
+    a_RF = torch.where(used_R1, a_RF.to(x_RD.dtype), 0)
+    y_RD = grouped_mm(a_RF, weights.w2_eDF.transpose(1, 2), offs=inp.offsets_e)
+    y_RD = torch.where(used_R1, y_RD, 0)
+    if weights.b2_eD is not None:
+        y_RD = y_RD + (gather_rows(weights.b2_eD, expert_R) * weights_R1).to(y_RD.dtype)
+    return sum_expert_rows(y_RD, *index)
+
+
+def _sequential(inp: ExpertInput, weights: ExpertWeights, config: MoEConfig) -> Tensor:
+    stops = inp.offsets_e.tolist()  # host sync: the oracle slices by expert
+    parts = []
+    for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
+        x_RD = gather_rows(inp.rows_SD, inp.row_ids_R[start:stop])
+        weights_R1 = inp.weights_R[start:stop, None]
+        h_RC = x_RD @ weights.w1_eCD[i].T
+        if weights.b1_eC is not None:
+            h_RC = h_RC + weights.b1_eC[i]
+        a_RF = activate(h_RC, config, interleaved=weights.interleaved) * weights_R1
+        y_RD = a_RF.to(x_RD.dtype) @ weights.w2_eDF[i].T
+        if weights.b2_eD is not None:
+            y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)
+        parts.append(y_RD)
+    return sum_rows(torch.cat(parts), inp.row_ids_R[: stops[-1]], inp.rows_SD.shape[0])
+
+
+def check_alignment(dim: int, hidden_dim: int, dtype: torch.dtype) -> None:
+    """Raise a ValueError when grouped products cannot multiply experts of this size.
+
+    Args:
+        dim: model dim D.
+        hidden_dim: hidden dim of this rank, hidden_dim / etp.
+        dtype: dtype of the weights in compute.
+    """
+    for name, size in (("dim", dim), ("hidden_dim / etp", hidden_dim)):
+        if size * dtype.itemsize % 16:
+            raise ValueError(
+                f"MoEConfig.{name} ({size}) must be a multiple of {16 // dtype.itemsize} in "
+                f"{dtype} for grouped matmuls (16 bytes): pad it or use experts='sequential'"
+            )

@@ -1,0 +1,215 @@
+"""The expert block as one operation: values, every gradient, what it keeps, what it skips."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.activation import ActivationOptions
+from moecore.kernels.expert_mlp import (
+    ExpertMLPOptions,
+    ExpertRows,
+    expert_mlp,
+    expert_mlp_ref,
+)
+from moecore.kernels.index import build_index
+
+NAMES = ("x", "w1", "w2", "weights")
+KINDS = ("swiglu", "geglu", "clamped_swiglu", "relu2")
+
+
+def make(
+    kind: str,
+    *,
+    S: int = 23,
+    D: int = 24,
+    F: int = 40,
+    e: int = 5,
+    K: int = 2,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    drop: bool = True,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Leaves x, w1, w2 and weights_SK, and ids with an empty expert and dropped choices."""
+    torch.manual_seed(0)
+    C = F if kind == "relu2" else 2 * F
+    tensors = {
+        "x": torch.randn(S, D),
+        "w1": torch.randn(e, C, D) / D**0.5,
+        "w2": torch.randn(e, D, F) / F**0.5,
+        "weights": torch.rand(S, K) + 0.1,
+    }
+    ids = torch.stack([torch.randperm(e)[:K] for _ in range(S)]) if S else torch.empty(0, K)
+    ids = ids.to(torch.int32)
+    if S > 2 and drop:
+        ids[ids == 1] = -1
+        ids[2] = -1
+    leaves = {
+        n: t.to(device, torch.float32 if n == "weights" else dtype) for n, t in tensors.items()
+    }
+    return {n: t.requires_grad_() for n, t in leaves.items()}, ids.to(device)
+
+
+def rows_of(ids: Tensor, weights_SK: Tensor, e: int) -> ExpertRows:
+    index = build_index(ids, weights_SK, first=0, num_local=e)
+    return ExpertRows(
+        row_ids_R=index.row_ids_R,
+        weights_R=index.weights_R,
+        slots_SK=index.slots_SK,
+        offsets_e=index.offsets_e,
+    )
+
+
+def run(
+    leaves: dict[str, Tensor], ids: Tensor, options: ExpertMLPOptions | ActivationOptions
+) -> dict[str, Tensor]:
+    """Output and gradients of expert_mlp, or of the reference when given an activation."""
+    leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in leaves.items()}
+    rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
+    run_one = expert_mlp if isinstance(options, ExpertMLPOptions) else expert_mlp_ref
+    y = run_one(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype))
+    grads = {n: t.grad for n, t in leaves.items() if t.grad is not None}
+    return {"y": y.detach(), **grads}
+
+
+def exact(leaves: dict[str, Tensor], ids: Tensor, kind: str) -> dict[str, Tensor]:
+    doubles = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
+    return run(doubles, ids, ActivationOptions(kind=kind))
+
+
+def check_twice(ours: Tensor, plain: Tensor, truth: Tensor, name: str) -> None:
+    """The 2x rule for the whole tensor and for the worst row."""
+    assert ours.isfinite().all(), name
+    if not truth.numel():
+        return
+    rows = [(t.double() - truth).reshape(-1, truth.shape[-1]).norm(dim=1) for t in (ours, plain)]
+    floor = 1e-3 * truth.reshape(-1, truth.shape[-1]).norm(dim=1)
+    assert rows[0].norm() <= 2 * rows[1].norm() + floor.norm(), name
+    assert rows[0].max() <= 2 * rows[1].max() + floor.max(), name
+
+
+@pytest.mark.parametrize("keep_h", [True, False], ids=["keep h", "keep x"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_products_equal_the_reference(kind: str, keep_h: bool) -> None:
+    leaves, ids = make(kind)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), keep_h=keep_h)
+    found, truth = run(leaves, ids, options), exact(leaves, ids, kind)
+    assert found.keys() == truth.keys() == {"y", *NAMES}
+    for name, expected in truth.items():
+        torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("S", [0, 1, 23])
+@pytest.mark.parametrize("products", ["triton", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_at_most_twice_that_of_plain_torch(
+    kind: str, products: str, S: int, device: str
+) -> None:
+    many = 40 if device == "cuda" else 1
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    leaves, ids = make(kind, S=S * many, device=device, dtype=dtype)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), products=products)
+    found, again = run(leaves, ids, options), run(leaves, ids, options)
+    plain, truth = run(leaves, ids, options.activation), exact(leaves, ids, kind)
+    for name, expected in truth.items():
+        check_twice(found[name], plain[name], expected, name)
+        if products == "triton":
+            assert torch.equal(found[name], again[name]), name
+
+
+@pytest.mark.parametrize("frozen", [("w1",), ("w2",), ("w1", "w2"), ("x",), ("weights", "x", "w1")])
+def test_frozen_inputs_get_no_gradient_and_cost_no_product(frozen: tuple[str, ...]) -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    whole = run(leaves, ids, options)
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    with torch.profiler.profile() as profile:
+        part = run(leaves, ids, options)
+    assert part.keys() == whole.keys() - set(frozen)
+    for name, grad in part.items():
+        assert torch.equal(grad, whole[name]), name
+    calls = {event.key: event.count for event in profile.key_averages()}
+    skipped = len({"w1", "w2"} & set(frozen)) + ("x" in frozen)
+    skipped += frozen == ("weights", "x", "w1")  # then the activation's gradient is not needed
+    assert calls["aten::_grouped_mm"] == 6 - skipped
+
+
+@pytest.mark.parametrize("keep_h", [True, False])
+def test_saves_x_and_h_only(keep_h: bool) -> None:
+    leaves, ids = make("swiglu", S=512, D=64, F=32)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), keep_h=keep_h)
+    rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
+    parameters = {leaves[n].data_ptr() for n in ("w1", "w2")}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.data_ptr() not in parameters:
+            saved[t.data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    S, D, R, C = 512, 64, 1024, 64
+    index = 4 * (R + R + S * 2 + 5)  # row ids, weights, slots, offsets
+    assert sum(saved.values()) == 4 * (S * D + (R * C if keep_h else 0)) + index
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_gradients_are_added_to(dtype: torch.dtype) -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    whole = run(leaves, ids, options)
+    rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
+    main = tuple(torch.ones_like(leaves[n], dtype=dtype) for n in ("w1", "w2"))
+    args = (leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    outputs = [expert_mlp(*args, main_grads=main) for _ in range(2)]  # both before a backward
+    for y in outputs:
+        grad = torch.linspace(-1, 1, y.numel()).view_as(y)
+        y.backward(grad, retain_graph=True)
+    assert leaves["w1"].grad is None and leaves["w2"].grad is None
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for found, name in zip(main, ("w1", "w2"), strict=True):
+        expected = 1 + 2 * whole[name]
+        torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_compiles_without_graph_breaks() -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+
+    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        rows = rows_of(ids, weights, w1.shape[0])
+        return torch.tanh(expert_mlp(torch.sin(x), w1, w2, rows, options))
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (block, compiled):
+        args = [leaves[n].detach().clone().requires_grad_() for n in NAMES]
+        y = f(*args)
+        y.sum().backward()
+        results.append([y, *(a.grad for a in args)])
+    for eager, other in zip(*results, strict=True):
+        torch.testing.assert_close(eager, other)
+
+
+def test_opcheck() -> None:
+    leaves, ids = make("swiglu", S=5, drop=False)  # rows that nobody uses are uninitialised
+    rows = rows_of(ids, leaves["weights"].detach(), leaves["w1"].shape[0])
+    weights = rows.weights_R.detach().requires_grad_()
+    args = (leaves["x"], leaves["w1"], leaves["w2"], weights, rows.row_ids_R, rows.slots_SK)
+    args += (rows.offsets_e, None, None, "swiglu", 7.0, 1.702, False, False, True)
+    torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
+
+
+def test_worked_example() -> None:
+    """Two experts that double and triple, relu2 of one column: y = sum of weight * scale * x^2."""
+    x = torch.tensor([[1.0], [2.0]])
+    w1, w2 = torch.ones(2, 1, 1), torch.tensor([[[2.0]], [[3.0]]])
+    ids = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
+    weights = torch.tensor([[0.5, 0.25], [1.0, 9.0]])
+    rows = rows_of(ids, weights, 2)
+    y = expert_mlp_ref(x, w1, w2, rows, ActivationOptions(kind="relu2"))
+    assert y.tolist() == [[0.5 * 2 + 0.25 * 3], [3 * 4]]
