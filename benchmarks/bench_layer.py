@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness, layers, records
-from benchmarks.gate import ROOT
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
@@ -24,10 +23,7 @@ from moecore import MoELayer
 from moecore.kernels.common import has_hopper_kernels
 from moecore.moe import experts_te
 
-TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]
-if torch.cuda.is_available():
-    kernels = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
-    TESTS = ["tests/moe/test_layer_gpu.py", *(str(p.relative_to(ROOT)) for p in kernels)]
+TESTS = layers.GPU_TESTS if torch.cuda.is_available() else layers.CPU_TESTS
 
 # Backends must agree with "torch" to a few bf16 roundings: a fast wrong one gets no row.
 AGREEMENT = 0.02

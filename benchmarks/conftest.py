@@ -72,6 +72,8 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         backends=tuple(config.getoption("--backend")),
         config=config,
     )
+    if not has_gpu:  # a smoke test: on a busy host, threads mostly wait for each other
+        torch.set_num_threads(1)
     made.print(f"records: {made.folder / made.environment.file_name}")
     return made
 

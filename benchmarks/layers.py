@@ -17,6 +17,12 @@ from moecore._compat import grouped_mm
 
 SKEW_TOLERANCE = 0.1
 
+# What proves the layer; on a GPU that includes every kernel that it launches.
+KERNELS = "activation balance_kernels counts expert_mlp grouped_gemm index route router_logits rows"
+GPU_TESTS = [f"tests/kernels/test_{name}.py" for name in KERNELS.split()]
+GPU_TESTS.append("tests/moe/test_layer_gpu.py")
+CPU_TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]
+
 
 def make_layer(shape: Shape, routing: str, *, device: torch.device) -> tuple[MoELayer, Tensor]:
     """Return a bf16 layer with random weights and its tokens x_TD, random too.

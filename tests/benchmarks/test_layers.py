@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from benchmarks import layers
+from benchmarks.gate import ROOT
 from benchmarks.shapes import SHAPES
 
 TINY, CPU = SHAPES["tiny"], torch.device("cpu")
@@ -87,3 +88,11 @@ def test_the_competitor_computes_the_same_layer() -> None:
     assert float(rows.median()) < 0.02
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     assert {p.untyped_storage().data_ptr() for p in block.parameters()} == weights
+
+
+def test_what_proves_the_layer_has_tests_for_the_device() -> None:
+    """Else the gate would refuse the layer for want of a test, on a GPU alone."""
+    for path in layers.GPU_TESTS:
+        text = (ROOT / path).read_text()
+        assert "device: str" in text or "mark.gpu" in text, path
+    assert all((ROOT / path).is_file() for path in layers.CPU_TESTS)

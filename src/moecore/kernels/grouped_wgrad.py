@@ -22,12 +22,16 @@ from torch import Tensor
 from moecore._compat import grouped_mm
 from moecore.kernels.common import (
     GluonDescriptor,
+    async_load,
     gl,
     gluon,
     has_hopper_kernels,
     hopper,
     num_sms,
     on_device,
+    thread_barrier,
+    tma_load,
+    tma_store,
 )
 
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M = 128, 256, 64, 3, 8
@@ -128,10 +132,8 @@ def _produce(
             bar = full.index(stage)
             hopper.mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             hopper.mbarrier.expect(bar, y_desc.block_type.nbytes)
-            hopper.tma.async_copy_global_to_shared(
-                y_desc, [row, n * BLOCK_N], bar, y_smem.index(stage)
-            )
-            hopper.async_copy.async_copy_global_to_shared(x_smem.index(stage), x, mask)
+            tma_load(y_desc, [row, n * BLOCK_N], bar, y_smem.index(stage))
+            async_load(x_smem.index(stage), x, mask)
             hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
 
@@ -234,12 +236,12 @@ def _consume(
             x_T = x_smem.index(stage).permute((1, 0))
             total_MN = hopper.warpgroup_mma(x_T, y_smem.index(stage), total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
-            gl.thread_barrier()  # both warp groups have read the stage before this one
+            thread_barrier()  # both warp groups have read the stage before this one
             before = empty.index((step + STAGES - 1) % STAGES)
             hopper.mbarrier.arrive(before, count=1, pred=row > start)
             step += 1
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
-        gl.thread_barrier()
+        thread_barrier()
         before = empty.index((step + STAGES - 1) % STAGES)
         hopper.mbarrier.arrive(before, count=1, pred=end > start)
         if ADD:
@@ -248,18 +250,18 @@ def _consume(
         else:
             out = total_MN.to(out_desc.dtype)
             hopper.tma.store_wait(0)  # the last tile has left the staging buffer
-            gl.thread_barrier()
+            thread_barrier()
             if TRANSPOSED:
                 out_smem.reshape((BLOCK_N, BLOCK_M)).permute((1, 0)).store(out)
             else:
                 out_smem.reshape((BLOCK_M, BLOCK_N)).store(out)
             hopper.fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             if TRANSPOSED:
                 at = [expert, n * BLOCK_N, m * BLOCK_M]
             else:
                 at = [expert, m * BLOCK_M, n * BLOCK_N]
-            hopper.tma.async_copy_shared_to_global(out_desc, at, out_smem)
+            tma_store(out_desc, at, out_smem)
     if not ADD:
         hopper.tma.store_wait(0)
 

@@ -1,0 +1,196 @@
+"""Every kernel, as its operation launches it at real sizes, compiles for an H200 without one.
+
+The interpreter accepts programs that the compiler refuses, and shows no register spills. Operations
+run on CPU tensors with launches replaced by compilation; their values mean nothing here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moecore.kernels
+from moecore.kernels import (
+    activation,
+    balance,
+    common,
+    counts,
+    expert_mlp,
+    index,
+    route,
+    router_logits,
+    rows,
+)
+from moecore.kernels import grouped_wgrad as wgrad
+
+triton = pytest.importorskip("triton")
+if common.INTERPRET:
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+
+T, D, F, E, K = 64, 2048, 768, 128, 8
+MAX_SPILL_BYTES = 32
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Launches compile for sm_90 and are collected by kernel name and variant."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+    from triton.runtime.jit import JITFunction
+
+    class OfflineDriver(CudaDriver):
+        def __init__(self) -> None:
+            pass
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int = 0) -> int:
+            return 0
+
+    kernels: dict[str, Any] = {}
+    launch = JITFunction.run
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        kernels[f"{kernel.name} {kernel.hash[:8]}"] = kernel
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    for module in pkgutil.iter_modules(moecore.kernels.__path__):
+        loaded = importlib.import_module(f"moecore.kernels.{module.name}")
+        for name in ("use_kernel", "has_hopper_kernels"):
+            if hasattr(loaded, name):
+                monkeypatch.setattr(loaded, name, lambda *_: True)
+    active = triton.runtime.driver
+    monkeypatch.setattr(active, "_active", OfflineDriver())
+    yield kernels
+
+
+def spilled_bytes(kernel: Any, folder: Any) -> int:
+    """Local memory per thread: stack frame of the machine code."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+    done = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True)
+    return max(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", done.stdout))
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def run_route(groups: int) -> None:
+    logits = torch.zeros(T, E, requires_grad=True)
+    options = route.RouteOptions(
+        top_k=K,
+        score_function="sigmoid" if groups > 1 else "softmax",
+        score_order="pre",
+        normalize=True,
+        scale=1.0,
+        num_groups=groups,
+        top_groups=max(1, groups // 2),
+    )
+    _, weights = route.route(logits, torch.zeros(E), options)
+    weights.sum().backward()
+
+
+def run_logits(dtype: torch.dtype) -> None:
+    weight = torch.zeros(E, D, dtype=dtype, requires_grad=True)
+    router_logits.router_logits(bf16(T, D).requires_grad_(), weight).sum().backward()
+
+
+def run_balance(function: str) -> None:
+    logits = torch.zeros(T, E, requires_grad=True)
+    sums, z = balance.balance_statistics(logits, 2, function)
+    options = balance.BalanceLossOptions(
+        top_k=K, micro_batch_coef=1.0, sequence_coef=1.0, global_batch_coef=0.0, z_loss_coef=1.0
+    )
+    counted = counts.count_experts_and_tokens(ints(T, K), 2, E)
+    balance.balance_loss(sums, z, counted, options).sum().backward()
+
+
+def run_index() -> None:
+    weights = torch.zeros(T, K, requires_grad=True)
+    made = index.build_index(ints(T, K), weights, first=0, num_local=E, multiple=16)
+    made.weights_R.sum().backward()
+
+
+def run_rows() -> None:
+    R = T * K
+    rows.gather_rows(bf16(T, D), ints(R), ints(T, K), ints())
+    rows.sum_rows(bf16(R, D), ints(R), ints(T, K), ints())
+
+
+def run_activation(kind: str, interleaved: bool) -> None:
+    options = activation.ActivationOptions(kind=kind, interleaved=interleaved)
+    h = bf16(T * K, F if kind == "relu2" else 2 * F)
+    activation.weighted_activation(h, torch.zeros(T * K), ints(), options)
+    activation.weighted_activation_bwd(h, bf16(T * K, F), torch.zeros(T * K), ints(), options)
+
+
+def run_experts(kind: str, main_grad: torch.dtype | None) -> None:
+    R, C = T * K, F if kind == "relu2" else 2 * F
+    w1, w2 = bf16(E, C, D).requires_grad_(), bf16(E, D, F).requires_grad_()
+    main = (None, None)
+    if main_grad is not None:
+        main = tuple(torch.zeros(w.shape, dtype=main_grad) for w in (w1, w2))
+    where = expert_mlp.ExpertRows(
+        row_ids_R=ints(R), weights_R=torch.zeros(R), slots_SK=ints(T, K), offsets_e=ints(E)
+    )
+    options = expert_mlp.ExpertMLPOptions(
+        activation=activation.ActivationOptions(kind=kind), products="triton"
+    )
+    x = bf16(T, D).requires_grad_()
+    expert_mlp.expert_mlp(x, w1, w2, where, options, main_grads=main).sum().backward()
+
+
+CASES: dict[str, tuple[Callable[[], None], int]] = {
+    "route": (lambda: run_route(1), 2),
+    "route groups": (lambda: run_route(8), 2),
+    "router_logits bf16": (lambda: run_logits(torch.bfloat16), 3),
+    "router_logits fp32": (lambda: run_logits(torch.float32), 3),
+    "balance softmax": (lambda: run_balance("softmax"), 6),
+    "balance sigmoid": (lambda: run_balance("sigmoid"), 6),
+    "index": (run_index, 5),
+    "rows": (run_rows, 2),
+    "swiglu": (lambda: run_activation("swiglu", False), 2),
+    "clamped_swiglu interleaved": (lambda: run_activation("clamped_swiglu", True), 2),
+    "experts swiglu": (lambda: run_experts("swiglu", None), 8),
+    "experts geglu, fp32 main gradients": (lambda: run_experts("geglu", torch.float32), 8),
+    "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_for_hopper_without_spills(
+    name: str, compiled: dict[str, Any], tmp_path: Any
+) -> None:
+    run, at_least = CASES[name]
+    run()
+    assert len(compiled) >= at_least, sorted(compiled)
+    spills = {k: n for k, kernel in compiled.items() if (n := spilled_bytes(kernel, tmp_path))}
+    assert all(n <= MAX_SPILL_BYTES for n in spills.values()), spills
+
+
+def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]) -> None:
+    """A transposed tile stored value by value would take longer than its product."""
+    wgrad.grouped_wgrad(bf16(T, D), bf16(T * K, 2 * F), ints(T * K), ints(E), transposed=True)
+    (kernel,) = compiled.values()
+    assert "stmatrix.sync.aligned.m8n8.x4.trans" in kernel.asm["ptx"]
