@@ -3,8 +3,8 @@
 One group multiplies while the other one stores, so that an epilogue, however heavy, hides behind
 the next tile's product: EPI 0 stores [R, N]; 1 is FC1 with the activation in the epilogue; 2 is
 FC2's input gradient with the activation's backward in it, which then needs no pass of its own. Four
-more warps fill a ring of stages, gathering rows where asked. It compiles for Hopper, but has not run
-on a GPU. `bench_variants.py` checks and times it beside what src uses.
+more warps fill a ring of stages, gathering rows where asked. It compiles, but has not run on a GPU.
+`bench_variants.py` checks and times it beside what src uses.
 
 Letters as in `moecore/kernels/grouped_gemm.py`; N is F for EPI 1 and 2.
 """
@@ -166,16 +166,15 @@ def halves(x):
 def bwd_chunk(da, w, h_ptr, dh_ptr, a_ptr, row, end, col, N):
     W: gl.constexpr = da.shape[1]
     BM: gl.constexpr = da.shape[0]
-    TPR: gl.constexpr = W // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // TPR, TPR], [4, 1], [1, 0])
+    layout: gl.constexpr = da.type.layout
     r = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
     c = col + gl.arange(0, W, gl.SliceLayout(0, layout))
     ok = (r < end)[:, None] & (c < N)[None, :]
     at = (r.to(gl.int64) * (2 * N))[:, None] + c[None, :]
     g = gl.load(h_ptr + at, mask=ok, other=0.0).to(gl.float32)
     u = gl.load(h_ptr + at + N, mask=ok, other=0.0).to(gl.float32)
-    da = gl.convert_layout(da, layout).to(gl.float32)
-    wd = gl.convert_layout(w, gl.SliceLayout(1, layout))[:, None]
+    da = da.to(gl.float32)
+    wd = w[:, None]
     s = 1.0 / (1.0 + gl.exp(-g))
     gs = g * s
     act = gs * u
@@ -199,6 +198,7 @@ def mg_consumer(
     full,
     empty,
     turn,
+    da_smem,
     w_ptr,
     h_ptr,
     out_ptr,
@@ -275,11 +275,18 @@ def mg_consumer(
             c0, c1 = halves(acc.to(dtype))
             c00, c01 = halves(c0)
             c10, c11 = halves(c1)
+            # Through shared memory, so that a loop with few registers can take the quarters.
+            da_smem.index(0).store(c00)
+            da_smem.index(1).store(c01)
+            da_smem.index(2).store(c10)
+            da_smem.index(3).store(c11)
             Q: gl.constexpr = BN // 4
-            dw = bwd_chunk(c00, w, h_ptr, out_ptr, out2_ptr, row, end, col, N)
-            dw += bwd_chunk(c01, w, h_ptr, out_ptr, out2_ptr, row, end, col + Q, N)
-            dw += bwd_chunk(c10, w, h_ptr, out_ptr, out2_ptr, row, end, col + 2 * Q, N)
-            dw += bwd_chunk(c11, w, h_ptr, out_ptr, out2_ptr, row, end, col + 3 * Q, N)
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // Q, Q // 8], [4, 1], [1, 0])
+            dw = gl.zeros((BM,), gl.float32, gl.SliceLayout(1, layout))
+            w = gl.convert_layout(w, gl.SliceLayout(1, layout))
+            for q in range(4):
+                da = da_smem.index(q).load(layout)
+                dw += bwd_chunk(da, w, h_ptr, out_ptr, out2_ptr, row, end, col + q * Q, N)
             dw = gl.convert_layout(dw, wl)
             gl.store(part_ptr + n.to(gl.int64) * R + r, dw, mask=r < end)
 
@@ -329,6 +336,10 @@ def mg_kernel(
     BNE: gl.constexpr = BN // 2 if EPI == 1 else BN
     num_n = (N + BNE - 1) // BNE
     total = gl.load(map_ptr)
+    staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    ROWS: gl.constexpr = BM if EPI == 2 else 8
+    da0 = gl.allocate_shared_memory(dtype, [4, ROWS, BN // 4], staged)
+    da1 = gl.allocate_shared_memory(dtype, [4, ROWS, BN // 4], staged)
     gl.warp_specialize(
         [
             (
@@ -340,6 +351,7 @@ def mg_kernel(
                     full,
                     empty,
                     turn,
+                    da0,
                     w_ptr,
                     h_ptr,
                     out_ptr,
@@ -369,6 +381,7 @@ def mg_kernel(
                     full,
                     empty,
                     turn,
+                    da1,
                     w_ptr,
                     h_ptr,
                     out_ptr,
