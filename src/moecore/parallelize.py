@@ -21,7 +21,7 @@ from moecore.adapters.hf import refuse_router_logits
 from moecore.config import BalanceConfig
 from moecore.fsdp.shard import FSDPOptions, shard_model
 from moecore.mesh import Meshes
-from moecore.moe.backends import ExpertBackend, check_alignment
+from moecore.moe.backends import ExpertBackend, check_alignment, check_compute
 from moecore.moe.balance import BalanceGroups, MoEState
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -174,8 +174,9 @@ def _configure(
 ) -> None:
     module = layer.part("experts")
     module.set_backend(backend)
-    if backend in ("triton", "torch", "te"):
+    if backend != "sequential":
         dtype = options.param_dtype or next(module.parameters()).dtype
+        check_compute(backend, dtype, torch.device(meshes.device_type))
         check_alignment(layer.config.dim, layer.config.hidden_dim // meshes.parallel.etp, dtype)
     if balance is not None:
         layer.set_balance(balance)

@@ -117,6 +117,10 @@ def make_input(x_SD: Tensor, ids_SK: Tensor, weights_SK: Tensor, num_experts: in
     return ExpertInput(x_SD, *index, index.offsets_e[-1], None)
 
 
+def output_gradient(y: Tensor) -> Tensor:
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
+
+
 def gradients(
     module: Experts, x_SD: Tensor, ids_SK: Tensor, weights_SK: Tensor, backend: str
 ) -> dict[str, Tensor]:
@@ -128,8 +132,7 @@ def gradients(
     else:
         module.set_backend(backend)  # type: ignore[arg-type]
         y = module(make_input(x, ids_SK, w, module.config.num_experts))
-    generator = torch.Generator().manual_seed(9)
-    (y * torch.randn(y.shape, generator=generator)).sum().backward()
+    y.backward(output_gradient(y))
     found = {"y": y.detach(), "x": x.grad, "weights": w.grad}
     for name, parameter in module.named_parameters():
         grad = parameter.grad
@@ -437,6 +440,100 @@ def test_transposed_split_is_refused() -> None:
 def test_unknown_backend() -> None:
     with pytest.raises(ValueError, match=r"experts \('fast'\) must be one of 'auto', 'triton'"):
         Experts(BASE, backend="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "layout", "message"),
+    [
+        (dict(fc1_bias=True), {}, r"MoEConfig.fc1_bias \(True\) must be False .* use experts='tor"),
+        (dict(fc2_bias=True), {}, r"MoEConfig.fc2_bias \(True\)"),
+        ({}, dict(transposed=True, gate_up="concatenated"), r"ExpertLayout.transposed \(True\)"),
+        ({}, dict(gate_up="interleaved"), r"interleaved ExpertLayout.gate_up \(True\)"),
+    ],
+)
+def test_triton_refuses_what_it_cannot_multiply(change: Any, layout: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Experts(replace(BASE, **change), layout=ExpertLayout(**layout), backend="triton")
+
+
+def test_triton_refuses_other_devices_and_dtypes() -> None:
+    module = make_experts(BASE, ExpertLayout())
+    module.set_backend("triton")
+    x, ids, weights = random_routing(5, 2, 8)
+    with pytest.raises(ValueError, match=r"dtype of the experts \(torch.float32\) must be"):
+        module(make_input(x, ids, weights, 8))
+    with pytest.raises(ValueError, match=r"device of the experts \(cpu\) must be a Hopper GPU"):
+        module.bfloat16()(make_input(x.bfloat16(), ids, weights, 8))
+
+
+def test_te_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"experts \('te'\) must be another backend"):
+        Experts(BASE, backend="te")
+
+
+@pytest.mark.parametrize("backend", ["te", "sequential"])
+def test_recompute_is_refused_where_there_is_none(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"recompute_fc1 \(True\) must go with experts"):
+        Experts(BASE).set_backend(backend, recompute_fc1=True)
+    with pytest.raises(ValueError, match=r"without biases \(True\)"):
+        Experts(WITH_BIASES).set_backend("torch", recompute_fc1=True)
+
+
+def test_recompute_gives_the_same_and_keeps_less() -> None:
+    module = make_experts(BASE, ExpertLayout())
+    args = random_routing(40, 2, 8)
+    kept, found = [], []
+    for recompute in (False, True):
+        module.set_backend("torch", recompute_fc1=recompute)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t
+        ):
+            module(make_input(args[0].requires_grad_(), args[1], args[2], 8))
+        kept.append(sum(sizes))
+        module.zero_grad()
+        y = module(make_input(args[0], args[1], args[2], 8))
+        y.sum().backward()
+        found.append([y.detach(), *(p.grad.clone() for p in module.parameters())])
+    assert kept[0] - kept[1] == 80 * 2 * BASE.hidden_dim
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_main_gradients_get_the_gradient_instead_of_grad(layout: str) -> None:
+    config = replace(BASE, activation="swiglu")
+    module = make_experts(config, LAYOUTS[layout])
+    args = random_routing(30, 2, 8)
+    expected = gradients(module, *args, "torch")
+    module.set_backend("torch")
+    for p in module.parameters():
+        p.main_grad = torch.ones_like(p)  # type: ignore[attr-defined]
+        p.grad = None
+    for _ in range(2):
+        module(make_input(*args, 8)).backward(output_gradient(args[0]))
+    for name, p in module.named_parameters():
+        assert p.grad is None
+        assert_equal_to_scale(p.main_grad, 1 + 2 * expected[name], name)  # type: ignore[attr-defined]
+
+
+def test_main_gradients_that_do_not_fit_are_refused() -> None:
+    module = make_experts(BASE, ExpertLayout())
+    inp = make_input(*random_routing(5, 2, 8), 8)
+    for grad, message in (
+        (torch.zeros(3), r"w1.main_grad \(\(3,\), contiguous True\) must be contiguous and of"),
+        (torch.zeros_like(module.w1, dtype=torch.float16), r"w1.main_grad \(torch.float16\) must"),
+    ):
+        module.w1.main_grad = grad  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=message):
+            module(inp)
+    module.w1.main_grad = torch.zeros_like(module.w1)  # type: ignore[attr-defined]
+    module.set_backend("sequential")
+    with pytest.raises(ValueError, match=r"main_grad must go with experts \('sequential'\)"):
+        module(inp)
 
 
 @pytest.mark.parametrize(("dim", "hidden_dim"), [(30, 16), (32, 18)])

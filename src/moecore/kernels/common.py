@@ -36,11 +36,11 @@ except ImportError:
     triton = tl = gluon = gl = hopper = TensorDescriptor = GluonDescriptor = _NoTriton()
 
 # Names of Gluon that differ between Triton 3.6 and 3.9.
-thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-async_load = getattr(hopper.async_copy, "async_load", None)
-async_load = async_load or hopper.async_copy.async_copy_global_to_shared
-tma_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
-tma_store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
+thread_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
+_copies, _tma = hopper.async_copy, hopper.tma
+async_load: Any = getattr(_copies, "async_load", None) or _copies.async_copy_global_to_shared
+tma_load: Any = getattr(_tma, "async_load", None) or _tma.async_copy_global_to_shared
+tma_store: Any = getattr(_tma, "async_store", None) or _tma.async_copy_shared_to_global
 
 HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

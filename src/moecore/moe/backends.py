@@ -6,7 +6,7 @@
 "torch"       torch's grouped product, moecore's row movers; keeps X and H; no host sync
 "te"          Transformer Engine's grouped linear; keeps what that keeps; one host sync
 "sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
-"auto"        what `choose_backend` says
+"auto"        "torch", until the whole layer has been measured with "triton"
 
 Legend: S source rows, R expert rows, D model dim, F hidden dim of this rank, C columns of FC1 (2F
 with a gate, else F), e local experts.
@@ -28,7 +28,7 @@ from moecore.kernels.rows import gather_rows as gather_source_rows
 from moecore.kernels.rows import sum_rows as sum_expert_rows
 from moecore.moe.activation import activate, activation_options
 from moecore.moe.dispatch.base import ExpertInput
-from moecore.moe.experts_te import te_experts
+from moecore.moe.experts_te import is_available, te_experts
 from moecore.moe.rows import gather_rows, sum_rows
 
 ExpertBackend = Literal["auto", "triton", "torch", "te", "sequential"]
@@ -53,48 +53,58 @@ class ExpertWeights:
     interleaved: bool = False
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether either product has one."""
-        return self.b1_eC is not None or self.b2_eD is not None
 
+def check_backend(
+    name: str, config: MoEConfig, *, transposed: bool = False, interleaved: bool = False
+) -> None:
+    """Raise a ValueError for a backend that does not exist or cannot compute these experts.
 
-def check_backend(name: str) -> None:
-    """Raise a ValueError for a backend that does not exist."""
+    Args:
+        name: the backend.
+        config: the layer.
+        transposed: matrices are stored as [e, in, out].
+        interleaved: gate and up rows of FC1 alternate.
+    """
     if name not in get_args(ExpertBackend):
         shown = ", ".join(repr(n) for n in get_args(ExpertBackend))
         raise ValueError(f"experts ({name!r}) must be one of {shown}")
+    if name == "te" and not is_available():
+        raise ValueError(
+            "experts ('te') must be another backend where Transformer Engine is missing: "
+            "pip install 'moecore[te]' or use experts='auto'"
+        )
+    if name == "triton":
+        for field, refused in (
+            ("MoEConfig.fc1_bias", config.fc1_bias),
+            ("MoEConfig.fc2_bias", config.fc2_bias),
+            ("ExpertLayout.transposed", transposed),
+            ("interleaved ExpertLayout.gate_up", interleaved and config.gated),
+        ):
+            if refused:
+                raise ValueError(
+                    f"{field} (True) must be False for experts ('triton'): use experts='torch'"
+                )
 
 
-def choose_backend(name: ExpertBackend, inp: ExpertInput, weights: ExpertWeights) -> ExpertBackend:
-    """Return the backend that runs for a name.
+def check_compute(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise a ValueError when a backend cannot multiply in this dtype or on this device.
 
-    "auto" is "torch" until the whole layer has been measured with "triton" ("auto" in docs/log.md).
-
-    Raises:
-        ValueError: when "triton" is asked for by name and cannot multiply these matrices.
+    Args:
+        name: the backend.
+        dtype: of rows and weights in compute.
+        device: of both.
     """
-    if name == "auto":
-        return "torch"
-    problem = _no_triton(inp.rows_SD, weights) if name == "triton" else None
-    if problem:
-        raise ValueError(f"{problem} for experts ('triton'): use experts='torch'")
-    return name
-
-
-def _no_triton(rows_SD: Tensor, weights: ExpertWeights) -> str | None:
-    """Return what keeps moecore's grouped products from these matrices, or None."""
-    if weights.has_bias:
-        return "MoEConfig.fc1_bias and fc2_bias (True) must be False"
-    if weights.interleaved:
-        return "ExpertLayout.gate_up ('interleaved') must be 'split' or 'concatenated'"
-    if not (weights.w1_eCD.is_contiguous() and weights.w2_eDF.is_contiguous()):
-        return "ExpertLayout.transposed (True) must be False"
-    if rows_SD.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype of the rows ({rows_SD.dtype}) must be torch.bfloat16 or torch.float16"
-    if not (INTERPRET or has_hopper_kernels(rows_SD.device)):
-        return f"device of the rows ({rows_SD.device}) must be a Hopper GPU with Triton"
-    return None
+    if name == "triton":
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"dtype of the experts ({dtype}) must be torch.bfloat16 or torch.float16 for "
+                "experts ('triton'): convert the model or use experts='torch'"
+            )
+        if not (INTERPRET or has_hopper_kernels(device)):
+            raise ValueError(
+                f"device of the experts ({device}) must be a Hopper GPU with Triton for experts "
+                "('triton'): use experts='torch'"
+            )
 
 
 def run_experts(
@@ -117,15 +127,17 @@ def run_experts(
     Raises:
         ValueError: when the backend cannot multiply matrices of this size, dtype or layout.
     """
-    name = choose_backend(name, inp, weights)
+    if name == "auto":  # until the whole layer has been measured ("auto" in docs/log.md)
+        name = "torch"
     if name == "sequential":
         return _sequential(inp, weights, config)
+    check_compute(name, inp.rows_SD.dtype, inp.rows_SD.device)
     _, dim, hidden_dim = weights.w2_eDF.shape
     check_alignment(dim, hidden_dim, weights.w2_eDF.dtype)
     if name == "te":
         fc1, fc2 = (weights.w1_eCD, weights.b1_eC), (weights.w2_eDF, weights.b2_eD)
         return te_experts(inp, fc1, fc2, config, weights.interleaved)
-    if weights.has_bias:
+    if weights.b1_eC is not None or weights.b2_eD is not None:
         return _with_biases(inp, weights, config)
     rows = ExpertRows(
         row_ids_R=inp.row_ids_R,

@@ -96,9 +96,15 @@ class Experts(nn.Module):
                 ("triton" and "torch", experts without biases).
 
         Raises:
-            ValueError: for an unknown name, or when nothing can be recomputed.
+            ValueError: for an unknown name, experts that the backend cannot compute, or when
+                nothing can be recomputed.
         """
-        check_backend(backend)
+        check_backend(
+            backend,
+            self.config,
+            transposed=self.layout.transposed,
+            interleaved=self.layout.gate_up == "interleaved",
+        )
         biased = self.config.fc1_bias or self.config.fc2_bias
         if recompute_fc1 and (backend in ("te", "sequential") or biased):
             raise ValueError(
