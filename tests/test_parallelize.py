@@ -20,6 +20,7 @@ from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_mesh
 from moecore import parallelize_moe as parallelize
 from moecore.fsdp.shard import find_blocks
 from moecore.models import Decoder, num_params, preset
+from moecore.moe.experts import Experts
 
 CONFIG = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
 
@@ -48,6 +49,14 @@ REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
     (dict(ep=16), {}, r"num_experts \(8\) must be divisible by ParallelConfig.ep \(16\)"),
     (dict(etp=16, ep=1), {}, r"hidden_dim / etp \(4\) must be a multiple of 8 in torch.bfloat16"),
 ]
+
+
+def test_refuses_main_gradients_that_fsdp_would_lose() -> None:
+    model = meta_model()
+    experts = next(m for m in model.modules() if isinstance(m, Experts))
+    experts.w1.main_grad = torch.empty_like(experts.w1)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"w1.main_grad must be absent under FSDP2"):
+        parallelize(model, world(8, ep=8))
 
 
 @pytest.mark.parametrize(("degrees", "options", "message"), REFUSED)

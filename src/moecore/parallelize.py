@@ -157,6 +157,12 @@ def _check_layer(name: str, layer: MoELayer, meshes: Meshes) -> None:
                 f"{name}: ParallelConfig.etp ({p.etp}) must be 1 for concatenated gate and up "
                 f"weights with torch {torch.__version__}: use torch >= 2.13, or ep instead of etp"
             )
+    marked = [n for n, w in layer.part("experts").named_parameters() if hasattr(w, "main_grad")]
+    if marked:
+        raise ValueError(
+            f"{name}: {marked[0]}.main_grad must be absent under FSDP2, whose gathered parameters "
+            "lose it: delete it and read grad"
+        )
     for field, value, degree, size in rules:
         if value % size:
             raise ValueError(

@@ -38,6 +38,7 @@ if common.INTERPRET:
 
 T, D, F, E, K = 64, 2048, 768, 128, 8
 MAX_SPILL_BYTES = 32
+SHARED_MEMORY_BYTES = 232448  # of one program on Hopper; the compiler does not check it
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +146,7 @@ def run_activation(kind: str, interleaved: bool) -> None:
     activation.weighted_activation_bwd(h, bf16(T * K, F), torch.zeros(T * K), ints(), options)
 
 
-def run_experts(kind: str, main_grad: torch.dtype | None) -> None:
+def run_experts(kind: str, main_grad: torch.dtype | None, D: int = D, F: int = F) -> None:
     R, C = T * K, F if kind == "relu2" else 2 * F
     w1, w2 = bf16(E, C, D).requires_grad_(), bf16(E, D, F).requires_grad_()
     main = (None, None)
@@ -174,6 +175,11 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "clamped_swiglu interleaved": (lambda: run_activation("clamped_swiglu", True), 2),
     "experts swiglu": (lambda: run_experts("swiglu", None), 8),
     "experts geglu, fp32 main gradients": (lambda: run_experts("geglu", torch.float32), 8),
+    "experts of odd multiples of 8": (lambda: run_experts("swiglu", None, 200, 392), 8),
+    "experts of odd multiples of 8, main gradients": (
+        lambda: run_experts("relu2", torch.float32, 24, 40),
+        9,
+    ),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
 }
 
@@ -187,6 +193,8 @@ def test_compiles_for_hopper_without_spills(
     assert len(compiled) >= at_least, sorted(compiled)
     spills = {k: n for k, kernel in compiled.items() if (n := spilled_bytes(kernel, tmp_path))}
     assert all(n <= MAX_SPILL_BYTES for n in spills.values()), spills
+    shared = {k: kernel.metadata.shared for k, kernel in compiled.items()}
+    assert max(shared.values()) <= SHARED_MEMORY_BYTES, shared
 
 
 def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore.kernels.activation import ActivationOptions
 from moecore.kernels.expert_mlp import (
@@ -193,6 +196,44 @@ def test_compiles_without_graph_breaks() -> None:
         results.append([y, *(a.grad for a in args)])
     for eager, other in zip(*results, strict=True):
         torch.testing.assert_close(eager, other)
+
+
+def test_backward_makes_no_gradient_for_h() -> None:
+    """Autograd would fill in zeros as large as H for an output that nobody differentiates."""
+    leaves, ids = make("swiglu", S=512, D=16, F=64)
+    rows = rows_of(ids, leaves["weights"], 5)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                seen.append((str(func), tuple(out.shape)))
+            return out
+
+    with Log():
+        y.backward(torch.ones_like(y))
+    assert seen
+    assert not [f for f, shape in seen if "zeros" in f and shape in ((1024, 128), (1024,))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(interleaved=True), r"ActivationOptions.interleaved \(True\) must be False"),
+        (dict(dtype=torch.float32), r"dtypes of x, w1 and w2 \(torch.float32\) must be one of"),
+        (dict(strided=True), r"w1_eCD and w2_eDF \(strided\) must be contiguous"),
+    ],
+)
+def test_triton_products_refuse_what_they_cannot_multiply(change: Any, message: str) -> None:
+    leaves, ids = make("swiglu", dtype=change.get("dtype", torch.bfloat16))
+    w1 = leaves["w1"].mT.contiguous().mT if change.get("strided") else leaves["w1"]
+    activation = ActivationOptions(kind="swiglu", interleaved=change.get("interleaved", False))
+    options = ExpertMLPOptions(activation=activation, products="triton")
+    with pytest.raises(ValueError, match=message):
+        expert_mlp(leaves["x"], w1, leaves["w2"], rows_of(ids, leaves["weights"], 5), options)
 
 
 def test_opcheck() -> None:

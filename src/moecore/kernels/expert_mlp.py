@@ -106,6 +106,8 @@ class _Products:
 
     def rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
         """Each expert row times its expert's matrix."""
+        if not a_RK.shape[0]:
+            return a_RK.new_empty(0, b_eKN.shape[2])
         if self.triton:
             return grouped_gemm(a_RK, b_eKN, self.offsets_e)
         return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)
@@ -114,7 +116,7 @@ class _Products:
         """The source row of each expert row times its expert's matrix."""
         if self.triton:
             return grouped_gemm(x_SK, b_eKN, self.offsets_e, row_ids_R=self.row_ids_R)
-        return grouped_mm(gather_rows(x_SK, *self.index), b_eKN, offs=self.offsets_e)
+        return self.rows(gather_rows(x_SK, *self.index), b_eKN)
 
     def weight_grad(
         self, x_SM: Tensor, y_RN: Tensor, transposed: bool, main_grad: Tensor | None
@@ -130,6 +132,11 @@ class _Products:
                 main_grad=main_grad,
             )
         x_RM = gather_rows(x_SM, *self.index)
+        if not x_RM.shape[0]:
+            sizes = (y_RN.shape[1], x_RM.shape[1])
+            e = self.offsets_e.shape[0]
+            zero = x_RM.new_zeros(e, *(sizes if transposed else sizes[::-1]))
+            return zero if main_grad is None else main_grad
         left, right = (y_RN, x_RM) if transposed else (x_RM, y_RN)
         out = grouped_mm(left.t(), right, offs=self.offsets_e)
         return out if main_grad is None else main_grad.add_(out)
@@ -252,9 +259,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.main_grads = (main_grad1, main_grad2)
     ctx.options = (kind, limit, alpha, interleaved, triton)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
 
 
-def _backward(ctx: Any, dy_SD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy_SD is None:
+        return (None,) * 15
     x_SD, w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e, h_RC = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:4])
     grads = torch.ops.moecore.expert_mlp_bwd(
@@ -279,6 +289,26 @@ def _backward(ctx: Any, dy_SD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 _expert_mlp.register_autograd(_backward, setup_context=_save)
 
 
+def _check_triton(x_SD: Tensor, w1: Tensor, w2: Tensor, act: ActivationOptions) -> None:
+    dtypes = {x_SD.dtype, w1.dtype, w2.dtype}
+    if act.interleaved and act.gated:
+        raise ValueError(
+            "ActivationOptions.interleaved (True) must be False with products ('triton'): use "
+            "products='torch'"
+        )
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        shown = ", ".join(sorted(str(d) for d in dtypes))
+        raise ValueError(
+            f"dtypes of x, w1 and w2 ({shown}) must be one of torch.bfloat16 and torch.float16 "
+            "with products ('triton'): convert them or use products='torch'"
+        )
+    if not (w1.is_contiguous() and w2.is_contiguous()):
+        raise ValueError(
+            "w1_eCD and w2_eDF (strided) must be contiguous with products ('triton'): use "
+            "products='torch'"
+        )
+
+
 def expert_mlp(
     x_SD: Tensor,
     w1_eCD: Tensor,
@@ -288,7 +318,10 @@ def expert_mlp(
     *,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Return the weighted sum over each source row's experts; differentiable, no host sync.
+    """Return the weighted sum over each source row's experts; differentiable.
+
+    No host sync with "triton", nor with "torch" where torch's grouped product has none: in bf16 on
+    Hopper and datacenter Blackwell. Elsewhere that loops over experts on the host.
 
     Keeps x, H, the weights and the index for backward. Frozen inputs cost no product. Under
     torch.compile it is one opaque operation.
@@ -305,8 +338,13 @@ def expert_mlp(
 
     Returns:
         [S, D], dtype of x: added in fp32, rounded once. Bit-reproducible with "triton".
+
+    Raises:
+        ValueError: when "triton" is asked to multiply what it cannot.
     """
     act = options.activation
+    if options.products == "triton":
+        _check_triton(x_SD, w1_eCD, w2_eDF, act)
     y_SD, _ = _expert_mlp(
         x_SD.contiguous(),
         w1_eCD,

@@ -101,6 +101,7 @@ def _produce(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
+    M = M // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_M, BLOCK_M // 8], [WARPS, 1], [1, 0]
     )
@@ -440,6 +441,7 @@ def grouped_wgrad(
     """
     if not has_hopper_kernels(x_SM.device):
         return _plain(x_SM, y_RN, row_ids_R, offsets_e, transposed, main_grad)
+    x_SM, y_RN = _aligned(x_SM), _aligned(y_RN)
     (M, N), e = (x_SM.shape[1], y_RN.shape[1]), offsets_e.shape[0]
     shape = (e, N, M) if transposed else (e, M, N)
     out = x_SM.new_empty(shape) if main_grad is None else main_grad
@@ -452,6 +454,11 @@ def grouped_wgrad(
     with on_device(x_SM):
         _grouped_wgrad_kernel[(num_sms(x_SM.device),)](*args, **constants)
     return out
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Views that start between two 16-byte lines are copied."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _plain(

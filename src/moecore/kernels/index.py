@@ -285,11 +285,12 @@ def _(dweights_R, slots_SK):  # type: ignore[no-untyped-def]
 
 def _save_slots(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(output[2])
+    ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
 
 
 def _build_index_backward(ctx, _, dweights_R, *rest):  # type: ignore[no-untyped-def]
     dweights_SK = None
-    if ctx.needs_input_grad[1]:
+    if ctx.needs_input_grad[1] and dweights_R is not None:
         dweights_SK = _build_index_bwd(dweights_R, *ctx.saved_tensors)
     return None, dweights_SK, None, None, None, None
 
@@ -319,7 +320,7 @@ def build_index(
         num_local: number of experts owned here, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
         capacity: R, when the caller knows that so many rows suffice: what lies past them is
-            dropped, and only offsets_e[-1] > R tells. Default is enough for every routing,
+            dropped, only offsets_e[-1] > R tells, and no experts may read it. Default is enough for every routing,
             S * K + e * (multiple - 1) rounded up to `multiple`.
 
     Returns:

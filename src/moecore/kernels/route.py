@@ -458,11 +458,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(logits_TE, output[0])
     ctx.options = (score_function, score_order, normalize, scale)
     ctx.mark_non_differentiable(output[0])
+    ctx.set_materialize_grads(False)  # the ids would get zeros of their size
 
 
-def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[Tensor | None, ...]:
     dlogits_TE = None
-    if ctx.needs_input_grad[0]:
+    if ctx.needs_input_grad[0] and dweights_TK is not None:
         dlogits_TE = _route_bwd_op(*ctx.saved_tensors, dweights_TK, *ctx.options)
     return (dlogits_TE, *(None,) * 9)
 

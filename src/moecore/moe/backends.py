@@ -3,10 +3,14 @@
     (ExpertInput, ExpertWeights) -> y_SD
 
 "triton"      moecore's kernels, gathers fused into the loads; keeps X and H; no host sync
-"torch"       torch's grouped product, moecore's row movers; keeps X and H; no host sync
+"torch"       torch's grouped product, moecore's row movers; keeps X and H; no host sync in bf16
+              on Hopper and datacenter Blackwell, where that product has none
 "te"          Transformer Engine's grouped linear; keeps what that keeps; one host sync
 "sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
 "auto"        "torch", until the whole layer has been measured with "triton"
+
+With "triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it,
+too (`kernels/grouped_wgrad.py`).
 
 Legend: S source rows, R expert rows, D model dim, F hidden dim of this rank, C columns of FC1 (2F
 with a gate, else F), e local experts.

@@ -170,8 +170,9 @@ class Experts(nn.Module):
         """Return y_SD, the weighted sum over the local experts of each source row.
 
         A weight with an attribute `main_grad` (fp32 or bf16, its local shape) has its gradient
-        added there, and gets no `grad`: inside the kernel with "triton" and "torch", if the experts
-        have no biases.
+        added there, and gets no `grad`: inside the kernel with "triton", by one more pass with
+        "torch". Not for experts with biases, and not under FSDP2, whose gathered parameters have no
+        such attribute.
 
         Args:
             inp: what a dispatcher gives.
