@@ -320,8 +320,8 @@ def build_index(
         num_local: number of experts owned here, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
         capacity: R, when the caller knows that so many rows suffice: what lies past them is
-            dropped, only offsets_e[-1] > R tells, and no experts may read it. Default is enough for every routing,
-            S * K + e * (multiple - 1) rounded up to `multiple`.
+            dropped, only offsets_e[-1] > R tells, and no experts may read it. Default is enough for
+            every routing, S * K + e * (multiple - 1) rounded up to `multiple`.
 
     Returns:
         The index. Padding rows and all rows past offsets_e[-1] have row id 0 and weight 0.
