@@ -6,6 +6,7 @@ Everything else in moecore uses one spelling; a version check anywhere else is a
 from __future__ import annotations
 
 import torch
+import torch._compile
 import torch.distributed as dist
 
 # torch.nn.functional.grouped_mm is the public name where it exists; both record autograd.
@@ -13,6 +14,9 @@ grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_
 
 # 2.13 renamed all_gather_into_tensor and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# torch.compiler.disable, whose import of Dynamo (half a second) waits for the first call.
+disable_dynamo = torch._compile._disable_dynamo
 
 # A DTensor whose _StridedShard marks separate pieces, not an order of dims: 2.11 raises in the
 # backward and in full_tensor(); 2.13 handles both. 2.12 has not been tried.

@@ -112,32 +112,33 @@ class _Products:
             return grouped_gemm(a_RK, b_eKN, self.offsets_e)
         return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)
 
-    def source_rows(self, x_SK: Tensor, b_eKN: Tensor) -> Tensor:
+    def source(self, x_SK: Tensor) -> Tensor:
+        """Source rows as the next two verbs want them: as they are, or gathered once for both."""
+        return x_SK if self.triton else gather_rows(x_SK, *self.index)
+
+    def source_rows(self, source: Tensor, b_eKN: Tensor) -> Tensor:
         """The source row of each expert row times its expert's matrix."""
         if self.triton:
-            return grouped_gemm(x_SK, b_eKN, self.offsets_e, row_ids_R=self.row_ids_R)
-        return self.rows(gather_rows(x_SK, *self.index), b_eKN)
+            return grouped_gemm(source, b_eKN, self.offsets_e, row_ids_R=self.row_ids_R)
+        return self.rows(source, b_eKN)
 
     def weight_grad(
-        self, x_SM: Tensor, y_RN: Tensor, transposed: bool, main_grad: Tensor | None
+        self, source: Tensor, y_RN: Tensor, transposed: bool, main_grad: Tensor | None
     ) -> Tensor:
         """[e, M, N] or transposed; added to `main_grad` where there is one."""
         if self.triton:
             return grouped_wgrad(
-                x_SM,
+                source,
                 y_RN,
                 self.row_ids_R,
                 self.offsets_e,
                 transposed=transposed,
                 main_grad=main_grad,
             )
-        x_RM = gather_rows(x_SM, *self.index)
-        if not x_RM.shape[0]:
-            sizes = (y_RN.shape[1], x_RM.shape[1])
-            e = self.offsets_e.shape[0]
-            zero = x_RM.new_zeros(e, *(sizes if transposed else sizes[::-1]))
-            return zero if main_grad is None else main_grad
-        left, right = (y_RN, x_RM) if transposed else (x_RM, y_RN)
+        left, right = (y_RN, source) if transposed else (source, y_RN)
+        if not source.shape[0]:
+            sizes = (self.offsets_e.shape[0], left.shape[1], right.shape[1])
+            return source.new_zeros(sizes) if main_grad is None else main_grad
         out = grouped_mm(left.t(), right, offs=self.offsets_e)
         return out if main_grad is None else main_grad.add_(out)
 
@@ -158,7 +159,7 @@ def _fc1(
         return grouped_gemm_activation(
             x_SD, w1_eCD, products.row_ids_R, weights_R, products.offsets_e, options
         )
-    h_RC = products.source_rows(x_SD, w1_eCD.transpose(1, 2))
+    h_RC = products.source_rows(products.source(x_SD), w1_eCD.transpose(1, 2))
     return h_RC, weighted_activation(h_RC, weights_R, products.index[2], options)
 
 
@@ -220,11 +221,11 @@ def _expert_mlp_bwd(
     options = _activation_options(kind, limit, alpha, interleaved)
     want_x, want_w1, want_w2, want_weights = wanted
     dx_SD, dw1, dw2 = (x_SD.new_empty(0) for _ in range(3))
-    dy_SD = dy_SD.contiguous()
+    dy = products.source(dy_SD.contiguous())
     if not h_RC.numel():
-        h_RC = products.source_rows(x_SD, w1_eCD.transpose(1, 2))
+        h_RC = products.source_rows(products.source(x_SD), w1_eCD.transpose(1, 2))
     if want_x or want_w1 or want_weights:
-        da_RF = products.source_rows(dy_SD, w2_eDF)
+        da_RF = products.source_rows(dy, w2_eDF)
         dh_RC, dweights_R, a_RF = weighted_activation_bwd(
             h_RC, da_RF, weights_R, products.index[2], options
         )
@@ -232,13 +233,13 @@ def _expert_mlp_bwd(
     else:
         a_RF = weighted_activation(h_RC, weights_R, products.index[2], options)
     if want_w2:
-        grad = products.weight_grad(dy_SD, a_RF, False, main_grad2)
+        grad = products.weight_grad(dy, a_RF, False, main_grad2)
         dw2 = grad if main_grad2 is None else dw2
-    del a_RF
+    del a_RF, dy
     if want_x:
         dx_SD = sum_rows(products.rows(dh_RC, w1_eCD), *products.index)
     if want_w1:
-        grad = products.weight_grad(x_SD, dh_RC, True, main_grad1)
+        grad = products.weight_grad(products.source(x_SD), dh_RC, True, main_grad1)
         dw1 = grad if main_grad1 is None else dw1
     return dx_SD, dw1, dw2, dweights_R if want_weights else weights_R.new_empty(0)
 

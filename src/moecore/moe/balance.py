@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore._compat import disable_dynamo
 from moecore.config import MoEConfig
 from moecore.kernels.balance import BalanceLossOptions, balance_loss, balance_statistics
 from moecore.kernels.counts import add_expert_counts, count_experts, count_experts_and_tokens
@@ -90,7 +91,7 @@ class LoadTracker:
         return y
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
-    @torch.compiler.disable
+    @disable_dynamo
     def _attach(self, y: Tensor, routing: Routing, num_sequences: int) -> Tensor:
         self._follow(y.device)
         if self.counts_E is None and _is_capturing(y):
