@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 import moecore.kernels
 from moecore.kernels import (
     activation,
     balance,
-    common,
     counts,
     expert_mlp,
     index,
@@ -31,10 +31,6 @@ from moecore.kernels import (
     rows,
 )
 from moecore.kernels import grouped_wgrad as wgrad
-
-triton = pytest.importorskip("triton")
-if common.INTERPRET:
-    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
 T, D, F, E, K = 64, 2048, 768, 128, 8
 MAX_SPILL_BYTES = 32

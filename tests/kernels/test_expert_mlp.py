@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from moecore.kernels.activation import ActivationOptions
 from moecore.kernels.expert_mlp import (
@@ -234,6 +235,31 @@ def test_triton_products_refuse_what_they_cannot_multiply(change: Any, message: 
     options = ExpertMLPOptions(activation=activation, products="triton")
     with pytest.raises(ValueError, match=message):
         expert_mlp(leaves["x"], w1, leaves["w2"], rows_of(ids, leaves["weights"], 5), options)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpointing(reentrant: bool) -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    expected = run(leaves, ids, options)
+
+    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        return expert_mlp(x, w1, w2, rows_of(ids, weights, 5), options)
+
+    y = checkpoint(block, *(leaves[n] for n in NAMES), use_reentrant=reentrant)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    assert torch.equal(y, expected["y"])
+    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)
+
+
+def test_without_gradients() -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    expected = run(leaves, ids, options)["y"]
+    with torch.no_grad():
+        rows = rows_of(ids, leaves["weights"], 5)
+        y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    assert not y.requires_grad and torch.equal(y, expected)
 
 
 def test_opcheck() -> None:
