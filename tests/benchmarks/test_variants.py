@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from benchmarks.variants.grouped_gemm_pingpong import launch_arguments, mg_kernel
+
 from tests.kernels.test_compile import bf16, compiled, ints, spilled_bytes  # noqa: F401
 
 CONFIG = (128, 128, 64, 8, 4, 216, 56)
