@@ -1,10 +1,12 @@
-"""Candidate: grouped products by two warp groups that take turns (ping-pong). Not used by src.
+"""Candidates: grouped products with loading warps of their own. Not used by src.
 
-One group multiplies while the other one stores, so that an epilogue, however heavy, hides behind
-the next tile's product: EPI 0 stores [R, N]; 1 is FC1 with the activation in the epilogue; 2 is
-FC2's input gradient with the activation's backward in it, which then needs no pass of its own. Four
-more warps fill a ring of stages, gathering rows where asked. It compiles, but has not run on a GPU.
-`bench_variants.py` checks and times it beside what src uses.
+Columns of 128: two warp groups take turns (ping-pong). Columns of 256: eight warps on every tile.
+
+In turns, one group multiplies while the other one stores, so that an epilogue, however heavy, hides
+behind the next tile's product: EPI 0 stores [R, N]; 1 is FC1 with the activation in the epilogue; 2
+is FC2's input gradient with the activation's backward in it, which then needs no pass of its own.
+Four more warps fill a ring of stages, gathering rows where asked. It compiles, but has not run on a
+GPU. `bench_variants.py` checks and times it beside what src uses.
 
 Letters as in `moecore/kernels/grouped_gemm.py`; N is F for EPI 1 and 2.
 """
@@ -23,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moecore.kernels.common import thread_barrier
 
 
 @triton.jit
@@ -146,7 +150,7 @@ def store_rows(ptr, ld, x, row, end, col, N):
     """Write x [BM, W] to ptr[row:, col:], 16 bytes a thread and access."""
     W: gl.constexpr = x.shape[1]
     TPR: gl.constexpr = W // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // TPR, TPR], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // TPR, TPR], [gl.num_warps(), 1], [1, 0])
     x = gl.convert_layout(x, layout)
     r = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     c = col + gl.arange(0, W, gl.SliceLayout(0, layout))
@@ -219,22 +223,28 @@ def mg_consumer(
     STAGES: gl.constexpr,
 ):
     mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BN, 16]
     )
     BNE: gl.constexpr = BN // 2 if EPI == 1 else BN
     num_k = (K + BK - 1) // BK
-    it = WG * num_k
-    parity = 1 - WG
+    # WG 0 and 1 take turns; WG 2 is one consumer of eight warps that has every tile.
+    TURNS: gl.constexpr = 2 if WG < 2 else 1
+    OFFSET: gl.constexpr = WG if WG < 2 else 0
+    it = OFFSET * num_k
+    parity = 1 - OFFSET
     for tile in range(
-        gl.program_id(0) + WG * gl.num_programs(0), total * num_n, 2 * gl.num_programs(0)
+        gl.program_id(0) + OFFSET * gl.num_programs(0),
+        total * num_n,
+        TURNS * gl.num_programs(0),
     ):
         _, row, end, n = find(tile, total, num_n, map_ptr, GROUP_M)
         col = n * BNE
         acc = gl.zeros((BM, BN), gl.float32, mma)
         # Not before the other group has read its last stage: a barrier tells even phases from odd
         # ones only, so a group that waits too early takes the other's data for its own.
-        mbarrier.wait(turn.index(WG), parity)
-        parity = 1 - parity
+        if WG < 2:
+            mbarrier.wait(turn.index(OFFSET), parity)
+            parity = 1 - parity
         for ki in range(num_k):
             stage = it % STAGES
             phase = (it // STAGES) & 1
@@ -245,12 +255,17 @@ def mg_consumer(
                 b = b.permute((1, 0))
             acc = warpgroup_mma(a_smem.index(stage), b, acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
+            if WG == 2:
+                thread_barrier()  # two warp groups: both have read the stage before this one
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=ki > 0)
             it += 1
-        mbarrier.arrive(turn.index(1 - WG), count=1)
+        if WG < 2:
+            mbarrier.arrive(turn.index(1 - OFFSET), count=1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
+        if WG == 2:
+            thread_barrier()
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-        it += num_k
+        it += (TURNS - 1) * num_k
         dtype: gl.constexpr = out_ptr.dtype.element_ty
         if EPI == 0:
             c0, c1 = halves(acc.to(dtype))
@@ -269,7 +284,7 @@ def mg_consumer(
             a = g / (1.0 + gl.exp(-g)) * u16.to(gl.float32) * w[:, None]
             store_rows(out2_ptr, N, a.to(dtype), row, end, col, N)
         else:
-            wl: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            wl: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             r = row + gl.arange(0, BM, wl)
             w = gl.load(w_ptr + r, mask=r < end, other=0.0)
             c0, c1 = halves(acc.to(dtype))
@@ -281,7 +296,9 @@ def mg_consumer(
             da_smem.index(2).store(c10)
             da_smem.index(3).store(c11)
             Q: gl.constexpr = BN // 4
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // Q, Q // 8], [4, 1], [1, 0])
+            layout: gl.constexpr = gl.BlockedLayout(
+                [1, 8], [256 // Q, Q // 8], [gl.num_warps(), 1], [1, 0]
+            )
             dw = gl.zeros((BM,), gl.float32, gl.SliceLayout(1, layout))
             w = gl.convert_layout(w, gl.SliceLayout(1, layout))
             for q in range(4):
@@ -339,101 +356,168 @@ def mg_kernel(
     staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     ROWS: gl.constexpr = BM if EPI == 2 else 8
     da0 = gl.allocate_shared_memory(dtype, [4, ROWS, BN // 4], staged)
-    da1 = gl.allocate_shared_memory(dtype, [4, ROWS, BN // 4], staged)
-    gl.warp_specialize(
-        [
-            (
-                mg_consumer,
+    ROWS1: gl.constexpr = ROWS if gl.num_warps() == 4 else 8
+    da1 = gl.allocate_shared_memory(dtype, [4, ROWS1, BN // 4], staged)
+    if gl.num_warps() == 8:
+        gl.warp_specialize(
+            [
                 (
-                    map_ptr,
-                    a_smem,
-                    b_smem,
-                    full,
-                    empty,
-                    turn,
-                    da0,
-                    w_ptr,
-                    h_ptr,
-                    out_ptr,
-                    out2_ptr,
-                    part_ptr,
-                    R,
-                    K,
-                    N,
-                    total,
-                    num_n,
-                    0,
-                    B_NK,
-                    EPI,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP_M,
-                    STAGES,
+                    mg_consumer,
+                    (
+                        map_ptr,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        turn,
+                        da0,
+                        w_ptr,
+                        h_ptr,
+                        out_ptr,
+                        out2_ptr,
+                        part_ptr,
+                        R,
+                        K,
+                        N,
+                        total,
+                        num_n,
+                        2,
+                        B_NK,
+                        EPI,
+                        BM,
+                        BN,
+                        BK,
+                        GROUP_M,
+                        STAGES,
+                    ),
                 ),
-            ),
-            (
-                mg_consumer,
                 (
-                    map_ptr,
-                    a_smem,
-                    b_smem,
-                    full,
-                    empty,
-                    turn,
-                    da1,
-                    w_ptr,
-                    h_ptr,
-                    out_ptr,
-                    out2_ptr,
-                    part_ptr,
-                    R,
-                    K,
-                    N,
-                    total,
-                    num_n,
-                    1,
-                    B_NK,
-                    EPI,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP_M,
-                    STAGES,
+                    mg_producer,
+                    (
+                        a_ptr,
+                        a_desc,
+                        b_desc,
+                        ids_ptr,
+                        map_ptr,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        K,
+                        N,
+                        lda,
+                        total,
+                        num_n,
+                        GATHER,
+                        B_NK,
+                        EPI,
+                        BM,
+                        BN,
+                        BK,
+                        GROUP_M,
+                        STAGES,
+                        EVEN_K,
+                    ),
                 ),
-            ),
-            (
-                mg_producer,
+            ],
+            [4],
+            [PREGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
                 (
-                    a_ptr,
-                    a_desc,
-                    b_desc,
-                    ids_ptr,
-                    map_ptr,
-                    a_smem,
-                    b_smem,
-                    full,
-                    empty,
-                    K,
-                    N,
-                    lda,
-                    total,
-                    num_n,
-                    GATHER,
-                    B_NK,
-                    EPI,
-                    BM,
-                    BN,
-                    BK,
-                    GROUP_M,
-                    STAGES,
-                    EVEN_K,
+                    mg_consumer,
+                    (
+                        map_ptr,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        turn,
+                        da0,
+                        w_ptr,
+                        h_ptr,
+                        out_ptr,
+                        out2_ptr,
+                        part_ptr,
+                        R,
+                        K,
+                        N,
+                        total,
+                        num_n,
+                        0,
+                        B_NK,
+                        EPI,
+                        BM,
+                        BN,
+                        BK,
+                        GROUP_M,
+                        STAGES,
+                    ),
                 ),
-            ),
-        ],
-        [4, 4],
-        [CREGS, PREGS],
-    )
+                (
+                    mg_consumer,
+                    (
+                        map_ptr,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        turn,
+                        da1,
+                        w_ptr,
+                        h_ptr,
+                        out_ptr,
+                        out2_ptr,
+                        part_ptr,
+                        R,
+                        K,
+                        N,
+                        total,
+                        num_n,
+                        1,
+                        B_NK,
+                        EPI,
+                        BM,
+                        BN,
+                        BK,
+                        GROUP_M,
+                        STAGES,
+                    ),
+                ),
+                (
+                    mg_producer,
+                    (
+                        a_ptr,
+                        a_desc,
+                        b_desc,
+                        ids_ptr,
+                        map_ptr,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        K,
+                        N,
+                        lda,
+                        total,
+                        num_n,
+                        GATHER,
+                        B_NK,
+                        EPI,
+                        BM,
+                        BN,
+                        BK,
+                        GROUP_M,
+                        STAGES,
+                        EVEN_K,
+                    ),
+                ),
+            ],
+            [4, 4],
+            [CREGS, PREGS],
+        )
 
 
 def gdesc(t, block):
@@ -486,8 +570,8 @@ def launch_arguments(a, b, ids, R, tmap, *, gather, b_nk, epi, w=None, h=None, c
     )
 
 
-def pingpong(*args, **kw):
-    result, arguments = launch_arguments(*args, **kw)
+def pingpong(*args, cfg, **kw):
+    result, arguments = launch_arguments(*args, cfg=cfg, **kw)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    mg_kernel[(sms,)](*arguments, num_warps=4)
+    mg_kernel[(sms,)](*arguments, num_warps=4 if cfg[1] == 128 else 8)
     return result
