@@ -3,23 +3,22 @@ PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test demo lint format clean
+.PHONY: help venv test demo bench bench-docs lint format clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 	@echo
-	@echo 'test and demo pass ARGS="..." on; PYTHON=/path/to/python3 picks the base of .venv.'
+	@echo 'test, demo and bench pass ARGS="..." on; PYTHON=/path/to/python3 picks the base of .venv.'
 
 venv: $(READY)  ## create or update .venv
 
 test: $(READY)  ## run the CPU tests (those for GPUs: .venv/bin/python -m pytest -m gpu)
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q $(ARGS)
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels
+	$(if $(ARGS),,CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels)
 
 demo: $(READY)  ## train the tiny preset into runs/demo
 	$(PY) examples/train.py --preset tiny --run-dir runs/demo $(ARGS)
 
-.PHONY: bench bench-docs
 bench: $(READY)  ## run the benchmarks (on a GPU; else a smoke), then: make bench-docs
 	$(PY) -m pytest -q benchmarks $(ARGS)
 

@@ -18,7 +18,10 @@ from moecore._compat import grouped_mm
 SKEW_TOLERANCE = 0.1
 
 # What proves the layer; on a GPU that includes every kernel that it launches.
-KERNELS = "activation balance_kernels counts expert_mlp grouped_gemm index route router_logits rows"
+KERNELS = (
+    "activation balance_kernels counts expert_mlp grouped_gemm grouped_wgrad index route "
+    "router_logits rows"
+)
 GPU_TESTS = [f"tests/kernels/test_{name}.py" for name in KERNELS.split()]
 GPU_TESTS.append("tests/moe/test_layer_gpu.py")
 CPU_TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]

@@ -51,6 +51,19 @@ REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
 ]
 
 
+def test_keeping_only_the_input_of_experts_is_a_choice() -> None:
+    meshes = world(8, ep=8)
+    model = parallelize(meta_model(), meshes, recompute_fc1=True)
+    assert all(m.recompute_fc1 for m in model.modules() if isinstance(m, Experts))
+    with pytest.raises(ValueError, match=r"recompute_fc1 \(True\) must go with experts"):
+        parallelize(meta_model(), meshes, experts="sequential", recompute_fc1=True)
+
+
+def test_te_is_refused_before_any_collective() -> None:
+    with pytest.raises(ValueError, match=r"experts \('te'\) must be another backend|CUDA|bfloat16"):
+        parallelize(meta_model(), world(8, ep=8), experts="te")
+
+
 def test_refuses_main_gradients_that_fsdp_would_lose() -> None:
     model = meta_model()
     experts = next(m for m in model.modules() if isinstance(m, Experts))

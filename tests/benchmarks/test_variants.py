@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from benchmarks.variants.grouped_gemm_gluon import launch_arguments, mg_kernel
 
 from tests.kernels.test_compile import SHARED_MEMORY_BYTES, bf16, compiled, ints, spilled_bytes  # noqa: F401

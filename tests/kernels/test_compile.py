@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 import moecore.kernels
@@ -32,8 +31,10 @@ from moecore.kernels import (
 )
 from moecore.kernels import grouped_wgrad as wgrad
 
+triton = pytest.importorskip("triton")
+
 T, D, F, E, K = 64, 2048, 768, 128, 8
-MAX_SPILL_BYTES = 32
+MAX_SPILL_BYTES = 0
 SHARED_MEMORY_BYTES = 232448  # of one program on Hopper; the compiler does not check it
 
 

@@ -226,10 +226,12 @@ def test_backward_makes_no_gradient_for_h() -> None:
         (dict(interleaved=True), r"ActivationOptions.interleaved \(True\) must be False"),
         (dict(dtype=torch.float32), r"dtypes of x, w1 and w2 \(torch.float32\) must be one of"),
         (dict(strided=True), r"w1_eCD and w2_eDF \(strided\) must be contiguous"),
+        (dict(F=12), r"D \(24\) and F \(12\) must be multiples of 8"),
+        (dict(), r"device of x \(cpu\) must be a GPU with Triton"),
     ],
 )
 def test_triton_products_refuse_what_they_cannot_multiply(change: Any, message: str) -> None:
-    leaves, ids = make("swiglu", dtype=change.get("dtype", torch.bfloat16))
+    leaves, ids = make("swiglu", dtype=change.get("dtype", torch.bfloat16), F=change.get("F", 40))
     w1 = leaves["w1"].mT.contiguous().mT if change.get("strided") else leaves["w1"]
     activation = ActivationOptions(kind="swiglu", interleaved=change.get("interleaved", False))
     options = ExpertMLPOptions(activation=activation, products="triton")
@@ -260,6 +262,29 @@ def test_without_gradients() -> None:
         rows = rows_of(ids, leaves["weights"], 5)
         y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
     assert not y.requires_grad and torch.equal(y, expected)
+
+
+def test_other_derivatives_are_refused() -> None:
+    leaves, ids = make("swiglu")
+    rows = rows_of(ids, leaves["weights"], 5)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    (dx,) = torch.autograd.grad(y.square().sum(), leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        dx.sum().backward()
+
+    def f(x: Tensor) -> Tensor:
+        return expert_mlp(x, leaves["w1"].detach(), leaves["w2"].detach(), detached, options)
+
+    detached = rows_of(ids, leaves["weights"].detach(), 5)
+    x = leaves["x"].detach()
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(f, (x,), (torch.ones_like(x),))
+
+
+def test_unknown_products_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"products \('nope'\) must be 'triton' or 'torch'"):
+        ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products="nope")
 
 
 def test_opcheck() -> None:

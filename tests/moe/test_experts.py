@@ -19,7 +19,7 @@ from moecore import MoEConfig
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.kernels import expert_mlp
 from moecore.kernels.index import build_index
-from moecore.moe import backends
+from moecore.moe import backends, experts_te
 from moecore.moe.dispatch.base import ExpertInput
 from moecore.moe.experts import ExpertLayout, Experts, expert_shapes
 from moecore.moe.params import global_indices
@@ -467,16 +467,14 @@ def test_triton_refuses_other_devices_and_dtypes() -> None:
 
 
 def test_te_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "is_available", lambda: False)
+    monkeypatch.setattr(experts_te, "is_available", lambda: False)
+    module = Experts(BASE, backend="te")
     with pytest.raises(ValueError, match=r"experts \('te'\) must be another backend"):
-        Experts(BASE, backend="te")
+        module(make_input(*random_routing(5, 2, 8), 8))
 
 
 @pytest.mark.parametrize("backend", ["te", "sequential"])
-def test_recompute_is_refused_where_there_is_none(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "is_available", lambda: True)
+def test_recompute_is_refused_where_there_is_none(backend: Any) -> None:
     with pytest.raises(ValueError, match=r"recompute_fc1 \(True\) must go with experts"):
         Experts(BASE).set_backend(backend, recompute_fc1=True)
     with pytest.raises(ValueError, match=r"without biases \(True\)"):
@@ -524,7 +522,11 @@ def test_main_gradients_that_do_not_fit_are_refused() -> None:
     module = make_experts(BASE, ExpertLayout())
     inp = make_input(*random_routing(5, 2, 8), 8)
     for grad, message in (
-        (torch.zeros(3), r"w1.main_grad \(\(3,\), contiguous True\) must be contiguous and of"),
+        (
+            torch.zeros(3),
+            r"w1.main_grad \(shape, device, contiguous: \(\(3,\), 'cpu', True\)\) must",
+        ),
+        (torch.zeros_like(module.w1, device="meta"), r"'meta', True\)\) must fit the local weight"),
         (torch.zeros_like(module.w1, dtype=torch.float16), r"w1.main_grad \(torch.float16\) must"),
     ):
         module.w1.main_grad = grad  # type: ignore[attr-defined]

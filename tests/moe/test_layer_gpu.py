@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from benchmarks.harness import count_launches
 from torch import Tensor
 
 from moecore import MoEConfig, MoELayer
@@ -221,21 +222,19 @@ def test_keeps_x_and_h_and_launches_few_kernels(backend: str) -> None:
     layer(x).sum().backward()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        y = layer(x)
-        torch.cuda.synchronize()
+    y = layer(x)
     kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
     kept += x.numel() * x.element_size()  # X itself was there before
     assert kept <= 1.06 * (2 * D + 4 * K * F) * T
-    launches = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(launches) <= 14 + (4 if backend == "torch" else 0), [e.name for e in launches]
+    launches = count_launches(lambda: layer(x), device=x.device)
+    assert launches is not None and launches <= 14
 
 
 @pytest.mark.slow
 def test_200_steps_follow_the_oracle() -> None:
-    """The loss curves of "triton" and "sequential" differ no more than those of two seeds."""
+    """In bf16 each backend leaves the fp32 curve at most twice as far as "sequential" in bf16."""
 
-    def losses(backend: str, seed: int) -> Tensor:
+    def losses(backend: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         torch.manual_seed(0)
         config = MoEConfig(dim=128, hidden_dim=96, num_experts=16, top_k=4)
         layers = [MoELayer(config, device="cuda") for _ in range(2)]
@@ -246,13 +245,13 @@ def test_200_steps_follow_the_oracle() -> None:
             layer.experts.set_backend(backend)
         params = [p for layer in layers for p in layer.parameters()]
         optimizer = torch.optim.AdamW(params, lr=2e-3)
-        generator = torch.Generator(device="cuda").manual_seed(seed)
+        generator = torch.Generator(device="cuda").manual_seed(1)
         found = []
         for _ in range(200):
             x = torch.randn(1024, 128, device="cuda", generator=generator)
             with torch.no_grad():
                 wanted = target(x)
-            with torch.autocast("cuda", dtype=torch.bfloat16):
+            with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
                 y = x
                 for layer in layers:
                     y = y + layer(y)
@@ -264,15 +263,15 @@ def test_200_steps_follow_the_oracle() -> None:
         return torch.stack(found)
 
     backends = [b for b in ("triton", "torch") if ("softmax", b) in IN_BF16]
-    oracle, other_seed = losses("sequential", 1), losses("sequential", 2)
-    noise = (oracle - other_seed).abs()[100:].mean() / oracle[100:].mean()
-    assert oracle[-20:].mean() < 0.7 * oracle[:20].mean(), "it learns"
+    truth, oracle = losses("sequential", torch.float32), losses("sequential")
+    assert truth[-20:].mean() < 0.7 * truth[:20].mean(), "it learns"
+    noise = (oracle - truth).abs().mean()
     for backend in backends:
-        curve = losses(backend, 1)
-        apart = (curve - oracle).abs()[100:].mean() / oracle[100:].mean()
-        last = [float(c[-20:].mean()) for c in (curve, oracle)]
-        print(f"{backend}: {last[0]:.5f}, sequential {last[1]:.5f}; {apart:.2%} apart, {noise:.2%}")
-        assert apart <= noise
+        curve = losses(backend)
+        apart = (curve - truth).abs().mean()
+        last = [float(c[-20:].mean()) for c in (curve, oracle, truth)]
+        print(f"{backend}, sequential, fp32 end at {last}; from fp32: {apart:.2e}, {noise:.2e}")
+        assert apart <= 2 * noise
 
 
 @pytest.mark.parametrize("num_tokens", [1, 512])

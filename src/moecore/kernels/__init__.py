@@ -1,5 +1,6 @@
-"""Fused Triton kernels, an op per file with its reference beside it; imports torch and triton only.
+"""Fused Triton kernels, an operation per file with its reference beside it.
 
-A file's public function runs the kernel on CUDA tensors and the reference elsewhere. With
-`TRITON_INTERPRET=1` the kernels run on CPU tensors too, for tests.
+An operation runs its kernel on CUDA tensors and its reference elsewhere. With `TRITON_INTERPRET=1`
+kernels run on CPU tensors too, for tests. The grouped products are launchers without a reference to
+fall back on: `expert_mlp` chooses between them and torch's.
 """

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.common import all_used, on_device, tl, triton, use_kernel
 
 KINDS = ("swiglu", "geglu", "relu2", "clamped_swiglu")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -113,7 +113,10 @@ def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
         s = torch.sigmoid(options.alpha * low)
         slope = (near + 1) * s * (1 + options.alpha * low * (1 - s))
         parts = slope * (gate <= options.limit), low * s * (up.abs() <= options.limit)
-    return torch.stack(parts, -1).flatten(-2) if options.interleaved else torch.cat(parts, -1)
+    out_RC = torch.empty_like(h_RC)
+    for half, part in zip(halves(out_RC, options), parts, strict=True):
+        half.copy_(part)
+    return out_RC
 
 
 def weighted_activation_ref(
@@ -148,15 +151,14 @@ def weighted_activation_bwd_ref(
     dweights_R = (da_RF * a_RF).sum(-1)
     if weights_R is not None:
         da_RF, a_RF = da_RF * weights_R[:, None], a_RF * weights_R[:, None]
-    if options.gated:
-        pair = (da_RF, da_RF)
-        da_RF = torch.stack(pair, -1).flatten(-2) if options.interleaved else torch.cat(pair, -1)
-    dh_RC = da_RF * activation_gradients(h, options)
+    dh_RC = activation_gradients(h, options)
+    for half in halves(dh_RC, options) if options.gated else (dh_RC,):
+        half *= da_RF
     return dh_RC.to(h_RC.dtype), dweights_R, a_RF.to(h_RC.dtype)
 
 
 def _used(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
-    if num_rows is None:
+    if num_rows is None or all_used(num_rows, h_RC.shape[0]):
         return None
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 

@@ -51,6 +51,15 @@ def use_kernel(*tensors: Tensor) -> bool:
     return HAS_TRITON and (INTERPRET or all(t.is_cuda for t in tensors))
 
 
+def all_used(num_rows: Tensor, capacity: int) -> bool:
+    """Return whether a reference on the CPU may skip its masks; False where looking would sync."""
+    return num_rows.device.type == "cpu" and not _is_traced() and int(num_rows) >= capacity
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None
+
+
 @functools.cache
 def has_hopper_kernels(device: torch.device) -> bool:
     """Return whether Gluon kernels for Hopper can run on this device; none is interpreted."""

@@ -20,10 +20,11 @@ Source: Megatron-Core's memory-efficient permutation (arXiv:2603.07685) for the 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moecore._compat import grouped_mm
 from moecore.kernels.activation import (
@@ -32,6 +33,7 @@ from moecore.kernels.activation import (
     weighted_activation,
     weighted_activation_bwd,
 )
+from moecore.kernels.common import use_kernel
 from moecore.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped_wgrad import grouped_wgrad
 from moecore.kernels.rows import gather_rows, sum_rows, sum_rows_ref
@@ -65,11 +67,20 @@ class ExpertMLPOptions:
         products: whose kernels multiply. "triton" wants contiguous weights, no interleaved
             columns, 16-bit floats and a GPU; "torch" takes any strides.
         keep_h: keep FC1's output for backward; False keeps X alone and multiplies again.
+
+    Raises:
+        ValueError: for unknown products.
     """
 
     activation: ActivationOptions
     products: Products = "torch"
     keep_h: bool = True
+
+    def __post_init__(self) -> None:
+        if self.products not in get_args(Products):
+            raise ValueError(
+                f"ExpertMLPOptions.products ({self.products!r}) must be 'triton' or 'torch'"
+            )
 
 
 def expert_mlp_ref(
@@ -220,6 +231,7 @@ def _expert_mlp_bwd(
     products = _Products(triton, row_ids_R, slots_SK, offsets_e)
     options = _activation_options(kind, limit, alpha, interleaved)
     want_x, want_w1, want_w2, want_weights = wanted
+    dh_RC, dweights_R = h_RC, weights_R  # replaced where anybody wants them
     dx_SD, dw1, dw2 = (x_SD.new_empty(0) for _ in range(3))
     dy = products.source(dy_SD.contiguous())
     if not h_RC.numel():
@@ -290,6 +302,16 @@ def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, .
 _expert_mlp.register_autograd(_backward, setup_context=_save)
 
 
+def _refuse_tangents(*tensors: Tensor) -> None:
+    """Forward-mode derivatives would be dropped, and come out as zero."""
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "expert_mlp has no forward-mode derivative: use reverse mode, or experts='sequential'"
+        )
+
+
 def _check_triton(x_SD: Tensor, w1: Tensor, w2: Tensor, act: ActivationOptions) -> None:
     dtypes = {x_SD.dtype, w1.dtype, w2.dtype}
     if act.interleaved and act.gated:
@@ -308,6 +330,16 @@ def _check_triton(x_SD: Tensor, w1: Tensor, w2: Tensor, act: ActivationOptions) 
             "w1_eCD and w2_eDF (strided) must be contiguous with products ('triton'): use "
             "products='torch'"
         )
+    if w2.shape[1] % 8 or w2.shape[2] % 8:
+        raise ValueError(
+            f"D ({w2.shape[1]}) and F ({w2.shape[2]}) must be multiples of 8 with products "
+            "('triton'), 16 bytes: pad them"
+        )
+    if not use_kernel(x_SD, w1, w2):
+        raise ValueError(
+            f"device of x ({x_SD.device}) must be a GPU with Triton with products ('triton'): use "
+            "products='torch'"
+        )
 
 
 def expert_mlp(
@@ -319,7 +351,7 @@ def expert_mlp(
     *,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Return the weighted sum over each source row's experts; differentiable.
+    """Return the weighted sum over each source row's experts; differentiable once, in reverse.
 
     No host sync with "triton", nor with "torch" where torch's grouped product has none: in bf16 on
     Hopper and datacenter Blackwell. Elsewhere that loops over experts on the host.
@@ -334,8 +366,9 @@ def expert_mlp(
         rows: which rows each expert reads, and with which weight.
         options: how.
         main_grads: contiguous fp32 or bf16 tensors of the shapes of w1 and w2, to which the
-            weights' gradients are added inside the kernel that computes them; autograd then gets
-            no gradient for that weight. Not under torch.compile.
+            weights' gradients are added by every backward, also one that asks for other gradients
+            only; autograd then gets none for that weight. They are remembered from the forward.
+            Not under torch.compile.
 
     Returns:
         [S, D], dtype of x: added in fp32, rounded once. Bit-reproducible with "triton".
@@ -344,6 +377,7 @@ def expert_mlp(
         ValueError: when "triton" is asked to multiply what it cannot.
     """
     act = options.activation
+    _refuse_tangents(x_SD, w1_eCD, w2_eDF, rows.weights_R)
     if options.products == "triton":
         _check_triton(x_SD, w1_eCD, w2_eDF, act)
     y_SD, _ = _expert_mlp(

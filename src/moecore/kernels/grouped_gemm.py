@@ -280,7 +280,7 @@ def grouped_gemm(
             K and N are multiples of 8 (16 bytes, for TMA).
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of `a` that each expert row reads; rows are gathered while loaded.
-        config: how to cut; default is what was fastest on an H200.
+        config: how to cut; default is what was fastest on an H200 at qwen3-30b's sizes.
 
     Returns:
         [R, N], dtype of `a`, summed in fp32 and rounded once. Rows past offsets_e[-1] are

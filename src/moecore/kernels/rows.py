@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.common import all_used, on_device, tl, triton, use_kernel
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
@@ -31,7 +31,7 @@ def gather_rows_ref(
     if not x_SD.shape[0]:  # the empty sum keeps the graph connected
         return x_SD.new_zeros(row_ids_R.shape[0], x_SD.shape[1]) + x_SD.sum(0)
     x_RD = x_SD.index_select(0, row_ids_R)
-    if num_rows is None:
+    if num_rows is None or all_used(num_rows, x_RD.shape[0]):
         return x_RD
     used_R = torch.arange(row_ids_R.shape[0], device=x_SD.device) < num_rows
     return torch.where(used_R[:, None], x_RD, 0)

@@ -28,12 +28,11 @@ from moecore._compat import grouped_mm
 from moecore.config import MoEConfig
 from moecore.kernels.common import INTERPRET, has_hopper_kernels
 from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
-from moecore.kernels.rows import gather_rows as gather_source_rows
-from moecore.kernels.rows import sum_rows as sum_expert_rows
+from moecore.kernels.rows import gather_rows, sum_rows
 from moecore.moe.activation import activate, activation_options
 from moecore.moe.dispatch.base import ExpertInput
-from moecore.moe.experts_te import is_available, te_experts
-from moecore.moe.rows import gather_rows, sum_rows
+from moecore.moe.experts_te import check_te, te_experts
+from moecore.moe.plain_rows import gather_plain, sum_plain
 
 ExpertBackend = Literal["auto", "triton", "torch", "te", "sequential"]
 
@@ -72,11 +71,6 @@ def check_backend(
     if name not in get_args(ExpertBackend):
         shown = ", ".join(repr(n) for n in get_args(ExpertBackend))
         raise ValueError(f"experts ({name!r}) must be one of {shown}")
-    if name == "te" and not is_available():
-        raise ValueError(
-            "experts ('te') must be another backend where Transformer Engine is missing: "
-            "pip install 'moecore[te]' or use experts='auto'"
-        )
     if name == "triton":
         for field, refused in (
             ("MoEConfig.fc1_bias", config.fc1_bias),
@@ -98,6 +92,8 @@ def check_compute(name: str, dtype: torch.dtype, device: torch.device) -> None:
         dtype: of rows and weights in compute.
         device: of both.
     """
+    if name == "te":
+        check_te(dtype, device)
     if name == "triton":
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
@@ -135,7 +131,8 @@ def run_experts(
         name = "torch"
     if name == "sequential":
         return _sequential(inp, weights, config)
-    check_compute(name, inp.rows_SD.dtype, inp.rows_SD.device)
+    if name == "triton":  # te_experts checks for itself
+        check_compute(name, inp.rows_SD.dtype, inp.rows_SD.device)
     _, dim, hidden_dim = weights.w2_eDF.shape
     check_alignment(dim, hidden_dim, weights.w2_eDF.dtype)
     if name == "te":
@@ -168,27 +165,27 @@ def _with_biases(inp: ExpertInput, weights: ExpertWeights, config: MoEConfig) ->
 
     # grouped_mm leaves rows past num_rows uninitialised, in forward and in the gradient of its
     # input; a `where` on all sides keeps that garbage, NaN included, out of every result.
-    x_RD = gather_source_rows(inp.rows_SD, *index)
+    x_RD = gather_rows(inp.rows_SD, *index)
     x_RD = torch.where(used_R1, x_RD, 0)
     h_RC = grouped_mm(x_RD, weights.w1_eCD.transpose(1, 2), offs=inp.offsets_e)
     h_RC = torch.where(used_R1, h_RC, 0)
     if weights.b1_eC is not None:
-        h_RC = h_RC + gather_rows(weights.b1_eC, expert_R)
+        h_RC = h_RC + gather_plain(weights.b1_eC, expert_R)
     weights_R1 = inp.weights_R[:, None]
     a_RF = activate(h_RC, config, interleaved=weights.interleaved) * weights_R1
     a_RF = torch.where(used_R1, a_RF.to(x_RD.dtype), 0)
     y_RD = grouped_mm(a_RF, weights.w2_eDF.transpose(1, 2), offs=inp.offsets_e)
     y_RD = torch.where(used_R1, y_RD, 0)
     if weights.b2_eD is not None:
-        y_RD = y_RD + (gather_rows(weights.b2_eD, expert_R) * weights_R1).to(y_RD.dtype)
-    return sum_expert_rows(y_RD, *index)
+        y_RD = y_RD + (gather_plain(weights.b2_eD, expert_R) * weights_R1).to(y_RD.dtype)
+    return sum_rows(y_RD, *index)
 
 
 def _sequential(inp: ExpertInput, weights: ExpertWeights, config: MoEConfig) -> Tensor:
     stops = inp.offsets_e.tolist()  # host sync: the oracle slices by expert
     parts = []
     for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
-        x_RD = gather_rows(inp.rows_SD, inp.row_ids_R[start:stop])
+        x_RD = gather_plain(inp.rows_SD, inp.row_ids_R[start:stop])
         weights_R1 = inp.weights_R[start:stop, None]
         h_RC = x_RD @ weights.w1_eCD[i].T
         if weights.b1_eC is not None:
@@ -198,7 +195,7 @@ def _sequential(inp: ExpertInput, weights: ExpertWeights, config: MoEConfig) -> 
         if weights.b2_eD is not None:
             y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)
         parts.append(y_RD)
-    return sum_rows(torch.cat(parts), inp.row_ids_R[: stops[-1]], inp.rows_SD.shape[0])
+    return sum_plain(torch.cat(parts), inp.row_ids_R[: stops[-1]], inp.rows_SD.shape[0])
 
 
 def check_alignment(dim: int, hidden_dim: int, dtype: torch.dtype) -> None:

@@ -217,11 +217,11 @@ class Experts(nn.Module):
 
     def _check_main_grad(self, role: str, weight: Tensor, grad: Tensor) -> None:
         name = f"{getattr(self.layout, role)}.main_grad"
-        if grad.shape != weight.shape or not grad.is_contiguous():
+        found = (tuple(grad.shape), str(grad.device), grad.is_contiguous())
+        if found != (tuple(weight.shape), str(weight.device), True):
             raise ValueError(
-                f"{name} ({tuple(grad.shape)}, contiguous {grad.is_contiguous()}) must be "
-                f"contiguous and of the local weight's shape {tuple(weight.shape)}: use "
-                "torch.zeros(shape)"
+                f"{name} (shape, device, contiguous: {found}) must fit the local weight "
+                f"{(tuple(weight.shape), str(weight.device), True)}: use torch.zeros_like"
             )
         if grad.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(

@@ -61,7 +61,7 @@ def te_experts(
         ValueError: when Transformer Engine is missing or this input is not for it.
     """
     (w1_eCD, b1_eC), (w2_eDF, b2_eD) = fc1, fc2
-    _check(inp.rows_SD, hidden_dim=w2_eDF.shape[2])
+    check_te(inp.rows_SD.dtype, inp.rows_SD.device)
     options = activation_options(config, interleaved=interleaved)
     with on_device(inp.rows_SD):
         mask_Se, counts = _mask_and_counts(inp)
@@ -88,20 +88,21 @@ def _te() -> Any:
     return importlib.import_module("transformer_engine.pytorch")
 
 
-def _check(rows_SD: Tensor, *, hidden_dim: int) -> None:
-    dim, dtype, device = rows_SD.shape[1], rows_SD.dtype, rows_SD.device
+def check_te(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise a ValueError where Transformer Engine is missing, or not for this dtype or device.
+
+    Args:
+        dtype: of rows and weights in compute.
+        device: of both.
+    """
     if not is_available():
         problem = "experts ('te') must be another backend where Transformer Engine is missing"
-        fix = "pip install 'moecore[te]' or use experts='torch'"
+        fix = "pip install 'moecore[te]' or use experts='auto'"
     elif dtype != torch.bfloat16:  # fp32 it would multiply in TF32, unasked
-        problem = f"dtype of the rows ({dtype}) must be torch.bfloat16 for experts ('te')"
+        problem = f"dtype of the experts ({dtype}) must be torch.bfloat16 for experts ('te')"
         fix = "convert the model or use experts='torch'"
-    elif dim % 8 or hidden_dim % 8:
-        sizes = f"MoEConfig.dim ({dim}) and hidden_dim / etp ({hidden_dim})"
-        problem = f"{sizes} must be multiples of 8 for experts ('te'), 16 bytes"
-        fix = "pad them or use experts='sequential'"
-    elif not rows_SD.is_cuda:
-        problem = f"device of the rows ({device}) must be a CUDA device for experts ('te')"
+    elif device.type != "cuda":
+        problem = f"device of the experts ({device}) must be a CUDA device for experts ('te')"
         fix = "move the model to a GPU or use experts='torch'"
     else:
         return

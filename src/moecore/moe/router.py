@@ -60,7 +60,6 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.options = _options(config)
         self.expert_bias_name = expert_bias_name
         E, D = config.num_experts, config.dim
         self.weight = nn.Parameter(torch.empty(E, D, device=device, dtype=dtype))
@@ -107,7 +106,7 @@ class Router(nn.Module):
                 logits_TE = router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
             else:
                 logits_TE = router_logits(x_TD, weight_ED, bias_E)
-            ids_TK, weights_TK = route(logits_TE, self.selection_bias, self.options)
+            ids_TK, weights_TK = route(logits_TE, self.selection_bias, _options(self.config))
         return Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, logits_TE=logits_TE)
 
 

@@ -40,12 +40,12 @@ def _add_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
     return out.index_add_(0, ids_R, y_RD.to(dtype)).to(y_RD.dtype)
 
 
-def gather_rows(x_SD: Tensor, ids_R: Tensor) -> Tensor:
+def gather_plain(x_SD: Tensor, ids_R: Tensor) -> Tensor:
     """Return x_SD[ids_R]; its backward adds in fp32."""
     return _GatherRows.apply(x_SD, ids_R)
 
 
-def sum_rows(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
+def sum_plain(y_RD: Tensor, ids_R: Tensor, num_rows: int) -> Tensor:
     """Return out[s] = sum of y_RD[r] over ids_R[r] == s, added in fp32 and rounded once.
 
     Not bit-reproducible on CUDA: the adds are atomic.
