@@ -20,13 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moecore.kernels.common import thread_barrier
+from moecore.kernels.common import async_load, thread_barrier, tma_load
 
 
 @triton.jit
@@ -120,28 +119,20 @@ def mg_producer(
             mbarrier.expect(bar, BYTES)
             b = b_smem.index(stage)
             if EPI == 1:
-                tma.async_copy_global_to_shared(
-                    b_desc, [e * 2 * N + col, k], bar, b.slice(0, BNE, 0)
-                )
-                tma.async_copy_global_to_shared(
-                    b_desc, [e * 2 * N + N + col, k], bar, b.slice(BNE, BNE, 0)
-                )
+                tma_load(b_desc, [e * 2 * N + col, k], bar, b.slice(0, BNE, 0))
+                tma_load(b_desc, [e * 2 * N + N + col, k], bar, b.slice(BNE, BNE, 0))
             elif B_NK:
-                tma.async_copy_global_to_shared(b_desc, [e * N + col, k], bar, b)
+                tma_load(b_desc, [e * N + col, k], bar, b)
             else:
-                tma.async_copy_global_to_shared(b_desc, [e * K + k, col], bar, b)
+                tma_load(b_desc, [e * K + k, col], bar, b)
             if GATHER:
                 if EVEN_K:
-                    async_copy.async_copy_global_to_shared(
-                        a_smem.index(stage), ptrs + k, ok[:, None] & (ak < BK)[None, :]
-                    )
+                    async_load(a_smem.index(stage), ptrs + k, ok[:, None] & (ak < BK)[None, :])
                 else:
-                    async_copy.async_copy_global_to_shared(
-                        a_smem.index(stage), ptrs + k, ok[:, None] & (k + ak < K)[None, :]
-                    )
+                    async_load(a_smem.index(stage), ptrs + k, ok[:, None] & (k + ak < K)[None, :])
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
-                tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_smem.index(stage))
+                tma_load(a_desc, [row, k], bar, a_smem.index(stage))
             it += 1
 
 
