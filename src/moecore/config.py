@@ -13,11 +13,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-ScoreFunction = Literal["softmax", "sigmoid"]
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 ScoreOrder = Literal["pre", "post"]
-Activation = Literal["swiglu", "geglu", "relu2", "clamped_swiglu"]
+Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu", "relu2", "silu"]
 RouterDtype = Literal["float32", "float64"]
-Assignment = Literal["learned", "balanced"]
+Assignment = Literal["learned", "sinkhorn", "expert_choice", "balanced", "skewed", "biased"]
+BiasUpdate = Literal["sign", "quantile"]
+DropOrder = Literal["probability", "position"]
 
 GATED_ACTIVATIONS: tuple[Activation, ...] = ("swiglu", "geglu", "clamped_swiglu")
 
@@ -35,10 +37,15 @@ class BalanceConfig:
         sequence_coef: `f_e` per sequence (first dim of a [B, T, D] input); mean over sequences.
         global_batch_coef: `f_e` over all data ranks and the micro-batches so far in this step.
         z_loss_coef: times the mean over tokens of logsumexp(logits) squared.
-        bias_update_rate: step of the aux-loss-free expert bias per optimizer step; 0 = no update.
+        bias_update_rate: of the aux-loss-free expert bias per optimizer step; 0 = no update.
+        bias_update: "sign" adds the rate to the bias of underloaded experts and takes it from
+            overloaded ones (DeepSeek-V3: 0.001). "quantile" solves for the bias at which each
+            expert would have got K / E of the step's choices, and moves there by the rate as a
+            share of the way, so at most 1 (Kimi K3: 1).
 
     Source: Switch Transformer (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), aux-loss-free
-    balancing (arXiv:2408.15664), global-batch balancing (arXiv:2501.11873).
+    balancing (arXiv:2408.15664), global-batch balancing (arXiv:2501.11873), quantile balancing
+    (https://kexue.fm/archives/11619; Kimi K3 technical report, section 2.3.3).
     """
 
     micro_batch_coef: float = 0.0
@@ -46,16 +53,61 @@ class BalanceConfig:
     global_batch_coef: float = 0.0
     z_loss_coef: float = 0.0
     bias_update_rate: float = 0.0
+    bias_update: BiasUpdate = "sign"
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            _finite("BalanceConfig", f.name, getattr(self, f.name))
+            if f.name != "bias_update":
+                _finite("BalanceConfig", f.name, getattr(self, f.name))
+        _one_of("BalanceConfig", "bias_update", self.bias_update, get_args(BiasUpdate))
+        if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
+            raise ValueError(
+                f"BalanceConfig.bias_update_rate ({self.bias_update_rate}) must lie in (0, 1] "
+                'with bias_update ("quantile"), which goes that share of the way: use 1.0'
+            )
+
+    @property
+    def needs_counts_loss(self) -> bool:
+        """Whether a loss on the experts' counts reaches the gradient."""
+        return any((self.micro_batch_coef, self.sequence_coef, self.global_batch_coef))
 
     @property
     def needs_loss(self) -> bool:
         """Whether any auxiliary loss reaches the gradient."""
-        coefs = (self.micro_batch_coef, self.sequence_coef, self.global_batch_coef)
-        return any(coefs) or self.z_loss_coef > 0
+        return self.needs_counts_loss or self.z_loss_coef > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityConfig:
+    """How many tokens an expert takes, and what happens to the rest.
+
+    One expert takes at most C = ceil(factor * N * K / E) of a data rank's micro-batch of N tokens,
+    counted over the ranks that share it (tp), padding left out. Choices over it are dropped: they
+    add nothing to the token's output, which the residual stream around the layer then carries.
+    Weights of the choices that stay are not changed.
+
+    Attributes:
+        factor: capacity over the even load while training; 1.0 = no slack.
+        eval_factor: the same in eval mode; None = nothing is dropped there.
+        drop: which choices stay: those of the highest routing weight, or those of the first
+            tokens. Among equals the earlier token stays.
+        pad: buffers between ranks have the size that the capacity allows, whatever was chosen, so
+            shapes are static and dispatchers need no host sync. Every rank must then bring the
+            same number of tokens, and where nothing is dropped (eval) the size is the worst case.
+
+    Source: GShard (arXiv:2006.16668), Switch Transformer (arXiv:2101.03961).
+    """
+
+    factor: float
+    eval_factor: float | None = None
+    drop: DropOrder = "probability"
+    pad: bool = False
+
+    def __post_init__(self) -> None:
+        _finite("CapacityConfig", "factor", self.factor, positive=True)
+        if self.eval_factor is not None:
+            _finite("CapacityConfig", "eval_factor", self.eval_factor, positive=True)
+        _one_of("CapacityConfig", "drop", self.drop, get_args(DropOrder))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,28 +119,49 @@ class MoEConfig:
         hidden_dim: hidden dim F of one expert.
         num_experts: number of routed experts E.
         top_k: experts per token K.
-        score_function: how logits become scores.
+        score_function: how logits become scores; "sqrtsoftplus" is sqrt(log(1 + exp(logit))).
         score_order: "pre" scores all experts and keeps the scores of the chosen; "post" applies
             the score function to the K chosen logits only.
         normalize_weights: divide the K weights of a token by their sum.
         routed_scaling_factor: factor on the routing weights, after normalisation.
         num_groups: experts are split into this many equal groups; 1 = no groups.
-        top_groups: groups that a token may choose from, ranked by the sum of their two best
-            selection scores (DeepSeek-V3).
+        top_groups: groups that a token may choose from.
+        group_experts: groups are ranked by the sum of so many of their best selection scores: 2 in
+            DeepSeek-V3, 1 in DeepSeek-V2, top_k // top_groups in Megatron-Core.
         expert_bias: a per-expert buffer added to the scores for selection only, never to the
             weights. Follows the load when `balance.bias_update_rate` > 0.
         router_bias: a learned bias on the router logits.
         router_dtype: dtype of logits and scores, whatever the dtype of the input.
-        assignment: "balanced" ignores the scores for selection and deals this rank's tokens out
-            in turn, so that experts differ by at most one token per rank (for benchmarks);
-            weights still come from the scores.
-        activation: activation between the two expert matrices. Gated ones read 2F columns.
+        router_jitter: while training the router reads x times a factor drawn anew for every
+            element from [1 - router_jitter, 1 + router_jitter]. Drawn from torch's generator:
+            `torch.manual_seed` repeats it, activation checkpointing too (preserve_rng_state).
+        assignment: who chooses. Weights come from the scores in every case.
+            "learned": each token takes the experts with its best scores.
+            "sinkhorn": while training, of the scores after Sinkhorn's iterations over the
+            micro-batch, which even out the experts; in eval as "learned".
+            "expert_choice": each expert takes the C tokens with its best scores, C from `capacity`
+            (factor 1.0 without one); a token gets any number of experts. Reads later tokens: not
+            causal.
+            For benchmarks, whatever the scores: "balanced" deals experts out in turn, so that they
+            differ by at most one token per rank; "skewed" deals them so that loads fall
+            geometrically from `assignment_skew` times the mean; "biased" adds to the logits a
+            fixed bias per expert, drawn from N(0, assignment_std^2).
+        assignment_skew: of "skewed": load of the first expert over the mean.
+        assignment_std: of "biased".
+        capacity: token dropping; None = none.
+        weights_on_input: multiply the experts' input by the routing weight instead of their
+            output; needs top_k = 1 (Llama 4).
+        latent_dim: experts work in this smaller dim: a shared down-projection before dispatch, an
+            up-projection after combine (LatentMoE). Router and shared experts keep `dim`. 0 = off.
+        activation: activation between the two expert matrices. Gated ones read 2F columns; "gelu"
+            is the exact one, "geglu" has the tanh form.
         activation_limit: clamp of "clamped_swiglu" (gpt-oss: 7.0).
         activation_alpha: sigmoid slope of "clamped_swiglu" (gpt-oss: 1.702).
         fc1_bias: per-expert bias before the activation.
         fc2_bias: per-expert bias on the output; it is multiplied by the routing weight too.
-        shared_hidden_dim: hidden dim of the shared expert; 0 = none.
-        shared_gate: multiply the shared expert's output by sigmoid(x @ g).
+        shared_hidden_dim: hidden dim of one shared expert; 0 = none.
+        num_shared_experts: shared experts that every token passes; they are added.
+        shared_gate: multiply each shared expert's output by sigmoid(x @ g) with its own g.
         balance: load balancing.
 
     Raises:
@@ -105,25 +178,36 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_experts: int = 2
     expert_bias: bool = False
     router_bias: bool = False
     router_dtype: RouterDtype = "float32"
+    router_jitter: float = 0.0
     assignment: Assignment = "learned"
+    assignment_skew: float = 1.0
+    assignment_std: float = 0.0
+    capacity: CapacityConfig | None = None
+    weights_on_input: bool = False
+    latent_dim: int = 0
     activation: Activation = "swiglu"
     activation_limit: float = 7.0
     activation_alpha: float = 1.702
     fc1_bias: bool = False
     fc2_bias: bool = False
     shared_hidden_dim: int = 0
+    num_shared_experts: int = 1
     shared_gate: bool = False
     balance: BalanceConfig = field(default_factory=BalanceConfig)
 
     def __post_init__(self) -> None:
-        for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups", "top_groups"):
+        for name in _COUNTS:
             _whole("MoEConfig", name, getattr(self, name), 1)
-        _whole("MoEConfig", "shared_hidden_dim", self.shared_hidden_dim, 0)
+        for name in ("shared_hidden_dim", "latent_dim"):
+            _whole("MoEConfig", name, getattr(self, name), 0)
         for name in ("routed_scaling_factor", "activation_limit", "activation_alpha"):
             _finite("MoEConfig", name, getattr(self, name), positive=True)
+        for name in ("router_jitter", "assignment_skew", "assignment_std"):
+            _finite("MoEConfig", name, getattr(self, name))
         for name, choices in _MOE_CHOICES.items():
             _one_of("MoEConfig", name, getattr(self, name), choices)
         if self.top_k > self.num_experts:
@@ -132,26 +216,10 @@ class MoEConfig:
                 "lower top_k or add experts"
             )
         self._check_groups()
-        if self.score_order == "post" and self.score_function == "sigmoid":
-            raise ValueError(
-                'MoEConfig.score_order ("post") must be "pre" with score_function ("sigmoid"): '
-                "a sigmoid gives the same weights in either order, so use score_order='pre'"
-            )
-        if self.score_order == "post" and not self.normalize_weights:
-            raise ValueError(
-                'MoEConfig.normalize_weights (False) must be True with score_order ("post"): a '
-                "softmax over the chosen logits always sums to 1, so drop normalize_weights=False"
-            )
-        if self.shared_gate and not self.shared_hidden_dim:
-            raise ValueError(
-                "MoEConfig.shared_gate (True) must go with shared_hidden_dim (0) > 0: "
-                "set shared_hidden_dim or drop the gate"
-            )
-        if self.balance.bias_update_rate and not self.expert_bias:
-            raise ValueError(
-                f"MoEConfig.balance.bias_update_rate ({self.balance.bias_update_rate}) must go "
-                "with expert_bias (False) = True: set expert_bias=True"
-            )
+        self._check_scores()
+        self._check_assignment()
+        self._check_experts()
+        self._check_balance()
 
     def _check_groups(self) -> None:
         if self.num_experts % self.num_groups:
@@ -165,17 +233,121 @@ class MoEConfig:
                 f"({self.num_groups}): lower top_groups"
             )
         experts_per_group = self.num_experts // self.num_groups
-        if self.top_groups < self.num_groups and experts_per_group < 2:
+        if self.top_groups < self.num_groups and experts_per_group < self.group_experts:
             raise ValueError(
-                f"MoEConfig.num_groups ({self.num_groups}) must leave >= 2 of num_experts "
-                f"({self.num_experts}) in a group, because groups are ranked by their two best: "
-                "use fewer groups"
+                f"MoEConfig.num_groups ({self.num_groups}) must leave >= group_experts "
+                f"({self.group_experts}) of num_experts ({self.num_experts}) in a group, because "
+                "groups are ranked by so many of their best: use fewer groups"
             )
         if self.top_k > self.top_groups * experts_per_group:
             raise ValueError(
                 f"MoEConfig.top_k ({self.top_k}) must be <= the experts in top_groups "
                 f"({self.top_groups} x {experts_per_group}): raise top_groups or lower top_k"
             )
+
+    def _check_scores(self) -> None:
+        if self.score_order == "post" and self.score_function != "softmax":
+            raise ValueError(
+                'MoEConfig.score_order ("post") must be "pre" with score_function '
+                f'("{self.score_function}"), whose scores do not depend on the other experts: use '
+                "score_order='pre'"
+            )
+        if self.score_order == "post" and not self.normalize_weights:
+            raise ValueError(
+                'MoEConfig.normalize_weights (False) must be True with score_order ("post"): a '
+                "softmax over the chosen logits always sums to 1, so drop normalize_weights=False"
+            )
+        if self.router_jitter >= 1:
+            raise ValueError(
+                f"MoEConfig.router_jitter ({self.router_jitter}) must be < 1, or factors turn "
+                "negative: use about 0.01"
+            )
+
+    def _check_assignment(self) -> None:
+        choice = self.assignment
+        if (self.assignment_skew != 1.0) != (choice == "skewed"):
+            raise ValueError(
+                f"MoEConfig.assignment_skew ({self.assignment_skew}) must be > 1 with assignment "
+                f'("skewed") and 1.0 with any other ("{choice}"): set both or none'
+            )
+        if choice == "skewed" and not 1 < self.assignment_skew <= self.num_experts / self.top_k:
+            raise ValueError(
+                f"MoEConfig.assignment_skew ({self.assignment_skew}) must lie in (1, num_experts / "
+                f"top_k ({self.num_experts / self.top_k:g})], where one expert has every token: "
+                "lower it"
+            )
+        if (self.assignment_std > 0) != (choice == "biased"):
+            raise ValueError(
+                f"MoEConfig.assignment_std ({self.assignment_std}) must be > 0 with assignment "
+                f'("biased") and 0.0 with any other ("{choice}"): set both or none'
+            )
+        if choice in ("sinkhorn", "expert_choice"):
+            for field_name, used in (
+                ("expert_bias", self.expert_bias),
+                ("top_groups < num_groups", self.top_groups < self.num_groups),
+            ):
+                if used:
+                    raise ValueError(
+                        f"MoEConfig.{field_name} (True) must be False with assignment "
+                        f'("{choice}"), which evens the experts out itself: drop one of the two'
+                    )
+        if choice == "expert_choice" and self.score_order == "post":
+            raise ValueError(
+                'MoEConfig.score_order ("post") must be "pre" with assignment ("expert_choice"), '
+                "because experts compare scores of different tokens: use score_order='pre'"
+            )
+        if choice == "expert_choice" and self.balance.needs_counts_loss:
+            raise ValueError(
+                'MoEConfig.balance must have no loss on counts with assignment ("expert_choice"), '
+                "whose counts are always even: only z_loss_coef is possible"
+            )
+
+    def _check_experts(self) -> None:
+        if self.weights_on_input and (self.top_k > 1 or self.assignment == "expert_choice"):
+            raise ValueError(
+                "MoEConfig.weights_on_input (True) must go with one expert per token, not top_k "
+                f'({self.top_k}) and assignment ("{self.assignment}"), because a token travels '
+                "once: use top_k=1"
+            )
+        if self.latent_dim >= self.dim:
+            raise ValueError(
+                f"MoEConfig.latent_dim ({self.latent_dim}) must be < dim ({self.dim}): lower it, "
+                "or use 0 for none"
+            )
+        for field_name, used in (
+            ("shared_gate", self.shared_gate),
+            ("num_shared_experts", self.num_shared_experts > 1),
+        ):
+            if used and not self.shared_hidden_dim:
+                raise ValueError(
+                    f"MoEConfig.{field_name} ({getattr(self, field_name)}) must go with "
+                    "shared_hidden_dim (0) > 0: set shared_hidden_dim or drop it"
+                )
+
+    def _check_balance(self) -> None:
+        balance = self.balance
+        if balance.bias_update_rate and not self.expert_bias:
+            raise ValueError(
+                f"MoEConfig.balance.bias_update_rate ({balance.bias_update_rate}) must go "
+                "with expert_bias (False) = True: set expert_bias=True"
+            )
+        if balance.bias_update == "quantile":
+            for field_name, value, wanted in (
+                ("score_order", self.score_order, "pre"),
+                ("assignment", self.assignment, "learned"),
+                ("top_groups", self.top_groups, self.num_groups),
+            ):
+                if value != wanted:
+                    raise ValueError(
+                        f'MoEConfig.balance.bias_update ("quantile") must go with {field_name} '
+                        f"({value!r}) = {wanted!r}, because it needs every token's best K + 1 "
+                        'scores: use bias_update="sign"'
+                    )
+            if self.top_k == self.num_experts:
+                raise ValueError(
+                    'MoEConfig.balance.bias_update ("quantile") must go with top_k '
+                    f"({self.top_k}) < num_experts ({self.num_experts}): drop it"
+                )
 
     @property
     def gated(self) -> bool:
@@ -187,7 +359,27 @@ class MoEConfig:
         """Columns of FC1: 2F for gated activations, else F."""
         return self.hidden_dim * (2 if self.gated else 1)
 
+    @property
+    def expert_dim(self) -> int:
+        """Dim of the routed experts' input and output: latent_dim, or dim without one."""
+        return self.latent_dim or self.dim
 
+    @property
+    def choices_per_token(self) -> int:
+        """Columns of a routing decision: top_k, or all experts where the experts choose."""
+        return self.num_experts if self.assignment == "expert_choice" else self.top_k
+
+
+_COUNTS = (
+    "dim",
+    "hidden_dim",
+    "num_experts",
+    "top_k",
+    "num_groups",
+    "top_groups",
+    "group_experts",
+    "num_shared_experts",
+)
 _MOE_CHOICES: dict[str, tuple[str, ...]] = {
     "score_function": get_args(ScoreFunction),
     "score_order": get_args(ScoreOrder),

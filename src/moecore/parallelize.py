@@ -22,13 +22,14 @@ from moecore.config import BalanceConfig
 from moecore.fsdp.shard import FSDPOptions, shard_model
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_alignment, check_compute
-from moecore.moe.balance import BalanceGroups, MoEState
+from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import Dispatcher, ExpertPlacement
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
+from moecore.moe.state import MoEState
 
 DispatcherName = Literal["auto", "local", "alltoall", "allgather"]
 LossConvention = Literal["mean", "sum"]
@@ -152,9 +153,9 @@ def _check_layer(name: str, layer: MoELayer, meshes: Meshes) -> None:
     rules = [("num_experts", config.num_experts, "ep", p.ep)]
     rules += [("hidden_dim", config.hidden_dim, "etp", p.etp)]
     if config.fc2_bias:
-        rules += [("dim", config.dim, "etp", p.etp)]
+        rules += [("dim", config.expert_dim, "etp", p.etp)]
     if layer.part("experts").is_strided and p.etp > 1:
-        rules += [("dim", config.dim, "edp_shard", p.edp_shard)]
+        rules += [("dim", config.expert_dim, "edp_shard", p.edp_shard)]
         if not HAS_SEPARATE_PIECES:
             raise NotImplementedError(
                 f"{name}: ParallelConfig.etp ({p.etp}) must be 1 for concatenated gate and up "
@@ -188,7 +189,9 @@ def _configure(
     if backend != "sequential":
         dtype = options.param_dtype or next(module.parameters()).dtype
         check_compute(backend, dtype, torch.device(meshes.device_type))
-        check_alignment(layer.config.dim, layer.config.hidden_dim // meshes.parallel.etp, dtype)
+        check_alignment(
+            layer.config.expert_dim, layer.config.hidden_dim // meshes.parallel.etp, dtype
+        )
     if balance is not None:
         layer.set_balance(balance)
 

@@ -20,7 +20,7 @@ from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, para
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.checkpoint import load, save
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.balance import MoEState
+from moecore.moe.state import MoEState
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices

@@ -18,11 +18,12 @@ from moecore.moe.balance import (
     LOSS_NAMES,
     BalanceGroups,
     LoadTracker,
-    MoEState,
     balance_losses,
 )
+from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.reference import moe_reference
 from moecore.moe.router import Routing
+from moecore.moe.state import MoEState
 from tests.moe.moe_cases import BASE, CONFIGS, assert_equal_to_scale, leaves, make_layer
 
 FIELDS = {
@@ -40,7 +41,9 @@ def only(name: str, coef: float) -> BalanceConfig:
 def routing_from(ids_TK: Tensor, logits_TE: Tensor) -> Routing:
     """The weights play no part in any loss."""
     ids_TK = ids_TK.int()
-    return Routing(expert_ids_TK=ids_TK, weights_TK=ids_TK.float(), logits_TE=logits_TE)
+    return Routing(
+        expert_ids_TK=ids_TK, weights_TK=ids_TK.float(), logits_TE=logits_TE, chosen_ids_TK=ids_TK
+    )
 
 
 def losses_of(routing: Routing, config: MoEConfig, num_sequences: int = 1, **kw: Any) -> Tensor:
@@ -153,7 +156,9 @@ def test_each_loss_reaches_the_gradient(name: str, loss: str) -> None:
     assert_equal_to_scale(x_ours.grad, x_ref.grad, "x")
     for parameter_name, parameter in layer.named_parameters():
         assert_equal_to_scale(parameter.grad, params[parameter_name].grad, parameter_name)
-    assert_equal_to_scale(layer.tracker.losses, torch.stack([out.losses[n] for n in LOSS_NAMES]))
+    assert_equal_to_scale(
+        layer.tracker.counts.losses, torch.stack([out.losses[n] for n in LOSS_NAMES])
+    )
     without = make_layer(replace(config, balance=BalanceConfig()))
     without(x).square().mean().backward()
     router = layer.router.weight.grad - without.router.weight.grad
@@ -300,10 +305,10 @@ def test_a_layer_without_losses_launches_nothing_before_backward() -> None:
     tracker, y = LoadTracker(config), torch.ones(3, 5, requires_grad=True)
     routing = routing_from(torch.tensor([[0, 1], [2, -1], [0, 2]]), torch.zeros(3, 4))
     with Record() as record:
-        out = tracker.attach(y, routing, 1)
+        out = tracker.attach(y, routing, MicroBatch(), None)
     assert record.ops == ["aten.detach.default"]
     out.sum().backward()
-    assert tracker.counts_E is not None and tracker.counts_E.tolist() == [2, 1, 2, 0]
+    assert tracker.counts is not None and tracker.counts.chosen_E.tolist() == [2, 1, 2, 0]
 
 
 def test_counts_are_kept_in_place() -> None:
@@ -311,13 +316,13 @@ def test_counts_are_kept_in_place() -> None:
     layer = make_layer(replace(BASE, balance=only("global_batch", 0.5)))
     state, x = make_state(layer), torch.randn(3, 32)
     tracker, addresses = layer.tracker, set()
-    assert tracker.counts_E is None, "nothing is allocated before it is needed"
+    assert tracker.counts is None, "nothing is allocated before it is needed"
     for _ in range(3):
         layer(x).sum().backward()
-        assert tracker.counts_E is not None and tracker.losses is not None
-        addresses.add((tracker.counts_E.data_ptr(), tracker.losses.data_ptr()))
+        assert tracker.counts is not None
+        addresses.add((tracker.counts.chosen_E.data_ptr(), tracker.counts.losses.data_ptr()))
         metrics = state.finish_step()
-        assert not tracker.counts_E.any() and not tracker.losses.any()
+        assert not tracker.counts.chosen_E.any() and not tracker.counts.losses.any()
         assert int(metrics.tokens_per_expert["layers.0"].sum()) == 3 * BASE.top_k
         assert float(metrics.total_aux_loss()) > 0.4
     assert len(addresses) == 1
@@ -339,7 +344,7 @@ def test_large_counts_stay_exact() -> None:
     layer = make_layer(BASE)
     state = make_state(layer)
     layer(torch.randn(3, 32)).sum().backward()
-    layer.tracker.counts_E.copy_((1 << 40) + torch.arange(8))
+    layer.tracker.counts.chosen_E.copy_((1 << 40) + torch.arange(8))
     counts = state.finish_step().tokens_per_expert["layers.0"]
     assert counts.tolist() == [(1 << 40) + i for i in range(8)]
 
@@ -356,7 +361,7 @@ class Routed(nn.Module):
         logits = torch.nn.functional.linear(x, self.weight).float()
         ids = logits.topk(2).indices
         y = x * logits.sum(-1, keepdim=True).to(x.dtype)
-        return self.tracker.attach(y, routing_from(ids, logits), 2)
+        return self.tracker.attach(y, routing_from(ids, logits), MicroBatch(num_sequences=2), None)
 
 
 @pytest.mark.parametrize("loss", [None, "micro_batch", "global_batch", "z"])
@@ -376,9 +381,9 @@ def test_a_compiled_model_counts_and_learns_the_same(loss: str | None) -> None:
         torch.compile(compiled, backend=backend, fullgraph=True)(x)
     a, b = plain.tracker, compiled.tracker
     assert a.num_micro_batches == b.num_micro_batches == 3 and b.num_in_flight == 0
-    torch.testing.assert_close(b.counts_E, a.counts_E, rtol=0, atol=0)
-    torch.testing.assert_close(b.losses, a.losses)
-    assert int(b.counts_E.sum()) == 3 * 6 * 2  # type: ignore[union-attr]
+    torch.testing.assert_close(b.counts.chosen_E, a.counts.chosen_E, rtol=0, atol=0)
+    torch.testing.assert_close(b.counts.losses, a.counts.losses)
+    assert int(b.counts.chosen_E.sum()) == 3 * 6 * 2  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu
@@ -387,9 +392,9 @@ def test_counts_follow_a_layer_to_another_device() -> None:
     for device in ("cpu", "cuda"):
         x = torch.ones(6, 32, device=device)
         routed.to(device)(x).sum().backward()
-        assert routed.tracker.counts_E is not None
-        assert routed.tracker.counts_E.device.type == device
-    assert int(routed.tracker.counts_E.sum()) == 2 * 6 * 2  # type: ignore[union-attr]
+        assert routed.tracker.counts is not None
+        assert routed.tracker.counts.chosen_E.device.type == device
+    assert int(routed.tracker.counts.chosen_E.sum()) == 2 * 6 * 2  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu
@@ -425,8 +430,8 @@ def test_a_cuda_graph_counts_at_each_replay(loss: str | None) -> None:
             # The capture made the gradient, so each replay writes it anew.
             torch.testing.assert_close(graphed.weight.grad, plain.weight.grad)
         a, b = plain.tracker, graphed.tracker
-        assert torch.equal(a.counts_E, b.counts_E)  # type: ignore[arg-type]
-        torch.testing.assert_close(a.losses, b.losses)
+        assert torch.equal(a.counts.chosen_E, b.counts.chosen_E)  # type: ignore[arg-type]
+        torch.testing.assert_close(a.counts.losses, b.counts.losses)
 
 
 def test_bias_stays_without_a_rate_and_is_no_parameter() -> None:

@@ -16,7 +16,12 @@ from moecore.moe.router import Routing
 
 
 def routing_of(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Routing:
-    return Routing(ids_TK, weights_TK, torch.zeros(ids_TK.shape[0], num_experts))
+    return Routing(
+        expert_ids_TK=ids_TK,
+        weights_TK=weights_TK,
+        logits_TE=torch.zeros(ids_TK.shape[0], num_experts),
+        chosen_ids_TK=ids_TK,
+    )
 
 
 @st.composite

@@ -223,7 +223,12 @@ def traffic() -> dict[str, Any]:
         dispatcher: Dispatcher = AllToAllDispatcher(place)
         x_TD = (torch.arange(9.0) + 100 * rank)[:, None].expand(9, 4).contiguous()
         weights_TK = torch.rand(9, 3, generator=generator)
-        routing = Routing(ids[rank].int(), weights_TK, torch.empty(0))
+        routing = Routing(
+            expert_ids_TK=ids[rank].int(),
+            weights_TK=weights_TK,
+            logits_TE=torch.empty(0),
+            chosen_ids_TK=ids[rank].int(),
+        )
         with counted_collectives() as calls:
             inp = dispatcher.dispatch(x_TD, routing)
             forward_calls = len(calls)

@@ -32,8 +32,8 @@ def compare_with_reference(layer: MoELayer, x: Tensor) -> None:
     assert_equal_to_scale(x_ours.grad, x_ref.grad, "x")
     for name, parameter in layer.named_parameters():
         assert_equal_to_scale(parameter.grad, params[name].grad, name)
-    counts = layer.tracker.counts_E
-    assert counts is not None and torch.equal(counts, out.counts_E)
+    counts = layer.tracker.counts
+    assert counts is not None and torch.equal(counts.chosen_E, out.counts_E)
 
 
 @pytest.mark.parametrize("backend", ["torch", "sequential"])
@@ -85,8 +85,8 @@ def test_zero_tokens(name: str, backend: str, shape: tuple[int, ...]) -> None:
     for parameter_name, parameter in layer.named_parameters():
         assert parameter.grad is not None, f"{parameter_name}: FSDP waits for every gradient"
         assert (parameter.grad == 0).all(), parameter_name
-    counts = layer.tracker.counts_E
-    assert counts is not None and int(counts.sum()) == 0
+    counts = layer.tracker.counts
+    assert counts is not None and int(counts.chosen_E.sum()) == 0
 
 
 def test_no_grad_and_eval() -> None:
@@ -118,9 +118,9 @@ def test_activation_checkpointing(name: str, use_reentrant: bool) -> None:
         assert torch.equal(a.grad, b.grad), n  # type: ignore[arg-type]
     a, b = plain.tracker, recomputed.tracker
     assert a.num_micro_batches == b.num_micro_batches == 2
-    assert torch.equal(a.counts_E, b.counts_E)  # type: ignore[arg-type]
-    assert int(b.counts_E.sum()) == 2 * 18 * config.top_k  # type: ignore[union-attr]
-    assert torch.equal(a.losses, b.losses)  # type: ignore[arg-type]
+    assert torch.equal(a.counts.chosen_E, b.counts.chosen_E)  # type: ignore[arg-type]
+    assert int(b.counts.chosen_E.sum()) == 2 * 18 * config.top_k  # type: ignore[union-attr]
+    assert torch.equal(a.counts.losses, b.counts.losses)  # type: ignore[arg-type]
 
 
 def test_checkpointing_of_a_whole_block() -> None:
@@ -224,14 +224,14 @@ def test_frozen_parts(frozen: str) -> None:
 def test_everything_frozen_and_no_input_gradient() -> None:
     layer = make_layer(BASE).requires_grad_(False)
     assert not layer(torch.randn(3, 32)).requires_grad
-    assert layer.tracker.counts_E is None
+    assert layer.tracker.counts is None
 
 
 def test_deepcopy_has_its_own_tracker() -> None:
     layer = make_layer(BASE)
     other = copy.deepcopy(layer)
     other(torch.randn(3, 32)).sum().backward()
-    assert layer.tracker.counts_E is None and other.tracker.counts_E is not None
+    assert layer.tracker.counts is None and other.tracker.counts is not None
 
 
 def test_set_balance_checks_the_rules() -> None:

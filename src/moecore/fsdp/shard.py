@@ -165,7 +165,7 @@ def _expert_placement(experts: Experts, meshes: Meshes) -> Callable[[nn.Paramete
     num_local = experts.config.num_experts // meshes.parallel.ep
     strided = experts.is_strided and meshes.parallel.etp > 1
     whole_experts = num_local % size == 0 and not strided
-    model_dim_divides = experts.config.dim % size == 0
+    model_dim_divides = experts.config.expert_dim % size == 0
 
     def placement(param: nn.Parameter) -> Shard:
         dim = experts.model_dim_of(param)

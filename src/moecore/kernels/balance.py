@@ -1,15 +1,18 @@
 """Load-balance statistics of the router's logits, and the auxiliary losses made of them.
 
-    score_sums[b, e] = sum over the tokens of sequence b of softmax(logits)[e],
-                       or of sigmoid(logits)[e] / (sum of sigmoids + 1e-20)
+    score_sums[b, e] = sum over the tokens of sequence b of softmax(logits)[e], or, with a score
+                       function of each logit, of score[e] / (sum of the token's scores + 1e-20)
     z_sum            = sum over all tokens of logsumexp(logits)^2
+
+Tokens that a mask calls padding are in no sum and get no gradient.
 
 Letters: T tokens, B sequences of T / B tokens, E experts, K choices per token, P parts of a sum,
 X = E + 1 columns (counts of the experts, then the number of tokens).
 
-Bytes moved: statistics 4 T E forward (the logits are read once), 8 T E backward; the losses read
-[B, E] only. About 10 flops and one or two exponentials per logit. Sums are made in an order that
-depends on shapes and device alone, without atomics: equal inputs give equal bits.
+Bytes moved: statistics 4 T E forward (the logits are read once), 8 T E backward, and T for a mask;
+the losses read [B, E] only. About 10 flops and one or two exponentials per logit, 50 flops for
+sqrtsoftplus. Sums are made in an order that depends on shapes and device alone, without atomics:
+equal inputs give equal bits.
 """
 
 from dataclasses import dataclass
@@ -20,9 +23,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import num_sms, on_device, tl, triton, use_kernel
-from moecore.kernels.counts import MAX_EXPERTS
-
-SCORE_FUNCTIONS = ("softmax", "sigmoid")
+from moecore.kernels.counts import MAX_EXPERTS, check_padding_mask
+from moecore.kernels.scores import check_score_function, scores_ref, sqrtsoftplus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,18 +60,25 @@ class BalanceLossOptions:
 
 
 def balance_statistics_ref(
-    logits_TE: Tensor, num_sequences: int, score_function: str
+    logits_TE: Tensor,
+    num_sequences: int,
+    score_function: str,
+    padding_mask_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return score_sums_BE and z_sum, in fp32 (fp64 for fp64 logits)."""
     T, E = logits_TE.shape
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    if score_function == "sigmoid":
-        scores_TE = logits_TE.sigmoid()
+    if padding_mask_T is not None:
+        # On both sides: 0 * NaN would reach the gradient of padding.
+        logits_TE = torch.where(padding_mask_T[:, None], 0, logits_TE)
+    scores_TE, log_sums_T = scores_ref(logits_TE, score_function), logits_TE.logsumexp(-1)
+    if score_function != "softmax":
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-    else:
-        scores_TE = logits_TE.softmax(-1)
+    if padding_mask_T is not None:
+        scores_TE = torch.where(padding_mask_T[:, None], 0, scores_TE)
+        log_sums_T = torch.where(padding_mask_T, 0, log_sums_T)
     score_sums_BE = scores_TE.view(num_sequences, T // max(num_sequences, 1), E).sum(1)
-    return score_sums_BE, logits_TE.logsumexp(-1).square().sum()
+    return score_sums_BE, log_sums_T.square().sum()
 
 
 def balance_loss_ref(
@@ -111,21 +120,41 @@ def _softmax_terms(x, in_cols):
 
 
 @triton.jit
-def _sigmoid_terms(x, in_cols):
-    """Return the sigmoids [t, e] (0 in masked columns) and the factor [t] that normalises them."""
-    scores = tl.where(in_cols[None, :], tl.sigmoid(x), 0.0)
-    return scores, 1.0 / (tl.sum(scores, axis=1) + 1e-20)
+def _score_terms(x, in_cols, FUNCTION: tl.constexpr):
+    """Return scores of each logit [t, e] (0 in masked columns), their slopes and 1 / sum [t]."""
+    if FUNCTION == "sigmoid":
+        scores = tl.sigmoid(x)
+        slopes = scores * (1.0 - scores)
+    else:
+        scores, slopes = sqrtsoftplus(x)
+    scores = tl.where(in_cols[None, :], scores, 0.0)
+    return scores, slopes, 1.0 / (tl.sum(scores, axis=1) + 1e-20)
+
+
+@triton.jit
+def _real_rows(
+    padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
+    first,  # int64, first row of the sequence
+    rows,  # int32 [t], in the sequence
+    num_rows,
+):
+    """Return bool [t]: which rows exist and are no padding."""
+    real = rows < num_rows
+    if padding is not None:
+        real = real & (tl.load(padding + first + rows, mask=real, other=1) == 0)
+    return real
 
 
 @partial(triton.jit, do_not_specialize=["num_rows", "num_parts"])
 def balance_statistics_fwd_kernel(
     logits,  # fp32 [B * num_rows, E]
+    padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
     score_parts,  # fp32 [B * num_parts, E], written
     z_parts,  # fp32 [B * num_parts], written
     num_rows,  # tokens of one sequence
     num_parts,  # programs of one sequence; part p takes tiles p, p + num_parts, ...
     E: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    FUNCTION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -134,19 +163,20 @@ def balance_statistics_fwd_kernel(
     sequence = program // num_parts
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
-    base = logits + sequence.to(tl.int64) * num_rows * E
+    first = sequence.to(tl.int64) * num_rows
+    base = logits + first * E
     score_sums = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     z_sums = tl.zeros([BLOCK_T], tl.float32)
     for tile in range(program % num_parts, tl.cdiv(num_rows, BLOCK_T), num_parts):
         rows = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-        in_rows = rows < num_rows
+        in_rows = _real_rows(padding, first, rows, num_rows)
         inside = in_rows[:, None] & in_cols[None, :]
         addresses = base + rows.to(tl.int64)[:, None] * E + cols[None, :]
         x = tl.load(addresses, mask=inside, other=-float("inf"))
-        x = tl.where(in_rows[:, None], x, 0.0)  # rows past the end: finite, then dropped
+        x = tl.where(in_rows[:, None], x, 0.0)  # other rows: finite, then dropped
         scores, log_sum = _softmax_terms(x, in_cols)
-        if SIGMOID:
-            scores, normalizer = _sigmoid_terms(x, in_cols)
+        if FUNCTION != "softmax":
+            scores, _, normalizer = _score_terms(x, in_cols, FUNCTION)
             scores = scores * normalizer[:, None]
         score_sums += tl.where(in_rows[:, None], scores, 0.0)
         z_sums += tl.where(in_rows, log_sum * log_sum, 0.0)
@@ -190,22 +220,23 @@ def balance_statistics_fwd_reduce_kernel(
 @partial(triton.jit, do_not_specialize=["num_rows", "num_tiles"])
 def balance_statistics_bwd_kernel(
     logits,  # fp32 [B * num_rows, E]
+    padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
     dscore_sums,  # fp32 [B, E]
     dz_sum,  # fp32 []
     dlogits,  # fp32 [B * num_rows, E], written
     num_rows,  # tokens of one sequence
     num_tiles,  # programs of one sequence
     E: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    FUNCTION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The gradient of one tile of logits."""
+    """The gradient of one tile of logits, 0 for padding."""
     sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
     cols = tl.arange(0, BLOCK_E)
     in_cols = cols < E
     rows = (tl.program_id(0) % num_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_rows = rows < num_rows
+    in_rows = _real_rows(padding, sequence * num_rows, rows, num_rows)
     inside = in_rows[:, None] & in_cols[None, :]
     addresses = (sequence * num_rows + rows)[:, None] * E + cols[None, :]
     dscores = tl.load(dscore_sums + sequence * E + cols, mask=in_cols, other=0.0)[None, :]
@@ -214,13 +245,20 @@ def balance_statistics_bwd_kernel(
     x = tl.where(in_rows[:, None], x, 0.0)
     softmax, log_sum = _softmax_terms(x, in_cols)
     dx = softmax * (2.0 * dz * log_sum)[:, None]
-    if SIGMOID:
-        scores, normalizer = _sigmoid_terms(x, in_cols)
+    if FUNCTION != "softmax":
+        scores, slopes, normalizer = _score_terms(x, in_cols, FUNCTION)
         mean = tl.sum(scores * dscores, axis=1) * normalizer
-        dx += (dscores - mean[:, None]) * normalizer[:, None] * (scores * (1.0 - scores))
+        dx += (dscores - mean[:, None]) * normalizer[:, None] * slopes
     else:
         dx += softmax * (dscores - tl.sum(softmax * dscores, axis=1)[:, None])
+    if padding is not None:
+        dx = tl.where(in_rows[:, None], dx, 0.0)
+        inside = (rows < num_rows)[:, None] & in_cols[None, :]
     tl.store(dlogits + addresses, dx, mask=inside)
+
+
+def _bytes(mask_T: Tensor | None) -> Tensor | None:
+    return None if mask_T is None else mask_T.contiguous().view(torch.uint8)
 
 
 def _tile(num_experts: int) -> tuple[int, int]:
@@ -231,7 +269,7 @@ def _tile(num_experts: int) -> tuple[int, int]:
 
 @torch.library.custom_op("moecore::balance_statistics", mutates_args=())
 def _balance_statistics(
-    logits_TE: Tensor, num_sequences: int, score_function: str
+    logits_TE: Tensor, padding_mask_T: Tensor | None, num_sequences: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
     (T, E), B = logits_TE.shape, num_sequences
     if not T:
@@ -246,12 +284,13 @@ def _balance_statistics(
     with on_device(logits_TE):
         balance_statistics_fwd_kernel[(B * num_parts,)](
             logits_TE,
+            _bytes(padding_mask_T),
             score_parts,
             z_parts,
             num_rows,
             num_parts,
             E=E,
-            SIGMOID=score_function == "sigmoid",
+            FUNCTION=score_function,
             BLOCK_T=block_t,
             BLOCK_E=block_e,
         )
@@ -271,13 +310,17 @@ def _balance_statistics(
 
 
 @_balance_statistics.register_fake
-def _(logits_TE, num_sequences, score_function):
+def _(logits_TE, padding_mask_T, num_sequences, score_function):
     return logits_TE.new_empty(num_sequences, logits_TE.shape[1]), logits_TE.new_empty(())
 
 
 @torch.library.custom_op("moecore::balance_statistics_bwd", mutates_args=())
 def _balance_statistics_bwd(
-    logits_TE: Tensor, dscore_sums_BE: Tensor, dz_sum: Tensor, score_function: str
+    logits_TE: Tensor,
+    padding_mask_T: Tensor | None,
+    dscore_sums_BE: Tensor,
+    dz_sum: Tensor,
+    score_function: str,
 ) -> Tensor:
     (T, E), B = logits_TE.shape, dscore_sums_BE.shape[0]
     logits_TE = logits_TE.contiguous()
@@ -289,13 +332,14 @@ def _balance_statistics_bwd(
     with on_device(logits_TE):
         balance_statistics_bwd_kernel[(B * num_tiles,)](
             logits_TE,
+            _bytes(padding_mask_T),
             dscore_sums_BE.contiguous(),
             dz_sum.contiguous(),
             dlogits_TE,
             T // B,
             num_tiles,
             E=E,
-            SIGMOID=score_function == "sigmoid",
+            FUNCTION=score_function,
             BLOCK_T=block_t,
             BLOCK_E=block_e,
         )
@@ -303,21 +347,21 @@ def _balance_statistics_bwd(
 
 
 @_balance_statistics_bwd.register_fake
-def _(logits_TE, dscore_sums_BE, dz_sum, score_function):
+def _(logits_TE, padding_mask_T, dscore_sums_BE, dz_sum, score_function):
     return logits_TE.new_empty(logits_TE.shape)
 
 
 def _save_statistics(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.score_function = inputs[2]
+    ctx.save_for_backward(*inputs[:2])
+    ctx.score_function = inputs[3]
 
 
 def _statistics_backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
     if not ctx.needs_input_grad[0]:
-        return None, None, None
-    (logits_TE,) = ctx.saved_tensors
-    dlogits_TE = _balance_statistics_bwd(logits_TE, dscore_sums_BE, dz_sum, ctx.score_function)
-    return dlogits_TE, None, None
+        return (None,) * 4
+    grads = (dscore_sums_BE, dz_sum)
+    dlogits_TE = _balance_statistics_bwd(*ctx.saved_tensors, *grads, ctx.score_function)
+    return dlogits_TE, None, None, None
 
 
 _balance_statistics.register_autograd(_statistics_backward, setup_context=_save_statistics)
@@ -504,31 +548,36 @@ _balance_loss.register_autograd(_loss_backward, setup_context=_save_loss)
 
 
 def balance_statistics(
-    logits_TE: Tensor, num_sequences: int, score_function: str
+    logits_TE: Tensor,
+    num_sequences: int,
+    score_function: str,
+    padding_mask_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over tokens of which the balance losses and the z-loss are made.
 
-    Differentiable in the logits. Two kernels forward, one backward; saves the logits alone.
+    Differentiable in the logits. Two kernels forward, one backward; saves the logits and the mask.
 
     Args:
         logits_TE: [T, E] fp32, or fp64, which the reference computes on every device.
         num_sequences: B, a divisor of T; sequences are consecutive tokens of equal number.
-        score_function: "softmax", or "sigmoid", whose scores are divided by their sum.
+        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", whose scores are divided by
+            their sum.
+        padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
+            logits, NaN included. None = no padding.
 
     Returns:
         score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of
         logsumexp(logits)^2, both in the dtype of the logits.
 
     Raises:
-        ValueError: for an unknown score function.
+        ValueError: for an unknown score function, or a mask that is not bool [T].
     """
-    if score_function not in SCORE_FUNCTIONS:
-        shown = ", ".join(repr(name) for name in SCORE_FUNCTIONS)
-        raise ValueError(f"score_function ({score_function!r}) must be one of {shown}")
+    check_score_function("score_function", score_function)
+    check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS
     if use_kernel(logits_TE) and is_small:
-        return _balance_statistics(logits_TE, num_sequences, score_function)
-    return balance_statistics_ref(logits_TE, num_sequences, score_function)
+        return _balance_statistics(logits_TE, padding_mask_T, num_sequences, score_function)
+    return balance_statistics_ref(logits_TE, num_sequences, score_function, padding_mask_T)
 
 
 def balance_loss(

@@ -4,9 +4,9 @@
 
 Letters: T tokens, B sequences of T / B tokens, E experts, K choices per token, N = T K.
 
-Bytes moved: 4 N, and 8 B E for the counts. Each program makes a histogram of its ids and adds it
-with one integer atomic per expert that occurs; integer sums have no order to depend on. Counts are
-int64, because they are summed over ranks and micro-batches of a step.
+Bytes moved: 4 N, 8 B E for the counts, and T for a padding mask. Each program makes a histogram of
+its ids and adds it with one integer atomic per expert that occurs; integer sums have no order to
+depend on. Counts are int64, because they are summed over ranks and micro-batches of a step.
 """
 
 from functools import partial
@@ -28,9 +28,26 @@ def add_expert_counts_ref(counts_BE: Tensor, ids_TK: Tensor) -> None:
     counts_BE.scatter_add_(1, ids_BN.clamp(min=0), (ids_BN >= 0).long())
 
 
+def check_padding_mask(padding_mask_T: Tensor | None, num_tokens: int) -> None:
+    """Raise a ValueError for a mask that is not bool [T].
+
+    Args:
+        padding_mask_T: the mask, or None.
+        num_tokens: T.
+    """
+    if padding_mask_T is None:
+        return
+    shape, dtype = tuple(padding_mask_T.shape), padding_mask_T.dtype
+    if shape != (num_tokens,) or dtype != torch.bool:
+        raise ValueError(
+            f"padding_mask_T ({shape}, {dtype}) must be bool of [T] ({num_tokens}): flatten it"
+        )
+
+
 @partial(triton.jit, do_not_specialize=["num_ids", "num_tokens", "num_blocks"])
 def expert_counts_fwd_kernel(
     ids,  # int32 [B, num_ids]; -1 is not counted
+    padding,  # uint8 [B, num_tokens], 1 = padding, whose ids are -1; None = there is none
     counts,  # int64 [B, WIDTH], added to
     num_ids,  # of one sequence
     num_tokens,  # of one sequence
@@ -51,12 +68,22 @@ def expert_counts_fwd_kernel(
     out = counts + sequence * WIDTH
     tl.atomic_add(out + bins, found.to(tl.int64), mask=(bins < E) & (found > 0), sem="relaxed")
     if WIDTH > E:
-        if block == 0:
-            tl.store(out + E, num_tokens)
+        if padding is None:
+            if block == 0:
+                tl.store(out + E, num_tokens)
+        else:
+            # There are at least as many ids as tokens: these programs see each token once.
+            masked = tl.load(
+                padding + sequence * num_tokens + position, mask=position < num_tokens, other=1
+            )
+            num_real = tl.sum((masked == 0).to(tl.int32), axis=0)
+            tl.atomic_add(out + E, num_real.to(tl.int64), mask=num_real > 0, sem="relaxed")
 
 
 @torch.library.custom_op("moecore::add_expert_counts", mutates_args=("counts_BX",))
-def _add_expert_counts(counts_BX: Tensor, ids_TK: Tensor, num_experts: int) -> None:
+def _add_expert_counts(
+    counts_BX: Tensor, ids_TK: Tensor, padding_mask_T: Tensor | None, num_experts: int
+) -> None:
     (B, width), (T, K) = counts_BX.shape, ids_TK.shape
     if not T * K:
         return
@@ -65,6 +92,7 @@ def _add_expert_counts(counts_BX: Tensor, ids_TK: Tensor, num_experts: int) -> N
     with on_device(ids_TK):
         expert_counts_fwd_kernel[(B * num_blocks,)](
             ids_TK.contiguous(),
+            None if padding_mask_T is None else padding_mask_T.contiguous().view(torch.uint8),
             counts_BX,
             num_tokens * K,
             num_tokens,
@@ -78,7 +106,7 @@ def _add_expert_counts(counts_BX: Tensor, ids_TK: Tensor, num_experts: int) -> N
 
 
 @_add_expert_counts.register_fake
-def _(counts_BX, ids_TK, num_experts):
+def _(counts_BX, ids_TK, padding_mask_T, num_experts):
     return None
 
 
@@ -91,7 +119,7 @@ def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
     """
     E = counts_BE.shape[1]
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
-        _add_expert_counts(counts_BE, ids_TK, E)
+        _add_expert_counts(counts_BE, ids_TK, None, E)
     else:
         add_expert_counts_ref(counts_BE, ids_TK)
 
@@ -111,21 +139,32 @@ def count_experts(ids_TK: Tensor, num_sequences: int, num_experts: int) -> Tenso
     return counts_BE
 
 
-def count_experts_and_tokens(ids_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
+def count_experts_and_tokens(
+    ids_TK: Tensor, num_sequences: int, num_experts: int, padding_mask_T: Tensor | None = None
+) -> Tensor:
     """Return int64 [B, E + 1]: `count_experts`, and each sequence's number of tokens beside it.
 
-    A memset and one kernel. Tokens whose choices were all dropped are tokens too.
+    A memset and one kernel. Tokens whose choices were all dropped are tokens too, padding is none.
 
     Args:
-        ids_TK: int32 [T, K], expert ids; -1 = dropped, not counted. T is a multiple of B.
+        ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted. T is a
+            multiple of B.
         num_sequences: B.
         num_experts: E.
+        padding_mask_T: bool [T], True = padding, whose ids are -1 already; None = no padding.
+
+    Raises:
+        ValueError: for a mask that is not bool [T].
     """
-    B, E = num_sequences, num_experts
+    B, E, T = num_sequences, num_experts, ids_TK.shape[0]
+    check_padding_mask(padding_mask_T, T)
     counts_BX = torch.zeros(B, E + 1, dtype=torch.int64, device=ids_TK.device)
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
-        _add_expert_counts(counts_BX, ids_TK, E)
+        _add_expert_counts(counts_BX, ids_TK, padding_mask_T, E)
+        return counts_BX
+    add_expert_counts_ref(counts_BX[:, :E], ids_TK)
+    if padding_mask_T is None:
+        counts_BX[:, E] = T // max(B, 1)
     else:
-        add_expert_counts_ref(counts_BX[:, :E], ids_TK)
-        counts_BX[:, E] = ids_TK.shape[0] // max(B, 1)
+        counts_BX[:, E] = (~padding_mask_T).reshape(B, T // max(B, 1)).sum(1)
     return counts_BX

@@ -3,8 +3,9 @@
 Letters: T tokens, E experts, K experts per token, G expert groups of S experts.
 
 Budget: forward reads the logits once, 4TE bytes, and writes 8TK; backward reads 4TE + 8TK and
-writes 4TE (a sigmoid or "post" reads only K logits of a row). Neither is bound by memory: a
-choice is an argmax over E in registers, about 6 integer instructions per logit and choice.
+writes 4TE (scores of each logit and "post" read only K logits of a row). Neither is bound by
+memory: a choice is an argmax over E in registers, about 6 integer instructions per logit and
+choice.
 
 Note [order]. A row is ranked by (selection score, greatest first; then id, lowest first). The
 kernel compares int32 keys that sort like the floats, so that equal floats tie exactly: -0.0 is
@@ -27,8 +28,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.scores import check_score_function, exp, scores_ref, sqrtsoftplus
 
-SCORE_FUNCTIONS = ("softmax", "sigmoid")
 SCORE_ORDERS = ("pre", "post")
 FWD_TILE, BWD_TILE = 1024, 512  # logits of one program: 32 and 16 registers per thread
 MAX_TOKENS = 64  # of one program, where E is small
@@ -40,19 +41,23 @@ class RouteOptions:
 
     Attributes:
         top_k: experts per token K.
-        score_function: "softmax" or "sigmoid".
+        score_function: "softmax" over the experts; "sigmoid" or "sqrtsoftplus",
+            sqrt(log(1 + exp(x))), of each logit, with "pre" only.
         score_order: "pre" scores all experts and keeps the scores of the chosen; "post" ranks the
             logits, and its weights are a softmax over the K chosen logits.
         normalize: divide the K weights of a token by their sum (+ 1e-20); "pre" only.
         scale: factor on the weights.
         num_groups: experts are split into this many equal groups.
-        top_groups: groups that a token may choose from, ranked by the sum of their two best
-            selection scores.
+        top_groups: groups that a token may choose from, ranked by the sum of their
+            `group_experts` best selection scores.
+        group_experts: at most the experts of a group. 2 is DeepSeek-V3's rule, 1 DeepSeek-V2's,
+            top_k / top_groups Megatron-Core's.
         balanced: deal the experts out in turn, id (t * K + k) % E, whatever the scores; weights
             still come from the scores.
 
     Raises:
-        ValueError: for an unknown score function or order.
+        ValueError: for an unknown score function or order, two that do not go together, or
+            group_experts < 1.
     """
 
     top_k: int
@@ -62,15 +67,26 @@ class RouteOptions:
     scale: float
     num_groups: int
     top_groups: int
+    group_experts: int = 2
     balanced: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (("score_function", SCORE_FUNCTIONS), ("score_order", SCORE_ORDERS)):
-            if getattr(self, name) not in choices:
-                shown = ", ".join(repr(c) for c in choices)
-                raise ValueError(
-                    f"RouteOptions.{name} ({getattr(self, name)!r}) must be one of {shown}"
-                )
+        check_score_function("RouteOptions.score_function", self.score_function)
+        if self.score_order not in SCORE_ORDERS:
+            shown = ", ".join(repr(order) for order in SCORE_ORDERS)
+            raise ValueError(
+                f"RouteOptions.score_order ({self.score_order!r}) must be one of {shown}"
+            )
+        if self.score_order == "post" and self.score_function != "softmax":
+            raise ValueError(
+                "RouteOptions.score_order ('post') must be 'pre' with score_function "
+                f"({self.score_function!r}): use score_order='pre'"
+            )
+        if self.group_experts < 1:
+            raise ValueError(
+                f"RouteOptions.group_experts ({self.group_experts}) must be >= 1: use 2 for "
+                "DeepSeek-V3's rule"
+            )
 
 
 def route_ref(
@@ -86,8 +102,7 @@ def route_ref(
         ids_TK = _select(logits_TE.detach(), bias_E, options)
         weights_TK = logits_TE.gather(1, ids_TK).softmax(-1)
     else:
-        softmax = options.score_function == "softmax"
-        scores_TE = logits_TE.softmax(-1) if softmax else logits_TE.sigmoid()
+        scores_TE = scores_ref(logits_TE, options.score_function)
         ids_TK = _select(scores_TE.detach(), bias_E, options)
         weights_TK = scores_TE.gather(1, ids_TK)
         if options.normalize:
@@ -105,7 +120,9 @@ def _select(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> 
     order_TE = _best_first(ranked_TE)
     if options.top_groups < options.num_groups:
         ranked_TGS = ranked_TE.view(T, options.num_groups, E // options.num_groups)
-        groups_TG = _best_first(ranked_TGS.topk(2, dim=-1).values.sum(-1))
+        # Added best first, as the kernel does: equal bits tie in both.
+        best, *others = ranked_TGS.topk(options.group_experts, dim=-1).values.unbind(-1)
+        groups_TG = _best_first(sum(others, start=best))
         excluded_TG = torch.ones_like(groups_TG, dtype=torch.uint8)
         excluded_TG.scatter_(1, groups_TG[:, : options.top_groups], 0)
         excluded_TE = excluded_TG[..., None].expand_as(ranked_TGS).reshape(T, E)
@@ -139,44 +156,38 @@ def _best(keys, columns):
 
 
 @triton.jit
-def _exp(x):
-    """Return exp(x) to 2 or 3 ulp, x <= 200: the rounding error of x * log2(e) is carried along.
-
-    exp(-200) is 0 in fp32; the clamp keeps -inf out of the error term, and lets a NaN through.
-    """
-    x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
-    y = x * 1.4426950216293335
-    error = tl.fma(x, 1.9259629911266175e-08, tl.fma(x, 1.4426950216293335, -y))
-    return tl.exp2(y) * (1.0 + error * 0.6931471805599453)
-
-
-@triton.jit
 def _score(
     x,  # fp32 logits
     top,  # [rows, 1], greatest logit; "softmax" only
     factor,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
-    SIGMOID: tl.constexpr,
+    FUNCTION: tl.constexpr,
 ):
-    if SIGMOID:
+    """Return the scores and, unless "softmax", their slopes."""
+    if FUNCTION == "sigmoid":
         # exp(89) is already inf, and its score 0.
-        return 1.0 / (1.0 + _exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))
+        s = 1.0 / (1.0 + exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))
+        slope = s * (1.0 - s)
+    elif FUNCTION == "sqrtsoftplus":
+        s, slope = sqrtsoftplus(x)
     else:
-        return _exp(x - top) * factor
+        s = exp(x - top) * factor
+        slope = s
+    return s, slope
 
 
 @triton.jit
 def _row_scores(
     x,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
-    SIGMOID: tl.constexpr,
+    FUNCTION: tl.constexpr,
 ):
     """Return the scores, and top and factor for `_score`."""
-    if SIGMOID:
+    if FUNCTION != "softmax":
         top = tl.zeros([x.shape[0], 1], dtype=tl.float32)
         factor = top
-        scores = _score(x, top, factor, SIGMOID)
+        scores, _ = _score(x, top, factor, FUNCTION)
     else:
         top = tl.max(x, axis=1, keep_dims=True)
-        exps = _exp(x - top)
+        exps = exp(x - top)
         factor = tl.div_rn(1.0, tl.sum(exps, axis=1, keep_dims=True))
         scores = exps * factor
     return scores, top, factor
@@ -186,7 +197,7 @@ def _row_scores(
 def _softmax_of_chosen(picked, in_k):
     """Return the softmax over a row's K chosen logits, 0 in the padding."""
     picked = tl.where(in_k, picked, float("-inf"))
-    exps = _exp(picked - tl.max(picked, axis=1, keep_dims=True))
+    exps = exp(picked - tl.max(picked, axis=1, keep_dims=True))
     exps = tl.where(in_k, exps, 0.0)
     return tl.div_rn(exps, tl.sum(exps, axis=1, keep_dims=True))
 
@@ -196,17 +207,21 @@ def _exclude_groups(
     keys,  # [BT, GP * SP] int32
     G: tl.constexpr,  # groups
     TOP_GROUPS: tl.constexpr,
+    GROUP_EXPERTS: tl.constexpr,
     BT: tl.constexpr,
     GP: tl.constexpr,  # powers of two
     SP: tl.constexpr,
 ):
     """Return the keys with every expert excluded that is not in one of the best groups."""
     keys = tl.reshape(keys, [BT, GP, SP])
-    first = tl.max(keys, axis=2, keep_dims=True)
-    twice = tl.sum((keys == first).to(tl.int32), axis=2) > 1
-    second = tl.max(tl.where(keys == first, -0x80000000, keys), axis=2)
-    first = tl.reshape(first, [BT, GP])
-    sums = _float(first) + _float(tl.where(twice, first, second))
+    columns = tl.arange(0, SP)[None, None, :]
+    rest, sums = keys, tl.zeros([BT, GP], dtype=tl.float32)
+    for _ in tl.static_range(GROUP_EXPERTS):
+        greatest = tl.max(rest, axis=2, keep_dims=True)
+        sums += _float(tl.reshape(greatest, [BT, GP]))
+        # One of them goes, so that equals count as often as they are there.
+        column = tl.min(tl.where(rest == greatest, columns, SP - 1), axis=2, keep_dims=True)
+        rest = tl.where(columns == column, -0x80000000, rest)
     groups = tl.arange(0, GP)[None, :]
     group_keys = tl.where(groups < G, _key(sums), -0x80000000)
     kept = tl.zeros([BT, GP], dtype=tl.int32)
@@ -253,7 +268,8 @@ def _route_fwd_kernel(
     K: tl.constexpr,
     G: tl.constexpr,  # 1 where no group is excluded
     TOP_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    GROUP_EXPERTS: tl.constexpr,
+    FUNCTION: tl.constexpr,
     POST: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BALANCED: tl.constexpr,
@@ -278,7 +294,7 @@ def _route_fwd_kernel(
     if POST:
         ranked = x
     else:
-        ranked, top, factor = _row_scores(x, SIGMOID)
+        ranked, top, factor = _row_scores(x, FUNCTION)
     if BALANCED:
         chosen = ((rows * K + slots) % E).to(tl.int32)
     else:
@@ -286,7 +302,7 @@ def _route_fwd_kernel(
             ranked += tl.load(bias + experts, mask=real, other=0.0)
         keys = tl.where(real, _key(ranked), -0x80000000)
         if G > 1:
-            keys = _exclude_groups(keys, G, TOP_GROUPS, BT, GP, SP)
+            keys = _exclude_groups(keys, G, TOP_GROUPS, GROUP_EXPERTS, BT, GP, SP)
         chosen = _choose(keys, K, S, BT, KP, GP, SP)
     in_k = slots < K
     # The chosen logits are read again, from cache: cheaper than a reduction per choice.
@@ -294,7 +310,8 @@ def _route_fwd_kernel(
     if POST:
         w = _softmax_of_chosen(picked, in_k)
     else:
-        w = tl.where(in_k, _score(picked, top, factor, SIGMOID), 0.0)
+        w, _ = _score(picked, top, factor, FUNCTION)
+        w = tl.where(in_k, w, 0.0)
         if NORMALIZE:
             w = tl.div_rn(w, tl.sum(w, axis=1, keep_dims=True) + 1e-20)
     tl.store(ids + rows * K + slots, chosen, mask=here & in_k)
@@ -311,7 +328,7 @@ def _route_bwd_kernel(
     scale,
     E: tl.constexpr,
     K: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    FUNCTION: tl.constexpr,
     POST: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BT: tl.constexpr,
@@ -333,16 +350,17 @@ def _route_bwd_kernel(
         dpicked = p * (dw - tl.sum(p * dw, axis=1, keep_dims=True))
     else:
         x = background
-        if not SIGMOID:  # whose scores need nothing of the other experts
+        if FUNCTION == "softmax":  # the other scores need nothing of the other experts
             x = tl.load(logits + rows * E + columns, mask=here & (columns < E), other=0.0)
             x = tl.where(columns < E, x, float("-inf"))
-        scores, top, factor = _row_scores(x, SIGMOID)
-        s = tl.where(slots < K, _score(picked, top, factor, SIGMOID), 0.0)
+        scores, top, factor = _row_scores(x, FUNCTION)
+        s, slope = _score(picked, top, factor, FUNCTION)
+        s = tl.where(slots < K, s, 0.0)
         if NORMALIZE:
             norm = tl.div_rn(1.0, tl.sum(s, axis=1, keep_dims=True) + 1e-20)
             dw = (dw - tl.sum(dw * s, axis=1, keep_dims=True) * norm) * norm
-        if SIGMOID:
-            dpicked = dw * s * (1.0 - s)
+        if FUNCTION != "softmax":
+            dpicked = dw * slope
         else:
             inner = tl.sum(dw * s, axis=1, keep_dims=True)
             dpicked = s * (dw - inner)
@@ -367,6 +385,7 @@ def _route_op(
     scale: float,
     num_groups: int,
     top_groups: int,
+    group_experts: int,
     balanced: bool,
 ) -> tuple[Tensor, Tensor]:
     logits_TE = logits_TE.contiguous()
@@ -391,7 +410,8 @@ def _route_op(
             K=top_k,
             G=G,
             TOP_GROUPS=top_groups,
-            SIGMOID=score_function == "sigmoid",
+            GROUP_EXPERTS=group_experts,
+            FUNCTION=score_function,
             POST=score_order == "post",
             NORMALIZE=normalize,
             BALANCED=balanced,
@@ -437,7 +457,7 @@ def _route_bwd_op(
             scale,
             E=E,
             K=K,
-            SIGMOID=score_function == "sigmoid",
+            FUNCTION=score_function,
             POST=score_order == "post",
             NORMALIZE=normalize,
             BT=BT,
@@ -465,7 +485,7 @@ def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[T
     dlogits_TE = None
     if ctx.needs_input_grad[0] and dweights_TK is not None:
         dlogits_TE = _route_bwd_op(*ctx.saved_tensors, dweights_TK, *ctx.options)
-    return (dlogits_TE, *(None,) * 9)
+    return (dlogits_TE, *(None,) * 10)
 
 
 _route_op.register_autograd(_backward, setup_context=_setup_context)
@@ -501,6 +521,12 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
             f"logits_TE of {E} experts must split into num_groups ({options.num_groups}), of which "
             f"top_groups ({options.top_groups}) hold top_k ({options.top_k}): change the options"
         )
+    size = E // options.num_groups
+    if options.top_groups < options.num_groups and options.group_experts > size:
+        raise ValueError(
+            f"RouteOptions.group_experts ({options.group_experts}) must be <= the experts of a "
+            f"group ({size}): lower group_experts or num_groups"
+        )
     if logits_TE.dtype == torch.float64 or not use_kernel(logits_TE):
         ids_TK, weights_TK = route_ref(logits_TE, bias_E, options)
         return ids_TK, weights_TK.float()
@@ -514,5 +540,6 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
         options.scale,
         options.num_groups,
         options.top_groups,
+        options.group_experts,
         options.balanced,
     )

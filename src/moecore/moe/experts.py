@@ -241,12 +241,12 @@ class Experts(nn.Module):
         """b2 with zeros outside this etp rank's slice of D, so that adding over etp counts once."""
         b2_eD = self._weight("b2", dtype)
         before = self.etp_rank * b2_eD.shape[1]
-        return F.pad(b2_eD, (before, self.config.dim - before - b2_eD.shape[1]))
+        return F.pad(b2_eD, (before, self.config.expert_dim - before - b2_eD.shape[1]))
 
 
 def expert_shapes(config: MoEConfig, layout: ExpertLayout) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each expert parameter by name."""
-    E, D, F_ = config.num_experts, config.dim, config.hidden_dim
+    E, D, F_ = config.num_experts, config.expert_dim, config.hidden_dim
     columns: tuple[int, ...] = (config.fc1_dim,)
     if config.gated and layout.gate_up == "split":
         columns = (2, F_)

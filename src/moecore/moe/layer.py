@@ -1,6 +1,7 @@
 """MoELayer: route -> dispatch -> experts -> combine. The only file that knows all four.
 
-Legend: T local tokens, D model dim, S source rows held after dispatch.
+Legend: T local tokens, D model dim, L dim of the routed experts (D, or the latent dim), S source
+rows held after dispatch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.base import Dispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.experts import ExpertLayout, Experts
-from moecore.moe.router import Router
-from moecore.moe.shared import SharedExpert
+from moecore.moe.latent import Latent
+from moecore.moe.micro_batch import MicroBatch
+from moecore.moe.router import Router, Routing
+from moecore.moe.shared import SharedExpert, SharedRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +29,8 @@ class LayerLayout:
 
     Attributes:
         router, experts, shared: child module names.
+        shared_gate: name of a child that maps [T, D] to the shared expert's gate logits [T, 1];
+            "" = none (moecore's own shared expert keeps its gate itself).
         expert_bias: name of the router's selection bias buffer.
         expert_layout: names and order inside the experts module.
     """
@@ -33,6 +38,7 @@ class LayerLayout:
     router: str = "router"
     experts: str = "experts"
     shared: str = "shared"
+    shared_gate: str = ""
     expert_bias: str = "expert_bias"
     expert_layout: ExpertLayout = field(default_factory=ExpertLayout)
 
@@ -69,8 +75,11 @@ class MoELayer(nn.Module):
         experts = Experts(config, layout=names.expert_layout, **where)
         self.add_module(names.router, router)
         self.add_module(names.experts, experts)
+        if config.latent_dim:
+            self.latent = Latent(config, **where)
         if config.shared_hidden_dim:
             self.add_module(names.shared, SharedExpert(config, **where))
+        self.shared_stream: torch.cuda.Stream | None = None  # set by who owns it: see SharedRun
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config)
         if not router.weight.is_meta:
@@ -88,7 +97,7 @@ class MoELayer(nn.Module):
             ValueError: when an adopted child (a model's own shared expert) cannot be filled.
         """
         for name, child in self.named_children():
-            if not isinstance(child, Router | Experts | SharedExpert):
+            if not isinstance(child, Router | Experts | SharedExpert | Latent):
                 raise ValueError(
                     f"{name} ({type(child).__name__}) must be filled by its own model: call its "
                     "initialiser, and init_weights of this layer's router and experts"
@@ -98,34 +107,82 @@ class MoELayer(nn.Module):
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
         self.config = replace(self.config, balance=balance)
-        for owner in (self.tracker, self.part("router"), self.part("experts")):
+        self.tracker.set_config(self.config)
+        for owner in (self.part("router"), self.part("experts")):
             owner.config = self.config
 
     def part(self, role: str) -> Any:
         """Return the child that plays "router", "experts" or "shared", whatever its name."""
         return self.get_submodule(getattr(self.layout, role))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Return the layer's output for any number of tokens, zero included.
 
         Args:
             x: [T, D] or [B, T, D]. Under tp, this rank's slice of each sequence.
+            padding_mask: bool, shape of x without D, True = padding: the token goes to no routed
+                expert, uses no capacity and has no part in losses and counts. None = no padding.
 
         Returns:
             Same shape and dtype. Auxiliary losses ride on it: they change no value, and reach the
             gradient in backward.
+
+        Raises:
+            ValueError: for a mask of another shape or dtype.
         """
         x_TD = x.reshape(-1, x.shape[-1])
-        routing = self.part("router")(x_TD)
-        expert_input = self.dispatcher.dispatch(_autocast(x_TD), routing)
-        y_SD = self.part("experts")(expert_input)
-        y_TD = self.dispatcher.combine(y_SD, expert_input.plan)
-        if self.layout.shared in self._modules:
-            y_TD = y_TD + self.part("shared")(x_TD)
+        micro_batch = MicroBatch(
+            num_sequences=x.shape[0] if x.ndim == 3 else 1,
+            group=self.tracker.groups.micro_batch,
+            padding_mask_T=_flat_mask(padding_mask, x),
+        )
+        shared = SharedRun(self._shared, x_TD, self.shared_stream)
+        routing = self.part("router")(x_TD, micro_batch)
+        y_TD = self._routed(_autocast(x_TD), routing)
+        if shared.y_TD is not None:
+            y_TD = y_TD + shared.wait()
         y = y_TD.to(x.dtype).view(x.shape)
         if not self.training:
             return y
-        return self.tracker.attach(y, routing, x.shape[0] if x.ndim == 3 else 1)
+        return self.tracker.attach(y, routing, micro_batch, self.part("router").selection_bias)
+
+    def _routed(self, rows_TD: Tensor, routing: Routing) -> Tensor:
+        """Return the sum over each token's routed experts, [T, D]."""
+        rows_TL = self.latent.down(rows_TD) if self.config.latent_dim else rows_TD
+        if self.config.weights_on_input:
+            rows_TL, routing = weigh_input(rows_TL, routing)
+        expert_input = self.dispatcher.dispatch(rows_TL, routing)
+        y_SL = self.part("experts")(expert_input)
+        y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
+        return self.latent.up(y_TL) if self.config.latent_dim else y_TL
+
+    def _shared(self, x_TD: Tensor) -> Tensor | None:
+        """Return what every token gets, [T, D]; None without shared experts."""
+        if self.layout.shared not in self._modules:
+            return None
+        y_TD: Tensor = self.part("shared")(x_TD)
+        if not self.layout.shared_gate:
+            return y_TD
+        gate_T1 = torch.sigmoid(self.part("shared_gate")(x_TD).float())
+        return (y_TD * gate_T1).to(y_TD.dtype)
+
+
+def weigh_input(rows_TL: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    """Return the rows times their one routing weight, and a routing whose weights are 1."""
+    weights_T1 = routing.weights_TK
+    rows_TL = (rows_TL * weights_T1).to(rows_TL.dtype)
+    return rows_TL, replace(routing, weights_TK=torch.ones_like(weights_T1))
+
+
+def _flat_mask(padding_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    if padding_mask is None:
+        return None
+    if padding_mask.shape != x.shape[:-1] or padding_mask.dtype != torch.bool:
+        raise ValueError(
+            f"padding_mask ({tuple(padding_mask.shape)}, {padding_mask.dtype}) must be bool of the "
+            f"shape of x without its last dim {tuple(x.shape[:-1])}: True marks padding"
+        )
+    return padding_mask.reshape(-1)
 
 
 def _autocast(x: Tensor) -> Tensor:

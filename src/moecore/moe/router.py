@@ -1,40 +1,80 @@
 """Router(x_TD) -> Routing: which experts each token goes to, and with which weight.
 
-Legend: T local tokens, D model dim, E experts, K experts per token.
+Legend: T local tokens, N tokens of the whole micro-batch, D model dim, E experts, K experts per
+token (E where the experts choose).
+
+    jitter -> logits -> choice -> weights of the choice -> padding and capacity
 
 Logits, scores and weights are fp32 (or fp64), whatever the dtype of x: a rounded score picks
-another expert, which no later precision repairs. The router's own weight still arrives in FSDP2's
-`param_dtype`. Among equal scores the lower expert id wins.
+another expert, which no later precision repairs. `parallelize_moe` keeps the router's weight out
+of mixed precision for the same reason. Among equal scores the lower expert id wins.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moecore.config import MoEConfig
 from moecore.kernels.route import RouteOptions, route
+from moecore.kernels.route_weights import route_weights
 from moecore.kernels.router_logits import router_logits, router_logits_ref
+from moecore.kernels.scores import scores_ref
+from moecore.moe.assignment import (
+    expert_choice_ids,
+    fixed_bias,
+    sinkhorn_ids,
+    skewed_ids,
+    within_capacity,
+)
+from moecore.moe.micro_batch import MicroBatch, capacity_of
 from moecore.moe.params import init_normal_, local_param
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
     """The decision for T tokens.
 
     Attributes:
-        expert_ids_TK: int32, global expert ids, best first; -1 = dropped.
+        expert_ids_TK: int32, global expert ids; -1 = dropped, or nobody's choice. Best first,
+            except where the experts choose: there column e holds e or -1.
         weights_TK: fp32, factor on the expert's output; differentiable.
         logits_TE: router dtype, differentiable; for the balance losses.
+        chosen_ids_TK: the same before capacity dropped any; what balancing counts.
+        padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
+        capacity: no expert is wanted by more of these tokens; None = by all at most.
+        pad: dispatchers size buffers by the capacity and not by counts, so without a host sync.
     """
 
     expert_ids_TK: Tensor
     weights_TK: Tensor
     logits_TE: Tensor
+    chosen_ids_TK: Tensor
+    padding_mask_T: Tensor | None = None
+    capacity: int | None = None
+    pad: bool = False
+
+    @property
+    def most_rows_per_expert(self) -> int:
+        """Most of these tokens that any expert gets, whatever was chosen."""
+        T = self.expert_ids_TK.shape[0]
+        return T if self.capacity is None else min(T, self.capacity)
+
+
+class ChoiceTape(Protocol):
+    """Sees every choice of a router, and may make it; see `moecore.rl.replay`."""
+
+    def given(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        """Return int32 [T, K] ids for this forward, or None where the router is to choose."""
+        ...
+
+    def took(self, ids_TK: Tensor) -> None:
+        """See the choice of this forward, before capacity."""
+        ...
 
 
 class Router(nn.Module):
@@ -61,6 +101,7 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.expert_bias_name = expert_bias_name
+        self.tape: ChoiceTape | None = None
         E, D = config.num_experts, config.dim
         self.weight = nn.Parameter(torch.empty(E, D, device=device, dtype=dtype))
         bias = torch.empty(E, device=device, dtype=dtype) if config.router_bias else None
@@ -90,24 +131,109 @@ class Router(nn.Module):
             if tensor is not None:
                 nn.init.zeros_(tensor)
 
-    def forward(self, x_TD: Tensor) -> Routing:
+    def forward(self, x_TD: Tensor, micro_batch: MicroBatch | None = None) -> Routing:
         """Route T tokens.
 
         Args:
             x_TD: any float dtype.
+            micro_batch: where they stand; None = one sequence on this rank alone.
 
         Returns:
-            The routing of these tokens; no host sync.
+            The routing of these tokens; no host sync. Collective over `micro_batch.group` where
+            tokens are compared: capacity, Sinkhorn, expert choice.
         """
+        micro_batch = micro_batch or MicroBatch()
+        if self.config.router_jitter and self.training:
+            x_TD = _jittered(x_TD, self.config.router_jitter)
+        with _no_autocast(x_TD):
+            logits_TE = self._logits(x_TD)
+            ids_TK, weights_TK = self._choose(logits_TE, micro_batch)
+            if micro_batch.padding_mask_T is not None:
+                ids_TK = ids_TK.masked_fill(micro_batch.padding_mask_T[:, None], -1)
+            if self.tape is not None:
+                self.tape.took(ids_TK)
+            kept_TK, capacity = self._drop(ids_TK, weights_TK, micro_batch)
+        return Routing(
+            expert_ids_TK=kept_TK,
+            weights_TK=weights_TK,
+            logits_TE=logits_TE,
+            chosen_ids_TK=ids_TK,
+            padding_mask_T=micro_batch.padding_mask_T,
+            capacity=capacity,
+            pad=self.config.capacity is not None and self.config.capacity.pad,
+        )
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
         weight_ED = local_param(self.weight)
         bias_E = None if self.bias is None else local_param(self.bias)
-        with _no_autocast(x_TD):
-            if self.config.router_dtype == "float64":
-                logits_TE = router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
-            else:
-                logits_TE = router_logits(x_TD, weight_ED, bias_E)
-            ids_TK, weights_TK = route(logits_TE, self.selection_bias, _options(self.config))
-        return Routing(expert_ids_TK=ids_TK, weights_TK=weights_TK, logits_TE=logits_TE)
+        if self.config.router_dtype == "float64":
+            return router_logits_ref(x_TD, weight_ED, bias_E, dtype=torch.float64)
+        return router_logits(x_TD, weight_ED, bias_E)
+
+    def _choose(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return int32 ids and fp32 weights [T, K], from the scores, by rule, or as given."""
+        options, choice = _options(self.config), self.config.assignment
+        T, device = logits_TE.shape[0], logits_TE.device
+        ids_TK = None if self.tape is None else self.tape.given(T, device)
+        if ids_TK is None:
+            if choice in ("learned", "balanced") or (choice == "sinkhorn" and not self.training):
+                return route(logits_TE, self.selection_bias, options)
+            with torch.no_grad():
+                ids_TK = self._assign(logits_TE, micro_batch).to(torch.int32)
+        return ids_TK, route_weights(logits_TE, ids_TK, options)
+
+    def _assign(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return the ids of the rules that compare tokens or ignore scores."""
+        config, E, K = self.config, self.config.num_experts, self.config.top_k
+        if config.assignment == "skewed":
+            return skewed_ids(logits_TE.shape[0], E, K, config.assignment_skew, logits_TE.device)
+        if config.assignment == "biased":
+            bias_E = fixed_bias(E, config.assignment_std, logits_TE.device)
+            return route(logits_TE + bias_E, self.selection_bias, _options(config))[0]
+        logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
+        if config.assignment == "sinkhorn":
+            return micro_batch.own(sinkhorn_ids(logits_NE, K, padding_N))
+        scores_NE = scores_ref(logits_NE, config.score_function)
+        _, capacity = capacity_of(self._factor() or 1.0, scores_NE.shape[0], K, E, padding_N)
+        return micro_batch.own(expert_choice_ids(scores_NE, capacity, padding_N))
+
+    def _drop(
+        self, ids_TK: Tensor, weights_TK: Tensor, micro_batch: MicroBatch
+    ) -> tuple[Tensor, int | None]:
+        """Return the ids with -1 for what is over capacity, and the most that an expert takes."""
+        config, factor, K = self.config, self._factor(), self.config.top_k
+        if factor is None:
+            return ids_TK, None
+        padding_N = micro_batch.gather_padding()
+        N = ids_TK.shape[0] * micro_batch.num_ranks
+        most, capacity = capacity_of(factor, N, K, config.num_experts, padding_N)
+        if config.assignment == "expert_choice" or config.capacity is None:
+            return ids_TK, most
+        stays_NK = within_capacity(
+            micro_batch.gather(ids_TK),
+            micro_batch.gather(weights_TK),
+            config.num_experts,
+            capacity,
+            config.capacity.drop,
+        )
+        return ids_TK.masked_fill(~micro_batch.own(stays_NK), -1), most
+
+    def _factor(self) -> float | None:
+        """The capacity factor of this mode; None = no limit."""
+        capacity = self.config.capacity
+        if self.config.assignment == "expert_choice" and capacity is None:
+            return 1.0
+        if capacity is None or self.training:
+            return None if capacity is None else capacity.factor
+        if self.config.assignment == "expert_choice":
+            return capacity.eval_factor or capacity.factor
+        return capacity.eval_factor
+
+
+def _jittered(x_TD: Tensor, width: float) -> Tensor:
+    """Return x in fp32 (fp64 stays) times factors from [1 - width, 1 + width]."""
+    x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+    return x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
 
 
 def _options(config: MoEConfig) -> RouteOptions:
@@ -119,6 +245,7 @@ def _options(config: MoEConfig) -> RouteOptions:
         scale=config.routed_scaling_factor,
         num_groups=config.num_groups,
         top_groups=config.top_groups,
+        group_experts=config.group_experts,
         balanced=config.assignment == "balanced",
     )
 

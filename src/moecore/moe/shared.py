@@ -1,12 +1,14 @@
-"""The shared expert: a dense MLP that every token passes, added to the routed experts' output.
+"""The shared experts: dense MLPs that every token passes, added to the routed experts' output.
 
-Legend: T local tokens, D model dim, F hidden dim of the shared expert.
+Legend: T local tokens, D model dim, n shared experts, F hidden dim of all of them together.
 
-Under sequence parallelism every tp rank holds other tokens, so its weights are whole on each tp
+Under sequence parallelism every tp rank holds other tokens, so their weights are whole on each tp
 rank and need no communication.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,15 @@ from moecore.moe.params import init_normal_, local_param
 
 
 class SharedExpert(nn.Module):
-    """w2 @ act(w1 @ x), times sigmoid(gate @ x) when the layer asks for a gate.
+    """The sum of n MLPs w2 @ act(w1 @ x), each times sigmoid(gate @ x) when the layer asks for it.
 
-    Parameters: `w1` [2F or F, D], `w2` [D, F], and `gate` [1, D] with `config.shared_gate`.
+    Their matrices stand side by side and are multiplied as one. Expert i owns hidden columns
+    [i * F / n, (i + 1) * F / n); with a gated activation all n gates come before all n ups.
+
+    Parameters: `w1` [2F or F, D], `w2` [D, F], and `gate` [n, D] with `config.shared_gate`.
 
     Args:
-        config: the layer; F is `config.shared_hidden_dim`.
+        config: the layer; F is `num_shared_experts * shared_hidden_dim`.
         device: device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -38,11 +43,12 @@ class SharedExpert(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        D, F_ = config.dim, config.shared_hidden_dim
+        n = config.num_shared_experts
+        D, F_ = config.dim, n * config.shared_hidden_dim
         fc1_dim = F_ * (2 if config.gated else 1)
         self.w1 = nn.Parameter(torch.empty(fc1_dim, D, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(D, F_, device=device, dtype=dtype))
-        gate = torch.empty(1, D, device=device, dtype=dtype) if config.shared_gate else None
+        gate = torch.empty(n, D, device=device, dtype=dtype) if config.shared_gate else None
         self.gate = None if gate is None else nn.Parameter(gate)
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
@@ -54,8 +60,51 @@ class SharedExpert(nn.Module):
         """Return y_TD in the dtype of x_TD."""
         h_TF = F.linear(x_TD, local_param(self.w1))
         a_TF = weighted_activation(h_TF, None, None, activation_options(self.config))
-        y_TD = F.linear(a_TF, local_param(self.w2))
         if self.gate is None:
-            return y_TD
-        gate_T1 = torch.sigmoid(F.linear(x_TD, local_param(self.gate)).float())
-        return (y_TD * gate_T1).to(x_TD.dtype)
+            return F.linear(a_TF, local_param(self.w2))
+        gate_Tn = torch.sigmoid(F.linear(x_TD, local_param(self.gate)).float())
+        if self.config.num_shared_experts == 1:
+            return (F.linear(a_TF, local_param(self.w2)) * gate_Tn).to(x_TD.dtype)
+        # w2 is linear: a gate on an expert's hidden columns is a gate on its output.
+        gated_TnF = a_TF.unflatten(-1, (gate_Tn.shape[1], -1)) * gate_Tn[..., None]
+        return F.linear(gated_TnF.flatten(1).to(x_TD.dtype), local_param(self.w2))
+
+
+class SharedRun:
+    """The shared experts at work: now, or on a stream of their own while tokens travel.
+
+    On a stream of its own their backward runs there too, because autograd keeps an operation's
+    stream. Who made the stream owns it; all layers may use one.
+
+    Args:
+        forward: x_TD -> y_TD, or None where there are no shared experts.
+        x_TD: tokens.
+        stream: where to run; None = on the current stream.
+
+    Attributes:
+        y_TD: the output; read it through `wait`.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor], Tensor | None],
+        x_TD: Tensor,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._stream = stream
+        if stream is None:
+            self.y_TD = forward(x_TD)
+            return
+        stream.wait_stream(torch.cuda.current_stream(x_TD.device))
+        with torch.cuda.stream(stream):
+            self.y_TD = forward(x_TD)
+        x_TD.record_stream(stream)
+
+    def wait(self) -> Tensor:
+        """Return y_TD, which the current stream may read from here on; no host sync."""
+        assert self.y_TD is not None, "there are no shared experts to wait for"
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self.y_TD.device)
+            current.wait_stream(self._stream)
+            self.y_TD.record_stream(current)
+        return self.y_TD

@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.index import build_index
-from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, gather_ranks, sum_ranks
+from moecore.moe.dispatch.base import (
+    EqualSizes,
+    ExpertInput,
+    ExpertPlacement,
+    gather_ranks,
+    sum_ranks,
+)
 from moecore.moe.router import Routing
 
 
@@ -38,13 +44,18 @@ class AllGatherDispatcher:
 
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
+        self._sizes = EqualSizes(placement.group)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Gather all tokens of the group. One host sync; 4 collectives."""
+        """Gather all tokens of the group. One host sync, none with `routing.pad`; 4 collectives."""
         p, T = self.placement, x_TD.shape[0]
-        block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")
-        pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
-        C, num_rows = _exchange_counts(T, pairs_P, p)
+        if routing.pad:
+            self._sizes.check(T, x_TD.device)
+            C, num_rows = T, p.most_rows(routing)
+        else:
+            block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")
+            pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
+            C, num_rows = _exchange_counts(T, pairs_P, p)
         pad = (0, 0, 0, C - T)
         rows_SD = gather_ranks(F.pad(x_TD, pad), p.group)
         weights_SK = gather_ranks(F.pad(routing.weights_TK, pad), p.group)

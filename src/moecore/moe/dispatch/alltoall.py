@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore.kernels.index import build_index
 from moecore.kernels.rows import gather_rows, sum_rows
-from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement
+from moecore.moe.dispatch.base import EqualSizes, ExpertInput, ExpertPlacement
 from moecore.moe.router import Routing
 
 
@@ -51,21 +51,37 @@ class AllToAllDispatcher:
 
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
+        self._sizes = EqualSizes(placement.group)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring tokens to their experts' ranks. One host sync; 3 collectives."""
-        p = self.placement
+        """Bring tokens to their experts' ranks.
+
+        One host sync; 3 collectives. With `routing.pad` none; 2 collectives, of equal splits.
+        """
+        p, T = self.placement, x_TD.shape[0]
         block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")
         owned_PTK = block_TK == torch.arange(p.ep, device=x_TD.device)[:, None, None]
         needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
-        pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
-        send_splits, receive_splits, num_rows = _exchange_counts(needs_GT.sum(1), pairs_G, p.group)
-        token_ids_M, slots_TG = send_order(needs_GT, sum(send_splits))
+        if routing.pad:
+            self._sizes.check(T, x_TD.device)
+            G = p.group.size()
+            num_sent = min(T, p.num_local * routing.most_rows_per_expert)
+            token_ids_M, slots_TG, used_M = static_send_order(needs_GT, num_sent)
+            send_splits = receive_splits = [num_sent] * G
+            num_rows = p.most_rows(routing)
+        else:
+            pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
+            counts = (needs_GT.sum(1), pairs_G)
+            send_splits, receive_splits, num_rows = _exchange_counts(*counts, p.group)
+            token_ids_M, slots_TG = send_order(needs_GT, sum(send_splits))
+            used_M = None
         plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
 
         rows_SD = self._send(gather_rows(x_TD, token_ids_M, slots_TG), plan)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.expert_ids_TK.index_select(0, token_ids_M)
+        if used_M is not None:
+            ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
         ids_SK, weights_SK = _SendChoices.apply(ids_MK, weights_MK, plan, p.group)
         index = build_index(
             ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, capacity=num_rows
@@ -106,6 +122,33 @@ def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
     token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
     slots_TG = torch.where(needs_GT, slots_GT, -1).T.to(torch.int32).contiguous()
     return token_ids[:num_sent], slots_TG
+
+
+def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `send_order` does with `num_sent` rows to every rank, and which are used.
+
+    Args:
+        needs_GT: bool, whether rank g needs token t; at most `num_sent` tokens for each.
+        num_sent: rows to each rank.
+
+    Returns:
+        token_ids_M int32 (0 where unused), slots_TG int32, used_M bool; M = G * num_sent.
+
+    Example, three tokens, two ranks, 2 rows each, needs [[1, 0, 1], [0, 1, 0]]: token_ids_M
+    [0, 2, 1, 0], slots_TG [[0, -1], [-1, 2], [1, -1]], used_M [1, 1, 1, 0].
+    """
+    G, T = needs_GT.shape
+    places_GT = needs_GT.cumsum(1) - 1
+    starts_G1 = torch.arange(G, device=needs_GT.device)[:, None] * num_sent
+    slots_GT = torch.where(needs_GT, places_GT + starts_G1, -1)
+    tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
+    # What is not sent lands in one spare row past the end.
+    token_ids = tokens_T.new_full((G * num_sent + 1,), -1)
+    spare_GT = torch.where(needs_GT, slots_GT, G * num_sent)
+    token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
+    token_ids_M = token_ids[:-1]
+    slots_TG = slots_GT.T.to(torch.int32).contiguous()
+    return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
 
 
 def _exchange_counts(

@@ -101,6 +101,40 @@ class ExpertPlacement:
         """Global id of this rank's first expert."""
         return dist.get_rank(self.group) // self.etp * self.num_local
 
+    def most_rows(self, routing: Routing) -> int:
+        """Most expert rows of one rank, when every rank brings as many tokens as this one."""
+        (T, K), e = routing.expert_ids_TK.shape, self.num_local
+        return self.group.size() * min(T * min(K, e), e * routing.most_rows_per_expert)
+
+
+class EqualSizes:
+    """Refuses static shapes for ranks that bring different numbers of tokens.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._seen: set[int] = set()
+
+    def check(self, num_tokens: int, device: torch.device) -> None:
+        """Compare with the other ranks the first time that a number comes; one host sync then.
+
+        Raises:
+            ValueError: when another rank brings another number.
+        """
+        if num_tokens in self._seen:
+            return
+        mine = torch.tensor([num_tokens], device=device)
+        numbers = _gather_from_ranks(mine, self.group).tolist()
+        if len(set(numbers)) > 1:
+            raise ValueError(
+                f"number of tokens ({numbers} by rank of the dispatch group) must be equal with "
+                "CapacityConfig.pad (True): pad the batches, or set pad=False"
+            )
+        self._seen.add(num_tokens)
+
 
 class _GatherRanks(torch.autograd.Function):
     @staticmethod

@@ -20,9 +20,15 @@ class LocalDispatcher:
         self.num_experts = num_experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Return x_TD itself as source rows (S = T, R = T * K), without a copy."""
+        """Return x_TD itself as source rows (S = T, R at most T * K), without a copy."""
         index = build_index(
-            routing.expert_ids_TK, routing.weights_TK, first=0, num_local=self.num_experts
+            routing.expert_ids_TK,
+            routing.weights_TK,
+            first=0,
+            num_local=self.num_experts,
+            capacity=min(
+                routing.expert_ids_TK.numel(), self.num_experts * routing.most_rows_per_expert
+            ),
         )
         return ExpertInput(x_TD, *index, index.offsets_e[-1], None)
 

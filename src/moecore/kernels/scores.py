@@ -1,0 +1,77 @@
+"""What a router's logit is worth: the score functions, for references and inside kernels.
+
+    softmax        over the experts of a token
+    sigmoid        of each logit
+    sqrtsoftplus   sqrt(log(1 + exp(x))) of each logit x
+
+Letters: T tokens, E experts.
+
+Note [sqrtsoftplus]. With h = exp(-|x| / 2), u = h^2 and r = log(1 + u) / u, which lies between
+log(2) and 1, softplus(x) is u * r for x < 0 and x + u * r else. The square root of the first is
+h * sqrt(r): neither exp(x) nor a logarithm near 1 is ever formed, so that score and slope keep
+their digits down to exp(x / 2), where softplus in fp32 is 0 and its square root has no slope.
+
+Source: DeepSeek-V4 for sqrtsoftplus.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.common import tl, triton
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+def scores_ref(logits_TE: Tensor, score_function: str) -> Tensor:
+    """Return the scores [T, E] of fp32 or fp64 logits, in their dtype; differentiable."""
+    if score_function == "softmax":
+        return logits_TE.softmax(-1)
+    if score_function == "sigmoid":
+        return logits_TE.sigmoid()
+    # Below `low`, softplus(x) is exp(x) to the last bit. The clamps keep what a branch is not
+    # asked for, and its gradient, finite.
+    low = -40.0 if logits_TE.dtype == torch.float64 else -20.0
+    softplus_TE = -F.logsigmoid(-logits_TE.clamp(min=low))
+    tail_TE = (logits_TE.clamp(max=low) / 2).exp()
+    return torch.where(logits_TE < low, tail_TE, softplus_TE.sqrt())
+
+
+def check_score_function(name: str, score_function: str) -> None:
+    """Raise a ValueError for a function that does not exist.
+
+    Args:
+        name: of the field, for the message.
+        score_function: its value.
+    """
+    if score_function not in SCORE_FUNCTIONS:
+        shown = ", ".join(repr(known) for known in SCORE_FUNCTIONS)
+        raise ValueError(f"{name} ({score_function!r}) must be one of {shown}")
+
+
+@triton.jit
+def exp(x):
+    """Return e^x to 2 or 3 ulp, x <= 200: the rounding error of x * log2(e) is carried along.
+
+    exp(-200) is 0 in fp32; the clamp keeps -inf out of the error term, and lets a NaN through.
+    """
+    x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
+    y = x * 1.4426950216293335
+    error = tl.fma(x, 1.9259629911266175e-08, tl.fma(x, 1.4426950216293335, -y))
+    return tl.exp2(y) * (1.0 + error * 0.6931471805599453)
+
+
+@triton.jit
+def sqrtsoftplus(x):
+    """Return sqrt(softplus(x)) and its slope: see Note [sqrtsoftplus]."""
+    h = exp(-0.5 * tl.abs(x))
+    u = h * h
+    # log(1 + u) = 2 artanh(z), z = u / (2 + u) <= 1/3: eight terms of the series leave 2e-9.
+    z = u / (2.0 + u)
+    q = z * z
+    series = 0.1111111111 + q * (0.09090909091 + q * (0.07692307692 + q * 0.06666666667))
+    series = 1.0 + q * (0.3333333333 + q * (0.2 + q * (0.1428571429 + q * series)))
+    r = 2.0 * series / (2.0 + u)
+    root = tl.sqrt_rn(tl.where(x < 0.0, r, x + u * r))
+    factor = tl.where(x < 0.0, h, 1.0)
+    return factor * root, factor / (2.0 * (1.0 + u) * root)

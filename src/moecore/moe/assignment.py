@@ -1,0 +1,136 @@
+"""Who goes where when a token does not simply take its best K experts, and who is dropped.
+
+Legend: N tokens that are routed together, T tokens of this rank, E experts, K choices per token.
+
+Every function gives the same answer in a repeated run, needs no host sync and no gradient: a choice
+is a constant, and weights are computed for it afterwards (`kernels/route.py`). Among equals the
+lower id wins, of experts and of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moecore.config import DropOrder
+
+SINKHORN_ITERATIONS = 32
+GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 fill [0, 1) evenly from the first on
+
+
+def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
+    """Return each token's best experts of the evened-out scores: int64 [N, K].
+
+    The scores are the matrix exp(logits) with rows and columns scaled in turn, so that every row
+    sums to 1 and every column to N / E. Padding has no part in the sums of columns.
+
+    Source: BASE layers (arXiv:2103.16716) and Sinkhorn's iterations for it (arXiv:2202.01169).
+    """
+    plan_NE = logits_NE.log_softmax(-1)
+    if padding_mask_N is not None:
+        plan_NE = plan_NE.masked_fill(padding_mask_N[:, None], -torch.inf)
+    for _ in range(SINKHORN_ITERATIONS):
+        columns_1E = plan_NE.logsumexp(0, keepdim=True)
+        plan_NE = plan_NE - columns_1E.masked_fill(columns_1E == -torch.inf, 0.0)
+        rows_N1 = plan_NE.logsumexp(1, keepdim=True)
+        plan_NE = plan_NE - rows_N1.masked_fill(rows_N1 == -torch.inf, 0.0)
+    return plan_NE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def expert_choice_ids(
+    scores_NE: Tensor, capacity: Tensor | int, padding_mask_N: Tensor | None
+) -> Tensor:
+    """Return int64 [N, E]: column e holds e where expert e takes the token, else -1.
+
+    Args:
+        scores_NE: what experts compare.
+        capacity: tokens that each expert takes; fewer where there are no more.
+        padding_mask_N: bool, True = never taken; None = no padding.
+
+    Example, capacity 1: scores [[.9, .4], [.8, .6]] give [[0, -1], [-1, 1]].
+
+    Source: expert choice routing (arXiv:2202.09368).
+    """
+    N, E = scores_NE.shape
+    if padding_mask_N is not None:
+        scores_NE = scores_NE.masked_fill(padding_mask_N[:, None], -torch.inf)
+    order_NE = scores_NE.sort(dim=0, descending=True, stable=True).indices
+    ranks_N1 = torch.arange(N, device=scores_NE.device)[:, None]
+    rank_NE = torch.empty_like(order_NE).scatter_(0, order_NE, ranks_N1.expand(N, E))
+    taken_NE = rank_NE < capacity
+    if padding_mask_N is not None:
+        taken_NE &= ~padding_mask_N[:, None]
+    return torch.where(taken_NE, torch.arange(E, device=scores_NE.device), -1)
+
+
+def skewed_ids(
+    num_tokens: int, num_experts: int, top_k: int, skew: float, device: torch.device
+) -> Tensor:
+    """Return int64 [T, K]: experts dealt out so that loads fall geometrically from expert 0.
+
+    Each expert has an interval as long as its share of the choices, the K choices of a token are K
+    points at distance 1, and from token to token the points move by the golden ratio. So counts
+    come within a few of their shares without a random number.
+
+    Args:
+        num_tokens: T.
+        num_experts: E.
+        top_k: K.
+        skew: share of expert 0 over the mean share, in (1, E / K].
+        device: of the result.
+    """
+    E, K = num_experts, top_k
+    falling_E = torch.arange(E, dtype=torch.float64, device=device) * math.log(_ratio(E, skew))
+    ends_E = torch.exp(falling_E).cumsum(0)
+    ends_E = ends_E * (K / ends_E[-1])
+    starts_T = torch.arange(num_tokens, dtype=torch.float64, device=device) * GOLDEN % 1.0
+    points_TK = starts_T[:, None] + torch.arange(K, device=device)
+    return torch.searchsorted(ends_E, points_TK.contiguous(), right=True).clamp(max=E - 1)
+
+
+def _ratio(num_experts: int, skew: float) -> float:
+    """Return r with E * (1 - r) / (1 - r^E) = skew, the first term of r^e over the mean term."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        r = (low + high) / 2
+        first = num_experts * (1 - r) / (1 - r**num_experts)
+        low, high = (r, high) if first > skew else (low, r)
+    return max(high, 1e-30)
+
+
+def fixed_bias(num_experts: int, std: float, device: torch.device) -> Tensor:
+    """Return fp32 [E]: quantiles of N(0, std^2) in an order without a pattern."""
+    places_E = torch.arange(1, num_experts + 1, dtype=torch.float64, device=device) * GOLDEN % 1.0
+    return (torch.erfinv(2 * places_E - 1) * (std * math.sqrt(2))).float()
+
+
+def within_capacity(
+    ids_NK: Tensor, weights_NK: Tensor, num_experts: int, capacity: Tensor | int, order: DropOrder
+) -> Tensor:
+    """Return bool [N, K]: the choices that stay when each expert takes at most `capacity`.
+
+    Args:
+        ids_NK: expert ids; -1 = no choice, which never stays.
+        weights_NK: routing weights, read by "probability".
+        num_experts: E.
+        capacity: of one expert.
+        order: "probability" keeps the highest weights, "position" the first tokens.
+
+    Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" keeps
+    tokens 1 and 2, "position" 0 and 2.
+    """
+    ids = ids_NK.flatten().long()
+    expert = torch.where(ids < 0, num_experts, ids)
+    if order == "probability":
+        best = weights_NK.detach().flatten().sort(descending=True, stable=True).indices
+        by_expert = best[expert[best].sort(stable=True).indices]
+    else:
+        by_expert = expert.sort(stable=True).indices
+    sorted_expert = expert[by_expert]
+    # The first of an equal run, so that place - first counts within the expert.
+    first = torch.searchsorted(sorted_expert, sorted_expert)
+    place = torch.arange(ids.numel(), device=ids.device) - first
+    stays = (place < capacity) & (sorted_expert < num_experts)
+    return torch.empty_like(stays).scatter_(0, by_expert, stays).view(ids_NK.shape)

@@ -1,0 +1,96 @@
+"""MicroBatch: where this rank's tokens stand among those that are routed together.
+
+Legend: B sequences, T tokens of this rank, N tokens of the whole micro-batch, X columns.
+
+Under tensor parallelism with sequence parallelism the ranks of a tp group hold consecutive slices
+of the same sequences. Decisions that compare tokens (capacity, Sinkhorn, expert choice) are made
+on the whole micro-batch, so that they do not depend on tp.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore._compat import all_gather_single
+
+ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """The tokens that are routed together.
+
+    Attributes:
+        num_sequences: this rank's tokens are so many slices of equal length, one per sequence.
+        group: ranks that hold the slices of each sequence, in order; None = this rank alone.
+        padding_mask_T: bool, True = padding, which uses no capacity and has no part in losses and
+            statistics; None = no padding.
+    """
+
+    num_sequences: int = 1
+    group: dist.ProcessGroup | None = None
+    padding_mask_T: Tensor | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the micro-batch."""
+        return 1 if self.group is None else self.group.size()
+
+    def gather(self, x_TX: Tensor) -> Tensor:
+        """Return x_NX, the rows of all ranks in the order of one process; no gradient.
+
+        Collective over the group; every rank must bring the same number of rows.
+
+        Example, two ranks, B=2: rows a0 b0 on one and a1 b1 on the other give a0 a1 b0 b1.
+        """
+        x_TX = x_TX.detach()
+        if self.group is None:
+            return x_TX
+        out = x_TX.new_empty((self.num_ranks * x_TX.shape[0], *x_TX.shape[1:]))
+        all_gather_single(out, x_TX.contiguous(), group=self.group)
+        B = max(self.num_sequences, 1)
+        by_rank = out.unflatten(0, (self.num_ranks, B, x_TX.shape[0] // B))
+        return by_rank.transpose(0, 1).flatten(0, 2)
+
+    def own(self, x_NX: Tensor) -> Tensor:
+        """Return this rank's rows of what `gather` gave."""
+        if self.group is None:
+            return x_NX
+        B, G = max(self.num_sequences, 1), self.num_ranks
+        by_rank = x_NX.unflatten(0, (B, G, x_NX.shape[0] // (B * G)))
+        return by_rank[:, dist.get_rank(self.group)].flatten(0, 1)
+
+    def gather_padding(self) -> Tensor | None:
+        """Return padding_mask_N; collective when there is a group and a mask."""
+        if self.padding_mask_T is None:
+            return None
+        return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
+
+
+def capacity_of(
+    factor: float, num_tokens: int, top_k: int, num_experts: int, padding_mask_N: Tensor | None
+) -> tuple[int, Tensor | int]:
+    """Return the capacity of an expert: the most it can be, and what it is without the padding.
+
+    Args:
+        factor: capacity over the even load.
+        num_tokens: N, padding included.
+        top_k: K.
+        num_experts: E.
+        padding_mask_N: bool, True = padding; None = none.
+
+    Returns:
+        ceil(factor * N * K / E) as an int for buffers, and the same with the real tokens as N: a
+        0-dim int64 tensor with a mask (no host sync), else the int.
+    """
+    per_token = factor * top_k / num_experts
+    most = math.ceil(num_tokens * per_token - ROUNDING)
+    if padding_mask_N is None:
+        return most, most
+    real = (~padding_mask_N).sum().double()
+    return most, torch.ceil(real * per_token - ROUNDING).long()

@@ -1,0 +1,186 @@
+"""The balance record of a model: what one optimizer step routed, and the expert biases' next step.
+
+Legend: E experts, X columns of one layer's counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.moe.balance import LOSS_NAMES, BalanceGroups, LoadCounts
+from moecore.moe.quantile import solve_bias
+
+
+@dataclass(frozen=True, slots=True)
+class MoEMetrics:
+    """What one optimizer step routed. Tensors stay on the device until read.
+
+    Attributes:
+        tokens_per_expert: layer name -> int64 [E], choices over all ranks and micro-batches,
+            those that capacity dropped included.
+        dropped_per_expert: layer name -> int64 [E], choices that capacity dropped; only layers
+            with a capacity.
+        aux_losses: layer name -> fp32 [4] in the order of `LOSS_NAMES`, coefficients applied.
+    """
+
+    tokens_per_expert: dict[str, Tensor] = field(default_factory=dict)
+    dropped_per_expert: dict[str, Tensor] = field(default_factory=dict)
+    aux_losses: dict[str, Tensor] = field(default_factory=dict)
+
+    def load_max_over_mean(self) -> dict[str, float]:
+        """Return layer name -> most loaded expert over the mean. One host sync for all layers."""
+        if not self.tokens_per_expert:
+            return {}
+        ratios = [
+            n.max() / n.float().mean().clamp(min=1e-9) for n in self.tokens_per_expert.values()
+        ]
+        return dict(zip(self.tokens_per_expert, torch.stack(ratios).tolist(), strict=True))
+
+    def drop_rate(self) -> dict[str, float]:
+        """Return layer name -> share of the choices that were dropped. One host sync."""
+        if not self.dropped_per_expert:
+            return {}
+        rates = [
+            dropped.sum() / self.tokens_per_expert[name].sum().clamp(min=1)
+            for name, dropped in self.dropped_per_expert.items()
+        ]
+        return dict(zip(self.dropped_per_expert, torch.stack(rates).tolist(), strict=True))
+
+    def total_aux_loss(self) -> float:
+        """Return the sum over layers of all auxiliary losses. One host sync."""
+        if not self.aux_losses:
+            return 0.0
+        return float(torch.stack(list(self.aux_losses.values())).sum())
+
+
+class MoEState:
+    """The balance record that a parallelized model owns: `moe_state(model)`.
+
+    Args:
+        layers: name -> layer, every MoELayer of the model.
+        groups: who counts together.
+        loss: "mean" or "sum", the loss convention of `parallelize_moe`.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Any], groups: BalanceGroups, *, loss: str = "mean"
+    ) -> None:
+        self.layers = layers
+        self.groups = groups
+        self.loss = loss
+        for layer in layers.values():
+            layer.tracker.groups = groups
+        self.set_num_micro_batches(1)
+
+    def set_num_micro_batches(self, num_micro_batches: int) -> None:
+        """Say how many micro-batches one optimizer step accumulates (1 until told otherwise).
+
+        The auxiliary losses are divided by it, as the user divides the main loss; no other factor
+        on the main loss reaches them.
+
+        Raises:
+            ValueError: when it is less than 1.
+        """
+        if num_micro_batches < 1:
+            raise ValueError(
+                f"num_micro_batches ({num_micro_batches}) must be >= 1: use the number of "
+                "backwards per optimizer step"
+            )
+        self.num_micro_batches = num_micro_batches
+        scale = 1.0 / num_micro_batches
+        if self.loss == "sum":
+            scale /= self.groups.data_ranks
+        for layer in self.layers.values():
+            layer.tracker.gradient_scale = scale
+
+    @torch.no_grad()
+    def finish_step(self, *, skipped: bool = False) -> MoEMetrics:
+        """Reduce the step's counts, move the expert biases, and start counting anew.
+
+        Call once per optimizer step on every rank. One collective for all layers, and one
+        more for each layer with quantile balancing; no host sync.
+
+        Args:
+            skipped: the step was dropped (`not clip_grad_norm_(...).finite`): biases stay too.
+
+        Returns:
+            The metrics of the step; all zero when nothing was counted since the last call.
+
+        Raises:
+            ValueError: when a layer with auxiliary losses saw another number of micro-batches than
+                `set_num_micro_batches` said, so that their gradient had the wrong scale.
+        """
+        layers = self.layers
+        counts = {name: self._counts(layer) for name, layer in layers.items()}
+        # Every rank packs every layer, counted or not: all reduce the same length. fp64 carries
+        # counts exactly (to 2^53) beside the losses in one tensor.
+        packed = torch.cat([_pack(c) for c in counts.values()])
+        margins = [c.margins_EX for c in counts.values() if c.margins_EX is not None]
+        if self.groups.global_batch is not None:
+            dist.all_reduce(packed, group=self.groups.global_batch)
+            for margins_EX in margins:
+                dist.all_reduce(margins_EX, group=self.groups.global_batch)
+        metrics, start = MoEMetrics(), 0
+        # As told, not as seen: replays of a CUDA graph are not seen, and the rest is checked.
+        shares = self.num_micro_batches * self.groups.data_ranks
+        for name, layer in layers.items():
+            size = _pack(counts[name]).numel()
+            chosen_E, losses, kept_E = _unpack(packed[start : start + size], counts[name])
+            start += size
+            metrics.tokens_per_expert[name] = chosen_E.long()
+            if kept_E is not None:
+                metrics.dropped_per_expert[name] = (chosen_E - kept_E).long()
+            metrics.aux_losses[name] = (losses / shares).float()
+            if not skipped:
+                _move_bias(layer, chosen_E, counts[name].margins_EX)
+        trackers = {name: layer.tracker for name, layer in layers.items()}
+        seen = {n: t.num_micro_batches for n, t in trackers.items() if t.config.balance.needs_loss}
+        for tracker in trackers.values():
+            tracker.reset()
+        for name, count in seen.items():
+            if count not in (0, self.num_micro_batches):
+                raise ValueError(
+                    f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
+                    f"step, but {name} saw {count}: call moe_state(model).set_num_micro_batches"
+                    f"({count}), and finish_step() after every step"
+                )
+        return metrics
+
+    def _counts(self, layer: Any) -> LoadCounts:
+        """The layer's counts of this step; zeros when it has none."""
+        tracker = layer.tracker
+        if tracker.counts is not None:
+            return tracker.counts
+        return LoadCounts.zeros(tracker.config, layer.part("router").weight.device)
+
+
+def _pack(counts: LoadCounts) -> Tensor:
+    """Choices, losses and what was kept in one fp64 tensor."""
+    parts = (counts.chosen_E, counts.losses, counts.kept_E)
+    # Each to fp64 first: cat would round the counts to the fp32 of the losses.
+    return torch.cat([part.double() for part in parts if part is not None])
+
+
+def _unpack(packed: Tensor, counts: LoadCounts) -> tuple[Tensor, Tensor, Tensor | None]:
+    E, L = counts.chosen_E.numel(), len(LOSS_NAMES)
+    kept_E = None if counts.kept_E is None else packed[E + L :]
+    return packed[:E], packed[E : E + L], kept_E
+
+
+def _move_bias(layer: Any, chosen_E: Tensor, margins_EX: Tensor | None) -> None:
+    """Move the selection bias as the layer's balance config says."""
+    config = layer.config
+    rate = config.balance.bias_update_rate
+    if not rate:
+        return
+    bias_E = layer.part("router").selection_bias
+    if margins_EX is None:
+        bias_E += rate * torch.sign(chosen_E.mean() - chosen_E).to(bias_E.dtype)
+    else:
+        bias_E += rate * (solve_bias(margins_EX, bias_E, config.top_k) - bias_E)
