@@ -43,6 +43,7 @@ def parallelize_moe(
     dispatcher: DispatcherName = "auto",
     experts: ExpertBackend = "auto",
     recompute_fc1: bool = False,
+    overlap_shared: bool = False,
     balance: BalanceConfig | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
@@ -63,6 +64,8 @@ def parallelize_moe(
             "sequential", the oracle (see `moe/backends.py`).
         recompute_fc1: keep only the experts' input for backward and run FC1 again there: one
             product more for 4KF bytes per token less (bf16). Not with "te", "sequential" or biases.
+        overlap_shared: on GPUs run shared experts on a stream of their own while tokens travel to
+            the routed ones. Other devices have no streams: there it is refused.
         balance: replaces the balance config of every MoE layer; None keeps each one's own.
         fsdp: FSDP2 choices.
         loss: "mean": each rank's loss is the mean over its own tokens, and gradients are the mean
@@ -81,6 +84,11 @@ def parallelize_moe(
             `apply_tensor_parallel(tp_mesh)`.
     """
     _check_request(model, meshes, dispatcher, loss)
+    if overlap_shared and meshes.device_type != "cuda":
+        raise ValueError(
+            f"overlap_shared (True) must go with device_type ({meshes.device_type!r}) = 'cuda', "
+            "the only one with streams: drop it"
+        )
     options = fsdp or FSDPOptions()
     layers = swap_blocks(model, adapters or {})
     for name, layer in layers.items():
@@ -90,8 +98,11 @@ def parallelize_moe(
 
     if meshes.parallel.tp > 1:
         cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
+    stream = torch.cuda.Stream() if overlap_shared else None
     for layer in layers.values():
         _place_experts(layer, meshes, dispatcher)
+        if layer.layout.shared in layer._modules:
+            layer.shared_stream = stream
     shard_model(model, meshes, options, loss=loss)
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,

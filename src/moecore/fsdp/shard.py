@@ -1,5 +1,8 @@
 """FSDP2 units on two meshes: a block on the dense mesh, its experts on the expert mesh inside it.
 
+Under mixed precision the router is a unit inside the block as well: its weight stays in its own
+dtype.
+
 Note "gradient scale": every data rank r has its own loss L_r. In the "mean" convention a gradient
 is (1 / data_ranks) * sum_r dL_r/dw. Dense gradients sum over the dense FSDP ranks. Expert gradients
 need fewer hops: the dispatcher's backward has already brought the contributions of all ranks of
@@ -23,6 +26,7 @@ from torch.distributed.tensor import Shard
 from moecore.mesh import Meshes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
+from moecore.moe.router import Router
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +77,23 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         loss: "mean" or "sum"; see the note "gradient scale".
     """
     blocks = find_blocks(model)
-    experts_of = {b: [m for m in b.modules() if isinstance(m, Experts)] for b in blocks}
+    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    parts_of = {b: _parts(b, options) for b in blocks}
     dense_policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     # The experts' inputs hold fp32 routing weights that a cast would round.
     expert_policy = MixedPrecisionPolicy(
         options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
     )
-    all_experts = [m for m in model.modules() if isinstance(m, Experts)]
-    for experts in all_experts:
+    router_policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+    for router in (m.part("router") for m in layers):
+        if _keeps_precision(router, options):
+            fully_shard(
+                router,
+                mesh=meshes.dense_fsdp,
+                mp_policy=router_policy,
+                reshard_after_forward=options.reshard_after_forward,
+            )
+    for experts in (m.part("experts") for m in layers):
         fully_shard(
             experts,
             mesh=meshes.expert_fsdp,
@@ -101,7 +114,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         is_experts = isinstance(unit, Experts)
         _set_divisor(unit, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
     if options.prefetch_blocks:
-        _set_prefetch(blocks, experts_of, options.prefetch_blocks)
+        _set_prefetch(blocks, parts_of, options.prefetch_blocks)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -185,11 +198,29 @@ def _set_divisor(unit: FSDPModule, divisor: float, mesh: DeviceMesh) -> None:
     unit.set_force_sum_reduction_for_comms(mesh.device_type == "cpu" and shards > 1)
 
 
+def _keeps_precision(router: Router, options: FSDPOptions) -> bool:
+    """Whether mixed precision would round the router's weight, and so change choices.
+
+    Such a router is a unit of its own, which gathers and reduces in the dtype of its parameters.
+    """
+    return options.param_dtype not in (None, router.weight.dtype)
+
+
+def _parts(block: nn.Module, options: FSDPOptions) -> list[nn.Module]:
+    """Return the units inside a block in the order in which they are used."""
+    parts: list[nn.Module] = []
+    for layer in (m for m in block.modules() if isinstance(m, MoELayer)):
+        router = layer.part("router")
+        parts += [router] if _keeps_precision(router, options) else []
+        parts.append(layer.part("experts"))
+    return parts
+
+
 def _set_prefetch(
-    blocks: list[nn.Module], experts_of: dict[nn.Module, list[Experts]], ahead: int
+    blocks: list[nn.Module], parts_of: dict[nn.Module, list[nn.Module]], ahead: int
 ) -> None:
     """Gather parameters `ahead` blocks early, in the order in which they are used."""
-    forward = [[b, *(e for e in experts_of[b] if e is not b)] for b in blocks]
+    forward = [[b, *parts_of[b]] for b in blocks]
     backward = [[b, *reversed(units[1:])] for b, units in zip(blocks, forward, strict=True)]
     backward.reverse()
     for order, setter in (

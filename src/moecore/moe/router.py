@@ -13,11 +13,12 @@ of mixed precision for the same reason. Among equal scores the lower expert id w
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from moecore.config import MoEConfig
 from moecore.kernels.route import RouteOptions, route
@@ -63,6 +64,10 @@ class Routing:
         """Most of these tokens that any expert gets, whatever was chosen."""
         T = self.expert_ids_TK.shape[0]
         return T if self.capacity is None else min(T, self.capacity)
+
+
+# FSDP2 finds the tensors of a module's outputs through pytree, to gather its parameters in backward.
+register_dataclass(Routing, field_names=[f.name for f in fields(Routing)], drop_field_names=[])
 
 
 class ChoiceTape(Protocol):

@@ -1,0 +1,85 @@
+"""Mixed precision rounds no router weight: choices and the router's gradient are those of fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore.kernels.router_logits import router_logits_ref
+from tests.moe.moe_cases import make_layer
+from tests.ranks import run_ranks
+
+WORLD = 2
+CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2, router_bias=True)
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(rank))
+
+
+def train_on_ranks(rank: int, device: torch.device) -> dict[str, Any]:
+    model = nn.Sequential(nn.Identity(), make_layer(CONFIG))
+    meshes = build_meshes(ParallelConfig(), "cpu")
+    options = FSDPOptions(param_dtype=torch.bfloat16)
+    parallelize_moe(model, meshes, fsdp=options)
+    routings: list[Any] = []
+    router = model[1].router
+    router.register_forward_hook(lambda _, args, out: routings.append(out))
+    y = model(batch(rank))
+    y.float().square().mean().backward()
+    grads = {n: p.grad.full_tensor() for n, p in model[1].named_parameters()}
+    is_unit = isinstance(router, FSDPModule)
+    return {"logits": routings[0].logits_TE, "grads": grads, "is_unit": is_unit}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(WORLD, train_on_ranks)
+
+
+def test_logits_are_those_of_the_unrounded_weight(found: dict[str, Any]) -> None:
+    router = make_layer(CONFIG).router
+    x_TD = batch(0)[0].bfloat16()
+    assert found["is_unit"]
+    expected = router_logits_ref(x_TD, router.weight, router.bias)
+    assert torch.equal(found["logits"], expected)
+    rounded = router_logits_ref(x_TD, router.weight.bfloat16(), router.bias)
+    assert not torch.allclose(expected, rounded, rtol=1e-4), "or the test could not tell"
+
+
+def test_gradients_are_those_of_one_process(found: dict[str, Any]) -> None:
+    layer = make_layer(CONFIG)
+    layer.experts.bfloat16()
+    for rank in range(WORLD):
+        (layer(batch(rank).bfloat16()).float().square().mean() / WORLD).backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None
+        # FSDP adds the ranks' bf16 gradients of experts in fp32, autograd in bf16.
+        bound = 1e-5 if name.startswith("router") else 2**-8
+        scale = parameter.grad.abs().max()
+        worst = (found["grads"][name] - parameter.grad).abs().max() / scale
+        assert worst <= bound, f"{name}: {worst}"
+
+
+def test_without_mixed_precision_the_router_is_part_of_its_block() -> None:
+    layer = found_units(FSDPOptions())
+    assert not isinstance(layer.router, FSDPModule)
+
+
+def found_units(options: FSDPOptions) -> MoELayer:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = nn.Sequential(nn.Identity(), MoELayer(CONFIG, device="meta"))
+        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
+        assert isinstance(model[1].router.weight, DTensor)
+        return model[1]
+    finally:
+        dist.destroy_process_group()
