@@ -6,6 +6,7 @@ far apart, while random ones may differ in the last bit and swap places.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ BASE = RouteOptions(
     top_groups=1,
 )
 SIGMOID = replace(BASE, score_function="sigmoid")
+SQRT = replace(BASE, score_function="sqrtsoftplus")
 POST = replace(BASE, score_order="post")
 # name -> (experts, options, with a selection bias)
 CASES = {
@@ -38,6 +40,13 @@ CASES = {
     "deepseek": (160, replace(SIGMOID, top_k=6, num_groups=8, top_groups=3, scale=2.5), True),
     "groups-of-two": (16, replace(BASE, top_k=4, num_groups=8, top_groups=4), False),
     "all-groups": (12, replace(BASE, num_groups=4, top_groups=4), True),
+    "sqrtsoftplus-bias": (16, replace(SQRT, scale=1.5), True),
+    "sqrtsoftplus-raw": (13, replace(SQRT, normalize=False), False),
+    "sqrtsoftplus-groups": (12, replace(SQRT, num_groups=3, top_groups=2), True),
+    "groups-by-the-best": (12, replace(BASE, num_groups=4, top_groups=2, group_experts=1), True),
+    "groups-by-three": (15, replace(SIGMOID, num_groups=3, top_groups=2, group_experts=3), True),
+    "groups-by-all": (15, replace(POST, num_groups=3, top_groups=1, group_experts=5), False),
+    "groups-of-one": (8, replace(SIGMOID, num_groups=8, top_groups=4, group_experts=1), True),
     "one-expert": (1, replace(BASE, top_k=1), False),
     "all-experts": (13, replace(SIGMOID, top_k=13), True),
     "many": (1024, replace(BASE, top_k=32), True),
@@ -133,13 +142,38 @@ def test_nan_counts_as_the_greatest() -> None:
     assert weights.isnan().all()
 
 
+def test_group_experts_by_hand() -> None:
+    """Groups [5 0 0], [3 3 0] and [2 2 2]: the best, the best two or all three decide."""
+    scores = [[5.0, 0.0, 0.0, 3.0, 3.0, 0.0, 2.0, 2.0, 2.0]]
+    for group_experts, ids in ((1, [0, 1, 2]), (2, [3, 4, 5])):
+        options = replace(BASE, num_groups=3, top_groups=1, group_experts=group_experts)
+        assert choose(scores, options) == [ids]
+    # Sums of 5, 6 and 6 tie: the lower group.
+    options = replace(BASE, num_groups=3, top_groups=1, group_experts=3)
+    assert choose(scores, options) == [[3, 4, 5]]
+    assert choose([[*scores[0][:8], 2.5]], options) == [[8, 6, 7]]
+
+
+def test_sqrtsoftplus_by_hand() -> None:
+    """softplus(log(e^n - 1)) = n: scores of 1, 2 and 3."""
+    logits = torch.tensor([[math.log(math.exp(n * n) - 1) for n in (1, 2, 3)]])
+    options = replace(SQRT, top_k=2)
+    ids, weights = route(logits, None, options)
+    assert ids.tolist() == [[2, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[3 / 5, 2 / 5]]))
+    weights = route(logits, torch.tensor([9.0, 0.0, 0.0]), replace(options, normalize=False))[1]
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 3.0]]))
+
+
 @settings(max_examples=60, deadline=None, database=None)
 @given(st.data())
 def test_selection_property(data: st.DataObject) -> None:
-    size, num_groups = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 5))
+    size, num_groups = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
     top_groups = data.draw(st.integers(1, num_groups))
     E, K = size * num_groups, data.draw(st.integers(1, size * top_groups))
-    options = replace(POST, top_k=K, num_groups=num_groups, top_groups=top_groups)
+    count = data.draw(st.integers(1, size))
+    groups = dict(num_groups=num_groups, top_groups=top_groups, group_experts=count)
+    options = replace(POST, top_k=K, **groups)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     logits = torch.rand(5, E, generator=generator)
     if data.draw(st.booleans()):
@@ -147,7 +181,7 @@ def test_selection_property(data: st.DataObject) -> None:
     bias = torch.randn(E, generator=generator) * data.draw(st.sampled_from([0.0, 0.1, 10.0]))
     ids_TK = route_ref(logits, bias, options)[0]
     for row, ids in zip((logits + bias).tolist(), ids_TK.tolist(), strict=True):
-        best = {g: sum(sorted(row[g * size : (g + 1) * size])[-2:]) for g in range(num_groups)}
+        best = {g: sum(sorted(row[g * size : (g + 1) * size])[-count:]) for g in range(num_groups)}
         kept = sorted(best, key=lambda g: -best[g])[:top_groups]
         allowed = [e for e in range(E) if e // size in kept]
         assert ids == sorted(allowed, key=lambda e: -row[e])[:K]
@@ -164,7 +198,7 @@ def test_gradcheck(name: str) -> None:
 def test_fp64_decides_in_fp64() -> None:
     logits = torch.zeros(1, 12, dtype=torch.float64)
     logits[0, 4], logits[0, 9] = 1.0, 1.0 + 2.0**-40
-    for options in (BASE, SIGMOID, POST):
+    for options in (BASE, SIGMOID, SQRT, POST):
         ids, weights = route(logits, None, options)
         assert ids[0].tolist() == [9, 4, 0] and weights.dtype == torch.float32
 
@@ -187,8 +221,20 @@ def test_refuses_what_cannot_be() -> None:
             route(logits, None, options)
     with pytest.raises(ValueError, match=r"RouteOptions.score_function \('tanh'\) must be one of"):
         replace(BASE, score_function="tanh")
-    with pytest.raises(ValueError, match=r"RouteOptions.score_order"):
+    with pytest.raises(ValueError, match=r"RouteOptions.score_order \('after'\) must be one of"):
         replace(BASE, score_order="after")
+    for function in ("sigmoid", "sqrtsoftplus"):
+        message = rf"score_order \('post'\) must be 'pre' with score_function \('{function}'\)"
+        with pytest.raises(ValueError, match=message):
+            replace(POST, score_function=function)
+    with pytest.raises(ValueError, match=r"RouteOptions.group_experts \(0\) must be >= 1"):
+        replace(BASE, group_experts=0)
+    options = replace(BASE, num_groups=4, top_groups=2, group_experts=4)
+    with pytest.raises(
+        ValueError, match=r"group_experts \(4\) must be <= the experts of a group \(3"
+    ):
+        route(logits, None, options)
+    route(logits, None, replace(options, top_groups=4))  # no group is excluded
 
 
 def test_reference_compiles_without_breaks() -> None:
@@ -253,15 +299,18 @@ def test_special_values(device: str) -> None:
         [-inf] * 5 + [1.0],
         [-0.0, 0.0, -0.0, -1.0, 0.0, -2.0],
         [1e30, -1e30, 3e38, -3e38, 1e-40, -1e-40],
-        [-300.0, -200.0, 0.0, -400.0, 5.0, -500.0],
+        [-420.0, -360.0, 0.0, -400.0, 5.0, -500.0],
         [inf, inf, 0.0, 1.0, 2.0, 3.0],
     ]
     logits = torch.tensor(rows, device=device)
     for options in (
         BASE,
         SIGMOID,
+        SQRT,
         POST,
         replace(POST, num_groups=3, top_groups=2),
+        replace(POST, num_groups=3, top_groups=2, group_experts=1),
+        replace(POST, num_groups=2, top_groups=1, group_experts=3),
         replace(SIGMOID, num_groups=2, top_groups=1),
     ):
         ids, weights = route(logits, None, options)
@@ -274,12 +323,53 @@ def test_special_values(device: str) -> None:
 def test_extreme_logits_have_finite_gradients(device: str) -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0, 50.0], [-1e4, -2e4, -3e4, -90.0]], device=device)
     bias = torch.tensor([-9.0, 9.0, 0.0, 0.0], device=device)
-    for options in (BASE, SIGMOID, replace(BASE, normalize=False)):
+    for options in (BASE, SIGMOID, SQRT, replace(BASE, normalize=False)):
         found = with_gradient(logits, bias, replace(options, top_k=2), ref=False)
         expected = with_gradient(logits, bias, replace(options, top_k=2), ref=True)
         for a, e in zip(found, expected, strict=True):
             assert a.isfinite().all()
             torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-7)
+
+
+def test_sqrtsoftplus_keeps_its_digits_far_out(device: str) -> None:
+    """From e^(x/2), where softplus underflows, to sqrt(x): weights and slopes against fp64."""
+    options = replace(SQRT, top_k=1, normalize=False)
+    x = torch.cat([torch.linspace(-160, -20, 71), torch.linspace(-20, 30, 451)])
+    x = torch.cat([x, torch.tensor([-1e-30, 0.0, 1e-30, 1e4, 1e30])]).to(device)[:, None]
+    true = x.double()
+    score = torch.log1p(torch.exp(true.clamp(max=40))).maximum(true).sqrt()
+    slope = torch.sigmoid(true) / (2 * score)
+    factor = torch.linspace(-1, 2, x.numel(), device=device)[:, None]
+    # The interpreter's fma rounds twice, which costs `exp` the correction of a large exponent.
+    kernel_rtol = 1e-6 if device == "cuda" else 6e-6
+    for ref, logits, rtol in ((False, x, kernel_rtol), (True, x, 1e-6), (True, true, 1e-14)):
+        _, weights, grad = with_gradient(logits, None, options, ref=ref)
+        torch.testing.assert_close(weights.double(), score, rtol=rtol, atol=0)
+        torch.testing.assert_close(grad.double(), slope * factor.to(x.dtype), rtol=rtol, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("group_experts", [1, 2])
+def test_excluded_groups_stay_out(group_experts: int, device: str) -> None:
+    """Also when every allowed expert is at -inf, by its logit or by its bias."""
+    inf = float("inf")
+    groups = replace(POST, top_k=4, num_groups=3, top_groups=2, group_experts=group_experts)
+    rows = [[-5.0, -6.0, -7.0, -8.0, -9.0, -9.0], [-inf, -inf, -5.0, -6.0, -inf, -inf]]
+    ids = route(torch.tensor(rows, device=device), None, groups)[0]
+    assert ids.tolist() == [[0, 1, 2, 3], [2, 3, 0, 1]]
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]], device=device)
+    scored = [
+        replace(groups, score_order="pre", score_function=f)
+        for f in ("softmax", "sigmoid", "sqrtsoftplus")
+    ]
+    for options in (groups, *scored):
+        for bias, expected in (
+            ([-inf] * 6, [0, 1, 2, 3]),
+            ([-9.0, -9.0, -inf, -inf, -99.0, -99.0], [1, 0, 5, 4]),
+            ([-9.0, -inf, -inf, -19.0, -inf, -inf], [0, 3, 1, 2]),
+        ):
+            ids = route(logits, torch.tensor(bias, device=device), options)[0]
+            assert ids.tolist() == [expected], (bias, options)
 
 
 def test_layouts(device: str) -> None:
@@ -311,7 +401,7 @@ def test_no_gradient_where_none_is_asked_for(device: str) -> None:
 def test_custom_op_contract(device: str) -> None:
     logits, bias = inputs("deepseek", device)
     logits = logits[:2].requires_grad_()
-    args = (logits, bias, 6, "sigmoid", "pre", True, 2.5, 8, 3, False)
+    args = (logits, bias, 6, "sigmoid", "pre", True, 2.5, 8, 3, 2, False)
     # Not its AOT dispatch check, which cannot add up an int and a float output: see the next test.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(_route_op, args, test_utils=utils)

@@ -195,11 +195,12 @@ def _row_scores(
 
 @triton.jit
 def _softmax_of_chosen(picked, in_k):
-    """Return the softmax over a row's K chosen logits, 0 in the padding."""
-    picked = tl.where(in_k, picked, float("-inf"))
-    exps = exp(picked - tl.max(picked, axis=1, keep_dims=True))
+    """Return the softmax over a row's chosen logits, 0 elsewhere and in a row without any."""
+    exps = tl.where(in_k, picked, float("-inf"))
+    exps = exp(picked - tl.max(exps, axis=1, keep_dims=True))
     exps = tl.where(in_k, exps, 0.0)
-    return tl.div_rn(exps, tl.sum(exps, axis=1, keep_dims=True))
+    total = tl.sum(exps, axis=1, keep_dims=True)
+    return tl.div_rn(exps, tl.where(total == 0.0, 1.0, total))
 
 
 @triton.jit
@@ -260,7 +261,7 @@ def _choose(
 def _route_fwd_kernel(
     logits,  # [T, E] fp32
     bias,  # [E] fp32, or None
-    ids,  # out, [T, K] int32
+    ids,  # [T, K] int32; out, unless GIVEN: then read, -1 = no choice
     weights,  # out, [T, K] fp32
     num_tokens,
     scale,
@@ -273,6 +274,7 @@ def _route_fwd_kernel(
     POST: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BALANCED: tl.constexpr,
+    GIVEN: tl.constexpr,
     BT: tl.constexpr,
     KP: tl.constexpr,
     GP: tl.constexpr,
@@ -295,7 +297,11 @@ def _route_fwd_kernel(
         ranked = x
     else:
         ranked, top, factor = _row_scores(x, FUNCTION)
-    if BALANCED:
+    in_k = here & (slots < K)
+    if GIVEN:
+        chosen = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
+        in_k = in_k & (chosen >= 0)
+    elif BALANCED:
         chosen = ((rows * K + slots) % E).to(tl.int32)
     else:
         if bias is not None:
@@ -304,9 +310,8 @@ def _route_fwd_kernel(
         if G > 1:
             keys = _exclude_groups(keys, G, TOP_GROUPS, GROUP_EXPERTS, BT, GP, SP)
         chosen = _choose(keys, K, S, BT, KP, GP, SP)
-    in_k = slots < K
     # The chosen logits are read again, from cache: cheaper than a reduction per choice.
-    picked = tl.load(logits + rows * E + chosen, mask=here & in_k, other=0.0)
+    picked = tl.load(logits + rows * E + chosen, mask=in_k, other=0.0)
     if POST:
         w = _softmax_of_chosen(picked, in_k)
     else:
@@ -314,14 +319,15 @@ def _route_fwd_kernel(
         w = tl.where(in_k, w, 0.0)
         if NORMALIZE:
             w = tl.div_rn(w, tl.sum(w, axis=1, keep_dims=True) + 1e-20)
-    tl.store(ids + rows * K + slots, chosen, mask=here & in_k)
-    tl.store(weights + rows * K + slots, w * scale, mask=here & in_k)
+    if not GIVEN:
+        tl.store(ids + rows * K + slots, chosen, mask=in_k)
+    tl.store(weights + rows * K + slots, w * scale, mask=here & (slots < K))
 
 
 @partial(triton.jit, do_not_specialize=["num_tokens"])
 def _route_bwd_kernel(
     logits,  # [T, E] fp32
-    ids,  # [T, K] int32
+    ids,  # [T, K] int32, -1 = no choice
     dweights,  # [T, K] fp32
     dlogits,  # out, [T, E] fp32
     num_tokens,
@@ -341,12 +347,13 @@ def _route_bwd_kernel(
     columns = tl.arange(0, EP)[None, :]
     here = rows < num_tokens
     in_k = here & (slots < K)
-    chosen = tl.load(ids + rows * K + slots, mask=in_k, other=0)
+    chosen = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
+    in_k = in_k & (chosen >= 0)
     dw = tl.load(dweights + rows * K + slots, mask=in_k, other=0.0) * scale
     picked = tl.load(logits + rows * E + chosen, mask=in_k, other=0.0)
     background = tl.zeros([BT, EP], dtype=tl.float32)
     if POST:
-        p = _softmax_of_chosen(picked, slots < K)
+        p = _softmax_of_chosen(picked, in_k)
         dpicked = p * (dw - tl.sum(p * dw, axis=1, keep_dims=True))
     else:
         x = background
@@ -355,7 +362,7 @@ def _route_bwd_kernel(
             x = tl.where(columns < E, x, float("-inf"))
         scores, top, factor = _row_scores(x, FUNCTION)
         s, slope = _score(picked, top, factor, FUNCTION)
-        s = tl.where(slots < K, s, 0.0)
+        s = tl.where(in_k, s, 0.0)
         if NORMALIZE:
             norm = tl.div_rn(1.0, tl.sum(s, axis=1, keep_dims=True) + 1e-20)
             dw = (dw - tl.sum(dw * s, axis=1, keep_dims=True) * norm) * norm
@@ -389,15 +396,41 @@ def _route_op(
     balanced: bool,
 ) -> tuple[Tensor, Tensor]:
     logits_TE = logits_TE.contiguous()
-    T, E = logits_TE.shape
+    T = logits_TE.shape[0]
     ids_TK = logits_TE.new_empty((T, top_k), dtype=torch.int32)
     weights_TK = logits_TE.new_empty((T, top_k))
-    if T == 0:
-        return ids_TK, weights_TK
     bias_E = None if bias_E is None else bias_E.float().contiguous()
-    G = num_groups if top_groups < num_groups else 1
-    GP, SP = triton.next_power_of_2(G), triton.next_power_of_2(E // G)
-    BT = _tokens_per_program(FWD_TILE, GP * SP)
+    options = RouteOptions(
+        top_k=top_k,
+        score_function=score_function,
+        score_order=score_order,
+        normalize=normalize,
+        scale=scale,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_experts=group_experts,
+        balanced=balanced,
+    )
+    launch_forward(logits_TE, bias_E, ids_TK, weights_TK, options, given=False)
+    return ids_TK, weights_TK
+
+
+def launch_forward(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    options: RouteOptions,
+    *,
+    given: bool,
+) -> None:
+    """Fill weights_TK, and ids_TK unless they are given; all contiguous."""
+    (T, E), K = logits_TE.shape, ids_TK.shape[1]
+    if T == 0:
+        return
+    G = options.num_groups if options.top_groups < options.num_groups else 1
+    GP, SP, KP = (triton.next_power_of_2(n) for n in (G, E // G, K))
+    BT = _tokens_per_program(FWD_TILE, max(GP * SP, KP))
     with on_device(logits_TE):
         _route_fwd_kernel[(triton.cdiv(T, BT),)](
             logits_TE,
@@ -405,23 +438,23 @@ def _route_op(
             ids_TK,
             weights_TK,
             T,
-            scale,
+            options.scale,
             E=E,
-            K=top_k,
+            K=K,
             G=G,
-            TOP_GROUPS=top_groups,
-            GROUP_EXPERTS=group_experts,
-            FUNCTION=score_function,
-            POST=score_order == "post",
-            NORMALIZE=normalize,
-            BALANCED=balanced,
+            TOP_GROUPS=options.top_groups,
+            GROUP_EXPERTS=options.group_experts,
+            FUNCTION=options.score_function,
+            POST=options.score_order == "post",
+            NORMALIZE=options.normalize,
+            BALANCED=options.balanced,
+            GIVEN=given,
             BT=BT,
-            KP=triton.next_power_of_2(top_k),
+            KP=KP,
             GP=GP,
             SP=SP,
             num_warps=1,
         )
-    return ids_TK, weights_TK
 
 
 @_route_op.register_fake
@@ -431,7 +464,7 @@ def _(logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *rest: Any) -> tuple
 
 
 @torch.library.custom_op("moecore::route_bwd", mutates_args=())
-def _route_bwd_op(
+def route_backward(
     logits_TE: Tensor,
     ids_TK: Tensor,
     dweights_TK: Tensor,
@@ -440,6 +473,7 @@ def _route_bwd_op(
     normalize: bool,
     scale: float,
 ) -> Tensor:
+    """Return dlogits of `route` and `route_weights`; an id of -1 is no choice."""
     logits_TE, dweights_TK = logits_TE.contiguous(), dweights_TK.contiguous()
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     dlogits_TE = torch.empty_like(logits_TE)
@@ -468,7 +502,7 @@ def _route_bwd_op(
     return dlogits_TE
 
 
-@_route_bwd_op.register_fake
+@route_backward.register_fake
 def _(logits_TE: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
 
@@ -484,7 +518,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[Tensor | None, ...]:
     dlogits_TE = None
     if ctx.needs_input_grad[0] and dweights_TK is not None:
-        dlogits_TE = _route_bwd_op(*ctx.saved_tensors, dweights_TK, *ctx.options)
+        dlogits_TE = route_backward(*ctx.saved_tensors, dweights_TK, *ctx.options)
     return (dlogits_TE, *(None,) * 10)
 
 

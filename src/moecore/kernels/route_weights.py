@@ -4,12 +4,18 @@
 
 Letters: T tokens, E experts, K choices per token; an id of -1 is no choice: its weight is 0, and
 it has no part in the others'.
+
+Budget: as `route`, without the argmaxes; the kernels are those of `route`, so that a replayed
+choice gets the very weights of its recording.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.route import RouteOptions
+from moecore.kernels.common import use_kernel
+from moecore.kernels.route import RouteOptions, launch_forward, route_backward
 from moecore.kernels.scores import scores_ref
 
 
@@ -32,15 +38,76 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
     return weights_TK * options.scale
 
 
+@torch.library.custom_op("moecore::route_weights", mutates_args=())
+def _route_weights_op(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    score_function: str,
+    score_order: str,
+    normalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+) -> Tensor:
+    logits_TE, ids_TK = logits_TE.contiguous(), ids_TK.contiguous()
+    weights_TK = logits_TE.new_empty(ids_TK.shape)
+    options = RouteOptions(
+        top_k=ids_TK.shape[1],
+        score_function=score_function,
+        score_order=score_order,
+        normalize=normalize,
+        scale=scale,
+        num_groups=num_groups,
+        top_groups=top_groups,
+    )
+    launch_forward(logits_TE, None, ids_TK, weights_TK, options, given=True)
+    return weights_TK
+
+
+@_route_weights_op.register_fake
+def _(logits_TE: Tensor, ids_TK: Tensor, *rest: Any) -> Tensor:
+    return logits_TE.new_empty(ids_TK.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    logits_TE, ids_TK, *options = inputs
+    ctx.save_for_backward(logits_TE, ids_TK)
+    ctx.options = options[:4]
+
+
+def _backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
+    logits_TE, ids_TK = ctx.saved_tensors
+    dlogits_TE = None
+    if ctx.needs_input_grad[0]:
+        dlogits_TE = route_backward(logits_TE, ids_TK.contiguous(), dweights_TK, *ctx.options)
+    return (dlogits_TE, *(None,) * 7)
+
+
+_route_weights_op.register_autograd(_backward, setup_context=_setup_context)
+
+
 def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:
-    """Return the weights of the given choices; for a choice that `route` made, its weights.
+    """Return the weights of the given choices; of a choice that `route` made, its bits.
 
     Args:
-        logits_TE: [T, E], fp32 or fp64 (others are widened to fp32).
+        logits_TE: [T, E], fp32 or fp64 (others are widened to fp32). fp64 takes the plain PyTorch
+            path on every device.
         ids_TK: int32, distinct in a row; -1 = no choice.
-        options: scores and weights; what it says about choosing is not read.
+        options: scores, weights and groups (whose layout orders the sums); what else it says about
+            choosing is not read.
 
     Returns:
         [T, K] fp32, differentiable in the logits; no host sync.
     """
-    return route_weights_ref(logits_TE, ids_TK, options).float()
+    if logits_TE.dtype == torch.float64 or not use_kernel(logits_TE):
+        return route_weights_ref(logits_TE, ids_TK, options).float()
+    return _route_weights_op(
+        logits_TE.float(),
+        ids_TK,
+        options.score_function,
+        options.score_order,
+        options.normalize,
+        options.scale,
+        options.num_groups,
+        options.top_groups,
+    )
