@@ -333,15 +333,15 @@ class MoEConfig:
             )
         if balance.bias_update == "quantile":
             for field_name, value, wanted in (
-                ("score_order", self.score_order, "pre"),
+                ("score_function", self.score_function, "sigmoid"),
                 ("assignment", self.assignment, "learned"),
                 ("top_groups", self.top_groups, self.num_groups),
             ):
                 if value != wanted:
                     raise ValueError(
                         f'MoEConfig.balance.bias_update ("quantile") must go with {field_name} '
-                        f"({value!r}) = {wanted!r}, because it needs every token's best K + 1 "
-                        'scores: use bias_update="sign"'
+                        f"({value!r}) = {wanted!r}, because it compares every token's best K + 1 "
+                        'scores in [0, 1]: use bias_update="sign"'
                     )
             if self.top_k == self.num_experts:
                 raise ValueError(

@@ -1,0 +1,150 @@
+"""Compares ways to keep experts balanced: trains one small model with each and shows their loads.
+
+    python examples/balancing.py --steps 300 --plot docs/balancing.png
+
+On a CPU, in one process, in about a minute and a half. The table of docs/balancing.md is what it
+prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from data import BatchShape, read_batches, read_corpus
+
+from moecore import BalanceConfig, ParallelConfig, build_meshes, moe_state, parallelize_moe
+from moecore.models import Decoder, DecoderConfig, preset
+
+SHAPE = BatchShape(data_ranks=1, grad_accum=1, batch_size=8, seq_len=64)
+LAST = 50  # steps that the table's means are over
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to balance.
+
+    Attributes:
+        name: in table and plot.
+        balance: losses and bias.
+        expert_bias: whether the router has one.
+        score_function: quantile balancing needs scores in [0, 1] that do not depend on each other.
+    """
+
+    name: str
+    balance: BalanceConfig
+    expert_bias: bool = False
+    score_function: str = "softmax"
+
+
+@dataclass(slots=True)
+class Curve:
+    """What a run gave per step: training loss, most loaded expert over the mean (worst layer)."""
+
+    losses: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
+
+    def means(self) -> tuple[float, float]:
+        """Return both over the last steps."""
+        last = min(LAST, len(self.losses))
+        return sum(self.losses[-last:]) / last, sum(self.loads[-last:]) / last
+
+
+WAYS = (
+    Way("none", BalanceConfig()),
+    Way("micro-batch loss", BalanceConfig(micro_batch_coef=0.02)),
+    Way("sequence loss", BalanceConfig(sequence_coef=0.02)),
+    Way("bias, sign", BalanceConfig(bias_update_rate=0.01), expert_bias=True),
+    Way(
+        "bias, quantile",
+        BalanceConfig(bias_update="quantile", bias_update_rate=0.5),
+        expert_bias=True,
+        score_function="sigmoid",
+    ),
+)
+
+
+def model_config(way: Way) -> DecoderConfig:
+    """Return a decoder of two MoE layers with 16 experts each, top 2."""
+    base = preset("tiny")
+    assert base.moe is not None
+    moe = replace(
+        base.moe,
+        dim=64,
+        hidden_dim=32,
+        num_experts=16,
+        balance=way.balance,
+        expert_bias=way.expert_bias,
+        score_function=way.score_function,
+    )
+    return replace(
+        base, dim=64, num_layers=2, head_dim=16, dense_layers=(), mlp_hidden_dim=0, moe=moe
+    )
+
+
+def train(way: Way, corpus: torch.Tensor, *, steps: int, seed: int) -> Curve:
+    """Return the curves of one run; every way starts from the same weights and reads the same."""
+    model = Decoder(model_config(way))
+    model.init_weights(seed=seed)
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    curve = Curve()
+    for step in range(steps):
+        ((tokens, labels),) = read_batches(corpus, SHAPE, seed=seed, step=step, data_rank=0)
+        loss = model(tokens, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = moe_state(model).finish_step()
+        curve.losses.append(float(loss.detach()))
+        curve.loads.append(max(metrics.load_max_over_mean().values()))
+    return curve
+
+
+def table(curves: dict[str, Curve]) -> str:
+    """Return the means over the last steps as a Markdown table."""
+    lines = ["| balancing | training loss | hottest expert / mean |", "| --- | --- | --- |"]
+    for name, curve in curves.items():
+        loss, load = curve.means()
+        lines.append(f"| {name} | {loss:.3f} | {load:.2f} |")
+    return "\n".join(lines)
+
+
+def plot(curves: dict[str, Curve], path: Path) -> None:
+    """Draw both curves of every run, each point the mean of ten steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    for curve in curves.values():
+        for axes, values in ((left, curve.loads), (right, curve.losses)):
+            groups = [values[i : i + 10] for i in range(0, len(values), 10)]
+            axes.plot([10 * i for i in range(len(groups))], [sum(g) / len(g) for g in groups])
+    for axes, title in ((left, "hottest expert / mean"), (right, "training loss")):
+        axes.set_xlabel("step")
+        axes.set_title(title)
+    left.legend(list(curves), fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Train with every way, print the table, and draw the plot if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data")
+    parser.add_argument("--plot", type=Path, help="file to draw the curves into")
+    args = parser.parse_args()
+    corpus = read_corpus([], seq_len=SHAPE.seq_len)
+    curves = {w.name: train(w, corpus, steps=args.steps, seed=args.seed) for w in WAYS}
+    print(table(curves))
+    if args.plot:
+        plot(curves, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""examples/balancing.py in short: every way to balance beats none, at about the same loss."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 80
+
+
+@pytest.fixture(scope="module")
+def balancing() -> ModuleType:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import balancing
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    return balancing
+
+
+def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None:
+    corpus = balancing.read_corpus([], seq_len=balancing.SHAPE.seq_len)
+    names = ("none", "micro-batch loss", "bias, sign", "bias, quantile")
+    ways = [w for w in balancing.WAYS if w.name in names]
+    curves = {w.name: balancing.train(w, corpus, steps=STEPS, seed=0) for w in ways}
+    assert set(curves) == set(names)
+    none_loss, none_load = curves.pop("none").means()
+    assert none_load > 6, "without balancing one expert takes nearly all tokens"
+    for name, curve in curves.items():
+        loss, load = curve.means()
+        assert load < 0.75 * none_load, f"{name}: {load} against {none_load}"
+        assert curve.loads[-1] < curve.loads[0], f"{name}: the load falls"
+        assert abs(loss - none_loss) < 0.1, f"{name}: {loss} against {none_loss}"
+    balancing.plot(curves, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert balancing.table(curves).count("\n") == 1 + len(curves)
