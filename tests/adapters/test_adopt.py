@@ -67,6 +67,36 @@ def test_shared_module_and_layer_class() -> None:
     assert none is None and torch.allclose(y, plain(x) + shared(x))
 
 
+def test_a_gate_on_the_shared_module() -> None:
+    router, experts = tensors()
+    shared, gate = nn.Linear(32, 32), nn.Linear(32, 1)
+    layout = replace(LAYOUT, shared="always", shared_gate="opening")
+    parts: dict[str, Any] = {"router": router, "experts": experts}
+    layer = adopt(CONFIG, layout, **parts, shared=shared, shared_gate=gate)
+    assert layer.always is shared and layer.opening is gate
+    x = torch.randn(3, 32, requires_grad=True)
+    y = layer(x)
+    inputs = [x, *layer.parameters()]
+    expected = adopt(CONFIG, LAYOUT, **parts)(x) + torch.sigmoid(gate(x)) * shared(x)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn(3, 32)
+    found_grads = torch.autograd.grad(y, inputs, dy)
+    for found, grad in zip(found_grads, torch.autograd.grad(expected, inputs, dy), strict=True):
+        torch.testing.assert_close(found, grad)
+
+
+def test_a_shared_gate_has_a_name_and_something_to_gate() -> None:
+    router, experts = tensors()
+    gate, named = nn.Linear(32, 1), replace(LAYOUT, shared_gate="opening")
+    parts: dict[str, Any] = {"router": router, "experts": experts}
+    with pytest.raises(ValueError, match=r"shared_gate \(''\) must name the .*\(Linear\) of adopt"):
+        adopt(CONFIG, LAYOUT, **parts, shared=nn.Linear(32, 32), shared_gate=gate)
+    with pytest.raises(ValueError, match=r"\('opening'\) must name the shared_gate \(None\)"):
+        adopt(CONFIG, named, **parts, shared=nn.Linear(32, 32))
+    with pytest.raises(ValueError, match=r"shared_gate \(Linear\) must come with shared \(None\)"):
+        adopt(CONFIG, named, **parts, shared_gate=gate)
+
+
 def error_of(config: MoEConfig, router: Any, experts: Any, **kwargs: Any) -> str:
     with pytest.raises(ValueError) as caught:
         adopt(config, LAYOUT, router=router, experts=experts, **kwargs)

@@ -1,19 +1,26 @@
-"""transformers models on four ranks equal one process: logits, loss and every gradient."""
+"""transformers models on four ranks equal one process: logits, both losses and every gradient."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore._compat import HAS_SEPARATE_PIECES
-from tests.adapters.test_hf import ARCHITECTURES, random_model
+from moecore.fsdp.shard import FSDPOptions
+from tests.adapters.hf_models import (
+    ARCHITECTURES,
+    WITH_BALANCE_LOSS,
+    enable_checkpointing,
+    random_model,
+    whole_gradients,
+    worst,
+)
 from tests.ranks import run_ranks
 
 FOLDINGS = {
@@ -22,70 +29,121 @@ FOLDINGS = {
     "ep2-etp2": dict(ep=2, etp=2),
     "etp2-replicate2": dict(dp_replicate=2, dp_shard=2, edp_replicate=2, edp_shard=1, etp=2),
 }
-CASES = [
-    (name, folding)
+Variant = Literal["", "checkpointing", "sum"]  # plain training; transformers' own; loss="sum"
+CASES: list[tuple[str, str, Variant]] = [
+    (name, folding, "")
     for name in ARCHITECTURES
     for folding in FOLDINGS
     if HAS_SEPARATE_PIECES or "etp" not in folding or name == "gpt-oss"
 ]
+CASES += [("qwen2-moe", "ep2-edp2", "checkpointing"), ("mixtral", "ep2-edp2", "sum")]
+NAMES = ["/".join(case).rstrip("/") for case in CASES]
 
 
-def batches() -> list[Tensor]:
-    """A different number of tokens on each data rank."""
+def batches() -> list[dict[str, Tensor]]:
+    """Two sequences on each data rank, and another number of tokens and of padding."""
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, 61, (1, 5 + 2 * r), generator=generator) for r in range(4)]
-
-
-def run_sharded(model: nn.Module, folding: str) -> dict[str, Tensor]:
-    meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu")
-    parallelize_moe(model, meshes)
-    ids = batches()[meshes.data_rank]
-    out = model(input_ids=ids, labels=ids, use_cache=False)
-    out.loss.backward()
-    every: list[Any] = [None] * 4
-    dist.all_gather_object(every, (out.logits.detach(), out.loss.detach()))
-    found = {f"logits/{r}": logits for r, (logits, _) in enumerate(every)}
-    found["loss"] = torch.stack([loss for _, loss in every])
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, DTensor), name
-        found[f"grad/{name}"] = parameter.grad.full_tensor()
+    found = []
+    for r in range(4):
+        ids = torch.randint(0, 61, (2, 5 + 2 * r), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[r % 2, ids.shape[1] - r :] = 0  # none on rank 0
+        labels = ids.masked_fill(mask == 0, -100)
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
     return found
 
 
-def run_plain(model: nn.Module) -> dict[str, Tensor]:
-    outputs = [model(input_ids=ids, labels=ids, use_cache=False) for ids in batches()]
-    losses = torch.stack([out.loss for out in outputs])
-    losses.mean().backward()
-    found = {f"logits/{r}": out.logits.detach() for r, out in enumerate(outputs)}
-    found["loss"] = losses.detach()
-    return found | {f"grad/{n}": p.grad for n, p in model.named_parameters()}  # type: ignore[misc]
+def forward(
+    model: nn.Module, batch: dict[str, Tensor], variant: Variant
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss, and what to compare: real tokens' logits, loss and own balance loss."""
+    kwargs = {}
+    if variant == "sum":  # the own balance loss stays a mean, so its coefficient is divided
+        model.router_aux_loss_coef = model.config.router_aux_loss_coef / 4
+        targets = [int((b["labels"][:, 1:] != -100).sum()) for b in batches()]
+        kwargs["num_items_in_batch"] = sum(targets)
+    out = model(**batch, use_cache=False, **kwargs)
+    logits = out.logits.detach()[batch["attention_mask"].bool()]
+    values = [logits, out.loss.detach()]
+    if getattr(out, "aux_loss", None) is not None:
+        values.append(out.aux_loss.detach())
+    return out.loss, values
 
 
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest element error relative to its tensor's largest element."""
-    assert found.keys() == expected.keys()
-    errors = [
-        (found[n] - expected[n]).abs().max() / expected[n].abs().max().clamp(min=1e-8)
-        for n in expected
-    ]
-    return float(torch.stack(errors).max())
+def named(values: list[list[Tensor]]) -> dict[str, Tensor]:
+    return {f"value/{r}/{i}": v for r, rank in enumerate(values) for i, v in enumerate(rank)}
 
 
-def worker(rank: int, device: torch.device) -> dict[str, float]:
-    errors: dict[str, float] = {}
-    for name, folding in CASES:
-        model = random_model(name)
+def run_sharded(model: nn.Module, folding: str, variant: Variant) -> dict[str, Tensor]:
+    meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu")
+    parallelize_moe(model, meshes, loss="sum" if variant == "sum" else "mean")
+    if variant == "checkpointing":
+        enable_checkpointing(model)
+    loss, values = forward(model, batches()[meshes.data_rank], variant)
+    loss.backward()
+    every: list[Any] = [None] * 4
+    dist.all_gather_object(every, values)
+    return named(every) | whole_gradients(model)
+
+
+def run_plain(model: nn.Module, variant: Variant) -> dict[str, Tensor]:
+    """One process, one batch after the other; the loss is the mean, or the sum, of theirs."""
+    outputs = [forward(model, batch, variant) for batch in batches()]
+    total = torch.stack([loss for loss, _ in outputs]).sum()
+    (total if variant == "sum" else total / 4).backward()
+    return named([values for _, values in outputs]) | whole_gradients(model)
+
+
+def mixed_precision_errors() -> dict[str, tuple[float, float]]:
+    """Each router's gradient in bf16: its error, and that of the plain model in bf16.
+
+    Under mixed precision a router is an FSDP2 unit, and its logits leave it by another way than
+    its output.
+    """
+    model = random_model("mixtral", router_aux_loss_coef=0.5, output_router_logits=True)
+    exact = run_plain(copy.deepcopy(model), "")
+    low = run_plain(copy.deepcopy(model).bfloat16(), "")
+    meshes = build_meshes(ParallelConfig(**FOLDINGS["ep2-edp2"]), "cpu")
+    parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
+    loss, _ = forward(model, batches()[meshes.data_rank], "")
+    loss.backward()
+    found = whole_gradients(model)
+    return {
+        name: tuple(float((g[name].float() - exact[name]).norm()) for g in (found, low))
+        for name in found
+        if name.endswith("gate.weight")
+    }
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    errors: dict[str, tuple[float, str]] = {}
+    expected: dict[tuple[str, bool], dict[str, Tensor]] = {}
+    for case, (name, folding, variant) in zip(NAMES, CASES, strict=True):
+        own_loss = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+        model = random_model(name, **own_loss if name in WITH_BALANCE_LOSS else {})
         plain = copy.deepcopy(model)
-        found = run_sharded(model, folding)
-        errors[f"{name}/{folding}"] = worst(found, run_plain(plain)) if rank == 0 else 0.0
-    return errors
+        found = run_sharded(model, folding, variant)
+        assert ("value/0/2" in found) == (name in WITH_BALANCE_LOSS)
+        if rank == 0:
+            key = (name, variant == "sum")
+            if key not in expected:
+                expected[key] = run_plain(plain, variant)
+            errors[case] = worst(found, expected[key])
+    return {"fp32": errors, "bf16": mixed_precision_errors()}
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float]:
+def results() -> dict[str, Any]:
     return run_ranks(4, worker)
 
 
-@pytest.mark.parametrize(("name", "folding"), CASES)
-def test_equals_one_process(name: str, folding: str, errors: dict[str, float]) -> None:
-    assert errors[f"{name}/{folding}"] <= 1e-5
+@pytest.mark.parametrize("case", NAMES)
+def test_equals_one_process(case: str, results: dict[str, Any]) -> None:
+    error, where = results["fp32"][case]
+    assert error <= 1e-5, f"{where}: {error}"
+
+
+def test_mixed_precision(results: dict[str, Any]) -> None:
+    assert len(results["bf16"]) == 2
+    for name, (error, plain_error) in results["bf16"].items():
+        assert error <= 2 * plain_error, name

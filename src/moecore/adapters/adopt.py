@@ -19,6 +19,7 @@ def adopt(
     router: Mapping[str, Tensor],
     experts: Mapping[str, Tensor],
     shared: nn.Module | None = None,
+    shared_gate: nn.Module | None = None,
     layer_class: type[MoELayer] = MoELayer,
 ) -> MoELayer:
     """Return a MoELayer that holds the given parameters themselves, not copies.
@@ -30,11 +31,24 @@ def adopt(
             them.
         experts: parameter name -> stacked tensor, as `expert_shapes(config, layout)` says.
         shared: any module that maps [T, D] to [T, D], kept as it is.
+        shared_gate: any module that maps [T, D] to [T, 1], kept as it is; the sigmoid of what it
+            returns multiplies the shared output. Its name is `layout.shared_gate`.
         layer_class: a subclass whose forward returns what the model expects of its block.
 
     Raises:
-        ValueError: when a tensor is missing or has another shape than the config says.
+        ValueError: when a tensor is missing or has another shape than the config says; when a
+            shared gate comes without its name, without `shared`, or the other way round.
     """
+    if bool(layout.shared_gate) != (shared_gate is not None):
+        raise ValueError(
+            f"LayerLayout.shared_gate ({layout.shared_gate!r}) must name the shared_gate "
+            f"({_class_name(shared_gate)}) of adopt: pass both or neither"
+        )
+    if shared_gate is not None and shared is None:
+        raise ValueError(
+            f"shared_gate ({_class_name(shared_gate)}) must come with shared (None) in adopt: pass "
+            "the block's shared module"
+        )
     layer = layer_class(config, layout=layout, device="meta")
     if config.shared_hidden_dim and shared is None:
         raise ValueError(
@@ -45,7 +59,13 @@ def adopt(
     _fill(layer.part("experts"), experts)
     if shared is not None:
         layer.add_module(layout.shared, shared)
+    if shared_gate is not None:
+        layer.add_module(layout.shared_gate, shared_gate)
     return layer
+
+
+def _class_name(module: nn.Module | None) -> str:
+    return "None" if module is None else type(module).__name__
 
 
 def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -7,8 +7,10 @@ imported here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from moecore.adapters.adopt import adopt
 from moecore.config import Activation, MoEConfig
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
+from moecore.moe.router import Routing
 
 STACKED = LayerLayout(
     router="gate",
@@ -44,57 +47,133 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def find_hf_adapter(block: nn.Module) -> Callable[[Any, nn.Module], MoELayer] | None:
     """Return the adapter of a transformers MoE block, or None for any other module."""
-    if not type(block).__module__.startswith("transformers.models."):
-        return None
-    return _ADAPTERS.get(type(block).__name__)
+    return _ADAPTERS.get(type(block).__name__) if _is_hf(block) else None
 
 
 def refuse_router_logits(model: nn.Module) -> None:
-    """Raise when the model's own balance loss is asked for, now or in any later forward.
+    """Raise when router logits are asked for that transformers would not record.
 
-    transformers collects router logits from its own router class, which adapted blocks no longer
-    hold: it would add a loss of 0 without a word.
+    Its balance loss would then be computed from fewer layers, or from none, without a word. Asked
+    for in the config: raises now. In a later forward: raises before its loss.
 
     Raises:
-        NotImplementedError: when `config.output_router_logits` is set.
+        NotImplementedError: with transformers before 5.6, or for a base model parallelized itself,
+            while router logits are asked for; in forward also when not every layer was recorded.
     """
-    if not type(model).__module__.startswith("transformers.models."):
+    for module in model.modules():
+        if not _is_hf(module) or getattr(module, "base_model", None) is not module:
+            continue  # transformers records in the base model, below the head that has the loss
+        refusal = _refusal(module, is_root=module is model)
+        if refusal and getattr(module.config, "output_router_logits", False):
+            raise NotImplementedError(refusal)
+        module.register_forward_hook(partial(_check_recorded, refusal), with_kwargs=True)
+
+
+def _refusal(module: nn.Module, *, is_root: bool) -> str:
+    """Say why the base model's router logits would be wrong or missing; "" when they are right."""
+    asked, name = "output_router_logits (True) must be False", type(module).__name__
+    version = sys.modules["transformers"].__version__
+    if tuple(int(n) for n in version.split(".")[:2]) < (5, 6):
+        return (
+            f"{asked} with transformers ({version}), whose balance loss reads probabilities as "
+            "logits: use transformers >= 5.6"
+        )
+    if is_root:
+        # It looks up what to record by the name of the class, which FSDP2 changes at the root.
+        return (
+            f"{asked} for {name}, which transformers does not recognise once it is FSDP2's root: "
+            "parallelize the model that holds it, such as ...ForCausalLM"
+        )
+    return ""
+
+
+def _check_recorded(
+    refusal: str, module: Any, args: Any, kwargs: dict[str, Any], output: Any
+) -> None:
+    """Forward hook of a base model; its output's `router_logits` has one tensor per MoE layer."""
+    default = getattr(module.config, "output_router_logits", False)
+    if not kwargs.get("output_router_logits", default):
         return
+    recorded = len(getattr(output, "router_logits", None) or ())
+    layers = sum(isinstance(m, MoELayer) for m in module.modules())
+    if layers and (refusal or recorded != layers):
+        raise NotImplementedError(
+            refusal
+            or f"router_logits recorded ({recorded}) must equal the MoE layers ({layers}) of "
+            f"{type(module).__name__}: set output_router_logits to False and use "
+            "parallelize_moe(balance=BalanceConfig(...))"
+        )
 
-    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        default = getattr(getattr(module, "config", None), "output_router_logits", False)
-        if kwargs.get("output_router_logits", default):
-            raise NotImplementedError(
-                "output_router_logits (True) must be False: the balance loss rides on the layer's "
-                "output, use parallelize_moe(balance=BalanceConfig(global_batch_coef=...))"
-            )
 
-    check(model, (), {})
-    model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+class _Recorder(nn.Module):
+    """What transformers takes for the router of an adapted block; it has no parameters.
+
+    transformers hooks the modules of its own router classes and keeps output 0. `Router` returns a
+    record instead, so it holds a recorder, made a subclass of the block's router class, and passes
+    it what it routed. The recorder returns what the block's own router would.
+    """
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)  # not the router class, which would make parameters
+        self._is_hf_initialized = True  # so that transformers does not look for them
+
+    def forward(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+        return routing.logits_TE, routing.weights_TK, routing.expert_ids_TK
+
+
+def _record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
+    """Let transformers find the layer's router logits where it found those of `router`.
+
+    Hooks come along: transformers installs its own only once, maybe before this call.
+    """
+    recorder = type(f"{type(router).__name__}Recorder", (_Recorder, type(router)), {})()
+    for key, hook in router._forward_hooks.items():
+        with_kwargs = key in router._forward_hooks_with_kwargs
+        recorder.register_forward_hook(hook, with_kwargs=with_kwargs)
+    own = layer.part("router")
+    own.recorder = recorder
+    own.register_forward_hook(_pass_to_recorder)
+    return layer
+
+
+def _pass_to_recorder(router: Any, args: tuple[Tensor], routing: Routing) -> None:
+    router.recorder(args[0], routing)
+
+
+def _is_hf(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.models.")
 
 
 def _softmax_block(block: Any, model: nn.Module) -> MoELayer:
     """Qwen3-MoE, OLMoE and Mixtral: softmax over all experts, then the best K."""
     if getattr(block, "jitter_noise", 0):
         raise NotImplementedError(
-            f"router_jitter_noise ({block.jitter_noise}) must be 0: set it to 0 in the config"
+            f"router_jitter_noise ({block.jitter_noise}) must be 0: transformers multiplies the "
+            "input of router and experts by fresh noise, a MoELayer does not; set it to 0"
         )
     normalize = getattr(block.gate, "norm_topk_prob", True)  # Mixtral always does
     config = replace(_stacked_config(block), normalize_weights=normalize)
     return _adopt_stacked(block, config)
 
 
+def _qwen2_moe(block: Any, model: nn.Module) -> MoELayer:
+    """Qwen2-MoE: softmax routing, and a shared expert with a sigmoid gate."""
+    layout = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
+    config = replace(_stacked_config(block), normalize_weights=block.gate.norm_topk_prob)
+    return _adopt_stacked(block, config, layout)
+
+
 def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
     """DeepSeek-V3: sigmoid scores, a selection bias, group-limited top-k, shared experts."""
-    gate = block.gate
+    options = block.config  # in transformers 5 these moved from the block to its router
     config = replace(
-        _stacked_config(block),
+        _stacked_config(block, top_k=options.num_experts_per_tok),
         score_function="sigmoid",
         expert_bias=True,
-        normalize_weights=gate.norm_topk_prob,
-        routed_scaling_factor=gate.routed_scaling_factor,
-        num_groups=gate.num_group,
-        top_groups=gate.topk_group,
+        normalize_weights=options.norm_topk_prob,
+        routed_scaling_factor=options.routed_scaling_factor,
+        num_groups=options.n_group,
+        top_groups=options.topk_group,
     )
     return _adopt_stacked(block, config)
 
@@ -115,19 +194,22 @@ def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
         fc1_bias=True,
         fc2_bias=True,
     )
-    return adopt(
+    layer = adopt(
         config, GPT_OSS, router=_tensors(router), experts=_tensors(experts), layer_class=_GptOss
     )
+    return _record_logits(layer, router)
 
 
 class _GptOss(MoELayer):
     """gpt-oss decoder layers expect (output, router scores) and read the output only."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return super().forward(x), None
+    def forward(  # type: ignore[override]
+        self, x: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        return super().forward(x, padding_mask), None
 
 
-def _stacked_config(block: Any) -> MoEConfig:
+def _stacked_config(block: Any, *, top_k: int | None = None) -> MoEConfig:
     num_experts, fc1_dim, dim = block.experts.gate_up_proj.shape
     activation = type(block.experts.act_fn).__name__
     if activation not in ACTIVATIONS:
@@ -139,15 +221,21 @@ def _stacked_config(block: Any) -> MoEConfig:
         dim=dim,
         hidden_dim=fc1_dim // 2,
         num_experts=num_experts,
-        top_k=block.gate.top_k,
+        top_k=top_k or block.gate.top_k,
         activation=ACTIVATIONS[activation],
     )
 
 
-def _adopt_stacked(block: Any, config: MoEConfig) -> MoELayer:
-    shared = getattr(block, "shared_experts", None)
-    router, experts = _tensors(block.gate), _tensors(block.experts)
-    return adopt(config, STACKED, router=router, experts=experts, shared=shared)
+def _adopt_stacked(block: Any, config: MoEConfig, layout: LayerLayout = STACKED) -> MoELayer:
+    layer = adopt(
+        config,
+        layout,
+        router=_tensors(block.gate),
+        experts=_tensors(block.experts),
+        shared=getattr(block, layout.shared, None),
+        shared_gate=getattr(block, layout.shared_gate) if layout.shared_gate else None,
+    )
+    return _record_logits(layer, block.gate)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -156,6 +244,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 _ADAPTERS: dict[str, Callable[[Any, nn.Module], MoELayer]] = {
+    "Qwen2MoeSparseMoeBlock": _qwen2_moe,
     "Qwen3MoeSparseMoeBlock": _softmax_block,
     "OlmoeSparseMoeBlock": _softmax_block,
     "MixtralSparseMoeBlock": _softmax_block,

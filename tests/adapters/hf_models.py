@@ -1,0 +1,187 @@
+"""Tiny random transformers models, and everything that one training step of them computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=61,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    attn_implementation="eager",
+)
+
+
+def qwen2_moe(**kwargs: Any) -> nn.Module:
+    sizes = dict(
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+    )
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**COMMON | sizes | kwargs))
+
+
+def qwen3_moe(**kwargs: Any) -> nn.Module:
+    sizes = dict(head_dim=8, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
+    options = COMMON | sizes | dict(intermediate_size=48, norm_topk_prob=True) | kwargs
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
+
+
+def mixtral(**kwargs: Any) -> nn.Module:
+    sizes = dict(intermediate_size=16, num_local_experts=8, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**COMMON | sizes | kwargs))
+
+
+def olmoe(**kwargs: Any) -> nn.Module:
+    sizes = dict(intermediate_size=16, num_experts=8, num_experts_per_tok=3)
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**COMMON | sizes | kwargs))
+
+
+def deepseek_v3(**kwargs: Any) -> nn.Module:
+    sizes = dict(
+        num_key_value_heads=4,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        num_hidden_layers=3,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    config = transformers.DeepseekV3Config(**COMMON | sizes | kwargs)
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def gpt_oss(**kwargs: Any) -> nn.Module:
+    sizes = dict(
+        head_dim=8,
+        intermediate_size=16,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        swiglu_limit=0.5,
+    )
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**COMMON | sizes | kwargs))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "qwen2-moe": qwen2_moe,
+    "qwen2-moe-normalized": lambda **kw: qwen2_moe(norm_topk_prob=True, **kw),
+    "qwen3-moe": qwen3_moe,
+    "qwen3-moe-raw": lambda **kw: qwen3_moe(norm_topk_prob=False, **kw),
+    "qwen3-moe-sparse-step": lambda **kw: qwen3_moe(
+        decoder_sparse_step=2, num_hidden_layers=4, **kw
+    ),
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "olmoe-normalized": lambda **kw: olmoe(norm_topk_prob=True, **kw),
+    "deepseek-v3": deepseek_v3,
+    "deepseek-v3-raw": lambda **kw: deepseek_v3(norm_topk_prob=False, n_shared_experts=2, **kw),
+    "gpt-oss": gpt_oss,
+}
+ARCHITECTURES = ["qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "deepseek-v3", "gpt-oss"]
+WITH_BALANCE_LOSS = [name for name in ARCHITECTURES if name != "deepseek-v3"]
+
+
+def random_model(name: str, **kwargs: Any) -> nn.Module:
+    """Weights large enough that no expert, bias or sink is invisible."""
+    model = MODELS[name](**kwargs)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" not in key:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for key, buffer in model.named_buffers():
+            if "e_score_correction_bias" in key:
+                # Group limits with negative sums: excluded experts must stay excluded.
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.5 - 1.0)
+    return model.train()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 61, (2, 11), generator=generator)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return ids, labels
+
+
+def padding_mask() -> Tensor:
+    """For `batch`: one row padded on the right, the other on the left, as in generation."""
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, 8:] = 0
+    mask[1, :2] = 0
+    return mask
+
+
+def run(model: nn.Module, mask: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
+    """Logits of real tokens, loss, every gradient, and the balance loss if asked for.
+
+    Args:
+        model: plain or parallelized; its gradients are kept.
+        mask: attention mask; labels of padding are ignored.
+        kwargs: more arguments of the model's forward.
+    """
+    ids, labels = batch()
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    labels = labels.masked_fill(~real, -100)
+    out = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False, **kwargs)
+    out.loss.backward()
+    found = {"logits": out.logits.detach()[real], "loss": out.loss.detach()}
+    if getattr(out, "aux_loss", None) is not None:
+        found["aux_loss"] = out.aux_loss.detach()
+        for i, logits_TE in enumerate(out.router_logits):
+            found[f"router_logits/{i}"] = logits_TE.detach()[real.flatten()]
+    return found | whole_gradients(model)
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """transformers' own gradient checkpointing, under its old or new name."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        found[f"grad/{name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest error of an element relative to its tensor's largest one, and where it is."""
+    assert found.keys() == expected.keys()
+    errors = []
+    for name in expected:
+        assert found[name].shape == expected[name].shape, name
+        scale = expected[name].abs().max().clamp(min=1e-8)
+        error = (found[name] - expected[name]).abs().max() / scale
+        errors.append((float(error.nan_to_num(nan=float("inf"))), name))
+    return max(errors)
+
+
+def assert_equal_numbers(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    error, name = worst(found, expected)
+    assert error <= 1e-5, f"{name}: {error}"
