@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moecore.kernels.activation import (
     KINDS,
+    PLAIN_KINDS,
     ActivationOptions,
     activation,
     activation_gradients,
@@ -58,6 +59,10 @@ def count(n: int, device: str = "cpu") -> Tensor:
         ("swiglu", 1.0, 2.0, 2 / (1 + math.exp(-1))),
         ("geglu", 1.0, 2.0, 1 + math.tanh((2 / math.pi) ** 0.5 * 1.044715)),
         ("relu2", -3.0, 3.0, 9.0),
+        ("relu", -3.0, 3.0, 3.0),
+        ("gelu", 0.0, 1.0, 0.5 * (1 + math.erf(0.5**0.5))),
+        ("gelu", 0.0, -2.0, -(1 - math.erf(2**0.5))),
+        ("silu", 0.0, -2.0, -2 / (1 + math.exp(2))),
         ("clamped_swiglu", 10.0, -9.0, -6 * 7 / (1 + math.exp(-1.702 * 7))),
         ("clamped_swiglu", -10.0, 9.0, 8 * -10 / (1 + math.exp(1.702 * 10))),
     ],
@@ -66,7 +71,7 @@ def test_known_values(kind: str, gate: float, up: float, expected: float) -> Non
     options = ActivationOptions(kind=kind)
     h = torch.tensor([[gate, up]], dtype=torch.float64)
     found = activation(h, options)
-    wanted = [[0.0, expected]] if kind == "relu2" else [[expected]]
+    wanted = [[expected]] if options.gated else [[0.0, expected]]
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
     assert activation(h.bfloat16(), options).dtype == torch.float32
@@ -75,8 +80,8 @@ def test_known_values(kind: str, gate: float, up: float, expected: float) -> Non
 
 
 def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'gelu'.*must be one of 'swiglu'"):
-        ActivationOptions(kind="gelu")
+    with pytest.raises(ValueError, match=r"'tanh'.*must be one of 'swiglu'"):
+        ActivationOptions(kind="tanh")
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "clamped_swiglu"])
@@ -221,7 +226,9 @@ def gradients_of(
 def plain_pytorch(h: Tensor, w: Tensor, options: ActivationOptions) -> Tensor:
     """Every step rounds to the dtype of h."""
     if not options.gated:
-        return F.relu(h).square() * w[:, None]
+        plain = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+        a = plain[options.kind](h) if options.kind in plain else F.relu(h).square()
+        return a * w[:, None]
     gate, up = halves(h, options)
     if options.kind == "swiglu":
         return F.silu(gate) * up * w[:, None]
@@ -255,9 +262,27 @@ def test_kernel_lets_nan_through_and_stays_finite_far_out(device: str) -> None:
         dh, _, a = weighted_activation_bwd(h, da, None, None, options)
         expected = weighted_activation_bwd_ref(h, da, None, None, options)
         assert dh[:2].isfinite().all() and a[:2].isfinite().all()
-        assert a[2].isnan().all() and dh[2].isnan().all()
+        assert a[2].isnan().all()
+        if options.kind == "relu":  # whose slope of a NaN is 1, as torch's
+            assert torch.equal(dh[2], da[2])
+        else:
+            assert dh[2].isnan().all()
         torch.testing.assert_close(dh[:2], expected[0][:2])
         torch.testing.assert_close(a[:2], expected[2][:2])
+
+
+@pytest.mark.parametrize("kind", PLAIN_KINDS)
+def test_kernel_at_the_bend_and_in_the_tails(device: str, kind: str) -> None:
+    """Zeros of both signs, and where gelu's two terms cancel; slopes by autograd in fp64."""
+    options = ActivationOptions(kind=kind)
+    h = torch.cat([torch.linspace(-9, 9, 721), torch.tensor([-0.0, 0.0, 1e-30, -1e-30, 30.0])])
+    h = h.to(device)[:, None]
+    found = weighted_activation_bwd(h, torch.ones_like(h), None, None, options)
+    exact = h.double().requires_grad_()
+    a = activation(exact, options)
+    (slopes,) = torch.autograd.grad(a.sum(), exact)
+    torch.testing.assert_close(found[2].double(), a.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[0].double(), slopes, rtol=1e-6, atol=1e-6)
 
 
 def test_kernel_reads_strided_input(device: str) -> None:

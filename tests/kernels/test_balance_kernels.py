@@ -9,15 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.balance import (
-    SCORE_FUNCTIONS,
-    BalanceLossOptions,
-    balance_loss,
-    balance_loss_ref,
-    balance_statistics,
-    balance_statistics_ref,
-)
+from moecore.kernels.balance import balance_statistics, balance_statistics_ref
+from moecore.kernels.balance_loss import BalanceLossOptions, balance_loss, balance_loss_ref
 from moecore.kernels.counts import count_experts, count_experts_and_tokens
+from moecore.kernels.scores import SCORE_FUNCTIONS
 from tests.kernels.test_counts import make_ids
 
 # (T, B, E); tiles have 4096 / E rows, at most 256.
@@ -53,6 +48,14 @@ def make_logits(T: int, E: int, device: str = "cpu") -> Tensor:
     return (torch.randn(T, E, generator=generator) * 3 + 1).to(device)
 
 
+def make_mask(T: int, B: int, device: str = "cpu") -> Tensor:
+    """A third is padding, and so is the whole first sequence of several."""
+    mask = torch.rand(T, generator=torch.Generator().manual_seed(T)) < 1 / 3
+    if B > 1:
+        mask[: T // B] = True
+    return mask.to(device)
+
+
 def random(*shape: int, device: str = "cpu") -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(device)
 
@@ -81,8 +84,30 @@ def test_statistics_by_hand() -> None:
     sums, found = balance_statistics(logits[:2], 1, "sigmoid")
     torch.testing.assert_close(sums, torch.tensor([[0.4 + 8 / 13, 0.6 + 5 / 13]]))
     assert float(found) == pytest.approx(math.log(4.0) ** 2 + math.log(5.0) ** 2)
+    # sqrt(softplus(log(e - 1))) is 1, and 2 that of log(e^4 - 1).
+    logits = torch.tensor([[math.log(math.e - 1), math.log(math.exp(4) - 1)]])
+    sums, _ = balance_statistics(logits, 1, "sqrtsoftplus")
+    torch.testing.assert_close(sums, torch.tensor([[1 / 3, 2 / 3]]))
     with pytest.raises(ValueError, match=r"score_function \('tanh'\) must be one of 'softmax'"):
         balance_statistics(logits, 1, "tanh")
+
+
+def test_padding_by_hand() -> None:
+    """Tokens of two sequences, the second and all of the last padding."""
+    logits = torch.tensor([[0.0, math.log(3.0)], [7.0, math.nan], [math.inf, 1.0], [5.0, 5.0]])
+    logits.requires_grad_()
+    mask = torch.tensor([False, True, True, True])
+    sums, z_sum = balance_statistics(logits, 2, "softmax", mask)
+    (sums[0, 1] + z_sum).backward()
+    torch.testing.assert_close(sums.detach(), torch.tensor([[0.25, 0.75], [0.0, 0.0]]))
+    assert float(z_sum.detach()) == pytest.approx(math.log(4.0) ** 2)
+    both = 2 * math.log(4.0)
+    expected = torch.zeros(4, 2)
+    expected[0] = torch.tensor([both * 0.25 - 0.1875, both * 0.75 + 0.1875])
+    torch.testing.assert_close(logits.grad, expected)
+    for wrong in (mask[:3], mask[:, None], mask.int()):
+        with pytest.raises(ValueError, match=r"padding_mask_T \(.*\) must be bool of \[T\] \(4\)"):
+            balance_statistics(logits, 2, "softmax", wrong)
 
 
 def test_losses_by_hand() -> None:
@@ -114,7 +139,10 @@ def test_losses_by_hand() -> None:
 @pytest.mark.parametrize("function", SCORE_FUNCTIONS)
 def test_gradients_of_the_references(function: str) -> None:
     logits = make_logits(6, 5).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: balance_statistics_ref(x, 3, function), logits)
+    for mask in (None, make_mask(6, 3)):
+        assert torch.autograd.gradcheck(
+            lambda x, mask=mask: balance_statistics_ref(x, 3, function, mask), logits
+        )
     counts = count_experts_and_tokens(make_ids(6, 2, 5), 3, 5)
     sums, z_sum = (t.detach().requires_grad_() for t in balance_statistics_ref(logits, 3, function))
     total = count_experts(make_ids(9, 2, 5), 1, 5)[0]
@@ -125,9 +153,11 @@ def test_gradients_of_the_references(function: str) -> None:
 
 @pytest.mark.parametrize("function", SCORE_FUNCTIONS)
 def test_the_references_compile_without_graph_breaks(function: str) -> None:
+    mask = make_mask(6, 2)
+
     def total(logits: Tensor, ids: Tensor) -> Tensor:
-        counts = count_experts_and_tokens(ids, 2, 5)
-        sums, z_sum = balance_statistics(logits, 2, function)
+        counts = count_experts_and_tokens(ids, 2, 5, mask)
+        sums, z_sum = balance_statistics(logits, 2, function, mask)
         return balance_loss(sums, z_sum, counts, ALL, global_counts_E=counts[0, :5]).sum()
 
     ids, found = make_ids(6, 2, 5), []
@@ -160,6 +190,55 @@ def test_statistics_against_reference(device: str, function: str) -> None:
 
 
 @pytest.mark.parametrize("function", SCORE_FUNCTIONS)
+def test_padding_is_as_if_it_were_not_there(device: str, function: str) -> None:
+    """The real tokens of each sequence alone give the same sums and gradients."""
+    for T, B, E in shapes(device)[:9]:
+        mask = make_mask(T, B, device)
+        logits = make_logits(T, E, device)
+        logits[mask] = torch.tensor([math.nan, math.inf, -math.inf], device=device)[
+            torch.arange(int(mask.sum()), device=device) % 3
+        ][:, None]
+        dsums = random(B, E, device=device)
+        results = []
+        for run, x in (
+            (balance_statistics, logits.clone()),
+            (balance_statistics_ref, logits.clone()),
+            (alone, logits.double()),
+        ):
+            sums, z_sum = run(x.requires_grad_(), B, function, mask)
+            ((sums * dsums).sum() + z_sum * 0.1).backward()
+            assert x.grad is not None and not x.grad[mask].any()
+            results.append((sums.detach(), z_sum.detach()[None, None], x.grad))
+        for name, *trio in zip(("score_sums", "z_sum", "dlogits"), *results, strict=True):
+            assert_as_good(*trio, f"{name} {function} {(T, B, E)}")
+
+
+def alone(logits: Tensor, B: int, function: str, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens that are left when padding is cut out, sequence by sequence."""
+    parts = [
+        balance_statistics_ref(x[~m], 1, function)
+        for x, m in zip(logits.chunk(B), mask.chunk(B), strict=True)
+    ]
+    return torch.cat([p[0] for p in parts]), torch.stack([p[1] for p in parts]).sum()
+
+
+def test_statistics_of_strided_mask_and_of_padding_alone(device: str) -> None:
+    logits, mask = make_logits(12, 5, device), make_mask(12, 1, device)
+    strided = mask.repeat_interleave(2)[::2]
+    assert not strided.is_contiguous()
+    found = balance_statistics(logits, 3, "softmax", strided)
+    expected = balance_statistics(logits, 3, "softmax", mask)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    unmasked = balance_statistics(logits, 3, "softmax", torch.zeros_like(mask))
+    expected = balance_statistics(logits, 3, "softmax")
+    assert all(torch.equal(a, b) for a, b in zip(unmasked, expected, strict=True))
+    logits = logits.requires_grad_()
+    sums, z_sum = balance_statistics(logits, 3, "sqrtsoftplus", torch.ones_like(mask))
+    (sums.sum() + z_sum).backward()
+    assert not sums.any() and not z_sum.any() and not logits.grad.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("function", SCORE_FUNCTIONS)
 def test_statistics_of_extreme_logits(device: str, function: str) -> None:
     """Large logits, and experts that are switched off with -inf."""
     logits = torch.tensor([[80.0, -80.0, 0.0], [3e4, 3e4, -3e4], [-math.inf, 1.0, 2.0]])
@@ -167,6 +246,7 @@ def test_statistics_of_extreme_logits(device: str, function: str) -> None:
     plain = logits.to(device).requires_grad_()
     for run, x in ((balance_statistics, found), (balance_statistics_ref, plain)):
         sums, z_sum = run(x, 1, function)
+        assert sums.isfinite().all() and z_sum.isfinite()
         (sums.square().sum() + z_sum * 1e-9).backward()
     assert found.grad is not None and plain.grad is not None
     torch.testing.assert_close(found.grad, plain.grad, rtol=1e-5, atol=1e-7)
@@ -272,11 +352,11 @@ def test_everything_is_zero_without_tokens(device: str, function: str, B: int) -
 # --------------------------------------------------------------------------- operators
 
 
-def step(logits: Tensor, ids: Tensor, B: int, function: str) -> Tensor:
+def step(logits: Tensor, ids: Tensor, B: int, function: str, mask: Tensor | None = None) -> Tensor:
     """Everything that an auxiliary loss launches."""
-    counts = count_experts_and_tokens(ids, B, logits.shape[1])
+    counts = count_experts_and_tokens(ids, B, logits.shape[1], mask)
     total = count_experts(ids, 1, logits.shape[1])[0]
-    sums, z_sum = balance_statistics(logits, B, function)
+    sums, z_sum = balance_statistics(logits, B, function, mask)
     return balance_loss(sums, z_sum, counts, ALL, global_counts_E=total)
 
 
@@ -286,7 +366,7 @@ def test_kernels_compile_without_graph_breaks(device: str, function: str) -> Non
     ids, found = make_ids(6, 2, 5, device), []
     for f in (step, torch.compile(step, fullgraph=True, backend=backend)):
         logits = make_logits(6, 5, device).requires_grad_()
-        f(logits, ids, 2, function).sum().backward()
+        f(logits, ids, 2, function, make_mask(6, 2, device)).sum().backward()
         found.append(logits.grad)
     assert torch.equal(*found)
 
@@ -294,7 +374,8 @@ def test_kernels_compile_without_graph_breaks(device: str, function: str) -> Non
 def test_op_contracts(device: str) -> None:
     ops = torch.ops.moecore
     logits = make_logits(6, 5, device).requires_grad_()
-    torch.library.opcheck(ops.balance_statistics, (logits, 2, "sigmoid"))
+    for mask in (None, make_mask(6, 2, device)):
+        torch.library.opcheck(ops.balance_statistics, (logits, mask, 2, "sigmoid"))
     sums, z_sum, counts, total = loss_case(6, 2, 5, device)
     sums.requires_grad_()
     z_sum.requires_grad_()

@@ -22,10 +22,12 @@ import moecore.kernels
 from moecore.kernels import (
     activation,
     balance,
+    balance_loss,
     counts,
     expert_mlp,
     index,
     route,
+    route_weights,
     router_logits,
     rows,
 )
@@ -94,19 +96,35 @@ def ints(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def run_route(groups: int) -> None:
+def run_route(function: str, groups: int = 1, group_experts: int = 2) -> None:
     logits = torch.zeros(T, E, requires_grad=True)
     options = route.RouteOptions(
         top_k=K,
-        score_function="sigmoid" if groups > 1 else "softmax",
+        score_function=function,
         score_order="pre",
         normalize=True,
         scale=1.0,
         num_groups=groups,
         top_groups=max(1, groups // 2),
+        group_experts=group_experts,
     )
     _, weights = route.route(logits, torch.zeros(E), options)
     weights.sum().backward()
+
+
+def run_route_weights() -> None:
+    """All experts' columns, as expert choice has them."""
+    logits = torch.zeros(T, E, requires_grad=True)
+    options = route.RouteOptions(
+        top_k=E,
+        score_function="softmax",
+        score_order="pre",
+        normalize=True,
+        scale=1.0,
+        num_groups=1,
+        top_groups=1,
+    )
+    route_weights.route_weights(logits, ints(T, E), options).sum().backward()
 
 
 def run_logits(dtype: torch.dtype) -> None:
@@ -114,23 +132,24 @@ def run_logits(dtype: torch.dtype) -> None:
     router_logits.router_logits(bf16(T, D).requires_grad_(), weight).sum().backward()
 
 
-def run_balance(function: str) -> None:
+def run_balance(function: str, padding: bool = False) -> None:
     logits = torch.zeros(T, E, requires_grad=True)
-    sums, z = balance.balance_statistics(logits, 2, function)
-    options = balance.BalanceLossOptions(
+    mask = torch.zeros(T, dtype=torch.bool) if padding else None
+    sums, z = balance.balance_statistics(logits, 2, function, mask)
+    options = balance_loss.BalanceLossOptions(
         top_k=K, micro_batch_coef=1.0, sequence_coef=1.0, global_batch_coef=0.0, z_loss_coef=1.0
     )
-    counted = counts.count_experts_and_tokens(ints(T, K), 2, E)
-    balance.balance_loss(sums, z, counted, options).sum().backward()
+    counted = counts.count_experts_and_tokens(ints(T, K), 2, E, mask)
+    balance_loss.balance_loss(sums, z, counted, options).sum().backward()
 
 
-def run_index() -> None:
+def run_index(K: int = K, E: int = E) -> None:
     weights = torch.zeros(T, K, requires_grad=True)
     made = index.build_index(ints(T, K), weights, first=0, num_local=E, multiple=16)
     made.weights_R.sum().backward()
 
 
-def run_rows() -> None:
+def run_rows(K: int = K) -> None:
     R = T * K
     rows.gather_rows(bf16(T, D), ints(R), ints(T, K), ints())
     rows.sum_rows(bf16(R, D), ints(R), ints(T, K), ints())
@@ -138,13 +157,14 @@ def run_rows() -> None:
 
 def run_activation(kind: str, interleaved: bool) -> None:
     options = activation.ActivationOptions(kind=kind, interleaved=interleaved)
-    h = bf16(T * K, F if kind == "relu2" else 2 * F)
+    h = bf16(T * K, 2 * F if options.gated else F)
     activation.weighted_activation(h, torch.zeros(T * K), ints(), options)
     activation.weighted_activation_bwd(h, bf16(T * K, F), torch.zeros(T * K), ints(), options)
 
 
 def run_experts(kind: str, main_grad: torch.dtype | None, D: int = D, F: int = F) -> None:
-    R, C = T * K, F if kind == "relu2" else 2 * F
+    act = activation.ActivationOptions(kind=kind)
+    R, C = T * K, 2 * F if act.gated else F
     w1, w2 = bf16(E, C, D).requires_grad_(), bf16(E, D, F).requires_grad_()
     main = (None, None)
     if main_grad is not None:
@@ -152,23 +172,31 @@ def run_experts(kind: str, main_grad: torch.dtype | None, D: int = D, F: int = F
     where = expert_mlp.ExpertRows(
         row_ids_R=ints(R), weights_R=torch.zeros(R), slots_SK=ints(T, K), offsets_e=ints(E)
     )
-    options = expert_mlp.ExpertMLPOptions(
-        activation=activation.ActivationOptions(kind=kind), products="triton"
-    )
+    options = expert_mlp.ExpertMLPOptions(activation=act, products="triton")
     x = bf16(T, D).requires_grad_()
     expert_mlp.expert_mlp(x, w1, w2, where, options, main_grads=main).sum().backward()
 
 
 CASES: dict[str, tuple[Callable[[], None], int]] = {
-    "route": (lambda: run_route(1), 2),
-    "route groups": (lambda: run_route(8), 2),
+    "route": (lambda: run_route("softmax"), 2),
+    "route weights": (run_route_weights, 2),
+    "route sqrtsoftplus": (lambda: run_route("sqrtsoftplus"), 2),
+    "route groups": (lambda: run_route("sigmoid", 8), 2),
+    "route groups by one expert": (lambda: run_route("softmax", 8, 1), 2),
+    "route groups by four experts": (lambda: run_route("sqrtsoftplus", 4, 4), 2),
     "router_logits bf16": (lambda: run_logits(torch.bfloat16), 3),
     "router_logits fp32": (lambda: run_logits(torch.float32), 3),
     "balance softmax": (lambda: run_balance("softmax"), 6),
     "balance sigmoid": (lambda: run_balance("sigmoid"), 6),
+    "balance sqrtsoftplus, padding": (lambda: run_balance("sqrtsoftplus", True), 6),
     "index": (run_index, 5),
+    "index of expert choice": (lambda: run_index(1024, 1024), 5),
     "rows": (run_rows, 2),
+    "rows of expert choice": (lambda: run_rows(1024), 2),
     "swiglu": (lambda: run_activation("swiglu", False), 2),
+    "gelu": (lambda: run_activation("gelu", False), 2),
+    "relu": (lambda: run_activation("relu", False), 2),
+    "silu": (lambda: run_activation("silu", False), 2),
     "clamped_swiglu interleaved": (lambda: run_activation("clamped_swiglu", True), 2),
     "experts swiglu": (lambda: run_experts("swiglu", None), 8),
     "experts geglu, fp32 main gradients": (lambda: run_experts("geglu", torch.float32), 8),
@@ -178,6 +206,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
         9,
     ),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
+    "experts gelu": (lambda: run_experts("gelu", None), 9),
 }
 
 

@@ -51,6 +51,10 @@ def test_counts_by_hand() -> None:
     assert count_experts(ids, 4, 3).tolist() == [[1, 0, 1], [0, 0, 1], [1, 1, 0], [0, 0, 0]]
     assert count_experts_and_tokens(ids, 2, 3).tolist() == [[1, 0, 2, 2], [1, 1, 0, 2]]
     assert count_experts(ids, 1, 3).dtype == torch.int64
+    mask = torch.tensor([False, False, False, True])
+    assert count_experts_and_tokens(ids, 2, 3, mask).tolist() == [[1, 0, 2, 2], [1, 1, 0, 1]]
+    with pytest.raises(ValueError, match=r"padding_mask_T \(\(3,\), torch.bool\) must be bool of"):
+        count_experts_and_tokens(ids, 2, 3, mask[:3])
     counts = torch.tensor([[10, 20, 30]])
     add_expert_counts(counts, ids)
     assert counts.tolist() == [[12, 21, 32]]
@@ -84,6 +88,18 @@ def test_kernel_equals_reference(device: str) -> None:
         assert (found[:, E] == T // B).all()
 
 
+def test_kernel_counts_real_tokens(device: str) -> None:
+    for T, K, B, E in shapes(device):
+        ids = make_ids(T, K, E, device)
+        mask = torch.rand(2, T, device=device).T[:, 0] < 0.4  # strided
+        mask[-1] = True
+        ids[mask] = -1
+        found = count_experts_and_tokens(ids, B, E, mask)
+        assert torch.equal(found[:, :E], expected_counts(ids, B, E)), (T, K, B, E)
+        real = [int((~part).sum()) for part in mask.chunk(B)]
+        assert found[:, E].tolist() == real, (T, K, B, E)
+
+
 def test_kernel_adds_in_place(device: str) -> None:
     counts = torch.full((2, 5), 1 << 40, dtype=torch.int64, device=device)
     ids = make_ids(8, 3, 5, device)
@@ -114,9 +130,10 @@ def test_kernel_reads_strided_ids(device: str) -> None:
 
 def test_op_contract(device: str) -> None:
     counts = torch.zeros(2, 6, dtype=torch.int64, device=device)
-    torch.library.opcheck(
-        torch.ops.moecore.add_expert_counts, (counts, make_ids(8, 3, 5, device), 5)
-    )
+    for mask in (None, torch.arange(8, device=device) > 5):
+        torch.library.opcheck(
+            torch.ops.moecore.add_expert_counts, (counts, make_ids(8, 3, 5, device), mask, 5)
+        )
 
 
 def test_kernel_compiles_without_graph_breaks(device: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moecore.kernels.activation import ActivationOptions
+from moecore.kernels.activation import KINDS, ActivationOptions
 from moecore.kernels.expert_mlp import (
     ExpertMLPOptions,
     ExpertRows,
@@ -20,7 +20,6 @@ from moecore.kernels.expert_mlp import (
 from moecore.kernels.index import build_index
 
 NAMES = ("x", "w1", "w2", "weights")
-KINDS = ("swiglu", "geglu", "clamped_swiglu", "relu2")
 
 
 def make(
@@ -37,7 +36,7 @@ def make(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Leaves x, w1, w2 and weights_SK, and ids with an empty expert and dropped choices."""
     torch.manual_seed(0)
-    C = F if kind == "relu2" else 2 * F
+    C = 2 * F if ActivationOptions(kind=kind).gated else F
     tensors = {
         "x": torch.randn(S, D),
         "w1": torch.randn(e, C, D) / D**0.5,
@@ -121,6 +120,19 @@ def test_error_is_at_most_twice_that_of_plain_torch(
         check_twice(found[name], plain[name], expected, name)
         if products == "triton":
             assert torch.equal(found[name], again[name]), name
+
+
+@pytest.mark.parametrize("products", ["triton", "torch"])
+def test_expert_choice(products: str, device: str) -> None:
+    """K = E: column e holds e or -1; a row has up to all experts, or none."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    leaves, _ = make("swiglu", S=19, e=9, K=9, device=device, dtype=dtype)
+    taken = torch.rand(19, 9) < torch.linspace(0, 1, 19)[:, None]
+    ids = torch.where(taken, torch.arange(9, dtype=torch.int32), -1).to(device)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products=products)
+    found, plain = run(leaves, ids, options), run(leaves, ids, options.activation)
+    for name, expected in exact(leaves, ids, "swiglu").items():
+        check_twice(found[name], plain[name], expected, name)
 
 
 @pytest.mark.parametrize("frozen", [("w1",), ("w2",), ("w1", "w2"), ("x",), ("weights", "x", "w1")])

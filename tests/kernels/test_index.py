@@ -181,6 +181,7 @@ TINY = {
     "all-experts": (40, 8, 8, 0, 8, 128),
     "no-token": (0, 2, 5, 0, 5, 16),
     "prime": (257, 7, 37, 0, 37, 32),
+    "most-choices": (3, 1024, 1024, 1000, 24, 4),
 }
 REAL = {
     "qwen3-30b": (32768, 8, 128, 0, 128, 128),
@@ -213,6 +214,22 @@ def check_against_reference(device: str, case: tuple[int, ...], skew: float) -> 
     for found, wanted in zip(index, expected, strict=True):
         assert torch.equal(found, wanted) and found.dtype == wanted.dtype
     check_gradient(index, weights)
+
+
+@pytest.mark.parametrize("E", [8, 130])
+def test_kernel_of_expert_choice(device: str, E: int) -> None:
+    """K = E: column e holds e or -1, and the caller knows the capacity."""
+    S, chosen = 6, 2
+    ids = torch.full((S, E), -1, dtype=torch.int32)
+    for e in range(E):
+        ids[torch.tensor([e % S, (e + 1 + e % 4) % S]), e] = e
+    weights = torch.rand(S, E).masked_fill(ids < 0, float("nan"))
+    options = dict(first=0, num_local=E, multiple=1)
+    leaf = weights.clone().to(device).requires_grad_()
+    index = build_index(ids.to(device), leaf, **options, capacity=E * chosen)
+    assert index.offsets_e.tolist() == [chosen * (e + 1) for e in range(E)]
+    check_by_hand(ExpertIndex(*(t.detach().cpu() for t in index)), ids, weights, **options)
+    check_gradient(index, leaf)
 
 
 @settings(

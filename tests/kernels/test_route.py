@@ -357,6 +357,10 @@ def test_excluded_groups_stay_out(group_experts: int, device: str) -> None:
     rows = [[-5.0, -6.0, -7.0, -8.0, -9.0, -9.0], [-inf, -inf, -5.0, -6.0, -inf, -inf]]
     ids = route(torch.tensor(rows, device=device), None, groups)[0]
     assert ids.tolist() == [[0, 1, 2, 3], [2, 3, 0, 1]]
+    # Group 0 is out, though its ids are lower than those of allowed experts at -inf.
+    row = [-inf, -inf, -inf, -5.0, -6.0, -inf, -7.0, -8.0, -inf]
+    ids = route(torch.tensor([row], device=device), None, replace(groups, top_k=6))[0]
+    assert ids.tolist() == [[3, 4, 6, 7, 5, 8]]
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]], device=device)
     scored = [
         replace(groups, score_order="pre", score_function=f)
@@ -466,3 +470,9 @@ def test_addresses_past_two_to_the_31() -> None:
     assert torch.equal(ids[-50:], expected[0]) and (ids[:-50].sum(-1) == 3).all()
     torch.testing.assert_close(weights[-50:], expected[1])
     torch.testing.assert_close(dlogits[-50:], grad)
+
+
+@pytest.mark.gpu
+def test_a_path_without_a_kernel_says_so() -> None:
+    with pytest.warns(UserWarning, match=r"routing in torch.float64 has no kernel: plain PyTorch"):
+        route(torch.zeros(2, 4, dtype=torch.float64, device="cuda"), None, replace(BASE, top_k=1))

@@ -7,6 +7,7 @@
     dweight[r] = sum over f of da[r, f] * act(h[r])[f]
 
 Letters: R expert rows (capacity), F hidden dim, C columns of h (2F for gated activations, else F).
+An activation without a gate calls its only input "gate".
 
 Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R * F) * b, backward
 (U * (C + F) + R * (C + F)) * b, without the forward's output R * F * b less.
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from moecore.kernels.common import all_used, on_device, tl, triton, use_kernel
 
-KINDS = ("swiglu", "geglu", "relu2", "clamped_swiglu")
+GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu")
+PLAIN_KINDS = ("gelu", "relu", "relu2", "silu")
+KINDS = GATED_KINDS + PLAIN_KINDS
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,9 +33,10 @@ class ActivationOptions:
     """Which activation, and how its input columns lie.
 
     Attributes:
-        kind: "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "relu2" relu(h)^2;
-            "clamped_swiglu" (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above
-            and up on both sides (Source: gpt-oss).
+        kind: "swiglu" silu(gate) * up; "geglu" gelu_tanh(gate) * up; "clamped_swiglu"
+            (up + 1) * gate * sigmoid(alpha * gate), with gate clamped from above and up on both
+            sides (Source: gpt-oss); without a gate "gelu" h * Phi(h), the exact form by erf,
+            "relu", "relu2" relu(h)^2 and "silu" h * sigmoid(h).
         limit: clamp of "clamped_swiglu".
         alpha: sigmoid slope of "clamped_swiglu".
         interleaved: gate and up columns alternate; else all of gate comes first.
@@ -54,7 +58,7 @@ class ActivationOptions:
     @property
     def gated(self) -> bool:
         """Whether the activation reads two columns per output column."""
-        return self.kind != "relu2"
+        return self.kind in GATED_KINDS
 
 
 def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
@@ -69,7 +73,7 @@ def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
     """
     h_RC = h_RC.to(torch.promote_types(h_RC.dtype, torch.float32))
     if not options.gated:
-        return F.relu(h_RC).square()
+        return _plain(h_RC, options.kind)
     gate, up = halves(h_RC, options)
     if options.kind == "swiglu":
         return F.silu(gate) * up
@@ -77,6 +81,24 @@ def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
         return F.gelu(gate, approximate="tanh") * up
     gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
     return (up + 1) * gate * torch.sigmoid(options.alpha * gate)
+
+
+def _plain(h_RF: Tensor, kind: str) -> Tensor:
+    if kind == "gelu":
+        return F.gelu(h_RF)
+    if kind == "silu":
+        return F.silu(h_RF)
+    return F.relu(h_RF) if kind == "relu" else F.relu(h_RF).square()
+
+
+def _plain_slope(h_RF: Tensor, kind: str) -> Tensor:
+    ones_RF = torch.ones_like(h_RF)
+    if kind == "gelu":
+        return torch.ops.aten.gelu_backward(ones_RF, h_RF)
+    if kind == "silu":
+        return torch.ops.aten.silu_backward(ones_RF, h_RF)
+    # A NaN keeps the slope of the right side, as in torch.
+    return torch.where(h_RF <= 0, 0, ones_RF) if kind == "relu" else 2 * F.relu(h_RF)
 
 
 def halves(h_RC: Tensor, options: ActivationOptions) -> tuple[Tensor, Tensor]:
@@ -98,7 +120,7 @@ def activation_gradients(h_RC: Tensor, options: ActivationOptions) -> Tensor:
         Shape and dtype of h_RC.
     """
     if not options.gated:
-        return 2 * F.relu(h_RC)
+        return _plain_slope(h_RC, options.kind)
     gate, up = halves(h_RC, options)
     if options.kind == "swiglu":
         s = torch.sigmoid(gate)
@@ -180,7 +202,15 @@ def _blocks(num_columns: int, tile: int) -> dict[str, int]:
 
 
 @triton.jit
-def _gelu(gate):
+def _gelu_erf(h):
+    """Return gelu by its definition, and its derivative."""
+    cumulative = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
+    density = 0.3989422804014327 * tl.exp(-0.5 * h * h)
+    return h * cumulative, cumulative + h * density
+
+
+@triton.jit
+def _gelu_tanh(gate):
     """Return gelu in its tanh form, and its derivative; (1 + tanh(z)) / 2 == sigmoid(2z)."""
     SLOPE: tl.constexpr = 1.5957691216057308  # 2 * sqrt(2 / pi)
     CUBE: tl.constexpr = 0.044715
@@ -193,7 +223,7 @@ def _gelu(gate):
 @triton.jit
 def activate(
     gate,  # fp32, any shape
-    up,  # fp32, same shape; ignored by "relu2"
+    up,  # fp32, same shape; ignored without a gate
     KIND: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -202,12 +232,18 @@ def activate(
     if KIND == "swiglu":
         a = gate * tl.sigmoid(gate) * up
     elif KIND == "geglu":
-        gelu, _ = _gelu(gate)
+        gelu, _ = _gelu_tanh(gate)
         a = gelu * up
     elif KIND == "clamped_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         a = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
+    elif KIND == "gelu":
+        a, _ = _gelu_erf(gate)
+    elif KIND == "silu":
+        a = gate * tl.sigmoid(gate)
+    elif KIND == "relu":
+        a = tl.where(gate < 0.0, 0.0, gate)
     else:
         positive = tl.where(gate < 0.0, 0.0, gate)
         a = positive * positive
@@ -217,7 +253,7 @@ def activate(
 @triton.jit
 def activate_with_gradients(
     gate,  # fp32, any shape
-    up,  # fp32, same shape; ignored by "relu2"
+    up,  # fp32, same shape; ignored without a gate
     KIND: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -229,7 +265,7 @@ def activate_with_gradients(
         a = da_dup * up
         da_dgate = up * s * (1.0 + gate * (1.0 - s))
     elif KIND == "geglu":
-        da_dup, derivative = _gelu(gate)
+        da_dup, derivative = _gelu_tanh(gate)
         a = da_dup * up
         da_dgate = up * derivative
     elif KIND == "clamped_swiglu":
@@ -240,6 +276,18 @@ def activate_with_gradients(
         slope = (near + 1.0) * s * (1.0 + ALPHA * low * (1.0 - s))
         da_dgate = tl.where(gate > LIMIT, 0.0, slope)
         da_dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, low * s)
+    elif KIND == "gelu":
+        a, da_dgate = _gelu_erf(gate)
+        da_dup = gate * 0.0
+    elif KIND == "silu":
+        s = tl.sigmoid(gate)
+        a = gate * s
+        da_dgate = s * (1.0 + gate * (1.0 - s))
+        da_dup = gate * 0.0
+    elif KIND == "relu":
+        a = tl.where(gate < 0.0, 0.0, gate)
+        da_dgate = tl.where(gate <= 0.0, 0.0, 1.0)
+        da_dup = gate * 0.0
     else:
         positive = tl.where(gate < 0.0, 0.0, gate)
         a = positive * positive
@@ -284,6 +332,7 @@ def _weighted_activation_fwd_kernel(
     num_expert_rows,  # R
     F: tl.constexpr,
     KIND: tl.constexpr,
+    GATED: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -291,7 +340,6 @@ def _weighted_activation_fwd_kernel(
     BLOCK_F: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    GATED: tl.constexpr = KIND != "relu2"
     C: tl.constexpr = 2 * F if GATED else F
     pid = tl.program_id(0)
     block = pid % BLOCKS
@@ -322,6 +370,7 @@ def _weighted_activation_bwd_kernel(
     num_expert_rows,  # R
     F: tl.constexpr,
     KIND: tl.constexpr,
+    GATED: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -329,7 +378,6 @@ def _weighted_activation_bwd_kernel(
     BLOCK_F: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    GATED: tl.constexpr = KIND != "relu2"
     C: tl.constexpr = 2 * F if GATED else F
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     exists = (rows < num_expert_rows)[:, None]
@@ -370,8 +418,14 @@ def _weighted_activation_bwd_kernel(
 
 
 def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict[str, object]:
-    gated = kind != "relu2"
-    return {"KIND": kind, "LIMIT": limit, "ALPHA": alpha, "INTERLEAVED": interleaved and gated}
+    gated = kind in GATED_KINDS
+    return {
+        "KIND": kind,
+        "GATED": gated,
+        "LIMIT": limit,
+        "ALPHA": alpha,
+        "INTERLEAVED": interleaved and gated,
+    }
 
 
 @torch.library.custom_op("moecore::weighted_activation", mutates_args=())
@@ -437,7 +491,7 @@ def _weighted_activation_bwd(
 
 def _empty_output(h_RC: Tensor, kind: str) -> Tensor:
     R, C = h_RC.shape
-    return h_RC.new_empty(R, C if kind == "relu2" else C // 2)
+    return h_RC.new_empty(R, C // 2 if kind in GATED_KINDS else C)
 
 
 def _empty_gradients(h_RC: Tensor, kind: str, with_output: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -49,6 +50,12 @@ INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 def use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors."""
     return HAS_TRITON and (INTERPRET or all(t.is_cuda for t in tensors))
+
+
+def warn_plain(x: Tensor, what: str) -> None:
+    """Say, once for each `what`, that plain PyTorch computes it on a GPU that has kernels."""
+    if HAS_TRITON and x.is_cuda and not torch.compiler.is_compiling():
+        warnings.warn(f"{what} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
 
 
 def all_used(num_rows: Tensor, capacity: int) -> bool:

@@ -15,6 +15,10 @@ Letters: S source rows, K choices per source row, N = S * K pairs, e local exper
 
 Bytes moved: ids and weights 8 * N, slots 4 * N, row ids and weights 8 * R, and the [B, e] table
 written once, scanned in place and read once (16 * B * e).
+
+Any K works, K = E of expert choice too (column e holds e or -1). Then N is S * E and the table has
+S * E^2 / 128 entries: 2 MiB for 4096 source rows and 128 experts, 128 MiB for 1024. The default
+capacity is N rows; who knows that each expert has c of them gives e * c.
 """
 
 from functools import partial

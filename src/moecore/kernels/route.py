@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.common import on_device, tl, triton, use_kernel, warn_plain
 from moecore.kernels.scores import check_score_function, exp, scores_ref, sqrtsoftplus
 
 SCORE_ORDERS = ("pre", "post")
@@ -562,6 +562,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
             f"group ({size}): lower group_experts or num_groups"
         )
     if logits_TE.dtype == torch.float64 or not use_kernel(logits_TE):
+        warn_plain(logits_TE, f"routing in {logits_TE.dtype}")
         ids_TK, weights_TK = route_ref(logits_TE, bias_E, options)
         return ids_TK, weights_TK.float()
     return _route_op(

@@ -11,6 +11,10 @@ Letters: S source rows, K choices per source row, R expert rows, D columns.
 Bytes moved, with b bytes per element and U <= S * K slots in use: gather reads S * D * b and
 writes R * D * b; sum reads U * D * b and writes S * D * b. Both read the index, 4 * (R + 2 * S * K)
 bytes at most.
+
+Any K works. Expert choice gives K = E columns, of which a source row uses few: every column is
+still looked at, one index load each in both kernels, and the fill reads 4 * R * K bytes more. The
+references make K passes over [S, D] for a sum.
 """
 
 from functools import partial
@@ -22,6 +26,7 @@ from moecore.kernels.common import all_used, on_device, tl, triton, use_kernel
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
+FILL_CHOICES = 32  # slots of each of them that it holds at a time
 
 
 def gather_rows_ref(
@@ -73,7 +78,7 @@ def _gather_rows_fwd_kernel(
     num_fill,  # programs that fill; the rest copy
     D: tl.constexpr,
     K: tl.constexpr,
-    K_PAD: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # power of two
     BLOCK_D: tl.constexpr,
     FILL_R: tl.constexpr,
     FILL_D: tl.constexpr,
@@ -87,13 +92,15 @@ def _gather_rows_fwd_kernel(
         if num_rows_ptr is not None:
             used = exists & (rows < tl.load(num_rows_ptr))
         sources = tl.load(row_ids_ptr + rows, mask=used, other=0).to(tl.int64)
-        choices = tl.arange(0, K_PAD)
-        slots = tl.load(
-            slots_ptr + sources[:, None] * K + choices[None, :],
-            mask=used[:, None] & (choices < K)[None, :],
-            other=-1,
-        )
-        named = tl.max((slots == rows[:, None]).to(tl.int32), axis=1)
+        named = tl.zeros([FILL_R], dtype=tl.int32)
+        for start in range(0, K, BLOCK_K):
+            choices = start + tl.arange(0, BLOCK_K)
+            slots = tl.load(
+                slots_ptr + sources[:, None] * K + choices[None, :],
+                mask=used[:, None] & (choices < K)[None, :],
+                other=-1,
+            )
+            named += tl.sum((slots == rows[:, None]).to(tl.int32), axis=1)
         fill = exists & (named == 0)
         if tl.max(fill.to(tl.int32), axis=0) > 0:
             for start in range(0, D, FILL_D):
@@ -180,7 +187,7 @@ def _launch_gather(
             num_fill,
             D=D,
             K=K,
-            K_PAD=triton.next_power_of_2(K),
+            BLOCK_K=min(FILL_CHOICES, triton.next_power_of_2(K)),
             FILL_R=FILL_ROWS,
             FILL_D=128 // x_SD.element_size(),
             **block,

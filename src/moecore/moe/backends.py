@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moecore._compat import grouped_mm
 from moecore.config import MoEConfig
-from moecore.kernels.common import INTERPRET, has_hopper_kernels
+from moecore.kernels.common import INTERPRET, has_hopper_kernels, warn_plain
 from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
 from moecore.kernels.rows import gather_rows, sum_rows
 from moecore.moe.activation import activate, activation_options
@@ -157,6 +157,7 @@ def run_experts(
 
 def _with_biases(inp: ExpertInput, weights: ExpertWeights, config: MoEConfig) -> Tensor:
     """The "torch" backend under autograd, which keeps more than X and H."""
+    warn_plain(inp.rows_SD, "an expert with biases")
     index = (inp.row_ids_R, inp.slots_SK, inp.num_rows)
     rows_R = torch.arange(inp.row_ids_R.numel(), device=inp.rows_SD.device)
     used_R1 = (rows_R < inp.num_rows)[:, None]

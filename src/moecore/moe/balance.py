@@ -24,7 +24,8 @@ from torch import Tensor
 
 from moecore._compat import disable_dynamo
 from moecore.config import MoEConfig
-from moecore.kernels.balance import BalanceLossOptions, balance_loss, balance_statistics
+from moecore.kernels.balance import balance_statistics
+from moecore.kernels.balance_loss import BalanceLossOptions, balance_loss
 from moecore.kernels.counts import add_expert_counts, count_experts, count_experts_and_tokens
 from moecore.kernels.scores import scores_ref
 from moecore.moe.micro_batch import MicroBatch
