@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -11,6 +12,8 @@ from moecore.models import (
     PRESETS,
     Decoder,
     DecoderConfig,
+    MLAConfig,
+    YarnConfig,
     active_params,
     flops_per_token,
     num_params,
@@ -19,6 +22,9 @@ from moecore.models import (
 
 MOE = MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2)
 VALID = dict(vocab_size=32, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, moe=MOE)
+VALID_YARN = dict(factor=4.0, original_max_seq_len=1024)
+VALID_MLA = dict(kv_lora_rank=8, qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=10)
+MLA = MLAConfig(**VALID_MLA)
 
 
 @pytest.mark.parametrize(
@@ -43,12 +49,87 @@ VALID = dict(vocab_size=32, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, h
         (dict(dense_layers=(0,)), r"mlp_hidden_dim \(0\) must be >= 1 with 1 dense layers"),
         (dict(moe=None), r"mlp_hidden_dim \(0\) must be >= 1 with 2 dense layers"),
         (dict(mlp_hidden_dim=8), r"mlp_hidden_dim \(8\) must be 0"),
+        (dict(mla=MLA), r"num_kv_heads \(2\) must equal num_heads \(4\) with mla"),
+        (
+            dict(mla=MLA, num_kv_heads=4, head_dim=8),
+            r"head_dim \(8\) must equal mla.qk_nope_head_dim \+ mla.qk_rope_head_dim \(16\)",
+        ),
+        (
+            dict(mla=MLA, num_kv_heads=4, qk_norm="head"),
+            r"qk_norm \('head'\) must be None with mla",
+        ),
+        (
+            dict(mla=replace(MLA, yarn=YarnConfig(**VALID_YARN)), num_kv_heads=4, max_seq_len=4097),
+            r"max_seq_len \(4097\) must be <= mla.yarn.factor \* "
+            r"mla.yarn.original_max_seq_len \(4.0 \* 1024\)",
+        ),
+        (
+            dict(mla=replace(MLA, yarn=YarnConfig(**VALID_YARN)), num_kv_heads=4, rope_theta=1.0),
+            r"rope_theta \(1.0\) must be > 1 with mla.yarn",
+        ),
+        (dict(num_mtp_layers=-1), r"num_mtp_layers \(-1\) must be a whole number >= 0"),
+        (
+            dict(num_mtp_layers=1),
+            r"mtp_loss_coef \(0.0\) must be > 0 with num_mtp_layers \(1\) > 0",
+        ),
+        (dict(mtp_loss_coef=0.1), r"mtp_loss_coef \(0.1\) must be > 0 with num_mtp_layers \(0\)"),
+        (dict(num_mtp_layers=1, mtp_loss_coef=float("nan")), r"mtp_loss_coef \(nan\) must be a f"),
+        (
+            dict(num_mtp_layers=2, mtp_loss_coef=0.1, max_seq_len=2),
+            r"num_mtp_layers \(2\) must be < max_seq_len \(2\)",
+        ),
     ],
 )
 def test_wrong_values_name_field_relation_and_fix(change, message):
     with pytest.raises(ValueError, match=message) as info:
         DecoderConfig(**{**VALID, **change})
     assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(kv_lora_rank=0), r"MLAConfig.kv_lora_rank \(0\) must be a whole number >= 1"),
+        (dict(qk_nope_head_dim=0), r"MLAConfig.qk_nope_head_dim \(0\) must be a whole"),
+        (dict(qk_rope_head_dim=2.0), r"MLAConfig.qk_rope_head_dim \(2.0\) must be a whole"),
+        (dict(v_head_dim=-1), r"MLAConfig.v_head_dim \(-1\) must be a whole"),
+        (dict(q_lora_rank=-1), r"MLAConfig.q_lora_rank \(-1\) must be a whole number >= 0"),
+        (dict(q_lora_rank=None), r"MLAConfig.q_lora_rank \(None\) must be a whole number >= 0"),
+        (dict(qk_rope_head_dim=3), r"MLAConfig.qk_rope_head_dim \(3\) must be even"),
+        (dict(norm_eps=0.0), r"MLAConfig.norm_eps \(0.0\) must be > 0"),
+    ],
+)
+def test_wrong_latent_attention_is_refused(change, message):
+    with pytest.raises(ValueError, match=message) as info:
+        MLAConfig(**{**VALID_MLA, **change})
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(original_max_seq_len=0), r"YarnConfig.original_max_seq_len \(0\) must be a whole"),
+        (dict(factor=0.5), r"YarnConfig.factor \(0.5\) must be a finite number >= 1"),
+        (dict(factor=float("inf")), r"YarnConfig.factor \(inf\) must be a finite number >= 1"),
+        (dict(beta_slow=0.0), r"YarnConfig.beta_slow \(0.0\) must be > 0 and < beta_fast \(32.0\)"),
+        (dict(beta_fast=1.0), r"YarnConfig.beta_slow \(1.0\) must be > 0 and < beta_fast \(1.0\)"),
+        (dict(mscale=-1.0), r"YarnConfig.mscale \(-1.0\) must be a finite number >= 0"),
+        (dict(mscale_all_dim=float("nan")), r"YarnConfig.mscale_all_dim \(nan\) must be a finite"),
+    ],
+)
+def test_wrong_yarn_is_refused(change, message):
+    with pytest.raises(ValueError, match=message) as info:
+        YarnConfig(**{**VALID_YARN, **change})
+    assert "\n" not in str(info.value)
+
+
+def test_yarn_scales_by_hand():
+    # ln(e) = 1: 0.1 * mscale + 1.
+    yarn = YarnConfig(factor=math.e, original_max_seq_len=1024, mscale=2.0, mscale_all_dim=1.0)
+    assert yarn.table_scale == pytest.approx(1.2 / 1.1)
+    assert yarn.score_scale == pytest.approx(1.1**2)
+    assert MLA.score_scale == 0.25
+    assert replace(MLA, yarn=yarn).score_scale == pytest.approx(0.25 * 1.1**2)
 
 
 def test_config_is_frozen_and_counts_layers():
@@ -84,10 +165,22 @@ def test_active_params_leave_out_the_unused_experts(name):
     assert active_params(config) == num_params(config) - unused
 
 
-def test_biases_are_counted():
-    moe = replace(MOE, fc1_bias=True, fc2_bias=True, router_bias=True)
-    for qk_norm in ("head", "full"):
-        config = DecoderConfig(**{**VALID, "moe": moe, "qk_norm": qk_norm})
+def test_every_option_is_counted():
+    biased = replace(MOE, fc1_bias=True, fc2_bias=True, router_bias=True)
+    shared = replace(MOE, shared_hidden_dim=12, num_shared_experts=3, shared_gate=True)
+    variants = [
+        dict(moe=biased, qk_norm="head"),
+        dict(moe=biased, qk_norm="full"),
+        dict(moe=shared),
+        dict(moe=replace(MOE, latent_dim=20, fc2_bias=True)),
+        dict(moe=replace(MOE, activation="relu2")),
+        dict(mla=MLA, num_kv_heads=4),
+        dict(mla=replace(MLA, q_lora_rank=6), num_kv_heads=4),
+        dict(num_mtp_layers=2, mtp_loss_coef=0.1, dense_layers=(1,), mlp_hidden_dim=24),
+        dict(num_mtp_layers=2, mtp_loss_coef=0.1, dense_layers=(0,), mlp_hidden_dim=24),
+    ]
+    for change in variants:
+        config = DecoderConfig(**{**VALID, **change})
         real = sum(p.numel() for p in Decoder(config, device="meta").parameters())
         assert num_params(config) == real
 
@@ -107,6 +200,53 @@ def test_published_sizes(name, total, active, unit):
     assert abs(active_params(config) - active) < 0.55 * unit
 
 
+def test_published_size_of_deepseek_v3():
+    """671B of which 37B are active, and 11.6B for multi-token prediction (published as 11.5B)."""
+    config = preset("deepseek-v3")
+    main = replace(config, num_mtp_layers=0, mtp_loss_coef=0.0)
+    assert abs(num_params(main) - 671e9) < 0.1e9
+    # The published figure leaves out the embedding lookup, unlike those of the models above.
+    assert abs(active_params(main) - main.vocab_size * main.dim - 37e9) < 0.5e9
+    assert abs(num_params(config) - num_params(main) - 11.6e9) < 0.05e9
+
+
+def test_deepseek_v3_has_the_dimensions_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    hf, config = transformers.DeepseekV3Config(), preset("deepseek-v3")
+    mla, moe = config.mla, config.moe
+    ours = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.mlp_hidden_dim,
+        "moe_intermediate_size": moe.hidden_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "n_shared_experts": moe.shared_hidden_dim // moe.hidden_dim,
+        "n_routed_experts": moe.num_experts,
+        "routed_scaling_factor": moe.routed_scaling_factor,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "q_lora_rank": mla.q_lora_rank,
+        "qk_rope_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "qk_nope_head_dim": mla.qk_nope_head_dim,
+        "qk_head_dim": config.head_dim,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_groups,
+        "num_experts_per_tok": moe.top_k,
+        "first_k_dense_replace": len(config.dense_layers),
+        "norm_topk_prob": moe.normalize_weights,
+        "max_position_embeddings": mla.yarn.original_max_seq_len,  # before YaRN
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "num_mtp_layers": config.num_mtp_layers,
+    }
+    assert ours == {name: getattr(hf, name) for name in ours}
+    assert hf.rope_parameters["rope_theta"] == config.rope_theta
+    assert config.max_seq_len == mla.yarn.factor * mla.yarn.original_max_seq_len == 163_840
+    assert config.dense_layers == (0, 1, 2) and moe.expert_bias and moe.score_function == "sigmoid"
+
+
 def test_flops_of_a_small_decoder_by_hand():
     # One dense layer, D = 4, 2 heads of 2, V = 8, F = 16: q, k, v, o are 4 x 16 = 64, the MLP is
     # 3 * 64 = 192, three norms of 4 = 12, the head is 32. Attention: 1 layer * 4 * T.
@@ -123,3 +263,14 @@ def test_flops_of_a_small_decoder_by_hand():
     tied = replace(config, tie_embeddings=True)
     assert flops_per_token(tied, 10) == flops_per_token(config, 10)
     assert num_params(config) - num_params(tied) == 32
+
+
+def test_flops_of_latent_attention_and_multi_token_prediction():
+    config = preset("tiny-deepseek-v3")
+    plain = replace(config, num_mtp_layers=0, mtp_loss_coef=0.0)
+    # Queries and keys of 24, values of 12, 4 heads: 3 * 4 * 36 FLOPs per layer and token of T.
+    assert flops_per_token(plain, 11) - flops_per_token(plain, 10) == 3 * 3 * 4 * 36
+    assert flops_per_token(config, 11) - flops_per_token(config, 10) == 4 * 3 * 4 * 36
+    # A module more: its own parameters, and the head once more.
+    matmul = active_params(config) - active_params(plain) + 128 * 64
+    assert flops_per_token(config, 0) - flops_per_token(plain, 0) == 6 * matmul

@@ -9,126 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moecore import MoEConfig
-from moecore.models import PRESETS, Decoder, DecoderConfig, preset
-from moecore.models.layers import RotaryTable
+from moecore.checkpoint.hf_names import from_hf
+from moecore.models import PRESETS, Decoder, preset
 from moecore.moe.layer import MoELayer
+from tests.models.hf_pairs import PAIRS, gradients, make_pair
 
-TINY = ("tiny", "tiny-qwen3", "tiny-shared")
-SHAPE = dict(vocab_size=97, dim=64, num_layers=3, num_heads=4, head_dim=16, max_seq_len=64)
-HF_SHAPE = dict(
-    vocab_size=97,
-    hidden_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    initializer_range=0.2,
-    attn_implementation="eager",
-)
+TINY = ("tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3")
 
 
-def qwen3_pair():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    hf = Qwen3MoeConfig(
-        **HF_SHAPE,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        mlp_only_layers=[1],
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
-    ours = DecoderConfig(
-        **SHAPE,
-        num_kv_heads=2,
-        qk_norm="head",
-        rope_theta=1e6,
-        dense_layers=(1,),
-        mlp_hidden_dim=48,
-        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3),
-    )
-    return Qwen3MoeForCausalLM(hf), ours
-
-
-def mixtral_pair():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    hf = MixtralConfig(
-        **HF_SHAPE,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
-    ours = DecoderConfig(
-        **SHAPE,
-        num_kv_heads=2,
-        norm_eps=1e-5,
-        rope_theta=1e6,
-        tie_embeddings=True,
-        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2),
-    )
-    return MixtralForCausalLM(hf), ours
-
-
-def olmoe_pair():
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
-    hf = OlmoeConfig(
-        **HF_SHAPE,
-        num_key_value_heads=4,
-        intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=3,
-        norm_topk_prob=False,
-        rms_norm_eps=1e-5,
-        pad_token_id=None,  # with one, its embedding is zero and gets no gradient
-        eos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )
-    ours = DecoderConfig(
-        **SHAPE,
-        num_kv_heads=4,
-        norm_eps=1e-5,
-        qk_norm="full",
-        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3, normalize_weights=False),
-    )
-    return OlmoeForCausalLM(hf), ours
-
-
-HF_NAMES = {"gate.weight": "router.weight", "gate_up_proj": "w1", "down_proj": "w2"}
-
-
-def from_hf(name: str) -> str:
-    """Our name of a Hugging Face parameter: only those inside an MoE block differ."""
-    for theirs, ours in HF_NAMES.items():
-        if name.endswith((f"mlp.{theirs}", f"experts.{theirs}")):
-            return name.removesuffix(theirs) + ours
-    return name
-
-
-@pytest.mark.parametrize("pair", [qwen3_pair, mixtral_pair, olmoe_pair])
-def test_logits_loss_and_gradients_equal_hugging_face(pair):
+@pytest.mark.parametrize("name", PAIRS)
+def test_logits_loss_and_gradients_equal_hugging_face(name):
     pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    hf, config = pair()
-    with torch.no_grad():
-        for name, param in hf.named_parameters():
-            if "norm" in name:
-                param.uniform_(0.5, 1.5)
+    hf, config = make_pair(name)
     ours = Decoder(config)
-    shapes = {n: p.shape for n, p in ours.named_parameters()}  # w1 has a dim for gate and up
-    state = {n: p.detach().clone() for n, p in hf.named_parameters()}
-    state = {from_hf(n): p.view(shapes[from_hf(n)]) for n, p in state.items()}
-    assert ours.load_state_dict(state, strict=True)
+    ours.load_state_dict(from_hf(hf.state_dict(), config))
 
     tokens = torch.randint(0, 97, (3, 29))
     want = hf(tokens).logits
@@ -143,16 +37,16 @@ def test_logits_loss_and_gradients_equal_hugging_face(pair):
     torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=0)
     loss.backward()
     want_loss.backward()
-    params = dict(ours.named_parameters())
-    for name, param in hf.named_parameters():
-        scale = param.grad.abs().max()
-        found = params[from_hf(name)].grad.view_as(param)
-        assert (found - param.grad).abs().max() <= 2e-5 * scale, name
+    expected = from_hf(gradients(hf), config)
+    for name, param in ours.named_parameters():
+        scale = expected[name].abs().max()
+        assert scale > 0, name
+        assert (param.grad - expected[name]).abs().max() <= 1e-5 * scale, name
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_loss_is_that_of_the_logits(name):
-    model = Decoder(preset(name))
+    model = Decoder(preset(name)).eval()  # training adds multi-token prediction
     g = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.config.vocab_size, (2, 37), generator=g)
     labels = tokens.roll(-1, 1)
@@ -180,23 +74,6 @@ def test_tokens_do_not_see_the_future(name):
         same = model(tokens)[0] - model(changed)[0]
     assert same[:20].abs().max() < 1e-5
     assert same[20:].abs().amax(-1).min() > 1e-4
-
-
-def test_rotary_table_by_hand():
-    # d = 4, theta = 100: frequencies 1 and 0.1; pairs are (0, 2) and (1, 3).
-    table = RotaryTable(3, 4, 100.0, torch.device("cpu"))
-    x = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 3, 1, 4)
-    want = [[math.cos(t), math.cos(0.1 * t), math.sin(t), math.sin(0.1 * t)] for t in range(3)]
-    torch.testing.assert_close(table.rotate(x)[0, :, 0], torch.tensor(want))
-
-
-def test_rotary_table_survives_mixed_precision_casts():
-    """FSDP2 casts floating tensors inside containers and dataclasses, not inside this class."""
-    from torch.distributed.utils import _apply_to_tensors
-
-    table = RotaryTable(3, 4, 100.0, torch.device("cpu"))
-    (kept,) = _apply_to_tensors(lambda t: t.bfloat16(), (table,))
-    assert kept.cos_Td.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -233,6 +110,14 @@ def test_init_scale_of_each_kind():
     assert len(stds) == sum("norm" not in n for n, _ in model.named_parameters())
     shared = Decoder(preset("tiny-shared")).layers[1].mlp.part("shared")
     assert shared.w2.std() < 0.6 * shared.w1.std()
+
+
+def test_init_scales_what_leads_out_of_the_latent():
+    config = preset("tiny")
+    latent = Decoder(replace(config, moe=replace(config.moe, latent_dim=64))).layers[1].mlp
+    scale = 1 / math.sqrt(2 * config.num_layers)
+    assert latent.latent.w_up.std().item() == pytest.approx(0.02 * scale, rel=0.1)
+    assert latent.experts.w2.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 def test_names_follow_hugging_face():
@@ -314,6 +199,11 @@ def test_wrong_inputs_are_refused():
         model(torch.zeros(1, 129, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"labels \(1, 7\) must have the shape of tokens \(1, 8\)"):
         model(tokens, tokens[:, 1:])
+    for mask in (torch.zeros(1, 7, dtype=torch.bool), tokens):
+        with pytest.raises(
+            ValueError, match=r"padding_mask \(1, \d\) \(torch.*\) must be torch.bool"
+        ):
+            model(tokens, padding_mask_BT=mask)
 
 
 def test_a_few_steps_learn_a_repeated_sequence():

@@ -114,7 +114,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         is_experts = isinstance(unit, Experts)
         _set_divisor(unit, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
     if options.prefetch_blocks:
-        _set_prefetch(blocks, parts_of, options.prefetch_blocks)
+        _set_prefetch(model, blocks, parts_of, options.prefetch_blocks)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -217,17 +217,30 @@ def _parts(block: nn.Module, options: FSDPOptions) -> list[nn.Module]:
 
 
 def _set_prefetch(
-    blocks: list[nn.Module], parts_of: dict[nn.Module, list[nn.Module]], ahead: int
+    model: nn.Module,
+    blocks: list[nn.Module],
+    parts_of: dict[nn.Module, list[nn.Module]],
+    ahead: int,
 ) -> None:
-    """Gather parameters `ahead` blocks early, in the order in which they are used."""
+    """Gather parameters `ahead` blocks early, in the order in which they are used.
+
+    Forward stays within one list of blocks. The next list may not run (multi-token prediction
+    without labels), and FSDP2 would then keep the gathered values for a forward after later steps.
+    """
+    list_of: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():  # outer ones first
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            for inner in module.modules():
+                list_of.setdefault(inner, module)
     forward = [[b, *parts_of[b]] for b in blocks]
     backward = [[b, *reversed(units[1:])] for b, units in zip(blocks, forward, strict=True)]
     backward.reverse()
-    for order, setter in (
-        (forward, "set_modules_to_forward_prefetch"),
-        (backward, "set_modules_to_backward_prefetch"),
-    ):
-        for i, units in enumerate(order):
-            later = [unit for group in order[i + 1 : i + 1 + ahead] for unit in group]
-            for j, unit in enumerate(units):
-                getattr(unit, setter)(units[j + 1 :] + later)
+    for i, units in enumerate(forward):
+        same = [u for u in forward[i + 1 :] if list_of.get(u[0]) is list_of.get(units[0])]
+        later = [unit for group in same[:ahead] for unit in group]
+        for j, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[j + 1 :] + later)  # type: ignore[operator]
+    for i, units in enumerate(backward):
+        later = [unit for group in backward[i + 1 : i + 1 + ahead] for unit in group]
+        for j, unit in enumerate(units):
+            unit.set_modules_to_backward_prefetch(units[j + 1 :] + later)  # type: ignore[operator]

@@ -1,6 +1,6 @@
 """A native decoder: config, presets, the module, its loss and its tensor parallelism."""
 
-from moecore.models.config import DecoderConfig
+from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 from moecore.models.decoder import Decoder
 from moecore.models.loss import linear_cross_entropy
 from moecore.models.presets import PRESETS, preset
@@ -10,6 +10,8 @@ __all__ = [
     "PRESETS",
     "Decoder",
     "DecoderConfig",
+    "MLAConfig",
+    "YarnConfig",
     "active_params",
     "flops_per_token",
     "linear_cross_entropy",

@@ -3,9 +3,11 @@
 Legend: B sequences, T tokens of a sequence, N = B * T, D model dim, V vocabulary.
 
     tokens_BT -> embedding -> [norm, attention, add, norm, MLP or MoE, add] x L -> norm -> head
+                                                                                     +-> mtp -> head
 
 Parameter names follow Hugging Face decoders (model.layers.0.self_attn.q_proj.weight), except
-inside an MoE layer, which keeps moecore's own (model.layers.0.mlp.experts.w1).
+inside an MoE layer, which keeps moecore's own (model.layers.0.mlp.experts.w1), and for multi-token
+prediction (mtp.0); `checkpoint/hf_names.py` translates.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
-from moecore.models.layers import MLP, Attention, Linear, RMSNorm, RotaryTable
-from moecore.models.loss import count_labels, linear_cross_entropy
+from moecore.models.layers import Linear, RMSNorm
+from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
+from moecore.models.mtp import MTPLayer, shift_left
+from moecore.models.rotary import rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import init_normal_, local_param
@@ -45,38 +50,6 @@ class Embedding(nn.Module):
         return F.embedding(tokens_BT, local_param(self.weight))
 
 
-class Block(nn.Module):
-    """One layer: attention, then a dense MLP or an MoE layer, each on a normed residual.
-
-    Args:
-        config: the decoder.
-        layer_idx: which layer.
-        dtype: dtype of the parameters.
-    """
-
-    def __init__(
-        self, config: DecoderConfig, layer_idx: int, *, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
-        if config.moe is None or config.is_dense(layer_idx):
-            self.mlp: nn.Module = MLP(config, dtype=dtype)
-        else:
-            self.mlp = MoELayer(config.moe, dtype=dtype)
-
-    def forward(self, x_BTD: Tensor, rotary: RotaryTable) -> Tensor:
-        """Return the residual stream after this layer, same shape and dtype.
-
-        Args:
-            x_BTD: residual stream; under tp this rank's tokens.
-            rotary: table over the whole sequence.
-        """
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
-
-
 class Backbone(nn.Module):
     """Everything but the head: tokens -> normed hidden states.
 
@@ -93,20 +66,27 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, padding_mask_BT: Tensor | None = None) -> Tensor:
         """Return x_BTD; under tp only this rank's tokens of each sequence.
 
         Args:
             tokens_BT: int64 ids, the same on every tp rank.
+            padding_mask_BT: bool, True = padding; likewise.
         """
-        config = self.config
-        rotary = RotaryTable(
-            tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device
-        )
-        x_BTD = self.embed_tokens(tokens_BT if self.tp is None else self.tp.own(tokens_BT))
+        rotary = rotary_table(self.config, tokens_BT.shape[1], tokens_BT.device)
+        x_BTD = self.embed(tokens_BT)
+        own_mask = self.own(padding_mask_BT)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, rotary)
+            x_BTD = layer(x_BTD, rotary, own_mask)
         return self.norm(x_BTD)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Return the embeddings of this tp rank's tokens."""
+        return self.embed_tokens(tokens_BT if self.tp is None else self.tp.own(tokens_BT))
+
+    def own(self, mask_BT: Tensor | None) -> Tensor | None:
+        """Return this tp rank's part of a mask over the whole sequences."""
+        return mask_BT if mask_BT is None or self.tp is None else self.tp.own(mask_BT)
 
 
 class Head(nn.Module):
@@ -174,6 +154,11 @@ class Decoder(nn.Module):
         config: the decoder.
         device: device of the parameters; "meta" allocates nothing.
         dtype: dtype of the parameters.
+
+    Attributes:
+        mtp_losses: fp32 [num_mtp_layers] on the device, detached: the cross-entropy of each
+            multi-token prediction module in the last training forward, before `mtp_loss_coef`, of
+            this data rank's tokens. None before it. Reading it (`.tolist()`) is the only sync.
     """
 
     def __init__(
@@ -189,6 +174,10 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             self.model = Backbone(config, dtype=dtype)
             self.lm_head = Head(config, dtype=dtype)
+            self.mtp = nn.ModuleList(
+                MTPLayer(config, dtype=dtype) for _ in range(config.num_mtp_layers)
+            )
+        self.mtp_losses: Tensor | None = None
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
@@ -247,8 +236,13 @@ class Decoder(nn.Module):
         labels_BT: Tensor | None = None,
         *,
         num_tokens: Tensor | int | None = None,
+        padding_mask_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the mean cross-entropy over the labels that count, or the logits without labels.
+
+        In training mode `mtp_loss_coef` times the mean of the losses of the multi-token prediction
+        modules is added, each the mean over its own labels (or divided by `num_tokens` too). In
+        eval mode and without labels these modules do not run.
 
         Args:
             tokens_BT: int64 ids; under tp the same whole sequences on every tp rank.
@@ -256,6 +250,9 @@ class Decoder(nn.Module):
                 where nothing counts.
             num_tokens: when given, the loss is the sum over labels divided by it: a whole number or
                 an integer scalar tensor, such as the labels of the global batch.
+            padding_mask_BT: bool, True = padding, which no expert computes and no balance loss
+                counts. Padding must follow the tokens of its sequence, where causal attention hides
+                it from them, and its labels must be -100; neither is checked, it would sync.
 
         Returns:
             An fp32 scalar, the same on every tp rank (0 when no label counts), or logits
@@ -264,10 +261,39 @@ class Decoder(nn.Module):
         Raises:
             ValueError: for wrong shapes, a sequence that is too long or does not divide by tp.
         """
-        self._check(tokens_BT, labels_BT)
-        x_BTD = self.model(tokens_BT)
-        tied = self.model.embed_tokens.weight if self.config.tie_embeddings else None
-        return self.lm_head(x_BTD, labels_BT, num_tokens, tied)
+        self._check(tokens_BT, labels_BT, padding_mask_BT)
+        x_BTD = self.model(tokens_BT, padding_mask_BT)
+        out = self.lm_head(x_BTD, labels_BT, num_tokens, self._tied_weight)
+        if labels_BT is None or not self.training or not self.mtp:
+            return out
+        if padding_mask_BT is None:
+            padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+        losses = self._mtp_losses(x_BTD, tokens_BT, labels_BT, num_tokens, padding_mask_BT)
+        self.mtp_losses = losses.detach()
+        return out + self.config.mtp_loss_coef * losses.mean()
+
+    def _mtp_losses(
+        self,
+        h_BTD: Tensor,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        num_tokens: Tensor | int | None,
+        padding_mask_BT: Tensor,
+    ) -> Tensor:
+        """Return the loss of each multi-token prediction module, fp32; see `models/mtp.py`."""
+        rotary = rotary_table(self.config, tokens_BT.shape[1], tokens_BT.device)
+        losses = []
+        for ahead, layer in enumerate(self.mtp, start=1):
+            e_BTD = self.model.embed(shift_left(tokens_BT, ahead, 0))
+            mask_BT = self.model.own(shift_left(padding_mask_BT, ahead, True))
+            h_BTD = layer(h_BTD, e_BTD, rotary, mask_BT)
+            targets_BT = shift_left(labels_BT, ahead, IGNORE_INDEX)
+            losses.append(self.lm_head(h_BTD, targets_BT, num_tokens, self._tied_weight))
+        return torch.stack(losses)
+
+    @property
+    def _tied_weight(self) -> Tensor | None:
+        return self.model.embed_tokens.weight if self.config.tie_embeddings else None
 
     @torch.no_grad()
     def generate(
@@ -312,7 +338,9 @@ class Decoder(nn.Module):
         padding = 0 if tp is None else -T % tp.size
         return self(F.pad(window_BT, (0, padding)))[:, T - 1]
 
-    def _check(self, tokens_BT: Tensor, labels_BT: Tensor | None) -> None:
+    def _check(
+        self, tokens_BT: Tensor, labels_BT: Tensor | None, padding_mask_BT: Tensor | None
+    ) -> None:
         if tokens_BT.ndim != 2:
             raise ValueError(f"tokens {tuple(tokens_BT.shape)} must be [B, T]: add a batch dim")
         if tokens_BT.shape[1] > self.config.max_seq_len:
@@ -325,12 +353,20 @@ class Decoder(nn.Module):
                 f"labels {tuple(labels_BT.shape)} must have the shape of tokens "
                 f"{tuple(tokens_BT.shape)}: shift them and fill the end with -100"
             )
+        mask = padding_mask_BT
+        if mask is not None and (mask.shape != tokens_BT.shape or mask.dtype != torch.bool):
+            raise ValueError(
+                f"padding_mask {tuple(mask.shape)} ({mask.dtype}) must be torch.bool with the "
+                f"shape of tokens {tuple(tokens_BT.shape)}: True where there is padding"
+            )
 
 
 def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
-    """FC2 of the routed and shared experts."""
-    experts = layer.part("experts")
-    weights = [getattr(experts, layer.layout.expert_layout.w2)]
+    """What the layer's output comes out of: FC2 of the experts, or what leads out of the latent."""
+    if layer.config.latent_dim:
+        weights = [layer.latent.w_up]
+    else:
+        weights = [getattr(layer.part("experts"), layer.layout.expert_layout.w2)]
     if layer.config.shared_hidden_dim:
         weights.append(layer.part("shared").w2)
     return weights

@@ -1,4 +1,4 @@
-"""The parts of a block besides the MoE layer: linear, RMSNorm, rotary embedding, attention, MLP.
+"""The parts of a block besides the MoE layer: linear, RMSNorm, grouped-query attention, MLP.
 
 Legend: B sequences, T tokens of a sequence, D model dim, H query heads, h key/value heads, d head
 dim, F hidden dim of the MLP. Under tensor parallelism H, h and F are this rank's share, and x_BTD
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.models.config import DecoderConfig
+from moecore.models.rotary import RotaryTable
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.params import local_param
 
@@ -81,39 +82,6 @@ class RMSNorm(nn.Module):
         squares = self.tp.sum_shared(x_fp32.square().sum(-1, keepdim=True))
         rms = torch.rsqrt(squares / self.weight.shape[0] + self.eps)
         return (x_fp32 * rms * weight_D).to(x.dtype)
-
-
-class RotaryTable:
-    """cos and sin of every position and frequency, made once per forward.
-
-    A plain class on purpose: FSDP's mixed precision casts floating tensors in the arguments of a
-    block, those inside tuples and dataclasses too, and 16 bits are too few for an angle's sine.
-
-    Args:
-        seq_len: positions 0 .. seq_len - 1.
-        head_dim: d.
-        theta: base of the frequencies theta^(-2i / d).
-        device: device of the table.
-
-    Attributes:
-        cos_Td: fp32 [T, d / 2].
-        sin_Td: fp32 [T, d / 2].
-
-    Source: RoFormer (arXiv:2104.09864), in the half-split order of Llama.
-    """
-
-    def __init__(self, seq_len: int, head_dim: int, theta: float, device: torch.device) -> None:
-        half = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
-        positions_T = torch.arange(seq_len, device=device, dtype=torch.float32)
-        angles_Td = torch.outer(positions_T, 1.0 / theta ** (half / head_dim))
-        self.cos_Td, self.sin_Td = angles_Td.cos(), angles_Td.sin()
-
-    def rotate(self, x_BTHd: Tensor) -> Tensor:
-        """Turn each pair (i, i + d / 2) of the last dim; fp32 inside, dtype of x outside."""
-        cos, sin = self.cos_Td[:, None], self.sin_Td[:, None]
-        first, second = x_BTHd.chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned.to(x_BTHd.dtype)
 
 
 class Attention(nn.Module):

@@ -3,9 +3,11 @@
 Note: the published `router_aux_loss_coef` is kept as `micro_batch_coef`. The published training
 code of these models sums the shares over the K choices and takes one mean over all layers, moecore
 sums over layers and its shares add up to 1: for the same gradient multiply by K / num_moe_layers.
+DeepSeek-V3's losses and rates are those of its paper at the start of pretraining.
 
 Source: the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B,
-mistralai/Mixtral-8x7B-v0.1 and allenai/OLMoE-1B-7B-0924 on Hugging Face.
+mistralai/Mixtral-8x7B-v0.1, allenai/OLMoE-1B-7B-0924 and deepseek-ai/DeepSeek-V3 on Hugging Face;
+DeepSeek-V3 (arXiv:2412.19437), section 4.2.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from moecore.config import BalanceConfig, MoEConfig
-from moecore.models.config import DecoderConfig
+from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 
 
 def preset(name: str) -> DecoderConfig:
@@ -93,6 +95,43 @@ _OLMOE_1B_7B = DecoderConfig(
     ),
 )
 
+_DEEPSEEK_V3 = DecoderConfig(
+    vocab_size=129_280,
+    dim=7168,
+    num_layers=61,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=192,
+    mla=MLAConfig(
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        yarn=YarnConfig(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    rope_theta=10_000.0,
+    norm_eps=1e-6,
+    max_seq_len=163_840,
+    dense_layers=(0, 1, 2),
+    mlp_hidden_dim=18_432,
+    num_mtp_layers=1,
+    mtp_loss_coef=0.3,
+    moe=MoEConfig(
+        dim=7168,
+        hidden_dim=2048,
+        num_experts=256,
+        top_k=8,
+        score_function="sigmoid",
+        routed_scaling_factor=2.5,
+        num_groups=8,
+        top_groups=4,
+        expert_bias=True,
+        shared_hidden_dim=2048,
+        balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
+    ),
+)
+
 # The CPU demo: bytes as tokens, small enough for a step of 4096 tokens in 0.25 s on two cores.
 _TINY = DecoderConfig(
     vocab_size=256,
@@ -162,14 +201,52 @@ _TINY_SHARED = DecoderConfig(
     ),
 )
 
+_TINY_DEEPSEEK_V3 = DecoderConfig(
+    vocab_size=128,
+    dim=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=24,
+    mla=MLAConfig(
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        yarn=YarnConfig(factor=4.0, original_max_seq_len=32, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    max_seq_len=128,
+    ce_chunk_tokens=32,
+    dense_layers=(0,),
+    mlp_hidden_dim=128,
+    num_mtp_layers=1,
+    mtp_loss_coef=0.3,
+    moe=MoEConfig(
+        dim=64,
+        hidden_dim=32,
+        num_experts=8,
+        top_k=2,
+        score_function="sigmoid",
+        routed_scaling_factor=2.5,
+        num_groups=4,
+        top_groups=2,
+        expert_bias=True,
+        shared_hidden_dim=32,
+        balance=BalanceConfig(sequence_coef=1e-4, bias_update_rate=1e-3),
+    ),
+)
+
 PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
     {
         "qwen3-30b-a3b": _qwen3(2048, 48, 32, 768),
         "qwen3-235b-a22b": _qwen3(4096, 94, 64, 1536),
         "mixtral-8x7b": _MIXTRAL_8X7B,
         "olmoe-1b-7b": _OLMOE_1B_7B,
+        "deepseek-v3": _DEEPSEEK_V3,
         "tiny": _TINY,
         "tiny-qwen3": _TINY_QWEN3,
         "tiny-shared": _TINY_SHARED,
+        "tiny-deepseek-v3": _TINY_DEEPSEEK_V3,
     }
 )

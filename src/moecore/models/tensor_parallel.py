@@ -8,6 +8,8 @@ every rank the sum of the partial results for its own tokens:
 
     x_BtD -> gather -> x_BTD -> q/k/v, attention, o_proj -> partial y_BTD -> scatter_sum -> y_BtD
 
+Latent attention gathers its latents instead, which each rank makes of its own tokens (see mla.py).
+
 So norms, embedding, head, router and shared experts need no communication; their weights are whole
 on each tp rank, and their gradients are partial sums over tp (`moecore.moe.params.local_param`).
 

@@ -1,0 +1,56 @@
+"""One layer of a decoder: attention, then a dense MLP or an MoE layer.
+
+Legend: B sequences, T tokens of a sequence, D model dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moecore.models.config import DecoderConfig
+from moecore.models.layers import MLP, Attention, RMSNorm
+from moecore.models.mla import LatentAttention
+from moecore.models.rotary import RotaryTable
+from moecore.moe.layer import MoELayer
+
+
+class Block(nn.Module):
+    """One layer: attention, then a dense MLP or an MoE layer, each on a normed residual.
+
+    Args:
+        config: the decoder.
+        layer_idx: which layer.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layer_idx: int, *, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        attention = Attention if config.mla is None else LatentAttention
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        self.self_attn: nn.Module = attention(config, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        self.is_dense = config.is_dense(layer_idx)
+        if config.moe is None or self.is_dense:
+            self.mlp: nn.Module = MLP(config, dtype=dtype)
+        else:
+            self.mlp = MoELayer(config.moe, dtype=dtype)
+
+    def forward(
+        self, x_BTD: Tensor, rotary: RotaryTable, padding_mask_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return the residual stream after this layer, same shape and dtype.
+
+        Args:
+            x_BTD: residual stream; under tp this rank's tokens.
+            rotary: table over the whole sequence.
+            padding_mask_BT: bool, True where no expert shall see the token; of the same tokens.
+                Attention and a dense MLP do not read it.
+        """
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
+        y_BTD = self.post_attention_layernorm(x_BTD)
+        if self.is_dense or padding_mask_BT is None:
+            return x_BTD + self.mlp(y_BTD)
+        return x_BTD + self.mlp(y_BTD, padding_mask=padding_mask_BT)

@@ -1,0 +1,100 @@
+"""Multi-head latent attention: queries, keys and values come out of small latents.
+
+Legend: B sequences, T tokens of a sequence, t tokens of this tp rank, D model dim, H query heads
+(this rank's share under tp), Q latent of the queries, C latent of keys and values, n and r the
+parts of a query or key head that rotary embedding leaves alone and turns, v dim of a value head.
+
+    x_BtD -> q_a_proj, norm -> q_BtQ --+                    +-> q_b_proj  -> q_BTH(n+r) -- rotate r
+                                       +-> gather (tp) -> --+-> kv_b_proj -> k_BTHn, v_BTHv
+    x_BtD -> kv_a_proj -> norm -> c_BtC, k_Btr -------------+-> k_BT1r, the same for all heads
+
+Under tensor parallelism heads are cut and latents are whole: each rank makes the latents of its own
+tokens, so their weights have partial-sum gradients like every weight outside of attention, and what
+ranks exchange are latents (Q + C + r numbers per token) instead of hidden states (D).
+
+Source: DeepSeek-V2 (arXiv:2405.04434); parameter names are transformers'.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moecore.models.config import DecoderConfig
+from moecore.models.layers import Linear, RMSNorm
+from moecore.models.rotary import RotaryTable
+from moecore.models.tensor_parallel import TensorParallel
+
+
+class LatentAttention(nn.Module):
+    """Causal multi-head latent attention.
+
+    Args:
+        config: the decoder, with `mla`.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        assert config.mla is not None, "a decoder without mla has grouped-query attention"
+        self.mla = mla = config.mla
+        self.tp: TensorParallel | None = None
+        D, H, C = config.dim, config.num_heads, mla.kv_lora_rank
+        if mla.q_lora_rank:
+            self.q_a_proj = Linear(D, mla.q_lora_rank, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.norm_eps, dtype=dtype)
+            self.q_b_proj = Linear(
+                mla.q_lora_rank, H * mla.qk_head_dim, tp_shard_dim=0, dtype=dtype
+            )
+        else:
+            self.q_proj = Linear(D, H * mla.qk_head_dim, tp_shard_dim=0, dtype=dtype)
+        self.kv_a_proj_with_mqa = Linear(D, C + mla.qk_rope_head_dim, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(C, mla.norm_eps, dtype=dtype)
+        kv_dim = H * (mla.qk_nope_head_dim + mla.v_head_dim)
+        self.kv_b_proj = Linear(C, kv_dim, tp_shard_dim=0, dtype=dtype)
+        self.o_proj = Linear(H * mla.v_head_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor, rotary: RotaryTable) -> Tensor:
+        """Return the attention's output, same shape and dtype.
+
+        Args:
+            x_BTD: normed hidden states; under tp this rank's tokens.
+            rotary: table over the whole sequence, of `qk_rope_head_dim`.
+        """
+        q_BTQ, c_BTC, k_BTr = self._latents(x_BTD)
+        q_BTHq, k_BTHq, v_BTHv = self._heads(q_BTQ, c_BTC, k_BTr, rotary)
+        y_BHTv = F.scaled_dot_product_attention(
+            q_BTHq.transpose(1, 2),
+            k_BTHq.transpose(1, 2),
+            v_BTHv.transpose(1, 2),
+            is_causal=True,
+            scale=self.mla.score_scale,
+        )
+        y_BTD = self.o_proj(y_BHTv.transpose(1, 2).flatten(2))
+        return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
+
+    def _latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query latent (x itself without one), key/value latent and unturned shared key; all T."""
+        C, r = self.mla.kv_lora_rank, self.mla.qk_rope_head_dim
+        q_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD)) if self.mla.q_lora_rank else x_BTD
+        c_BTC, k_BTr = self.kv_a_proj_with_mqa(x_BTD).split((C, r), dim=-1)
+        c_BTC = self.kv_a_layernorm(c_BTC)
+        if self.tp is None:
+            return q_BTQ, c_BTC, k_BTr
+        gathered = self.tp.gather(torch.cat((q_BTQ, c_BTC, k_BTr), dim=-1))
+        q_BTQ, c_BTC, k_BTr = gathered.split((q_BTQ.shape[-1], C, r), dim=-1)
+        return q_BTQ, c_BTC, k_BTr
+
+    def _heads(
+        self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, rotary: RotaryTable
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, T, H, n + r], turned, and values [B, T, H, v]."""
+        n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim
+        q = self.q_b_proj(q_BTQ) if self.mla.q_lora_rank else self.q_proj(q_BTQ)
+        q_BTHn, q_BTHr = q.unflatten(-1, (-1, n + r)).split((n, r), dim=-1)
+        q_BTHq = torch.cat((q_BTHn, rotary.rotate_pairs(q_BTHr)), dim=-1)
+        kv_BTHx = self.kv_b_proj(c_BTC).unflatten(-1, (-1, n + v))
+        k_BTHn, v_BTHv = kv_BTHx.split((n, v), dim=-1)
+        k_BTHr = rotary.rotate_pairs(k_BTr[:, :, None]).expand(*k_BTHn.shape[:-1], r)
+        return q_BTHq, torch.cat((k_BTHn, k_BTHr), dim=-1), v_BTHv

@@ -1,0 +1,214 @@
+"""Tiny random transformers models beside the native config of the same decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecore import MoEConfig
+from moecore.models import DecoderConfig, MLAConfig, YarnConfig
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=97, dim=64, num_layers=3, num_heads=4, head_dim=16, max_seq_len=64
+)
+HF_SHAPE: dict[str, Any] = dict(
+    vocab_size=97,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+    attn_implementation="eager",
+)
+Pair = tuple[nn.Module, DecoderConfig]
+
+
+def qwen3() -> Pair:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    hf = Qwen3MoeConfig(
+        **HF_SHAPE,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        mlp_only_layers=[1],
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    ours = DecoderConfig(
+        **SHAPE,
+        num_kv_heads=2,
+        qk_norm="head",
+        rope_theta=1e6,
+        dense_layers=(1,),
+        mlp_hidden_dim=48,
+        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3),
+    )
+    return Qwen3MoeForCausalLM(hf), ours
+
+
+def mixtral() -> Pair:
+    """With tied embeddings, which the other models do not have."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    hf = MixtralConfig(
+        **HF_SHAPE,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    ours = DecoderConfig(
+        **SHAPE,
+        num_kv_heads=2,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2),
+    )
+    return MixtralForCausalLM(hf), ours
+
+
+def olmoe() -> Pair:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    hf = OlmoeConfig(
+        **HF_SHAPE,
+        num_key_value_heads=4,
+        intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        rms_norm_eps=1e-5,
+        pad_token_id=None,  # with one, its embedding is zero and gets no gradient
+        eos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    ours = DecoderConfig(
+        **SHAPE,
+        num_kv_heads=4,
+        norm_eps=1e-5,
+        qk_norm="full",
+        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3, normalize_weights=False),
+    )
+    return OlmoeForCausalLM(hf), ours
+
+
+def deepseek(
+    *, q_lora_rank: int = 24, yarn: YarnConfig | None = None, num_mtp_layers: int = 0
+) -> Pair:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+    if yarn is not None:
+        rope |= {
+            "rope_type": "yarn",
+            "factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_seq_len,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+        }
+    hf = DeepseekV3Config(
+        **HF_SHAPE,
+        num_key_value_heads=4,
+        intermediate_size=48,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        q_lora_rank=q_lora_rank or None,
+        kv_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        rms_norm_eps=1e-5,
+        num_mtp_layers=num_mtp_layers,
+        rope_parameters=rope,
+    )
+    ours = DecoderConfig(
+        **SHAPE | dict(head_dim=20),
+        num_kv_heads=4,
+        norm_eps=1e-5,
+        dense_layers=(0,),
+        mlp_hidden_dim=48,
+        mla=MLAConfig(
+            q_lora_rank=q_lora_rank,
+            kv_lora_rank=20,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=8,
+            v_head_dim=10,
+            yarn=yarn,
+        ),
+        num_mtp_layers=num_mtp_layers,
+        mtp_loss_coef=0.3 if num_mtp_layers else 0.0,
+        moe=MoEConfig(
+            dim=64,
+            hidden_dim=32,
+            num_experts=8,
+            top_k=3,
+            score_function="sigmoid",
+            routed_scaling_factor=2.5,
+            num_groups=4,
+            top_groups=2,
+            expert_bias=True,
+            shared_hidden_dim=64,
+        ),
+    )
+    return DeepseekV3ForCausalLM(hf), ours
+
+
+# Of the four frequencies two stay, one is mixed, and one is slowed down.
+YARN = YarnConfig(factor=4.0, original_max_seq_len=16, beta_fast=0.2, beta_slow=0.01)
+PAIRS = {
+    "qwen3": qwen3,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "deepseek": deepseek,
+    "deepseek, no query latent": lambda: deepseek(q_lora_rank=0),
+    "deepseek, yarn": lambda: deepseek(yarn=YARN),
+    "deepseek, yarn, both scales": lambda: deepseek(
+        yarn=YarnConfig(factor=4.0, original_max_seq_len=16, mscale=0.7, mscale_all_dim=1.2)
+    ),
+}
+
+
+def make_pair(name: str) -> Pair:
+    """A pair whose Hugging Face side has random norms and selection biases too."""
+    torch.manual_seed(0)
+    hf, config = PAIRS[name]()
+    randomize(hf)
+    return hf, config
+
+
+@torch.no_grad()
+def randomize(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if "norm" in name:
+            param.uniform_(0.5, 1.5)
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            buffer.uniform_(-0.1, 0.1)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's gradient, and zeros for buffers: a state dict of gradients."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        name: params[name].grad if name in params else torch.zeros_like(value)
+        for name, value in model.state_dict().items()
+    }

@@ -1,0 +1,184 @@
+"""The decoder and its losses once more, in plain PyTorch: shares no code with src but the config.
+
+Every sequence is cut to the positions that exist (no padding, no masks), attention is a loop over
+heads, rotary pairs are complex numbers, experts come from `moe_reference`.
+
+Legend: B sequences, T tokens of a sequence, D model dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.models import DecoderConfig, MLAConfig
+from moecore.moe.reference import moe_reference
+
+Params = Mapping[str, Tensor]
+
+
+@dataclass
+class PlainLosses:
+    """What one micro-batch of equally long sequences gives.
+
+    Attributes:
+        main: mean cross-entropy of the next token, or the sum over `num_tokens`.
+        ahead: the same of each multi-token prediction module.
+        aux: every auxiliary loss of every MoE layer.
+    """
+
+    main: Tensor
+    ahead: list[Tensor] = field(default_factory=list)
+    aux: list[Tensor] = field(default_factory=list)
+
+    def total(self, config: DecoderConfig) -> Tensor:
+        """What training minimises."""
+        extra = sum(self.ahead, torch.zeros(())) / max(1, len(self.ahead))
+        return self.main + config.mtp_loss_coef * extra + sum(self.aux, torch.zeros(()))
+
+
+def plain_losses(
+    params: Params,
+    config: DecoderConfig,
+    tokens_BT: Tensor,
+    labels_BT: Tensor,
+    num_tokens: int | None = None,
+) -> PlainLosses:
+    """All losses of a decoder with these parameters (its `state_dict`, gradients attached)."""
+    aux: list[Tensor] = []
+    table_VD = params["model.embed_tokens.weight"]
+    head_VD = table_VD if config.tie_embeddings else params["lm_head.weight"]
+
+    def loss_of(h_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        logits = (h_BTD @ head_VD.T).flatten(0, 1)
+        total = F.cross_entropy(logits, targets_BT.flatten(), ignore_index=-100, reduction="sum")
+        return total / (num_tokens or max(1, int((targets_BT != -100).sum())))
+
+    x_BTD = table_VD[tokens_BT]
+    for i in range(config.num_layers):
+        x_BTD = block(below(params, f"model.layers.{i}."), config, x_BTD, config.is_dense(i), aux)
+    h_BTD = norm(x_BTD, params["model.norm.weight"], config.norm_eps)
+    losses = PlainLosses(loss_of(h_BTD, labels_BT), aux=aux)
+    for k in range(1, config.num_mtp_layers + 1):
+        own = below(params, f"mtp.{k - 1}.")
+        # Position i of T - k has the token i + k to read and the token i + k + 1 to predict.
+        e_BTD = norm(table_VD[tokens_BT[:, k:]], own["enorm.weight"], config.norm_eps)
+        h_BTD = norm(h_BTD[:, :-1], own["hnorm.weight"], config.norm_eps)
+        x_BTD = torch.cat([e_BTD, h_BTD], -1) @ own["eh_proj.weight"].T
+        last = config.is_dense(config.num_layers - 1)
+        x_BTD = block(below(own, "block."), config, x_BTD, last, aux)
+        h_BTD = norm(x_BTD, own["norm.weight"], config.norm_eps)
+        losses.ahead.append(loss_of(h_BTD, labels_BT[:, k:]))
+    return losses
+
+
+def below(params: Params, prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def block(
+    params: Params, config: DecoderConfig, x_BTD: Tensor, dense: bool, aux: list[Tensor]
+) -> Tensor:
+    y = norm(x_BTD, params["input_layernorm.weight"], config.norm_eps)
+    attend = grouped_attention if config.mla is None else latent_attention
+    x_BTD = x_BTD + attend(below(params, "self_attn."), config, y)
+    y = norm(x_BTD, params["post_attention_layernorm.weight"], config.norm_eps)
+    own = below(params, "mlp.")
+    if dense:
+        gate, up = y @ own["gate_proj.weight"].T, y @ own["up_proj.weight"].T
+        return x_BTD + (gate * torch.sigmoid(gate) * up) @ own["down_proj.weight"].T
+    out = moe_reference(y, own, config.moe)
+    aux.extend(out.losses.values())
+    return x_BTD + out.y_BTD
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One head: [B, T, d] each."""
+    T = q.shape[1]
+    scores = (q @ k.transpose(1, 2)) * scale
+    scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def turn(x: Tensor, frequencies: Tensor, scale: float, pairs: bool) -> Tensor:
+    """Rotate [B, T, d] by position: neighbours are pairs, or the halves' dims are."""
+    T, d = x.shape[1:]
+    split = x.unflatten(-1, (d // 2, 2)) if pairs else x.unflatten(-1, (2, d // 2)).transpose(2, 3)
+    angles = torch.arange(T)[:, None] * frequencies
+    turned = torch.view_as_complex(split.contiguous()) * torch.polar(scale + 0 * angles, angles)
+    turned = torch.view_as_real(turned)
+    return (turned if pairs else turned.transpose(2, 3)).flatten(2)
+
+
+def grouped_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:
+    d, group = config.head_dim, config.num_heads // config.num_kv_heads
+    frequencies = config.rope_theta ** (-torch.arange(0, d, 2) / d)
+    q, k, v = (x @ params[f"{n}_proj.weight"].T for n in "qkv")
+    heads = []
+    for h in range(config.num_heads):
+        qh = q[..., h * d : (h + 1) * d]
+        kh, vh = (t[..., h // group * d : (h // group + 1) * d] for t in (k, v))
+        if config.qk_norm == "head":
+            qh = norm(qh, params["q_norm.weight"], config.norm_eps)
+            kh = norm(kh, params["k_norm.weight"], config.norm_eps)
+        qh, kh = (turn(t, frequencies, 1.0, pairs=False) for t in (qh, kh))
+        heads.append(attention(qh, kh, vh, d**-0.5))
+    return torch.cat(heads, -1) @ params["o_proj.weight"].T
+
+
+def latent_attention(params: Params, config: DecoderConfig, x: Tensor) -> Tensor:
+    mla = config.mla
+    n, r, v = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
+    frequencies, table_scale, score_scale = yarn(mla, config.rope_theta)
+    if mla.q_lora_rank:
+        latent = norm(x @ params["q_a_proj.weight"].T, params["q_a_layernorm.weight"], mla.norm_eps)
+        q = latent @ params["q_b_proj.weight"].T
+    else:
+        q = x @ params["q_proj.weight"].T
+    both = x @ params["kv_a_proj_with_mqa.weight"].T
+    c = norm(both[..., : mla.kv_lora_rank], params["kv_a_layernorm.weight"], mla.norm_eps)
+    shared = turn(both[..., mla.kv_lora_rank :], frequencies, table_scale, pairs=True)
+    kv = c @ params["kv_b_proj.weight"].T
+    heads = []
+    for h in range(config.num_heads):
+        qh = q[..., h * (n + r) : (h + 1) * (n + r)]
+        turned = turn(qh[..., n:], frequencies, table_scale, pairs=True)
+        kvh = kv[..., h * (n + v) : (h + 1) * (n + v)]
+        keys = torch.cat([kvh[..., :n], shared], -1)
+        queries = torch.cat([qh[..., :n], turned], -1)
+        heads.append(attention(queries, keys, kvh[..., n:], score_scale * (n + r) ** -0.5))
+    return torch.cat(heads, -1) @ params["o_proj.weight"].T
+
+
+def yarn(mla: MLAConfig, theta: float) -> tuple[Tensor, float, float]:
+    """Frequencies, factor on cos and sin, factor on scores: YaRN's formulas, one by one."""
+    r, config = mla.qk_rope_head_dim, mla.yarn
+    if config is None:
+        return theta ** (-torch.arange(0, r, 2) / r), 1.0, 1.0
+    frequencies = []
+    for i in range(r // 2):
+        frequency = theta ** (-2 * i / r)
+
+        def place(turns: float) -> float:
+            return (
+                r
+                * math.log(config.original_max_seq_len / (turns * 2 * math.pi))
+                / (2 * math.log(theta))
+            )
+
+        low = max(0, math.floor(place(config.beta_fast)))
+        high = min(r - 1, math.ceil(place(config.beta_slow)))
+        slow = min(1.0, max(0.0, (i - low) / max(high - low, 1e-3)))
+        frequencies.append(frequency * (1 - slow) + frequency / config.factor * slow)
+    ln = math.log(config.factor)
+    all_dims = 0.1 * config.mscale_all_dim * ln + 1
+    return torch.tensor(frequencies), (0.1 * config.mscale * ln + 1) / all_dims, all_dims**2

@@ -1,0 +1,261 @@
+"""Multi-token prediction against a plain computation on cut sequences, and against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore import BalanceConfig, MoEConfig
+from moecore.checkpoint.hf_names import to_hf
+from moecore.models import Decoder, DecoderConfig, preset
+from moecore.models.mtp import shift_left
+from moecore.moe.layer import MoELayer
+from tests.models.hf_pairs import YARN, deepseek, randomize
+from tests.models.plain_decoder import PlainLosses, plain_losses
+
+BALANCE = BalanceConfig(micro_batch_coef=0.1, sequence_coef=0.2, z_loss_coef=0.01)
+DEEPSEEK = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=7)
+DEEPSEEK = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, balance=BALANCE))
+GROUPED = DecoderConfig(
+    vocab_size=61,
+    dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm="head",
+    tie_embeddings=True,
+    dense_layers=(1,),  # and so is the module's MLP
+    mlp_hidden_dim=48,
+    ce_chunk_tokens=7,
+    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2, balance=BALANCE),
+)
+CONFIGS = {
+    f"{name}, {depth}": replace(config, num_mtp_layers=depth, mtp_loss_coef=0.4)
+    for name, config in {"latent": DEEPSEEK, "grouped, tied, dense": GROUPED}.items()
+    for depth in (1, 2)
+}
+
+
+def make(config: DecoderConfig) -> Decoder:
+    """A decoder whose losses all differ: large weights, random norms and biases."""
+    model = Decoder(config)
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if "norm" in name:
+                value.copy_(torch.rand(value.shape, generator=g) + 0.5)
+            elif "expert_bias" in name:
+                value.copy_(torch.rand(value.shape, generator=g) * 0.1)
+            else:
+                value.mul_(8.0)
+    return model
+
+
+def batch(config: DecoderConfig, T: int = 19) -> tuple[Tensor, Tensor]:
+    """Labels are the next tokens; some do not count."""
+    g = torch.Generator().manual_seed(5)
+    text = torch.randint(0, config.vocab_size, (3, T + 1), generator=g)
+    labels = text[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=g) < 0.2] = -100
+    labels[0, :6] = -100
+    return text[:, :-1], labels
+
+
+def expected(
+    model: Decoder, tokens: Tensor, labels: Tensor, num_tokens: int | None = None
+) -> tuple[PlainLosses, dict[str, Tensor]]:
+    """The plain losses, and the gradient of their total."""
+    params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    losses = plain_losses(
+        {**dict(model.named_buffers()), **params}, model.config, tokens, labels, num_tokens
+    )
+    losses.total(model.config).backward()
+    return losses, {n: p.grad for n, p in params.items()}
+
+
+def assert_gradients(model: Decoder, want: dict[str, Tensor]) -> None:
+    for name, param in model.named_parameters():
+        scale = want[name].abs().max()
+        assert scale > 0, name
+        assert (param.grad - want[name]).abs().max() <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("num_tokens", [None, 200])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_and_gradients_equal_the_plain_computation(name, num_tokens):
+    model = make(CONFIGS[name])
+    tokens, labels = batch(model.config)
+    want, gradients = expected(model, tokens, labels, num_tokens)
+    loss = model(tokens, labels, num_tokens=num_tokens)
+    coef = model.config.mtp_loss_coef
+    ahead = torch.stack(want.ahead)
+    torch.testing.assert_close(loss, want.main + coef * ahead.mean(), rtol=1e-5, atol=0)
+    assert model.mtp_losses.dtype == torch.float32 and not model.mtp_losses.requires_grad
+    torch.testing.assert_close(model.mtp_losses, ahead, rtol=1e-5, atol=0)
+    assert len({round(v, 3) for v in [want.main.item(), *ahead.tolist()]}) == 1 + len(ahead)
+    loss.backward()
+    assert_gradients(model, gradients)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_read_past_the_end_changes_nothing(name, monkeypatch):
+    model = make(CONFIGS[name])
+    tokens, labels = batch(model.config)
+    results = []
+    for token in (0, 9):
+        monkeypatch.setattr(
+            "moecore.models.decoder.shift_left",
+            lambda x, steps, fill, token=token: shift_left(x, steps, token if fill == 0 else fill),
+        )
+        model.zero_grad()
+        model(tokens, labels).backward()
+        results.append([model.mtp_losses, *(p.grad for p in model.parameters())])
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6 * first.abs().max().item())
+
+
+def test_nothing_counts_without_labels_that_count():
+    model = make(CONFIGS["latent, 2"])
+    tokens, labels = batch(model.config)
+    none = model(tokens, torch.full_like(labels, -100))
+    assert none.item() == 0.0 and model.mtp_losses.tolist() == [0.0, 0.0]
+
+
+def test_experts_do_not_count_positions_without_a_next_token():
+    model = make(CONFIGS["latent, 2"])
+    tokens, labels = batch(model.config)
+    model(tokens, labels).backward()
+    counts = {
+        name: int(layer.tracker.counts.chosen_E.sum()) // layer.config.top_k
+        for name, layer in model.named_modules()
+        if isinstance(layer, MoELayer)
+    }
+    assert counts == {
+        "model.layers.1.mlp": 3 * 19,
+        "model.layers.2.mlp": 3 * 19,
+        "mtp.0.block.mlp": 3 * 18,
+        "mtp.1.block.mlp": 3 * 17,
+    }
+
+
+def test_sequences_too_short_for_a_target():
+    model = make(CONFIGS["latent, 2"])
+    tokens, labels = batch(model.config, T=2)
+    loss = model(tokens, labels)
+    loss.backward()
+    assert model.mtp_losses[0] > 0 and model.mtp_losses[1] == 0
+    for param in model.mtp[1].parameters():
+        assert param.grad is None or not param.grad.any()
+    one = model(tokens[:, :1], labels[:, :1])
+    assert model.mtp_losses.tolist() == [0.0, 0.0] and one.isfinite()
+
+
+@pytest.mark.parametrize("mode", ["no labels", "eval", "generate"])
+def test_it_runs_in_training_with_labels_only(mode):
+    model = make(CONFIGS["latent, 2"])
+    tokens, labels = batch(model.config)
+    plain = Decoder(replace(model.config, num_mtp_layers=0, mtp_loss_coef=0.0))
+    plain.load_state_dict({n: t for n, t in model.state_dict().items() if "mtp." not in n})
+    for module in model.mtp.modules():
+        module.register_forward_pre_hook(lambda *_: pytest.fail("must not run"))
+    if mode == "no labels":
+        assert torch.equal(model(tokens), plain(tokens))
+    elif mode == "eval":
+        assert torch.equal(model.eval()(tokens, labels), plain.eval()(tokens, labels))
+    else:
+        out = model.generate(tokens, 2, temperature=0)
+        assert torch.equal(out, plain.generate(tokens, 2, temperature=0))
+    assert model.mtp_losses is None
+
+
+def test_the_coefficient_may_follow_a_schedule():
+    model = make(CONFIGS["latent, 1"])
+    tokens, labels = batch(model.config)
+    high = model(tokens, labels)
+    model.config = replace(model.config, mtp_loss_coef=0.1)
+    low = model(tokens, labels)
+    torch.testing.assert_close(high - low, 0.3 * model.mtp_losses[0])
+
+
+@pytest.mark.parametrize("yarn", [None, YARN])
+def test_modules_equal_those_of_transformers(tmp_path, monkeypatch, yarn):
+    """transformers reads what `to_hf` writes, and its modules return the same hidden states."""
+    pytest.importorskip("transformers")
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("transformers without multi-token prediction")
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    hf, config = deepseek(yarn=yarn, num_mtp_layers=2)
+    randomize(hf)
+    hf.save_pretrained(tmp_path)
+    ours = make(config)
+    files = to_hf(ours.state_dict(), config, layout="per_expert")
+    save_file({n: t.clone() for n, t in files.items()}, tmp_path / "model.safetensors")
+    # It looks for the modules of the published 61 layers.
+    ignored = [r"model\.layers\.[34]\..*"]
+    monkeypatch.setattr(type(hf), "_keys_to_ignore_on_load_unexpected", ignored)
+    main = type(hf).from_pretrained(tmp_path, attn_implementation="eager")
+    theirs = layers.MtpModel.from_pretrained(main)
+
+    T = 23
+    text = torch.randint(0, 97, (2, T + 1), generator=torch.Generator().manual_seed(1))
+    hidden = main.model(text[:, :-1]).last_hidden_state
+    losses = [F.cross_entropy(main.lm_head(hidden).flatten(0, 1), text[:, 1:].flatten())]
+    for k in (1, 2):
+        ids = text[:, k:-1]
+        # Its causal mask is that of positions from 0 on.
+        hidden = theirs.forward_layer(
+            k - 1, hidden[:, :-1], torch.arange(T - k)[None], None, input_ids=ids
+        )
+        losses.append(
+            F.cross_entropy(main.lm_head(hidden).flatten(0, 1), text[:, k + 1 :].flatten())
+        )
+    loss = ours(text[:, :-1], text[:, 1:])
+    torch.testing.assert_close(ours.mtp_losses, torch.stack(losses[1:]), rtol=1e-5, atol=0)
+    total = losses[0] + 0.3 * (losses[1] + losses[2]) / 2
+    torch.testing.assert_close(loss, total, rtol=1e-5, atol=0)
+
+    loss.backward()
+    total.backward()
+    params = dict(main.named_parameters())
+    for name, param in ours.named_parameters():
+        if name.startswith("model.") or name == "lm_head.weight":
+            continue
+        want = module_gradient(theirs, name)
+        assert (param.grad.flatten() - want.flatten()).abs().max() <= 1e-5 * want.abs().max(), name
+    embedding = params["model.embed_tokens.weight"].grad
+    found = ours.model.embed_tokens.weight.grad
+    assert (found - embedding).abs().max() <= 1e-5 * embedding.abs().max()
+
+
+def module_gradient(theirs: torch.nn.Module, name: str) -> Tensor:
+    """The gradient of their parameter with our name, gate and up of a shared expert joined."""
+    params = dict(theirs.named_parameters())
+    name = name.replace("mtp.", "layers.").replace(".block.", ".mtp_block.")
+    for ours, others in (
+        ("router.weight", "gate.weight"),
+        ("experts.w1", "experts.gate_up_proj"),
+        ("experts.w2", "experts.down_proj"),
+        ("shared.w2", "shared_experts.down_proj.weight"),
+    ):
+        name = name.replace(f"mlp.{ours}", f"mlp.{others}")
+    if name.endswith("shared.w1"):
+        prefix = name.replace("shared.w1", "shared_experts.")
+        return torch.cat([params[f"{prefix}{n}_proj.weight"].grad for n in ("gate", "up")])
+    if name.endswith((".0.norm.weight", ".1.norm.weight")):
+        name = name.replace("norm.weight", "post_norm.weight")
+    return params[name].grad
+
+
+def test_shift_left_by_hand():
+    x = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert shift_left(x, 2, 0).tolist() == [[3, 0, 0], [6, 0, 0]]
+    assert shift_left(x, 5, -100).tolist() == [[-100] * 3] * 2
+    assert shift_left(x > 2, 1, True).tolist() == [[False, True, True], [True, True, True]]
