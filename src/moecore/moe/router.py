@@ -12,6 +12,7 @@ of mixed precision for the same reason. Among equal scores the lower expert id w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -73,8 +74,14 @@ register_dataclass(Routing, field_names=[f.name for f in fields(Routing)], drop_
 class ChoiceTape(Protocol):
     """Sees every choice of a router, and may make it; see `moecore.rl.replay`."""
 
-    def given(self, num_tokens: int, device: torch.device) -> Tensor | None:
-        """Return int32 [T, K] ids for this forward, or None where the router is to choose."""
+    def given(
+        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Return int32 [T, K] ids for this forward, or None where the router is to choose.
+
+        `own()` gives the router's choice, for what is not given; collective where tokens are
+        compared.
+        """
         ...
 
     def took(self, ids_TK: Tensor) -> None:
@@ -176,15 +183,22 @@ class Router(nn.Module):
         return router_logits(x_TD, weight_ED, bias_E)
 
     def _choose(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return int32 ids and fp32 weights [T, K], from the scores, by rule, or as given."""
+        """Return int32 ids and fp32 weights [T, K], as given or of the router's own choice."""
+        if self.tape is not None:
+            T, device = logits_TE.shape[0], logits_TE.device
+            logits = logits_TE.detach()
+            ids_TK = self.tape.given(T, device, lambda: self._own(logits, micro_batch)[0])
+            if ids_TK is not None:
+                return ids_TK, route_weights(logits_TE, ids_TK, _options(self.config))
+        return self._own(logits_TE, micro_batch)
+
+    def _own(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return int32 ids and fp32 weights [T, K], from the scores or by rule."""
         options, choice = _options(self.config), self.config.assignment
-        T, device = logits_TE.shape[0], logits_TE.device
-        ids_TK = None if self.tape is None else self.tape.given(T, device)
-        if ids_TK is None:
-            if choice in ("learned", "balanced") or (choice == "sinkhorn" and not self.training):
-                return route(logits_TE, self.selection_bias, options)
-            with torch.no_grad():
-                ids_TK = self._assign(logits_TE, micro_batch).to(torch.int32)
+        if choice in ("learned", "balanced") or (choice == "sinkhorn" and not self.training):
+            return route(logits_TE, self.selection_bias, options)
+        with torch.no_grad():
+            ids_TK = self._assign(logits_TE, micro_batch).to(torch.int32)
         return ids_TK, route_weights(logits_TE, ids_TK, options)
 
     def _assign(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -212,14 +226,14 @@ class Router(nn.Module):
         padding_N = micro_batch.gather_padding()
         N = ids_TK.shape[0] * micro_batch.num_ranks
         most, capacity = capacity_of(factor, N, K, config.num_experts, padding_N)
-        if config.assignment == "expert_choice" or config.capacity is None:
-            return ids_TK, most
+        if config.assignment == "expert_choice" and self.tape is None:
+            return ids_TK, most  # experts took no more; in a choice that was given they may have
         stays_NK = within_capacity(
             micro_batch.gather(ids_TK),
             micro_batch.gather(weights_TK),
             config.num_experts,
             capacity,
-            config.capacity.drop,
+            "probability" if config.capacity is None else config.capacity.drop,
         )
         return ids_TK.masked_fill(~micro_batch.own(stays_NK), -1), most
 

@@ -1,0 +1,211 @@
+"""What a recording of expert choices is: checked, stored, and exchanged with inference engines.
+
+Legend: B sequences, S tokens of a sequence, T tokens of this rank, L layers, K experts per token, E
+experts.
+
+Choices are a plain dict: layer name -> list of int32 [T, K], one entry per call of the layer. Ids
+are global expert ids, -1 = no choice. T counts this rank's tokens in the order in which the layer
+gets them: sequence after sequence, and under tp this rank's slice of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.moe.layer import MoELayer
+from moecore.moe.micro_batch import MicroBatch
+
+Choices = dict[str, list[Tensor]]
+EMPTY = "none"  # ends the name of a layer that never ran
+
+
+def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> None:
+    """Raise for choices that these layers cannot follow. One host sync per entry on a GPU.
+
+    Args:
+        choices: layer name -> ids.
+        layers: layer name -> layer, all that will ask for choices.
+
+    Raises:
+        ValueError: when a layer is missing or unknown; when ids are not [T, K], not integers, out
+            of range, or repeated in a row (for expert choice: not e or -1 in column e).
+    """
+    for name in choices:
+        if name not in layers:
+            raise ValueError(
+                f"choices[{name!r}] must name one of the layers {_shown(layers)}: "
+                "record and replay the same model"
+            )
+    for name, layer in layers.items():
+        if name not in choices:
+            raise ValueError(
+                f"choices (of {len(choices)} layers) must have layer {name!r}: record it, or leave "
+                "it out with RouterReplay(model, layers=...)"
+            )
+        for forward, ids_TK in enumerate(choices[name]):
+            _check_ids(f"choices[{name!r}][{forward}]", ids_TK, layer)
+
+
+def _check_ids(where: str, ids_TK: Tensor, layer: MoELayer) -> None:
+    config, K, E = layer.config, columns(layer), layer.config.num_experts
+    if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
+        raise ValueError(
+            f"{where} {tuple(ids_TK.shape)} must have the shape [tokens, {K}]: K is top_k, or "
+            "num_experts where the experts choose"
+        )
+    if ids_TK.is_floating_point() or ids_TK.is_complex() or ids_TK.dtype == torch.bool:
+        raise ValueError(f"{where} ({ids_TK.dtype}) must be integers: use torch.int32")
+    ids_TK = ids_TK.long()
+    wrong_TK = (ids_TK < -1) | (ids_TK >= E)
+    rule = f"lie in [0, num_experts ({E})), or be -1"
+    if config.assignment == "expert_choice":
+        wrong_TK |= (ids_TK >= 0) & (ids_TK != torch.arange(E, device=ids_TK.device))
+        rule = "be e or -1 in column e, where experts choose"
+    if wrong_TK.any():
+        token, k = wrong_TK.nonzero()[0].tolist()
+        raise ValueError(
+            f"{where}[{token}, {k}] ({int(ids_TK[token, k])}) must {rule}: record it anew"
+        )
+    sorted_TK = ids_TK.sort(dim=1).values
+    twice_TK = (sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)
+    if twice_TK.any():
+        token = int(twice_TK.any(1).nonzero()[0])
+        raise ValueError(
+            f"{where}[{token}] ({ids_TK[token].tolist()}) must not repeat an expert: record it anew"
+        )
+
+
+def columns(layer: MoELayer) -> int:
+    """Return K, the ids of one token: top_k, or all experts where the experts choose."""
+    config = layer.config
+    return config.num_experts if config.assignment == "expert_choice" else config.top_k
+
+
+def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Return one flat dict for `safetensors.torch.save_file` or `torch.save`.
+
+    Names are "<layer>/<forward>", for example "model.layers.3.mlp/0"; a layer that never ran is
+    "<layer>/none", a tensor without elements. Tensors are contiguous and share no memory.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, records in choices.items():
+        for forward, ids_TK in enumerate(records):
+            tensors[f"{name}/{forward}"] = ids_TK.clone(memory_format=torch.contiguous_format)
+        if not records:
+            tensors[f"{name}/{EMPTY}"] = torch.empty(0, dtype=torch.int32)
+    return tensors
+
+
+def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
+    """Return the choices that `choices_to_tensors` made flat.
+
+    Raises:
+        ValueError: for a name of another form, or a layer whose forwards are not 0, 1, 2, ...
+    """
+    found: dict[str, dict[int, Tensor]] = {}
+    for key, ids_TK in tensors.items():
+        name, slash, forward = key.rpartition("/")
+        if not slash or not (forward == EMPTY or (forward.isascii() and forward.isdecimal())):
+            raise ValueError(f"tensors[{key!r}] must be named <layer>/<forward>: save it anew")
+        records = found.setdefault(name, {})
+        if forward != EMPTY:
+            records[int(forward)] = ids_TK
+    for name, records in found.items():
+        missing = set(range(len(records))) - records.keys()
+        if missing:
+            raise ValueError(
+                f"tensors of layer {name!r} ({len(records)} forwards) must have forward "
+                f"{min(missing)}: load the whole recording"
+            )
+    return {name: [records[i] for i in range(len(records))] for name, records in found.items()}
+
+
+def own_choices(
+    indices_BSLK: Any, layers: Mapping[str, MoELayer], engine_layers: Sequence[str | None]
+) -> dict[str, Tensor]:
+    """Return layer name -> int32 [T, K], this rank's part of what an engine chose. No collective.
+
+    Args:
+        indices_BSLK: integers, a tensor or array.
+        layers: layer name -> layer.
+        engine_layers: for each of the L layers its name, or None to skip it.
+
+    Raises:
+        ValueError: for wrong shapes or dtypes, or layers that are not named exactly once.
+    """
+    ids_BSLK = torch.as_tensor(indices_BSLK)
+    if ids_BSLK.ndim != 4 or ids_BSLK.shape[2] != len(engine_layers):
+        raise ValueError(
+            f"indices {tuple(ids_BSLK.shape)} must be [batch, sequence, {len(engine_layers)} layers"
+            ", top_k]: name the engine's layers with layer_names, None for those without experts"
+        )
+    named = [name for name in engine_layers if name is not None]
+    if sorted(named) != sorted(layers):
+        raise ValueError(
+            f"layer_names ({named}) must name each of {_shown(layers)} once: leave layers out with "
+            "RouterReplay(model, layers=...)"
+        )
+    B, S = ids_BSLK.shape[:2]
+    found: dict[str, Tensor] = {}
+    for i, name in enumerate(engine_layers):
+        if name is None:
+            continue
+        group = layers[name].tracker.groups.micro_batch
+        micro_batch = MicroBatch(num_sequences=B, group=group)
+        if S % micro_batch.num_ranks:
+            raise ValueError(
+                f"indices sequence ({S}) must be a multiple of the ranks that share one "
+                f"({micro_batch.num_ranks}): pad it with -1"
+            )
+        ids_NK = ids_BSLK[:, :, i].flatten(0, 1)
+        _check_ids(f"indices[..., {i}, :] of layer {name!r}, row", ids_NK, layers[name])
+        ids_TK = micro_batch.own(ids_NK)
+        found[name] = ids_TK.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+    return {name: found[name] for name in layers}
+
+
+def engine_indices(
+    choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer], batch_size: int
+) -> list[Tensor]:
+    """Return int32 [B, S, L, K] per forward; collective over tp.
+
+    Args:
+        choices: of these layers.
+        layers: layer name -> layer.
+        batch_size: B.
+
+    Raises:
+        ValueError: when layers ran different numbers of times, on different tokens or with
+            different K, or tokens do not divide by B.
+    """
+    check_choices(choices, layers)
+    forwards = {name: len(choices[name]) for name in layers}
+    if len(set(forwards.values())) > 1:
+        raise ValueError(
+            f"choices (forwards per layer: {forwards}) must have one number of forwards: "
+            "choose layers that always run with RouterReplay(model, layers=...)"
+        )
+    result = []
+    for i in range(min(forwards.values())):
+        shapes = {name: tuple(choices[name][i].shape) for name in layers}
+        if len(set(shapes.values())) > 1 or next(iter(shapes.values()))[0] % batch_size:
+            raise ValueError(
+                f"choices of forward {i} ({shapes}) must have one shape with a multiple of "
+                f"batch_size ({batch_size}) tokens: say how many sequences a forward had"
+            )
+        whole = []
+        for name, layer in layers.items():
+            group = layer.tracker.groups.micro_batch
+            micro_batch = MicroBatch(num_sequences=batch_size, group=group)
+            ids_NK = micro_batch.gather(choices[name][i].to(torch.int32))
+            whole.append(ids_NK.unflatten(0, (batch_size, ids_NK.shape[0] // batch_size)))
+        result.append(torch.stack(whole, dim=2))
+    return result
+
+
+def _shown(names: Mapping[str, Any]) -> str:
+    return ", ".join(repr(name) for name in names)

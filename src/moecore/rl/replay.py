@@ -1,0 +1,240 @@
+"""RouterReplay: records which experts a model chose, and makes it choose the same again.
+
+Legend: T tokens of this rank, K experts per token, E experts.
+
+    replay = RouterReplay(model)
+    with replay.record():
+        model(tokens)                        # any number of forwards
+    choices = replay.choices("cpu")          # layer name -> list of int32 [T, K], one per forward
+    with replay.replay(choices):
+        loss(model(tokens)).backward()       # the same experts, weights of the router as it is now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from moecore.moe.layer import MoELayer
+from moecore.moe.router import Router
+from moecore.rl.choices import Choices, check_choices, engine_indices, own_choices
+from moecore.rl.tapes import Recorder, Replay, refuse_taken, remove
+
+Unrecorded = Literal["drop", "route"]
+
+
+class RouterReplay:
+    """Records and replays the expert choices of the MoE layers of a model.
+
+    Layers are known by their qualified name, without what torch.compile and checkpoint wrappers add
+    to it, so a recording moves between a plain, a wrapped and a parallelized model. A replay fixes
+    ids only: weights come from the live logits and carry gradients to the router; capacity, padding
+    and balance counts are worked out anew for the replayed ids.
+
+    Args:
+        model: a model with MoELayers, parallelized or not, or one pipeline stage. Call this module
+            itself, not a part of it, where checkpointed forwards are replayed: see Note [pairing]
+            in `rl/tapes.py`.
+        layers: names of the layers that take part; None = all. The others route as ever.
+
+    Raises:
+        ValueError: when the model has no MoELayer, or a name is not one of them.
+    """
+
+    def __init__(self, model: nn.Module, *, layers: Sequence[str] | None = None) -> None:
+        found = {_clean(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+        if not found:
+            raise ValueError(
+                f"model ({type(model).__name__}) must hold MoELayers: call "
+                "parallelize_moe(model, meshes) first"
+            )
+        for name in layers or ():
+            if name not in found:
+                raise ValueError(f"layers ({name!r}) must be one of {', '.join(map(repr, found))}")
+        self.model = model
+        self.layers = {n: m for n, m in found.items() if layers is None or n in layers}
+        self._routers: dict[str, Router] = {n: m.part("router") for n, m in self.layers.items()}
+        self._records: Choices | None = None
+        self._replaying: Replay | None = None
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The layers that take part, in the order of the model."""
+        return list(self.layers)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Note the choice of every forward inside; `choices()` returns them afterwards.
+
+        Ids are copied on the device, 4 * T * K bytes per layer and forward; no host sync. Repeated
+        forwards of activation checkpointing are not noted. An exception discards the recording.
+
+        Raises:
+            ValueError: when a router is recorded or replayed already.
+            NotImplementedError: inside, when a CUDA graph captures a forward.
+        """
+        refuse_taken(self._routers)
+        self._records = None
+        records: Choices = {name: [] for name in self.layers}
+        tapes = {self._routers[name]: Recorder(own) for name, own in records.items()}
+        for router, tape in tapes.items():
+            router.tape = tape
+        try:
+            yield
+        finally:
+            remove(tapes)
+        self._records = records
+
+    def choices(self, device: torch.device | str | None = None) -> Choices:
+        """Return what the last `record()` noted: layer name -> int32 [T, K] per forward.
+
+        Padding is -1. A layer that ran twice in a forward has two entries, one that never ran an
+        empty list.
+
+        Args:
+            device: where the tensors go; None = where they are. A copy to the CPU is a host sync.
+
+        Raises:
+            ValueError: when nothing has been recorded.
+        """
+        if self._records is None:
+            raise ValueError(
+                "choices (None) must have been recorded: run forwards inside record() and leave it"
+            )
+        return {
+            name: [ids if device is None else ids.to(device) for ids in own]
+            for name, own in self._records.items()
+        }
+
+    @contextmanager
+    def replay(
+        self,
+        choices: Mapping[str, Sequence[Tensor]],
+        *,
+        unrecorded: Unrecorded = "drop",
+        strict: bool = True,
+    ) -> Iterator[None]:
+        """Make every forward inside choose as recorded: forward i gets entry i of each layer.
+
+        Backwards may run inside or afterwards, in any order; a forward that activation
+        checkpointing repeats gets the choices of its first run. Choices are checked and moved to
+        the device here, forwards inside sync no more than others.
+
+        Args:
+            choices: layer name -> integer [T, K] per forward, of this rank's tokens.
+            unrecorded: what a row of -1 alone means. "drop": the token goes to no routed expert.
+                "route": the router chooses for it; for tokens that an engine did not run.
+            strict: raise at the end when entries were not used.
+
+        Raises:
+            ValueError: for choices that do not fit the layers (`check_choices`), when a router is
+                recorded or replayed already; inside, when a forward has no entry, or one of another
+                number of tokens.
+            RuntimeError: when entries are left at the end, unless another exception is on its way;
+                when a forward follows one that failed.
+            NotImplementedError: for "route" where experts choose; inside, when a CUDA graph
+                captures a forward, and in backward for a recompute that belongs to no known forward
+                and nothing was selected.
+        """
+        check_choices(choices, self.layers)
+        self._check_unrecorded(unrecorded)
+        refuse_taken(self._routers)
+        records = _on_devices(choices, self.layers)
+        run = Replay(self.model, self._routers, records, fill=unrecorded == "route")
+        self._replaying = run
+        run.open()
+        try:
+            yield
+        finally:
+            self._replaying = None
+            run.close()
+        if strict:
+            run.check_all_used()
+
+    def select(self, forward: int | None) -> None:
+        """Say which entry forwards use from now on, until `replay` ends; None = the next one.
+
+        For schedules that run forwards in another order than they were recorded, or repeat one. A
+        recompute whose forward autograd does not tell uses it too, else it is refused.
+
+        Args:
+            forward: index into each layer's list.
+
+        Raises:
+            ValueError: outside of `replay`, or for a negative index.
+        """
+        if self._replaying is None:
+            raise ValueError(f"select({forward}) must be called inside replay(): enter it first")
+        if forward is not None and forward < 0:
+            raise ValueError(f"forward ({forward}) must be >= 0: count from the first forward")
+        self._replaying.selected = forward
+
+    def from_engine(self, indices: Any, layer_names: Sequence[str | None] | None = None) -> Choices:
+        """Return the choices of an inference engine as this model's, for this rank. No collective.
+
+        Row (b, s) are the experts of the token that the model reads at position s of sequence b.
+        Each tp rank takes its slice of every sequence.
+
+        Args:
+            indices: integers [batch, sequence, layers, K], a tensor or array, -1 = no choice; this
+                data rank's sequences. A list of them: one per forward.
+            layer_names: this model's name of each of the engine's layers, None for a layer to skip
+                (a dense one); None = the engine has the layers of `layer_names`, in this order.
+
+        Returns:
+            int32 tensors on the device of the indices.
+
+        Raises:
+            ValueError: for wrong shapes, dtypes or ids, layers that are not named exactly once, or
+                a sequence that tp does not divide.
+        """
+        names = list(self.layers) if layer_names is None else layer_names
+        forwards = indices if isinstance(indices, list | tuple) else [indices]
+        every = [own_choices(indices_BSLK, self.layers, names) for indices_BSLK in forwards]
+        return {name: [own[name] for own in every] for name in self.layers}
+
+    def to_engine(
+        self, choices: Mapping[str, Sequence[Tensor]], *, batch_size: int = 1
+    ) -> list[Tensor]:
+        """Return int32 [batch, sequence, layers, K] per forward: the reverse of `from_engine`.
+
+        Collective over tp, whose ranks all get whole sequences.
+
+        Args:
+            choices: as from `choices()`.
+            batch_size: sequences of this data rank in each forward.
+
+        Raises:
+            ValueError: for choices that do not fit the layers, or of layers that ran different
+                numbers of times, on different tokens or with different K.
+        """
+        return engine_indices(choices, self.layers, batch_size)
+
+    def _check_unrecorded(self, unrecorded: str) -> None:
+        if unrecorded not in get_args(Unrecorded):
+            raise ValueError(f"unrecorded ({unrecorded!r}) must be 'drop' or 'route'")
+        for name, layer in self.layers.items():
+            if unrecorded == "route" and layer.config.assignment == "expert_choice":
+                raise NotImplementedError(
+                    f"unrecorded ('route') must be 'drop' for layer {name!r}, where experts choose "
+                    "and a row of -1 is a choice: leave it out with RouterReplay(model, layers=...)"
+                )
+
+
+def _on_devices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> Choices:
+    """Copies that nobody else can change, where the layers are."""
+    return {
+        name: [
+            ids.to(layer.part("router").weight.device, torch.int32, copy=True).contiguous()
+            for ids in choices[name]
+        ]
+        for name, layer in layers.items()
+    }
+
+
+def _clean(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

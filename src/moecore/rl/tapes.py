@@ -1,0 +1,273 @@
+"""The tapes of recorded and replayed routers, and which entry a call gets.
+
+Legend: T tokens of this rank, K experts per token.
+
+Note [pairing]. Activation checkpointing calls a layer again inside backward, when several forwards
+may wait for theirs, and the call must get the choices of its own forward. Autograd knows which one:
+the node that backward is at (the one that asks for recomputed tensors) was created in that forward,
+and nodes are numbered in the order of their creation. So a forward of the model notes the first and
+the last number, and a recompute belongs to the forward whose range holds the number of the current
+node. That holds for either kind of checkpointing and any order of backwards. Numbers are only
+comparable for nodes that this thread's forwards made. A backward that enters through the output of
+a replayed forward walks such nodes; a backward inside a recompute (nested reentrant checkpointing)
+does not. Hence a hook on the outputs notes which backwards enter there, and what the rule cannot
+tell is refused.
+
+Note [late backward]. A backward may run after `with replay.replay(...)` has ended. The same hook
+then puts the choices back into the routers for as long as that backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from moecore._compat import disable_dynamo
+from moecore.moe.balance import is_recomputing
+from moecore.moe.router import Router
+from moecore.rl.choices import Choices
+
+
+class Recorder:
+    """The tape of one layer that is recorded.
+
+    Args:
+        records: int32 [T, K] ids are appended here, copies on their device.
+    """
+
+    def __init__(self, records: list[Tensor]) -> None:
+        self.records = records
+
+    @disable_dynamo
+    def given(
+        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Return None: the router chooses."""
+        return None
+
+    @disable_dynamo
+    def took(self, ids_TK: Tensor) -> None:
+        """Append the choice; a repeated forward of activation checkpointing is not another one."""
+        if not is_recomputing():
+            _refuse_capture(ids_TK.device)
+            # A copy: torch.compile may reuse the memory of its outputs.
+            ids_TK = ids_TK.detach().to(torch.int32)
+            self.records.append(ids_TK.clone(memory_format=torch.contiguous_format))
+
+
+@dataclass(slots=True, eq=False)
+class _Forward:
+    """One forward of the model: the numbers of the autograd nodes it made, [start, end)."""
+
+    start: int
+    end: int = -1  # while it runs
+
+
+class Replay:
+    """What one `with replay.replay(...)` knows; it lives on in the hooks of its forwards.
+
+    Args:
+        model: whose forwards are counted.
+        routers: layer name -> router.
+        records: layer name -> checked int32 [T, K], one per forward.
+        fill: routers choose for rows of -1.
+
+    Attributes:
+        selected: entry that forwards use; None = the next one.
+    """
+
+    def __init__(
+        self, model: nn.Module, routers: Mapping[str, Router], records: Choices, *, fill: bool
+    ) -> None:
+        self.model = model
+        self.routers = routers
+        self.records = records
+        self.fill = fill
+        self.selected: int | None = None
+        self._tapes = {router: _Player(self, name) for name, router in routers.items()}
+        self._calls: dict[str, list[tuple[_Forward | None, int]]] = {n: [] for n in records}
+        self._used: dict[str, set[int]] = {n: set() for n in records}
+        self._next: dict[str, int] = dict.fromkeys(records, 0)
+        self._running: _Forward | None = None
+        self._backwards: set[int] = set()  # ids of those that entered through an output
+        self._hooks: list[Any] = []
+
+    def open(self) -> None:
+        """Put the tapes into the routers and count the model's forwards from now on."""
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._begin),
+            self.model.register_forward_hook(self._end),
+        ]
+        self._insert()
+
+    def close(self) -> None:
+        """Take everything out again; backwards that come later are still served."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.selected, self._running = [], None, None
+        remove(self._tapes)
+
+    def check_all_used(self) -> None:
+        """Raise a RuntimeError when a forward was recorded and not replayed."""
+        for name, records in self.records.items():
+            left = sorted(set(range(len(records))) - self._used[name])
+            if left:
+                raise RuntimeError(
+                    f"choices[{name!r}] ({len(records)} forwards) must all be replayed, but forward"
+                    f" {left[0]} was not: run all forwards, or replay(choices, strict=False)"
+                )
+
+    def index(self, name: str) -> int | None:
+        """Return which entry this call of a layer uses; None = it is not replayed.
+
+        Args:
+            name: of the layer.
+
+        Raises:
+            NotImplementedError: when autograd does not tell and nothing is selected.
+        """
+        if is_recomputing():
+            return self._of_recompute(name)
+        if not self._hooks:  # a late backward failed and left the tapes behind
+            remove(self._tapes)
+            return None
+        if self.selected is None:
+            index = self._next[name]
+            self._next[name] += 1
+        else:
+            index = self.selected
+            if any(forward is self._running for forward, _ in self._calls[name][-1:] if forward):
+                raise NotImplementedError(
+                    f"select({index}) must not be used with layer {name!r}, which runs more than "
+                    "once in a forward: select(None) and keep the recorded order"
+                )
+        self._calls[name].append((self._running, index))
+        self._used[name].add(index)
+        return index
+
+    def _of_recompute(self, name: str) -> int:
+        """See Note [pairing]."""
+        hits = []
+        if torch._C._current_graph_task_id() in self._backwards:
+            number = torch._C._current_autograd_node()._sequence_nr()
+            for forward, index in self._calls[name]:
+                if forward and forward.start <= number < forward.end:
+                    hits.append(index)
+        if len(hits) == 1:
+            return hits[0]
+        if self.selected is not None:
+            return self.selected
+        raise NotImplementedError(
+            f"recompute of layer {name!r} must belong to one call in a forward of the replayed "
+            f"{type(self.model).__name__}, and matches {len(hits)}: call select(forward) "
+            "before its backward, or use plain use_reentrant=False checkpointing"
+        )
+
+    @disable_dynamo
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if is_recomputing():
+            return
+        if self._running is not None:
+            raise RuntimeError(
+                f"forward of {type(module).__name__} must not follow one that failed inside "
+                "replay(): leave it and start again"
+            )
+        self._running = _Forward(torch.autograd._get_sequence_nr())
+
+    @disable_dynamo
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_recomputing() or self._running is None:
+            return
+        self._running.end = torch.autograd._get_sequence_nr()
+        self._running = None
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._enter_backward)
+
+    def _enter_backward(self, grad: Tensor) -> None:
+        """Hook of a forward's output; see Note [late backward]."""
+        self._backwards.add(torch._C._current_graph_task_id())
+        if all(router.tape is tape for router, tape in self._tapes.items()):
+            return
+        refuse_taken(self.routers)
+        self._insert()
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: remove(self._tapes))
+
+    def _insert(self) -> None:
+        for router, tape in self._tapes.items():
+            router.tape = tape
+
+
+class _Player:
+    """The tape of one layer that is replayed."""
+
+    def __init__(self, replay: Replay, name: str) -> None:
+        self.replay = replay
+        self.name = name
+
+    @disable_dynamo
+    def given(
+        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Return the entry of this call, None after the replay; see `ChoiceTape.given`.
+
+        Raises:
+            ValueError: when there is no such entry, or it has another number of tokens.
+        """
+        _refuse_capture(device)
+        index = self.replay.index(self.name)
+        if index is None:
+            return None
+        records = self.replay.records[self.name]
+        if index >= len(records):
+            raise ValueError(
+                f"choices[{self.name!r}] ({len(records)} forwards) must have forward {index}: "
+                "record as many forwards as are replayed"
+            )
+        ids_TK = records[index]
+        if ids_TK.shape[0] != num_tokens:
+            raise ValueError(
+                f"choices[{self.name!r}][{index}] ({ids_TK.shape[0]} tokens) must have the tokens "
+                f"of forward {index} ({num_tokens}): replay the recorded batch on the same layout"
+            )
+        if ids_TK.device != device:  # parameters live elsewhere than activations: offloaded
+            ids_TK = records[index] = ids_TK.to(device)
+        if self.replay.fill:
+            with torch.no_grad():
+                ids_TK = torch.where((ids_TK < 0).all(1, keepdim=True), own(), ids_TK)
+        return ids_TK
+
+    @disable_dynamo
+    def took(self, ids_TK: Tensor) -> None:
+        """Nothing to see: the choice is known."""
+
+
+def remove(tapes: Mapping[Router, Any]) -> None:
+    """Take these tapes out of their routers; others stay."""
+    for router, tape in tapes.items():
+        if router.tape is tape:
+            router.tape = None
+
+
+def refuse_taken(routers: Mapping[str, Router]) -> None:
+    """Raise a ValueError when one of these routers has a tape already."""
+    for name, router in routers.items():
+        if router.tape is not None:
+            raise ValueError(
+                f"router of layer {name!r} must not be recorded or replayed already: leave the "
+                "other record() or replay() first, and run backwards of its forwards there"
+            )
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "record() and replay() must run without CUDA graph capture: a graph would repeat the "
+            "choices of its capture; run the forward eagerly"
+        )

@@ -1,0 +1,391 @@
+"""Recordings outside of a model: errors, files, and the layout of inference engines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore import MoEConfig
+from moecore.rl import Choices, RouterReplay, choices_from_tensors, choices_to_tensors
+from tests.moe.moe_cases import make_layer
+from tests.rl.replay_cases import CONFIGS, batches, layers_of, make_model, randomize
+
+CONFIG = MoEConfig(dim=16, hidden_dim=8, num_experts=6, top_k=2)
+
+
+class TwoLayers(nn.Module):
+    """MoE, dense, MoE; the second only where asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = make_layer(CONFIG, seed=1)
+        self.dense = nn.Linear(16, 16)
+        self.second = make_layer(CONFIG, seed=2)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        x = x + self.first(x)
+        x = x + self.dense(x)
+        return x + self.second(x) if both else x
+
+
+@pytest.fixture
+def replay() -> RouterReplay:
+    torch.manual_seed(0)
+    return RouterReplay(TwoLayers())
+
+
+def random_ids(*shape: int, E: int = 6, K: int = 2) -> Tensor:
+    """Distinct ids in a row, [*shape, K]."""
+    return torch.rand(*shape, E).argsort(-1)[..., :K]
+
+
+def ids(rows: list[list[int]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+GOOD = ids([[0, 1], [5, -1], [-1, -1]])
+
+
+# --------------------------------------------------------------------------- errors
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "missing": ({"first": [GOOD]}, r"choices \(of 1 layers\) must have layer 'second'"),
+    "unknown": (
+        {"first": [GOOD], "second": [GOOD], "third": []},
+        r"choices\['third'\] must name one of the layers 'first', 'second'",
+    ),
+    "columns": (
+        {"first": [GOOD], "second": [GOOD, GOOD[:, :1]]},
+        r"choices\['second'\]\[1\] \(3, 1\) must have the shape \[tokens, 2\]",
+    ),
+    "dims": ({"first": [GOOD[0]], "second": [GOOD]}, r"choices\['first'\]\[0\] \(2,\) must have"),
+    "dtype": (
+        {"first": [GOOD.float()], "second": [GOOD]},
+        r"choices\['first'\]\[0\] \(torch.float32\) must be integers",
+    ),
+    "high": (
+        {"first": [ids([[0, 1], [2, 6]])], "second": [GOOD]},
+        r"choices\['first'\]\[0\]\[1, 1\] \(6\) must lie in \[0, num_experts \(6\)\), or be -1",
+    ),
+    "low": (
+        {"first": [GOOD], "second": [GOOD, ids([[-2, 1]])]},
+        r"choices\['second'\]\[1\]\[0, 0\] \(-2\) must lie in",
+    ),
+    "wraps": (
+        {"first": [torch.tensor([[2**32, 1]])], "second": [GOOD]},
+        r"choices\['first'\]\[0\]\[0, 0\] \(4294967296\) must lie in",
+    ),
+    "repeated": (
+        {"first": [ids([[0, 1], [3, 3]])], "second": [GOOD]},
+        r"choices\['first'\]\[0\]\[1\] \(\[3, 3\]\) must not repeat an expert",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_choices_are_refused_before_any_forward(name: str, replay: RouterReplay) -> None:
+    choices, message = BAD[name]
+    with pytest.raises(ValueError, match=message), replay.replay(choices):
+        pytest.fail("must be refused on entry")
+    assert not taken(replay)
+
+
+def test_experts_that_choose_have_a_column_each() -> None:
+    layer = make_layer(replace(CONFIG, assignment="expert_choice"))
+    replay = RouterReplay(layer)
+    wrong = torch.full((3, 6), -1)
+    wrong[2, 4] = 3
+    with (
+        pytest.raises(ValueError, match=r"\[2, 4\] \(3\) must be e or -1 in column e"),
+        replay.replay({"": [wrong]}),
+    ):
+        pytest.fail("must be refused on entry")
+    with (
+        pytest.raises(NotImplementedError, match=r"unrecorded \('route'\) must be 'drop'"),
+        replay.replay({"": []}, unrecorded="route"),
+    ):
+        pytest.fail("must be refused on entry")
+
+
+def taken(replay: RouterReplay) -> bool:
+    return any(layer.part("router").tape is not None for layer in replay.layers.values())
+
+
+def test_forward_without_an_entry(replay: RouterReplay) -> None:
+    choices = {"first": [GOOD, GOOD], "second": [GOOD]}
+    x = torch.randn(3, 16)
+    with (
+        pytest.raises(ValueError, match=r"choices\['second'\] \(1 forwards\) must have forward 1"),
+        replay.replay(choices),
+    ):
+        replay.model(x)
+        replay.model(x)
+    assert not taken(replay)
+
+
+def test_forward_of_other_tokens(replay: RouterReplay) -> None:
+    with (
+        pytest.raises(
+            ValueError,
+            match=r"choices\['first'\]\[0\] \(3 tokens\) must have the tokens of forward 0 \(4\)",
+        ),
+        replay.replay({"first": [GOOD], "second": [GOOD]}),
+    ):
+        replay.model(torch.randn(4, 16))
+    assert not taken(replay)
+
+
+def test_entries_that_are_left(replay: RouterReplay) -> None:
+    choices, x = {"first": [GOOD], "second": [GOOD]}, torch.randn(3, 16)
+    with (
+        pytest.raises(
+            RuntimeError,
+            match=r"choices\['second'\] \(1 forwards\) must all be replayed, but forward 0 was not",
+        ),
+        replay.replay(choices),
+    ):
+        replay.model(x, both=False)
+    assert not taken(replay)
+    with replay.replay(choices, strict=False):
+        replay.model(x, both=False)
+    with pytest.raises(KeyError, match="first of all"), replay.replay(choices):
+        raise KeyError("first of all")
+
+
+def test_one_at_a_time_and_everything_restored(replay: RouterReplay) -> None:
+    choices, x = {"first": [GOOD], "second": [GOOD]}, torch.randn(3, 16)
+    before = replay.model(x)
+    hooks = (len(replay.model._forward_hooks), len(replay.model._forward_pre_hooks))
+    taken_already = r"router of layer 'first' must not be recorded or replayed already"
+    with replay.record():
+        with pytest.raises(ValueError, match=taken_already), replay.replay(choices):
+            pytest.fail("must be refused on entry")
+        with pytest.raises(ValueError, match=taken_already), replay.record():
+            pytest.fail("must be refused on entry")
+        replay.model(x)
+    assert len(replay.choices()["first"]) == 1
+    with pytest.raises(ZeroDivisionError), replay.replay(choices):
+        assert taken(replay)
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), replay.record():
+        raise ZeroDivisionError
+    with pytest.raises(ValueError, match=r"choices \(None\) must have been recorded"):
+        replay.choices()
+    assert not taken(replay)
+    assert hooks == (len(replay.model._forward_hooks), len(replay.model._forward_pre_hooks))
+    assert torch.equal(replay.model(x), before)
+
+
+def test_no_forward_after_one_that_failed(replay: RouterReplay) -> None:
+    choices = {"first": [GOOD] * 2, "second": [GOOD] * 2}
+    with (
+        pytest.raises(RuntimeError, match="forward of TwoLayers must not follow one that failed"),
+        replay.replay(choices),
+    ):
+        with pytest.raises(ValueError, match="must have the tokens of forward 0"):
+            replay.model(torch.randn(5, 16))
+        replay.model(torch.randn(3, 16))
+
+
+CALLS: dict[str, tuple[Callable[[RouterReplay], Any], str]] = {
+    "no MoE layer": (
+        lambda replay: RouterReplay(nn.Linear(2, 2)),
+        r"model \(Linear\) must hold MoELayers: call parallelize_moe",
+    ),
+    "layer name": (
+        lambda replay: RouterReplay(replay.model, layers=["dense"]),
+        r"layers \('dense'\) must be one of 'first', 'second'",
+    ),
+    "not recorded": (lambda replay: replay.choices(), r"choices \(None\) must have been recorded"),
+    "select outside": (lambda replay: replay.select(0), r"select\(0\) must be called inside"),
+    "engine dims": (
+        lambda replay: replay.from_engine(random_ids(2, 3)),
+        r"indices \(2, 3, 2\) must be \[batch, sequence, 2 layers, top_k\]",
+    ),
+    "engine layers": (
+        lambda replay: replay.from_engine(random_ids(2, 3, 3)),
+        r"indices \(2, 3, 3, 2\) must be \[batch, sequence, 2 layers, top_k\].*None for those",
+    ),
+    "engine names": (
+        lambda replay: replay.from_engine(random_ids(2, 3, 2), ["first", "first"]),
+        r"layer_names \(\['first', 'first'\]\) must name each of 'first', 'second' once",
+    ),
+    "engine top_k": (
+        lambda replay: replay.from_engine(random_ids(2, 3, 2, K=3)),
+        r"indices\[..., 0, :\] of layer 'first', row \(6, 3\) must have the shape \[tokens, 2\]",
+    ),
+    "engine range": (
+        lambda replay: replay.from_engine(random_ids(2, 3, 2) + 6),
+        r"indices\[..., 0, :\] of layer 'first', row\[0, 0\] \(\d+\) must lie in \[0, num_experts",
+    ),
+    "uneven forwards": (
+        lambda replay: replay.to_engine({"first": [GOOD], "second": []}),
+        r"choices \(forwards per layer: .*\) must have one number of forwards",
+    ),
+    "batch size": (
+        lambda replay: replay.to_engine({"first": [GOOD], "second": [GOOD]}, batch_size=2),
+        r"choices of forward 0 .* a multiple of batch_size \(2\) tokens",
+    ),
+    "file name": (
+        lambda replay: choices_from_tensors({"first": GOOD}),
+        r"tensors\['first'\] must be named <layer>/<forward>",
+    ),
+    "file gap": (
+        lambda replay: choices_from_tensors({"first/0": GOOD, "first/2": GOOD}),
+        r"tensors of layer 'first' \(2 forwards\) must have forward 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_cannot_be(name: str, replay: RouterReplay) -> None:
+    call, message = CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        call(replay)
+
+
+def test_options_that_do_not_exist(replay: RouterReplay) -> None:
+    choices: Any = {"first": [GOOD], "second": [GOOD]}
+    other: Any = "guess"
+    with (
+        pytest.raises(ValueError, match=r"unrecorded \('guess'\) must be 'drop' or 'route'"),
+        replay.replay(choices, unrecorded=other),
+    ):
+        pytest.fail("must be refused on entry")
+    with replay.replay(choices, strict=False), pytest.raises(ValueError, match=r"\(-1\) must be"):
+        replay.select(-1)
+
+
+# --------------------------------------------------------------------------- files
+
+
+def test_save_and_load(tmp_path: Path, replay: RouterReplay) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    with replay.record(), torch.no_grad():
+        replay.model(torch.randn(3, 16))
+        replay.model(torch.randn(5, 16), both=False)
+    choices = replay.choices("cpu")
+    whole = choices["first"][0]
+    choices["first"].append(whole.repeat(1, 2)[:, 1:3])  # not contiguous, shares memory
+    tensors = choices_to_tensors(choices)
+    assert sorted(tensors) == ["first/0", "first/1", "first/2", "second/0"]
+    safetensors.save_file(tensors, tmp_path / "choices.safetensors")
+    same(choices_from_tensors(safetensors.load_file(tmp_path / "choices.safetensors")), choices)
+
+
+def test_a_layer_that_never_ran_is_saved_too() -> None:
+    choices: Choices = {"a": [], "b": [GOOD] * 11}
+    tensors = choices_to_tensors(choices)
+    assert sorted(tensors)[:3] == ["a/none", "b/0", "b/1"]
+    same(choices_from_tensors(tensors), choices)
+
+
+def same(a: Choices, b: Choices) -> None:
+    assert list(a) == list(b) or sorted(a) == sorted(b)
+    for name, records in b.items():
+        assert len(a[name]) == len(records)
+        for x, y in zip(a[name], records, strict=True):
+            assert x.dtype == y.dtype and torch.equal(x, y)
+
+
+def test_recordings_are_copies(replay: RouterReplay) -> None:
+    """What is replayed is what was given, whatever happens to the tensors afterwards."""
+    x = torch.randn(3, 16)
+    given = {"first": [GOOD.clone()], "second": [GOOD.clone()]}
+    with replay.replay(given):
+        expected = replay.model(x)
+    with replay.replay(given):
+        given["first"][0].fill_(0)
+        assert torch.equal(replay.model(x), expected)
+
+
+# --------------------------------------------------------------------------- engines
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64])
+def test_engine_layout_and_back(dtype: Any, replay: RouterReplay) -> None:
+    indices_BSLK = random_ids(2, 5, 2).numpy().astype(dtype)
+    choices = replay.from_engine(indices_BSLK)
+    for i, name in enumerate(["first", "second"]):
+        assert choices[name][0].dtype == torch.int32
+        for row, found in enumerate(choices[name][0].tolist()):
+            assert found == indices_BSLK[row // 5, row % 5, i].tolist()
+    (back_BSLK,) = replay.to_engine(choices, batch_size=2)
+    assert back_BSLK.dtype == torch.int32 and np.array_equal(back_BSLK.numpy(), indices_BSLK)
+
+
+def test_engine_with_dense_layers_another_order_and_several_forwards(replay: RouterReplay) -> None:
+    every = [random_ids(2, 5, 3), random_ids(1, 4, 3)]
+    every[0][1, 3:] = -1
+    choices = replay.from_engine(every, ["second", None, "first"])
+    assert list(choices) == ["first", "second"]
+    for forward, indices_BSLK in enumerate(every):
+        assert torch.equal(choices["first"][forward], indices_BSLK[:, :, 2].flatten(0, 1).int())
+        assert torch.equal(choices["second"][forward], indices_BSLK[:, :, 0].flatten(0, 1).int())
+    back = replay.to_engine({name: ids[:1] for name, ids in choices.items()}, batch_size=2)
+    assert len(back) == 1 and torch.equal(back[0], every[0][:, :, [2, 0]].int())
+
+
+def test_recorded_choices_survive_the_engine_layout() -> None:
+    model, inputs = make_model(CONFIGS["shared"]), batches(2)
+    replay = RouterReplay(model)
+    with replay.record(), torch.no_grad():
+        for x in inputs:
+            model(x)
+    choices = replay.choices()
+    same(replay.from_engine(replay.to_engine(choices, batch_size=2)), choices)
+
+
+def test_tokens_that_the_engine_did_not_run() -> None:
+    """ "drop" leaves them to the shared expert, "route" to the router as it is."""
+    model, (x,) = make_model(CONFIGS["shared"]), batches(1)
+    replay = RouterReplay(model)
+    with replay.record():
+        model(x)
+    choices = replay.choices()
+    gaps = {name: [ids[0].clone()] for name, ids in choices.items()}
+    for records in gaps.values():
+        records[0][4:9] = -1
+        records[0][10, 1] = -1  # a choice of one expert, not a gap
+    randomize(model, 3, only="router.weight")
+    seen: list[Tensor] = []
+    for layer in layers_of(model):
+        layer.part("router").register_forward_hook(lambda m, a, out: seen.append(out.chosen_ids_TK))
+    with replay.replay(gaps):
+        dropped = model(x)
+    for found, name in zip(seen, gaps, strict=True):
+        assert torch.equal(found, gaps[name][0])
+    seen.clear()
+    with replay.replay(gaps, unrecorded="route"):
+        routed = model(x)
+    live: list[Tensor] = []
+    for found, name in zip(seen, gaps, strict=True):
+        kept = torch.ones(24, dtype=torch.bool)
+        kept[4:9] = False
+        assert torch.equal(found[kept], gaps[name][0][kept])
+        assert (found[~kept] >= 0).all()
+        live.append(found)
+    # The whole choice, written out, is the same replay.
+    with replay.replay({name: [ids] for name, ids in zip(gaps, live, strict=True)}):
+        assert torch.equal(model(x), routed)
+    assert not torch.equal(routed, dropped)
+    # The first layer sees the same input live, so that its router makes the same choice alone.
+    seen.clear()
+    model(x)
+    assert torch.equal(seen[0][4:9], live[0][4:9])
+
+
+def test_the_page_about_it_runs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "router_replay.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 4
+    exec(compile("\n".join(blocks), str(page), "exec"), {})

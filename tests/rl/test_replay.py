@@ -1,0 +1,218 @@
+"""Replay equals the recorded run bit for bit; a changed router changes weights and not choices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore import BalanceConfig, MoEConfig
+from moecore.adapters.base import swap_blocks
+from moecore.config import CapacityConfig
+from moecore.moe.reference import moe_reference
+from moecore.rl import RouterReplay
+from tests.adapters.hf_models import MODELS as HF_MODELS
+from tests.moe.moe_cases import ALL_LOSSES, leaves, make_layer
+from tests.rl.replay_cases import (
+    CONFIGS,
+    MODES,
+    Mode,
+    batches,
+    checkpointed,
+    equal,
+    fifo,
+    layers_of,
+    make_model,
+    randomize,
+    recorded,
+    results,
+    train,
+    worst,
+)
+
+# --------------------------------------------------------------------------- the same again
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_the_recorded_run_bit_for_bit(name: str, mode: Mode) -> None:
+    model, inputs = make_model(CONFIGS[name], mode), batches(2)
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[1, 7:] = True
+    replay = RouterReplay(model)
+    for mask in (None, padding):
+        with replay.record():
+            expected = train(model, inputs, fifo, mask)
+        choices = replay.choices()
+        assert all(len(ids) == 2 for ids in choices.values())
+        with replay.replay(choices):
+            found = train(model, inputs, fifo, mask)
+        assert any(key.startswith("counts") for key in found)
+        assert equal(found, expected)
+
+
+def test_one_other_id_changes_the_output() -> None:
+    model, (x,) = make_model(CONFIGS["shared"]), batches(1)
+    choices = recorded(model, [x])
+    replay = RouterReplay(model)
+    expected = model(x)
+    name = replay.layer_names[-1]
+    chosen = choices[name][0][3].tolist()
+    choices[name][0][3, 0] = next(e for e in range(8) if e not in chosen)
+    with replay.replay(choices):
+        found = model(x)
+    same = (found == expected).all(-1)
+    assert same[0, :3].all() and not same[0, 3] and same[1].all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hugging_face_model(mode: Mode) -> None:
+    model = HF_MODELS["qwen3-moe"]().train()
+    randomize(model, 0)
+    swap_blocks(model, {})
+    if mode != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": mode == "reentrant"})
+        model.enable_input_require_grads()
+    x = batches(1)[0] % 61
+
+    def step() -> dict[str, Tensor]:
+        model.zero_grad()
+        out = model(input_ids=x, labels=x, use_cache=False)
+        out.loss.backward()
+        return results(model, [out.loss, out.logits])
+
+    replay = RouterReplay(model)
+    with replay.record():
+        expected = step()
+    assert replay.layer_names == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    for layer in layers_of(model):
+        layer.tracker.counts = None
+    with replay.replay(replay.choices()):
+        assert equal(step(), expected)
+    randomize(model, 1, only="gate.weight")
+    assert not equal(step(), expected)
+
+
+def test_eval_mode_and_no_grad() -> None:
+    model, inputs = make_model(CONFIGS["capacity"]).eval(), batches(2)
+    expected = [model(x) for x in inputs]
+    replay = RouterReplay(model)
+    with replay.replay(recorded(model, inputs)), torch.no_grad():
+        assert all(torch.equal(model(x), y) for x, y in zip(inputs, expected, strict=True))
+
+
+# --------------------------------------------------------------------------- live weights
+
+
+LAYERS = {
+    "softmax": MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=3, balance=ALL_LOSSES),
+    "sigmoid": MoEConfig(
+        dim=32,
+        hidden_dim=16,
+        num_experts=8,
+        top_k=2,
+        score_function="sigmoid",
+        expert_bias=True,
+        routed_scaling_factor=2.5,
+        balance=ALL_LOSSES,
+    ),
+}
+LAYERS |= {
+    "post": replace(LAYERS["softmax"], score_order="post"),
+    "raw": replace(LAYERS["softmax"], normalize_weights=False),
+    "capacity": replace(LAYERS["softmax"], capacity=CapacityConfig(factor=0.8)),
+    "expert-choice": replace(
+        LAYERS["softmax"],
+        assignment="expert_choice",
+        capacity=CapacityConfig(factor=1.0),
+        balance=BalanceConfig(z_loss_coef=0.01),
+    ),
+}
+
+
+@pytest.mark.parametrize("frozen_router", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_changed_router_against_the_reference(name: str, frozen_router: bool) -> None:
+    """Recorded ids, weights of the router as it is now: output, gradients, losses, counts."""
+    config = LAYERS[name]
+    layer = make_layer(config)
+    x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(2))
+    replay = RouterReplay(layer)
+    with replay.record():
+        layer(x)
+    choices = replay.choices()
+    ids_TK = choices[""][0]
+    # The last tokens have no choice, and one has fewer than the others.
+    ids_TK[-3:] = -1
+    ids_TK[5, 1:] = -1
+    randomize(layer, 7, only="router.weight")
+    layer.part("router").requires_grad_(not frozen_router)
+    tensors = leaves(layer)
+    tensors["router.weight"].requires_grad_(not frozen_router)
+    ours, truth = x.clone().requires_grad_(), x.clone().requires_grad_()
+
+    with replay.replay(choices):
+        y = layer(ours)
+        y.square().sum().backward()
+    expected = moe_reference(truth, tensors, config, given_ids_NK=ids_TK)
+    (expected.y_BTD.square().sum() + sum(expected.losses.values())).backward()
+
+    found = {"y": y.detach(), "x": ours.grad, "losses": layer.tracker.counts.losses}  # type: ignore[union-attr]
+    wanted = {"y": expected.y_BTD.detach(), "x": truth.grad}
+    order = ("micro_batch", "sequence", "global_batch", "z")
+    wanted["losses"] = torch.stack([expected.losses[n].detach() for n in order])
+    for key, parameter in layer.named_parameters():
+        assert (parameter.grad is None) == (frozen_router and key == "router.weight")
+        if parameter.grad is not None:
+            found[key], wanted[key] = parameter.grad, tensors[key].grad
+    assert worst(found, wanted) <= 1e-5  # type: ignore[arg-type]
+    assert torch.equal(layer.tracker.counts.chosen_E, expected.counts_E)  # type: ignore[union-attr]
+    live = layer.part("router")(x.flatten(0, 1)).chosen_ids_TK
+    assert not torch.equal(live, ids_TK)
+
+
+@pytest.mark.parametrize("recorded_in_training", [False, True])
+def test_drops_are_those_of_the_replay(recorded_in_training: bool) -> None:
+    """Choices are noted before capacity, which is that of the mode: eval drops nothing."""
+    layer, x_TD = make_layer(LAYERS["capacity"]), torch.randn(30, 32)
+    outputs = {mode: layer.train(mode)(x_TD) for mode in (True, False)}
+    assert not torch.equal(outputs[True], outputs[False])
+    replay = RouterReplay(layer.train(recorded_in_training))
+    with replay.record():
+        layer(x_TD)
+    for mode, expected in outputs.items():
+        with replay.replay(replay.choices()):
+            assert torch.equal(layer.train(mode)(x_TD), expected)
+
+
+def test_expert_choice_beyond_the_capacity_is_dropped() -> None:
+    """Buffers are sized for what experts take. Given every token, they keep what they would choose:
+    the highest scores, which are the weights here."""
+    config = replace(LAYERS["expert-choice"], normalize_weights=False)
+    layer, x_TD = make_layer(config), torch.randn(16, 32)
+    every_TK = torch.arange(8, dtype=torch.int32).repeat(16, 1)
+    with RouterReplay(layer).replay({"": [every_TK]}):
+        y = layer(x_TD)
+    expected = moe_reference(x_TD[None], leaves(layer), config).y_BTD[0]
+    assert worst({"y": y.detach()}, {"y": expected.detach()}) <= 1e-5
+
+
+def test_only_some_layers() -> None:
+    """The others route as ever: what they choose then is what they choose alone."""
+    model, inputs = make_model(CONFIGS["shared"]), batches(1)
+    choices = recorded(model, inputs)
+    first, second = RouterReplay(model).layer_names
+    randomize(model, 3, only="router.weight")
+    live = recorded(model, inputs)
+    with RouterReplay(model, layers=[second]).replay({second: choices[second]}):
+        found = model(inputs[0])
+    with RouterReplay(model).replay({first: live[first], second: choices[second]}):
+        assert torch.equal(model(inputs[0]), found)
+
+
+def test_checkpoint_wrapper_does_not_change_names() -> None:
+    plain, wrapped = make_model(CONFIGS["shared"]), make_model(CONFIGS["shared"], "non-reentrant")
+    assert RouterReplay(plain).layer_names == RouterReplay(wrapped).layer_names
+    assert checkpointed(plain, "none") is plain

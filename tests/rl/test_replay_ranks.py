@@ -1,0 +1,163 @@
+"""Replay on four ranks: the same bits as recorded, and the numbers of one process.
+
+Each rank has its own tokens, or under tp its slice of every sequence. The live routers are changed
+after recording, and blocks are checkpointed with several forwards in flight, so that a wrong slice,
+rank or forward shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from moecore import Meshes, ParallelConfig, build_meshes, parallelize_moe
+from moecore.rl import Choices, RouterReplay
+from tests.ranks import run_ranks
+from tests.rl.replay_cases import CONFIGS, batches, fifo, layers_of, make_model, worst
+
+pytestmark = pytest.mark.slow
+
+FOLDINGS: dict[str, dict[str, int]] = {
+    "tp2-ep4": dict(dp_shard=2, tp=2, ep=4),
+    "ep2-etp2": dict(dp_shard=4, ep=2, etp=2),
+}
+NAMES = ("shared", "capacity", "expert-choice")
+CASES = [(name, folding) for name in NAMES for folding in FOLDINGS]
+FORWARDS = 2
+
+
+def inputs_of(data_rank: int) -> list[Tensor]:
+    """Two micro-batches of two sequences, another pair on every data rank."""
+    return batches(8)[FORWARDS * data_rank :][:FORWARDS]
+
+
+def train(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Losses, whole gradients, and what the layers counted, of this rank."""
+    for layer in layers_of(model):
+        layer.tracker.counts = None
+        layer.tracker.reset()
+    losses = [model(x, x.roll(-1, 1)) for x in inputs]
+    fifo(losses)
+    found = {f"loss/{i}": loss.detach() for i, loss in enumerate(losses)}
+    for name, parameter in model.named_parameters():
+        grad: Any = parameter.grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        found[f"grad/{name.replace('_checkpoint_wrapped_module.', '')}"] = whole
+    for i, layer in enumerate(layers_of(model)):
+        assert layer.tracker.counts is not None
+        for j, tensor in enumerate(layer.tracker.counts.tensors()):
+            found[f"counts/{i}/{j}"] = tensor.clone()
+    # Now, not before the next forward: after a forward without gradient FSDP2's root shows its
+    # gathered parameters, which are not those that hold the gradients.
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def changed_router(model: nn.Module) -> None:
+    """The same new router weights on every layout."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.weight"):
+                values = torch.randn(parameter.shape, generator=generator) * 0.2
+                if isinstance(parameter, DTensor):
+                    values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+                parameter.copy_(values)
+
+
+def one_process(name: str, data_ranks: int) -> tuple[list[Choices], dict[str, Tensor]]:
+    """Per data rank its choices as recorded; losses and gradients of a replay by new routers."""
+    model = make_model(CONFIGS[name])
+    replay = RouterReplay(model)
+    every = []
+    for data_rank in range(data_ranks):
+        with replay.record(), torch.no_grad():
+            for x in inputs_of(data_rank):
+                model(x)
+        every.append(replay.choices())
+    changed_router(model)
+    total: dict[str, Tensor] = {}
+    for data_rank in range(data_ranks):
+        with replay.replay(every[data_rank]):
+            found = train(model, inputs_of(data_rank))
+        for key, value in found.items():
+            if key.startswith("loss"):
+                total[f"{key}/{data_rank}"] = value
+            elif key.startswith("grad"):
+                total[key] = total.get(key, torch.zeros(())) + value / data_ranks
+    return every, total
+
+
+def run_case(name: str, meshes: Meshes) -> dict[str, float | bool]:
+    model = make_model(CONFIGS[name], "non-reentrant")
+    parallelize_moe(model, meshes)
+    inputs = inputs_of(meshes.data_rank)
+    replay = RouterReplay(model)
+    with replay.record():
+        expected = train(model, inputs)
+    choices = replay.choices()
+    with replay.replay(choices):
+        found = train(model, inputs)
+    result: dict[str, float | bool] = {
+        "same bits": found.keys() == expected.keys()
+        and all(torch.equal(found[key], expected[key]) for key in expected)
+    }
+
+    every, total = one_process(name, meshes.data_ranks)
+    whole = every[meshes.data_rank]
+    as_engine = RouterReplay(make_model(CONFIGS[name])).to_engine(whole, batch_size=2)
+    gathered = replay.to_engine(choices, batch_size=2)
+    result["to engine"] = all(torch.equal(a, b) for a, b in zip(gathered, as_engine, strict=True))
+    result["from engine"] = all(
+        torch.equal(a, b)
+        for layer, ids in replay.from_engine(as_engine).items()
+        for a, b in zip(ids, choices[layer], strict=True)
+    )
+
+    changed_router(model)
+    with torch.no_grad(), replay.record():
+        model(inputs[0])
+    live = replay.choices()
+    result["live choice differs"] = any(
+        not torch.equal(live[layer][0], choices[layer][0]) for layer in live
+    )
+    with replay.replay(replay.from_engine(as_engine)):
+        found = train(model, inputs)
+    ours = {key: value for key, value in found.items() if key.startswith("grad")}
+    truth = {key: value for key, value in total.items() if key.startswith("grad")}
+    for i in range(FORWARDS):
+        ours[f"loss/{i}"] = found[f"loss/{i}"]
+        truth[f"loss/{i}"] = total[f"loss/{i}/{meshes.data_rank}"]
+    result["error"] = worst(ours, truth)
+    return result
+
+
+def worker(rank: int, device: torch.device) -> dict[str, list[Any]]:
+    results: dict[str, list[Any]] = {}
+    for folding, degrees in FOLDINGS.items():
+        meshes = build_meshes(ParallelConfig(**degrees), "cpu")
+        for name in NAMES:
+            every: list[Any] = [None] * 4
+            dist.all_gather_object(every, run_case(name, meshes))
+            results[f"{name}/{folding}"] = every
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Any]]:
+    return run_ranks(4, worker)
+
+
+@pytest.mark.parametrize(("name", "folding"), CASES)
+def test_replay_on_ranks(name: str, folding: str, results: dict[str, list[Any]]) -> None:
+    ranks = results[f"{name}/{folding}"]
+    for rank, result in enumerate(ranks):
+        for check in ("same bits", "to engine", "from engine"):
+            assert result[check], f"{check}, rank {rank}"
+        assert result["error"] <= 1e-5, f"rank {rank}"
+    assert any(result["live choice differs"] for result in ranks)
