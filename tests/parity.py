@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import (
     BalanceConfig,
+    CapacityConfig,
     FSDPOptions,
     Meshes,
     MoEConfig,
@@ -76,6 +77,37 @@ MODELS = {
         activation="relu2",
         expert_bias=True,
         balance=BalanceConfig(global_batch_coef=0.1, bias_update_rate=0.02),
+    ),
+    # Rules that compare the tokens of a micro-batch, which tp ranks share.
+    "latent-capacity": replace(
+        MOE,
+        latent_dim=24,
+        capacity=CapacityConfig(factor=1.0),
+        shared_hidden_dim=16,
+        num_shared_experts=2,
+        shared_gate=True,
+        activation="silu",
+    ),
+    "sinkhorn": replace(
+        MOE, assignment="sinkhorn", score_function="sqrtsoftplus", routed_scaling_factor=1.5
+    ),
+    "expert-choice": replace(
+        MOE,
+        assignment="expert_choice",
+        capacity=CapacityConfig(factor=1.5),
+        balance=BalanceConfig(z_loss_coef=0.01),
+    ),
+    "top-1": replace(
+        MOE,
+        top_k=1,
+        score_function="sigmoid",
+        normalize_weights=False,
+        weights_on_input=True,
+        capacity=CapacityConfig(factor=1.2, drop="position"),
+        num_groups=4,
+        top_groups=2,
+        group_experts=3,
+        expert_bias=True,
     ),
 }
 

@@ -1,6 +1,6 @@
 """moecore: PyTorch-native Mixture-of-Experts training."""
 
-from moecore.config import BalanceConfig, MoEConfig, ParallelConfig
+from moecore.config import BalanceConfig, CapacityConfig, MoEConfig, ParallelConfig
 from moecore.fsdp import FSDPOptions, clip_grad_norm_
 from moecore.mesh import Meshes, build_meshes
 from moecore.moe.layer import MoELayer
@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BalanceConfig",
+    "CapacityConfig",
     "FSDPOptions",
     "Meshes",
     "MoEConfig",
