@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig
+from moecore.config import CapacityConfig
 
 LAYER: dict[str, Any] = dict(dim=64, hidden_dim=32, num_experts=8, top_k=2)
 
@@ -38,6 +39,7 @@ def test_defaults_need_the_four_sizes_only() -> None:
 
 
 SIZES = ["dim", "hidden_dim", "num_experts", "top_k", "num_groups", "top_groups"]
+SIZES += ["group_experts", "num_shared_experts"]
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -48,11 +50,19 @@ def test_sizes_are_whole_numbers_from_one(name: str, value: Any) -> None:
     assert ">= 1" in message
 
 
+@pytest.mark.parametrize("name", ["shared_hidden_dim", "latent_dim"])
 @pytest.mark.parametrize("value", [-1, True, 2.5, "8", None])
-def test_shared_hidden_dim_is_a_whole_number_from_zero(value: Any) -> None:
-    message = error_of(MoEConfig, **LAYER, shared_hidden_dim=value)
-    assert f"MoEConfig.shared_hidden_dim ({value!r})" in message
+def test_sizes_of_what_may_be_absent_are_whole_numbers_from_zero(name: str, value: Any) -> None:
+    message = error_of(MoEConfig, **LAYER, **{name: value})
+    assert f"MoEConfig.{name} ({value!r})" in message
     assert ">= 0" in message
+
+
+@pytest.mark.parametrize("name", ["router_jitter", "assignment_skew", "assignment_std"])
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf"), True, "0.1", None])
+def test_factors_are_finite_and_not_negative(name: str, value: Any) -> None:
+    message = error_of(MoEConfig, **LAYER, **{name: value})
+    assert f"MoEConfig.{name} ({value!r}) must be a finite number >= 0" in message
 
 
 @pytest.mark.parametrize(
@@ -90,6 +100,72 @@ RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["balance.bias_update_rate (0.5)", "expert_bias (False)"],
     ),
     ({"activation": "clamped_swiglu", "activation_limit": -7.0}, ["activation_limit (-7.0)"]),
+    (
+        {"num_groups": 4, "top_groups": 2, "group_experts": 3},
+        ["num_groups (4)", "group_experts (3)", "num_experts (8)"],
+    ),
+    (
+        {"score_function": "sqrtsoftplus", "score_order": "post"},
+        ['score_order ("post")', 'score_function ("sqrtsoftplus")'],
+    ),
+    (
+        {"score_order": "post", "normalize_weights": False},
+        ["normalize_weights (False)", 'score_order ("post")'],
+    ),
+    ({"router_jitter": 1.0}, ["router_jitter (1.0)", "< 1"]),
+    ({"assignment_skew": 2.0}, ["assignment_skew (2.0)", 'assignment ("skewed")', '"learned"']),
+    ({"assignment": "skewed"}, ["assignment_skew (1.0)", 'assignment ("skewed")']),
+    (
+        {"assignment": "skewed", "assignment_skew": 4.1},
+        ["assignment_skew (4.1)", "num_experts / top_k (4)"],
+    ),
+    (
+        {"assignment": "skewed", "assignment_skew": 0.5},
+        ["assignment_skew (0.5)", "(1, num_experts / top_k (4)]"],
+    ),
+    ({"assignment_std": 2.0}, ["assignment_std (2.0)", 'assignment ("biased")', '"learned"']),
+    ({"assignment": "biased"}, ["assignment_std (0.0)", 'assignment ("biased")']),
+    (
+        {"assignment": "sinkhorn", "expert_bias": True},
+        ["expert_bias (True)", 'assignment ("sinkhorn")'],
+    ),
+    (
+        {"assignment": "expert_choice", "num_groups": 4, "top_groups": 2},
+        ["top_groups < num_groups", 'assignment ("expert_choice")'],
+    ),
+    (
+        {"assignment": "expert_choice", "score_order": "post"},
+        ['score_order ("post")', 'assignment ("expert_choice")'],
+    ),
+    (
+        {"assignment": "expert_choice", "balance": BalanceConfig(sequence_coef=0.1)},
+        ["balance", 'assignment ("expert_choice")', "z_loss_coef"],
+    ),
+    ({"weights_on_input": True}, ["weights_on_input (True)", "top_k (2)"]),
+    (
+        {"weights_on_input": True, "assignment": "expert_choice", "top_k": 1},
+        ["weights_on_input (True)", 'assignment ("expert_choice")'],
+    ),
+    ({"latent_dim": 64}, ["latent_dim (64)", "dim (64)"]),
+    ({"num_shared_experts": 2}, ["num_shared_experts (2)", "shared_hidden_dim (0)"]),
+]
+QUANTILE: dict[str, Any] = dict(
+    score_function="sigmoid",
+    expert_bias=True,
+    balance=BalanceConfig(bias_update_rate=1.0, bias_update="quantile"),
+)
+RELATIONS += [
+    (QUANTILE | fields, ['balance.bias_update ("quantile")', *pieces])
+    for fields, pieces in (
+        ({"score_function": "softmax"}, ["score_function ('softmax') = 'sigmoid'"]),
+        ({"score_function": "sqrtsoftplus"}, ["score_function ('sqrtsoftplus') = 'sigmoid'"]),
+        ({"assignment": "balanced"}, ["assignment ('balanced') = 'learned'"]),
+        ({"num_groups": 4, "top_groups": 2}, ["top_groups (2) = 4"]),
+        ({"top_k": 8}, ["top_k (8)", "num_experts (8)"]),
+    )
+]
+RELATIONS += [
+    (QUANTILE | {"expert_bias": False}, ["bias_update_rate (1.0)", "expert_bias (False)"])
 ]
 
 
@@ -113,6 +189,18 @@ def test_relations_name_both_sides_and_the_fix(fields: dict[str, Any], pieces: l
         {"score_order": "post"},
         {"shared_hidden_dim": 16, "shared_gate": True},
         {"expert_bias": True, "balance": BalanceConfig(bias_update_rate=1e-3)},
+        {"num_groups": 4, "top_groups": 2, "group_experts": 2},
+        {"num_groups": 8, "top_groups": 8, "group_experts": 2},
+        {"router_jitter": 0.99},
+        {"assignment": "skewed", "assignment_skew": 4.0},
+        {"assignment": "biased", "assignment_std": 0.1},
+        {"assignment": "expert_choice", "balance": BalanceConfig(z_loss_coef=0.1)},
+        {"assignment": "sinkhorn", "num_groups": 4, "top_groups": 4},
+        {"weights_on_input": True, "top_k": 1},
+        {"latent_dim": 63},
+        {"num_shared_experts": 2, "shared_hidden_dim": 16},
+        {"capacity": CapacityConfig(factor=0.5)},
+        QUANTILE | {"top_k": 7},
     ],
     ids=str,
 )
@@ -126,7 +214,10 @@ def test_the_edge_of_each_rule_is_allowed(fields: dict[str, Any]) -> None:
         ("swiglu", True, 64),
         ("geglu", True, 64),
         ("clamped_swiglu", True, 64),
+        ("gelu", False, 32),
+        ("relu", False, 32),
         ("relu2", False, 32),
+        ("silu", False, 32),
     ],
 )
 def test_fc1_columns(activation: Any, gated: bool, columns: int) -> None:
@@ -134,7 +225,53 @@ def test_fc1_columns(activation: Any, gated: bool, columns: int) -> None:
     assert (config.gated, config.fc1_dim) == (gated, columns)
 
 
+@pytest.mark.parametrize(("latent_dim", "expert_dim"), [(0, 64), (16, 16)])
+def test_dim_of_the_experts(latent_dim: int, expert_dim: int) -> None:
+    assert MoEConfig(**LAYER, latent_dim=latent_dim).expert_dim == expert_dim
+
+
+@pytest.mark.parametrize(("assignment", "choices"), [("learned", 2), ("expert_choice", 8)])
+def test_choices_per_token(assignment: Any, choices: int) -> None:
+    assert MoEConfig(**LAYER, assignment=assignment).choices_per_token == choices
+
+
+# --------------------------------------------------------------------------- CapacityConfig
+
+
+@pytest.mark.parametrize("name", ["factor", "eval_factor"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), True, "1"])
+def test_capacity_factors_are_positive(name: str, value: Any) -> None:
+    message = error_of(CapacityConfig, **({"factor": 1.0} | {name: value}))
+    assert f"CapacityConfig.{name} ({value!r}) must be a finite number > 0" in message
+
+
+def test_capacity_fields() -> None:
+    message = error_of(CapacityConfig, factor=1.0, drop="random")
+    assert "CapacityConfig.drop ('random') must be one of 'probability', 'position'" in message
+    with pytest.raises(TypeError, match="factor"):
+        CapacityConfig()  # type: ignore[call-arg]
+
+
 # --------------------------------------------------------------------------- BalanceConfig
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.5])
+def test_quantile_rate_is_a_share(rate: float) -> None:
+    message = error_of(BalanceConfig, bias_update="quantile", bias_update_rate=rate)
+    assert f"BalanceConfig.bias_update_rate ({rate}) must lie in (0, 1]" in message
+    assert 'bias_update ("quantile")' in message
+
+
+def test_bias_update_is_one_of_the_known() -> None:
+    message = error_of(BalanceConfig, bias_update="mean")
+    assert "BalanceConfig.bias_update ('mean') must be one of 'sign', 'quantile'" in message
+
+
+@pytest.mark.parametrize("name", ["micro_batch_coef", "sequence_coef", "global_batch_coef"])
+def test_needs_counts_loss(name: str) -> None:
+    assert BalanceConfig(**{name: 0.1}).needs_counts_loss
+    assert not BalanceConfig(z_loss_coef=0.1, bias_update_rate=0.1).needs_counts_loss
+
 
 COEFFICIENTS = [f.name for f in dataclasses.fields(BalanceConfig) if f.type == "float"]
 

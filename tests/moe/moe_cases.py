@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore.config import CapacityConfig
+from moecore.moe.assignment import skewed_ids
 from moecore.moe.layer import LayerLayout
+from moecore.moe.reference import ReferenceOutput, moe_reference
 
 ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
@@ -46,6 +50,64 @@ CONFIGS = {
     "fp64-router": replace(BASE, router_dtype="float64"),
     "prime-experts": replace(BASE, num_experts=13, top_k=5),
 }
+# What a layer can do beside CONFIGS, each option alone.
+OPTIONS = {
+    "sqrtsoftplus": replace(BASE, score_function="sqrtsoftplus"),
+    "groups-of-1": replace(BASE, num_groups=4, top_groups=2, group_experts=1),
+    "groups-of-3": replace(BASE, num_groups=2, top_groups=1, group_experts=3),
+    "jitter": replace(BASE, router_jitter=0.3),
+    "sinkhorn": replace(BASE, assignment="sinkhorn"),
+    "sinkhorn-post": replace(BASE, assignment="sinkhorn", score_order="post"),
+    "expert-choice": replace(BASE, assignment="expert_choice"),
+    "expert-choice-small": replace(
+        BASE,
+        assignment="expert_choice",
+        capacity=CapacityConfig(factor=0.4, eval_factor=2.0),
+        score_function="sigmoid",
+        normalize_weights=False,
+    ),
+    "skewed": replace(BASE, assignment="skewed", assignment_skew=3.0),
+    "biased": replace(BASE, assignment="biased", assignment_std=1.0),
+    "capacity-probability": replace(BASE, capacity=CapacityConfig(factor=0.8)),
+    "capacity-position": replace(BASE, capacity=CapacityConfig(factor=0.8, drop="position")),
+    "capacity-eval": replace(BASE, capacity=CapacityConfig(factor=1.5, eval_factor=0.5)),
+    "capacity-pad": replace(BASE, capacity=CapacityConfig(factor=1.0, pad=True)),
+    "capacity-ties": replace(BASE, top_k=1, capacity=CapacityConfig(factor=0.6)),
+    "weights-on-input": replace(
+        BASE,
+        top_k=1,
+        weights_on_input=True,
+        score_function="sigmoid",
+        normalize_weights=False,
+        fc1_bias=True,
+        fc2_bias=True,
+    ),
+    "latent": replace(BASE, latent_dim=16),
+    "latent-input": replace(
+        BASE,
+        latent_dim=16,
+        top_k=1,
+        weights_on_input=True,
+        score_function="sigmoid",
+        normalize_weights=False,
+        fc2_bias=True,
+        shared_hidden_dim=24,
+    ),
+    "two-shared": replace(BASE, shared_hidden_dim=12, num_shared_experts=2),
+    "three-gates": replace(BASE, shared_hidden_dim=12, num_shared_experts=3, shared_gate=True),
+    "two-gates-relu2": replace(
+        BASE, shared_hidden_dim=12, num_shared_experts=2, shared_gate=True, activation="relu2"
+    ),
+    "gelu": replace(BASE, activation="gelu", shared_hidden_dim=12),
+    "relu": replace(BASE, activation="relu"),
+    "silu": replace(BASE, activation="silu", fc1_bias=True),
+    "quantile": replace(
+        BASE,
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=BalanceConfig(bias_update_rate=1.0, bias_update="quantile"),
+    ),
+}
 
 
 def make_layer(
@@ -69,19 +131,113 @@ def leaves(layer: MoELayer) -> dict[str, Tensor]:
     }
 
 
-def error(found: Tensor | None, expected: Tensor | None) -> float:
-    """Largest element error over the largest element of the tensor."""
+def error(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
+    """Largest element error over the largest element of the tensor, or over `floor` if larger."""
     assert found is not None and expected is not None
     found, expected = found.detach(), expected.detach()
     assert found.shape == expected.shape
     if expected.numel() == 0:
         return 0.0
     difference = (found.double() - expected.double()).abs().max()
-    return float(difference / expected.double().abs().max().clamp(min=1e-6))
+    return float(difference / expected.double().abs().max().clamp(min=max(floor, 1e-6)))
 
 
-def assert_equal_to_scale(found: Tensor | None, expected: Tensor | None, name: str = "") -> None:
-    assert error(found, expected) <= 1e-5, f"{name}: {error(found, expected)}"
+def assert_equal_to_scale(
+    found: Tensor | None, expected: Tensor | None, name: str = "", *, floor: float = 0.0
+) -> None:
+    found_error = error(found, expected, floor)
+    assert found_error <= 1e-5, f"{name}: {found_error}"
+
+
+def oracle_of(
+    config: MoEConfig,
+    x_BTD: Tensor,
+    params: dict[str, Tensor],
+    *,
+    training: bool = True,
+    padding_mask_BT: Tensor | None = None,
+    seed: int = 0,
+) -> ReferenceOutput:
+    """The reference, with what its config leaves open as the layer does it after this seed."""
+    N = x_BTD.shape[0] * x_BTD.shape[1]
+    torch.manual_seed(seed)
+    width, given = config.router_jitter, None
+    jitter_ND = torch.empty(N, config.dim).uniform_(1 - width, 1 + width) if width else None
+    if config.assignment == "skewed":
+        skew = config.assignment_skew
+        given = skewed_ids(N, config.num_experts, config.top_k, skew, x_BTD.device)
+    return moe_reference(
+        x_BTD,
+        params,
+        config,
+        training=training,
+        padding_mask_BT=padding_mask_BT,
+        given_ids_NK=given,
+        jitter_ND=jitter_ND,
+    )
+
+
+def has_constant_weights(config: MoEConfig) -> bool:
+    """One weight over itself is 1: the router learns from its losses alone."""
+    one = config.top_k == 1 and config.assignment != "expert_choice"
+    return one and (config.normalize_weights or config.score_order == "post")
+
+
+def compare_with_oracle(
+    layer: MoELayer,
+    x: Tensor,
+    *,
+    padding_mask: Tensor | None = None,
+    seed: int = 0,
+    forward: Callable[..., Tensor] | None = None,
+) -> ReferenceOutput:
+    """Assert that output, every gradient and all counts of one micro-batch are the oracle's.
+
+    Args:
+        layer: in either mode, without gradients and counts.
+        x: [B, T, D].
+        padding_mask: [B, T].
+        seed: of torch before the forward; jitter draws from it.
+        forward: runs the layer; None = the layer itself.
+    """
+    config, params = layer.config, leaves(layer)
+    x_ours, x_ref = (x.detach().clone().requires_grad_() for _ in range(2))
+    factor = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
+    out = oracle_of(
+        config,
+        x_ref,
+        params,
+        training=layer.training,
+        padding_mask_BT=padding_mask,
+        seed=seed,
+    )
+    losses = sum(out.losses.values()) if layer.training else 0.0
+    ((out.y_BTD * factor).sum() + losses).backward()
+    torch.manual_seed(seed)
+    y = (forward or layer)(x_ours, padding_mask)
+    assert y.shape == x.shape and y.dtype == x.dtype
+    (y * factor).sum().backward()
+    assert_equal_to_scale(y, out.y_BTD, "y")
+    assert_equal_to_scale(x_ours.grad, x_ref.grad, "x")
+    for name, parameter in layer.named_parameters():
+        expected = params[name].grad
+        if name.startswith("router") and has_constant_weights(config):
+            # Terms of the size of x's gradient cancel; their rounding is all that may be left.
+            floor = float(x_ref.grad.abs().max()) if x_ref.numel() else 0.0  # type: ignore[union-attr]
+        else:
+            floor = 0.0
+        assert_equal_to_scale(parameter.grad, expected, name, floor=floor)
+    counts = layer.tracker.counts
+    if layer.training:
+        assert counts is not None and torch.equal(counts.chosen_E, out.counts_E)
+        assert_equal_to_scale(counts.losses, torch.stack(list(out.losses.values())), "losses")
+        if counts.kept_E is not None:
+            assert torch.equal(counts.kept_E, out.routing.kept_NE.sum(0))
+        if counts.margins_EX is not None:
+            assert (counts.margins_EX.sum(1) == out.routing.real_N.sum()).all()
+    else:
+        assert counts is None, "eval counts nothing"
+    return out
 
 
 def assert_twice_as_good(ours: Tensor, plain: Tensor, truth: Tensor, name: str) -> None:

@@ -406,7 +406,7 @@ def test_a_cuda_graph_counts_at_each_replay(loss: str | None) -> None:
     static = batches[0].clone()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with (
-        pytest.raises(ValueError, match=r"counts_E \(None\) must exist before a CUDA graph"),
+        pytest.raises(ValueError, match=r"counts \(None\) must exist before a CUDA graph"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         graphed(static)

@@ -24,7 +24,8 @@ def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -
     """Return each token's best experts of the evened-out scores: int64 [N, K].
 
     The scores are the matrix exp(logits) with rows and columns scaled in turn, so that every row
-    sums to 1 and every column to N / E. Padding has no part in the sums of columns.
+    sums to 1 and every column to N / E. Padding has no part in the sums of columns. A token alone
+    (or among its own copies) likes all experts equally then, and rounding decides.
 
     Source: BASE layers (arXiv:2103.16716) and Sinkhorn's iterations for it (arXiv:2202.01169).
     """
@@ -85,7 +86,9 @@ def skewed_ids(
     falling_E = torch.arange(E, dtype=torch.float64, device=device) * math.log(_ratio(E, skew))
     ends_E = torch.exp(falling_E).cumsum(0)
     ends_E = ends_E * (K / ends_E[-1])
-    starts_T = torch.arange(num_tokens, dtype=torch.float64, device=device) * GOLDEN % 1.0
+    # From 1: token 0's points would be whole numbers, and a first interval that rounding made a
+    # little longer than 1 would have two of them.
+    starts_T = torch.arange(1, num_tokens + 1, dtype=torch.float64, device=device) * GOLDEN % 1.0
     points_TK = starts_T[:, None] + torch.arange(K, device=device)
     return torch.searchsorted(ends_E, points_TK.contiguous(), right=True).clamp(max=E - 1)
 

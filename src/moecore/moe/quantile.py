@@ -43,7 +43,8 @@ def add_margins(
     E, X = histogram_EX.shape
     low, width = _range(bias_E)
     cutoff_T1 = (scores_TE + bias_E).topk(top_k + 1, dim=-1).values[:, -1:]
-    bins_TE = ((cutoff_T1 - scores_TE - low) / width).floor().clamp(0, X - 1).long()
+    # A NaN would become an address; it lands in bin 0, of a step that will be skipped.
+    bins_TE = ((cutoff_T1 - scores_TE - low) / width).clamp(0, X - 1).nan_to_num().long()
     bins_TE = bins_TE + torch.arange(E, device=bins_TE.device) * X
     counted_TE = torch.ones_like(bins_TE)
     if padding_mask_T is not None:

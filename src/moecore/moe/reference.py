@@ -2,8 +2,10 @@
 
 Nothing here is shared with the production path: every expert runs on every token, a mask picks
 what counts, and nothing is sorted, gathered or grouped. Memory E times that of a dense layer.
+Who chooses whom is decided on the host, token by token: `moe/reference_route.py`.
 
-Legend: B sequences, T tokens, D model dim, F hidden dim, E experts, K experts per token.
+Legend: B sequences, T tokens, N = B T, D model dim, L dim of the routed experts (D, or the latent
+dim), F hidden dim, E experts, K experts per token, n shared experts.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moecore.config import MoEConfig
+from moecore.moe.reference_route import ReferenceRouting, route_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +28,27 @@ class ReferenceOutput:
         y_BTD: the layer's output, dtype of x.
         losses: "micro_batch", "sequence", "global_batch" and "z", fp32 scalars with their
             coefficients applied; "global_batch" is over these tokens alone.
-        counts_E: assignments of each expert, int64.
-        mean_scores_E: mean score of each expert, fp32, differentiable.
+        counts_E: assignments of each expert before capacity dropped any, int64.
+        mean_scores_E: mean score of each expert over the real tokens, fp32, differentiable.
+        routing: who was chosen, who stayed, and with which weight.
     """
 
     y_BTD: Tensor
     losses: dict[str, Tensor]
     counts_E: Tensor
     mean_scores_E: Tensor
+    routing: ReferenceRouting
 
 
 def moe_reference(
-    x_BTD: Tensor, params: Mapping[str, Tensor], config: MoEConfig
+    x_BTD: Tensor,
+    params: Mapping[str, Tensor],
+    config: MoEConfig,
+    *,
+    training: bool = True,
+    padding_mask_BT: Tensor | None = None,
+    given_ids_NK: Tensor | None = None,
+    jitter_ND: Tensor | None = None,
 ) -> ReferenceOutput:
     """Return the layer's output and its auxiliary losses for one micro-batch of one data rank.
 
@@ -44,95 +56,92 @@ def moe_reference(
         x_BTD: [B, T, D].
         params: name -> whole tensor, under moecore's own names: "router.weight", "router.bias",
             "router.expert_bias", "experts.w1", "experts.b1", "experts.w2", "experts.b2",
-            "shared.w1", "shared.w2", "shared.gate"; those that the config asks for.
+            "latent.w_down", "latent.w_up", "shared.w1", "shared.w2", "shared.gate"; those that
+            the config asks for.
         config: the layer.
+        training: the mode; it decides about capacity, Sinkhorn and jitter.
+        padding_mask_BT: bool, True = padding; None = none.
+        given_ids_NK: expert ids that are chosen instead, -1 = no choice; capacity still drops.
+            "skewed" needs them: its config fixes counts, not who goes where.
+        jitter_ND: the factors that jitter drew; None = 1.
+
+    Returns:
+        The output; losses are those of training in both modes.
+
+    Raises:
+        ValueError: for "skewed" without `given_ids_NK`.
     """
     B, T, D = x_BTD.shape
     x_ND = x_BTD.reshape(B * T, D)
-    logits_NE, scores_NE, chosen_NE, weights_NE = _route(x_ND, params, config)
-    y_ND = torch.zeros(B * T, D, dtype=torch.promote_types(x_ND.dtype, torch.float32))
-    y_ND = y_ND.to(x_ND.device)
+    real_N = torch.ones(B * T, dtype=torch.bool, device=x_ND.device)
+    if padding_mask_BT is not None:
+        real_N = ~padding_mask_BT.reshape(B * T)
+    router_x_ND = x_ND if jitter_ND is None or not training else x_ND.float() * jitter_ND
+    routing = route_reference(
+        router_x_ND, real_N, params, config, training=training, given_ids_NK=given_ids_NK
+    )
+    y_ND = _routed(x_ND, routing, params, config)
+    for i in range(config.num_shared_experts if config.shared_hidden_dim else 0):
+        y_ND = y_ND + _shared(x_ND, i, params, config)
+    losses = _losses(routing, B, config)
+    counts_E = routing.chosen_NE.sum(0)
+    mean_scores_E = routing.real_mean(routing.scores_NE)
+    return ReferenceOutput(y_ND.view(B, T, D), losses, counts_E, mean_scores_E, routing)
+
+
+def _routed(
+    x_ND: Tensor, routing: ReferenceRouting, params: Mapping[str, Tensor], config: MoEConfig
+) -> Tensor:
+    """Return the sum over the routed experts, [N, D]."""
+    rows_NL = x_ND @ params["latent.w_down"].T if config.latent_dim else x_ND
+    y_NL = torch.zeros_like(rows_NL, dtype=torch.promote_types(rows_NL.dtype, torch.float32))
     for e in range(config.num_experts):
-        part = _expert(x_ND, weights_NE[:, e : e + 1], e, params, config)
-        y_ND = y_ND + torch.where(chosen_NE[:, e : e + 1], part, 0)
-    y_ND = y_ND.to(x_ND.dtype)
-    if config.shared_hidden_dim:
-        h = _activation(x_ND @ params["shared.w1"].T, config).to(x_ND.dtype)
-        shared_ND = h @ params["shared.w2"].T
-        if config.shared_gate:
-            gate_N1 = torch.sigmoid((x_ND @ params["shared.gate"].T).float())
-            shared_ND = (shared_ND * gate_N1).to(x_ND.dtype)
-        y_ND = y_ND + shared_ND
-    losses = _losses(logits_NE, scores_NE, chosen_NE, B, config)
-    return ReferenceOutput(y_ND.view(B, T, D), losses, chosen_NE.sum(0), scores_NE.mean(0))
-
-
-def _route(
-    x_ND: Tensor, params: Mapping[str, Tensor], config: MoEConfig
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return logits, scores that sum to 1, the chosen mask and dense weights, all [N, E]."""
-    dtype = getattr(torch, config.router_dtype)
-    logits_NE = x_ND.to(dtype) @ params["router.weight"].to(dtype).T
-    if config.router_bias:
-        logits_NE = logits_NE + params["router.bias"].to(dtype)
-    if config.score_function == "sigmoid":
-        scores_NE = 1 / (1 + torch.exp(-logits_NE))
-    else:
-        exps = torch.exp(logits_NE - logits_NE.amax(-1, keepdim=True))
-        scores_NE = exps / exps.sum(-1, keepdim=True)
-    selection_NE = (scores_NE if config.score_order == "pre" else logits_NE).detach().clone()
-    if config.expert_bias:
-        selection_NE += params["router.expert_bias"]
-    chosen_NE = _choose(selection_NE, config)
-    if config.score_order == "post":
-        masked = logits_NE.masked_fill(~chosen_NE, float("-inf"))
-        weights_NE = torch.exp(masked - masked.amax(-1, keepdim=True))
-        weights_NE = weights_NE / weights_NE.sum(-1, keepdim=True)
-    else:
-        weights_NE = torch.where(chosen_NE, scores_NE, 0)
-        if config.normalize_weights:
-            weights_NE = weights_NE / weights_NE.sum(-1, keepdim=True)
-    weights_NE = (weights_NE * config.routed_scaling_factor).float()
-    normalized_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
-    return logits_NE, normalized_NE.float(), chosen_NE, weights_NE
-
-
-def _choose(selection_NE: Tensor, config: MoEConfig) -> Tensor:
-    """Token by token, on the host: rank groups, then experts."""
-    N, E = selection_NE.shape
-    chosen_NE = torch.zeros(N, E, dtype=torch.bool, device=selection_NE.device)
-    for n, row in enumerate(selection_NE.tolist()):
-        if config.assignment == "balanced":
-            picks = [(n * config.top_k + k) % E for k in range(config.top_k)]
-        else:
-            size = E // config.num_groups
-            groups = list(range(config.num_groups))
-            if config.top_groups < config.num_groups:
-                best = {g: sum(sorted(row[g * size : (g + 1) * size])[-2:]) for g in groups}
-                groups = sorted(groups, key=lambda g: -best[g])[: config.top_groups]
-            allowed = [e for g in groups for e in range(g * size, (g + 1) * size)]
-            picks = sorted(allowed, key=lambda e: -row[e])[: config.top_k]
-        chosen_NE[n, picks] = True
-    return chosen_NE
+        part_NL = _expert(rows_NL, routing.weights_NE[:, e : e + 1], e, params, config)
+        y_NL = y_NL + torch.where(routing.kept_NE[:, e : e + 1], part_NL, 0)
+    y_NL = y_NL.to(x_ND.dtype)
+    return y_NL @ params["latent.w_up"].T if config.latent_dim else y_NL
 
 
 def _expert(
-    x_ND: Tensor, weight_N1: Tensor, e: int, params: Mapping[str, Tensor], config: MoEConfig
+    x_NL: Tensor, weight_N1: Tensor, e: int, params: Mapping[str, Tensor], config: MoEConfig
 ) -> Tensor:
-    h = x_ND @ params["experts.w1"][e].flatten(0, -2).T
+    if config.weights_on_input:
+        x_NL = (x_NL * weight_N1).to(x_NL.dtype)
+        weight_N1 = torch.ones_like(weight_N1)
+    h = x_NL @ params["experts.w1"][e].flatten(0, -2).T
     if config.fc1_bias:
         h = h + params["experts.b1"][e].flatten()
-    a = (_activation(h, config) * weight_N1).to(x_ND.dtype)
+    a = (_activation(h, config) * weight_N1).to(x_NL.dtype)
     y = a @ params["experts.w2"][e].T
     if config.fc2_bias:
         y = y + (params["experts.b2"][e] * weight_N1).to(y.dtype)
     return y
 
 
+def _shared(x_ND: Tensor, i: int, params: Mapping[str, Tensor], config: MoEConfig) -> Tensor:
+    """Return shared expert i's output, gate included."""
+    n, F, D = config.num_shared_experts, config.shared_hidden_dim, config.dim
+    # All gates of all n experts come before all ups.
+    w1_XFD = params["shared.w1"].reshape(-1, n, F, D)[:, i]
+    w2_DF = params["shared.w2"][:, i * F : (i + 1) * F]
+    a_NF = _activation(x_ND @ w1_XFD.flatten(0, 1).T, config).to(x_ND.dtype)
+    y_ND = a_NF @ w2_DF.T
+    if config.shared_gate:
+        gate_N1 = torch.sigmoid((x_ND @ params["shared.gate"][i : i + 1].T).float())
+        y_ND = (y_ND * gate_N1).to(x_ND.dtype)
+    return y_ND
+
+
 def _activation(h: Tensor, config: MoEConfig) -> Tensor:
     h = h.to(torch.promote_types(h.dtype, torch.float32))
+    if config.activation == "relu":
+        return h.clamp(min=0)
     if config.activation == "relu2":
         return h.clamp(min=0) ** 2
+    if config.activation == "silu":
+        return h / (1 + torch.exp(-h))
+    if config.activation == "gelu":
+        return 0.5 * h * (1 + torch.erf(h / 2**0.5))
     F = h.shape[-1] // 2
     gate, up = h[..., :F], h[..., F:]
     if config.activation == "swiglu":
@@ -145,19 +154,26 @@ def _activation(h: Tensor, config: MoEConfig) -> Tensor:
     return gate / (1 + torch.exp(-config.activation_alpha * gate)) * (1 + up)
 
 
-def _losses(
-    logits_NE: Tensor, scores_NE: Tensor, chosen_NE: Tensor, B: int, config: MoEConfig
-) -> dict[str, Tensor]:
+def _losses(routing: ReferenceRouting, B: int, config: MoEConfig) -> dict[str, Tensor]:
     E, K, balance = config.num_experts, config.top_k, config.balance
-    share_BTE = chosen_NE.float().view(B, -1, E) / K
-    scores_BTE = scores_NE.view(B, -1, E)
-    even = E * (share_BTE.mean((0, 1)) * scores_BTE.mean((0, 1))).sum()
-    per_sequence = E * (share_BTE.mean(1) * scores_BTE.mean(1)).sum(-1).mean()
-    top_N1 = logits_NE.amax(-1, keepdim=True)
-    z = (top_N1[:, 0] + torch.log(torch.exp(logits_NE - top_N1).sum(-1))).square().mean().float()
+    chosen_NE = routing.chosen_NE.float()
+    mean_scores_E = routing.real_mean(routing.scores_NE)
+    even = E * (routing.real_mean(chosen_NE) / K * mean_scores_E).sum()
+    shares_E = chosen_NE.sum(0) / chosen_NE.sum().clamp(min=1)
+    globally = E * (shares_E * mean_scores_E).sum()
+    per_sequence = torch.zeros_like(even)
+    N = chosen_NE.shape[0]
+    for b in range(B):
+        part = slice(b * N // B, (b + 1) * N // B)
+        f_E = routing.real_mean(chosen_NE, part) / K
+        # A sequence of padding alone is a sequence with loss 0.
+        per_sequence = per_sequence + E * (f_E * routing.real_mean(routing.scores_NE, part)).sum()
+    top_N1 = routing.logits_NE.amax(-1, keepdim=True)
+    sums_N = torch.exp(routing.logits_NE - top_N1).sum(-1)
+    z = routing.real_mean((top_N1[:, 0] + torch.log(sums_N)).square()).float()
     return {
         "micro_batch": balance.micro_batch_coef * even,
-        "sequence": balance.sequence_coef * per_sequence,
-        "global_batch": balance.global_batch_coef * even,
+        "sequence": balance.sequence_coef * per_sequence / max(B, 1),
+        "global_batch": balance.global_batch_coef * globally,
         "z": balance.z_loss_coef * z,
     }

@@ -47,7 +47,10 @@ class AllGatherDispatcher:
         self._sizes = EqualSizes(placement.group)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Gather all tokens of the group. One host sync, none with `routing.pad`; 4 collectives."""
+        """Gather all tokens of the group; 4 collectives.
+
+        One host sync. With `routing.pad` none after the first.
+        """
         p, T = self.placement, x_TD.shape[0]
         if routing.pad:
             self._sizes.check(T, x_TD.device)

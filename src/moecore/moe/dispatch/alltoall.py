@@ -56,7 +56,7 @@ class AllToAllDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks.
 
-        One host sync; 3 collectives. With `routing.pad` none; 2 collectives, of equal splits.
+        One host sync; 3 collectives. With `routing.pad` none after the first; 3, of equal splits.
         """
         p, T = self.placement, x_TD.shape[0]
         block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")

@@ -116,24 +116,34 @@ class EqualSizes:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._seen: set[int] = set()
+        self._is_first = True
 
     def check(self, num_tokens: int, device: torch.device) -> None:
-        """Compare with the other ranks the first time that a number comes; one host sync then.
+        """Compare with the other ranks; one tiny collective, and a host sync the first time only.
+
+        At every forward: a rank that met its number before can not know that another did not, and
+        collectives of unequal sizes hang, abort or mix rows up.
 
         Raises:
-            ValueError: when another rank brings another number.
+            ValueError: when the first numbers differ.
+            RuntimeError: when later ones do; on CUDA the device asserts, before rows travel.
         """
-        if num_tokens in self._seen:
-            return
-        mine = torch.tensor([num_tokens], device=device)
-        numbers = _gather_from_ranks(mine, self.group).tolist()
-        if len(set(numbers)) > 1:
-            raise ValueError(
-                f"number of tokens ({numbers} by rank of the dispatch group) must be equal with "
-                "CapacityConfig.pad (True): pad the batches, or set pad=False"
+        mine = torch.full((1,), num_tokens, device=device)
+        numbers_G = _gather_from_ranks(mine, self.group)
+        fix = "with CapacityConfig.pad (True): pad the batches, or set pad=False"
+        if self._is_first:
+            numbers = numbers_G.tolist()
+            if len(set(numbers)) > 1:
+                raise ValueError(
+                    f"number of tokens ({numbers} by rank of the dispatch group) must be equal "
+                    f"{fix}"
+                )
+            self._is_first = False
+        else:
+            torch._assert_async(
+                (numbers_G == num_tokens).all(),
+                f"number of tokens must be equal on all ranks of the dispatch group {fix}",
             )
-        self._seen.add(num_tokens)
 
 
 class _GatherRanks(torch.autograd.Function):
