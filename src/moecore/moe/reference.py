@@ -139,19 +139,19 @@ def _activation(h: Tensor, config: MoEConfig) -> Tensor:
     if config.activation == "relu2":
         return h.clamp(min=0) ** 2
     if config.activation == "silu":
-        return h / (1 + torch.exp(-h))
+        return h * torch.sigmoid(h)
     if config.activation == "gelu":
         return 0.5 * h * (1 + torch.erf(h / 2**0.5))
     F = h.shape[-1] // 2
     gate, up = h[..., :F], h[..., F:]
     if config.activation == "swiglu":
-        return gate / (1 + torch.exp(-gate)) * up
+        return gate * torch.sigmoid(gate) * up
     if config.activation == "geglu":
         inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
         return 0.5 * gate * (1 + torch.tanh(inner)) * up
     gate = torch.minimum(gate, torch.tensor(config.activation_limit))
     up = torch.clip(up, -config.activation_limit, config.activation_limit)
-    return gate / (1 + torch.exp(-config.activation_alpha * gate)) * (1 + up)
+    return gate * torch.sigmoid(config.activation_alpha * gate) * (1 + up)
 
 
 def _losses(routing: ReferenceRouting, B: int, config: MoEConfig) -> dict[str, Tensor]:

@@ -1,0 +1,257 @@
+"""Who is chosen, who stays and with which weight, on the host: the truth of routing.
+
+Choices are made by loops over Python floats, from the text of `MoEConfig` alone; weights are dense
+masked algebra, so that gradients reach the logits. Nothing is shared with the production path.
+
+Legend: N tokens of the micro-batch, D model dim, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from moecore.config import CapacityConfig, MoEConfig
+
+Rows = list[list[float]]
+SINKHORN_ROUNDS = 32  # part of the definition: another number may choose otherwise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceRouting:
+    """The decision for N tokens, dense over the experts.
+
+    Attributes:
+        logits_NE: router dtype, differentiable.
+        scores_NE: fp32, scores divided by their sum; differentiable.
+        chosen_NE: bool, before capacity.
+        kept_NE: bool, what capacity left.
+        weights_NE: fp32, 0 where not chosen; differentiable.
+        real_N: bool, False = padding.
+    """
+
+    logits_NE: Tensor
+    scores_NE: Tensor
+    chosen_NE: Tensor
+    kept_NE: Tensor
+    weights_NE: Tensor
+    real_N: Tensor
+
+    def real_mean(self, values: Tensor, part: slice = slice(None)) -> Tensor:
+        """Return the mean of the real tokens' values over dim 0, 0 where there are none.
+
+        Args:
+            values: [N, ...].
+            part: which tokens.
+        """
+        real = self.real_N[part]
+        return values[part][real].sum(0) / max(int(real.sum()), 1)
+
+
+def route_reference(
+    x_ND: Tensor,
+    real_N: Tensor,
+    params: Mapping[str, Tensor],
+    config: MoEConfig,
+    *,
+    training: bool,
+    given_ids_NK: Tensor | None,
+) -> ReferenceRouting:
+    """Route one micro-batch.
+
+    Args:
+        x_ND: what the router reads.
+        real_N: bool, False = padding.
+        params: as `moe_reference` takes them.
+        config: the layer.
+        training: the mode.
+        given_ids_NK: chosen ids, -1 = none; None = the config chooses.
+
+    Raises:
+        ValueError: for "skewed" without given ids.
+    """
+    dtype = getattr(torch, config.router_dtype)
+    logits_NE = x_ND.to(dtype) @ params["router.weight"].to(dtype).T
+    if config.router_bias:
+        logits_NE = logits_NE + params["router.bias"].to(dtype)
+    scores_NE = _scores(logits_NE, config)
+    real = real_N.tolist()
+    if given_ids_NK is None:
+        bias = params["router.expert_bias"].tolist() if config.expert_bias else None
+        chosen = _choose(logits_NE.detach(), real, bias, config, training)
+    else:
+        chosen = [[e in row for e in range(config.num_experts)] for row in given_ids_NK.tolist()]
+    chosen = [[c and r for c in row] for row, r in zip(chosen, real, strict=True)]
+    chosen_NE = _mask(chosen, logits_NE)
+    weights_NE = _weights(logits_NE, scores_NE, chosen_NE, config)
+    kept = _keep(chosen, weights_NE.tolist(), sum(real), config, training)
+    total_N1 = scores_NE.sum(-1, keepdim=True)
+    return ReferenceRouting(
+        logits_NE=logits_NE,
+        scores_NE=(scores_NE / total_N1).float(),
+        chosen_NE=chosen_NE,
+        kept_NE=_mask(kept, logits_NE),
+        weights_NE=weights_NE,
+        real_N=real_N,
+    )
+
+
+def capacity_reference(factor: float, num_real: int, config: MoEConfig) -> int:
+    """Return ceil(factor * N * K / E), exact for the factor as it is written.
+
+    Args:
+        factor: of the mode.
+        num_real: N, tokens that are no padding.
+        config: the layer.
+    """
+    return math.ceil(Fraction(repr(factor)) * num_real * config.top_k / config.num_experts)
+
+
+def _mask(rows: list[list[bool]], like_NE: Tensor) -> Tensor:
+    return torch.tensor(rows, dtype=torch.bool, device=like_NE.device).view(like_NE.shape)
+
+
+def _scores(logits_NE: Tensor, config: MoEConfig) -> Tensor:
+    if config.score_function == "sigmoid":
+        return torch.sigmoid(logits_NE)
+    if config.score_function == "sqrtsoftplus":
+        # log(1 + exp(x)) = max(x, 0) + log(1 + exp(-|x|))
+        tails_NE = torch.log1p(torch.exp(-logits_NE.abs()))
+        return torch.sqrt(logits_NE.clamp(min=0) + tails_NE)
+    exps = torch.exp(logits_NE - logits_NE.amax(-1, keepdim=True))
+    return exps / exps.sum(-1, keepdim=True)
+
+
+def _weights(logits_NE: Tensor, scores_NE: Tensor, chosen_NE: Tensor, config: MoEConfig) -> Tensor:
+    if config.score_order == "post":
+        top_N1 = logits_NE.masked_fill(~chosen_NE, float("-inf")).amax(-1, keepdim=True)
+        top_N1 = torch.where(chosen_NE.any(-1, keepdim=True), top_N1, 0)
+        # The inner `where` keeps what is not chosen from overflowing.
+        shifted_NE = torch.where(chosen_NE, logits_NE - top_N1, 0)
+        parts_NE = torch.where(chosen_NE, torch.exp(shifted_NE), 0)
+    else:
+        parts_NE = torch.where(chosen_NE, scores_NE, 0)
+    if config.score_order == "post" or config.normalize_weights:
+        total_N1 = parts_NE.sum(-1, keepdim=True)
+        parts_NE = parts_NE / torch.where(chosen_NE.any(-1, keepdim=True), total_N1, 1)
+    return (parts_NE * config.routed_scaling_factor).float()
+
+
+# --------------------------------------------------------------------------- who chooses
+
+
+def _choose(
+    logits_NE: Tensor,
+    real: list[bool],
+    bias: list[float] | None,
+    config: MoEConfig,
+    training: bool,
+) -> list[list[bool]]:
+    """Return chosen[n][e], whatever it is for padding."""
+    N, E = logits_NE.shape
+    if config.assignment == "skewed":
+        raise ValueError(
+            'given_ids_NK (None) must be given with assignment ("skewed"), which fixes counts '
+            "only: pass the ids of the run to compare with"
+        )
+    if config.assignment == "balanced":
+        K = config.top_k
+        picks = [[(n * K + k) % E for k in range(K)] for n in range(N)]
+        return [[e in row for e in range(E)] for row in picks]
+    if config.assignment == "expert_choice":
+        return _experts_choose(_scores(logits_NE, config).tolist(), real, config, training)
+    if config.assignment == "sinkhorn" and training:
+        ranked = _sinkhorn(logits_NE.tolist(), real)
+    else:
+        if config.assignment == "biased":
+            bias_E = torch.tensor(fixed_bias_reference(config), device=logits_NE.device)
+            logits_NE = logits_NE + bias_E
+        pre = config.score_order == "pre"
+        ranked = (_scores(logits_NE, config) if pre else logits_NE).tolist()
+        if bias is not None:
+            ranked = [[v + b for v, b in zip(row, bias, strict=True)] for row in ranked]
+    return [_tokens_choice(row, config) for row in ranked]
+
+
+def _tokens_choice(row: list[float], config: MoEConfig) -> list[bool]:
+    """Rank groups, then experts; among equals the lower id wins, as Python's sort is stable."""
+    size = config.num_experts // config.num_groups
+    groups = list(range(config.num_groups))
+    if config.top_groups < config.num_groups:
+        best = {
+            g: sum(sorted(row[g * size : (g + 1) * size])[-config.group_experts :]) for g in groups
+        }
+        groups = sorted(groups, key=lambda g: -best[g])[: config.top_groups]
+    allowed = [e for g in sorted(groups) for e in range(g * size, (g + 1) * size)]
+    picks = sorted(allowed, key=lambda e: -row[e])[: config.top_k]
+    return [e in picks for e in range(config.num_experts)]
+
+
+def _experts_choose(
+    scores: Rows, real: list[bool], config: MoEConfig, training: bool
+) -> list[list[bool]]:
+    """Each expert takes its C best real tokens; among equals the earlier one."""
+    factor = 1.0
+    if config.capacity is not None:
+        factor = _factor(config.capacity, training) or config.capacity.factor
+    C, E = capacity_reference(factor, sum(real), config), config.num_experts
+    candidates = [n for n, is_real in enumerate(real) if is_real]
+    takers = []
+    for e in range(E):
+        takers.append(set(sorted(candidates, key=lambda n: -scores[n][e])[:C]))
+    return [[n in takers[e] for e in range(E)] for n in range(len(scores))]
+
+
+def _sinkhorn(logits: Rows, real: list[bool]) -> Rows:
+    """Scale columns and rows of exp(logits) in turn, so that columns sum to N / E, rows to 1."""
+    rows = [n for n, is_real in enumerate(real) if is_real]
+    E = len(logits[0]) if logits else 0
+    plan = [[math.exp(v - max(row)) for v in row] for row in logits]
+    plan = [[v / sum(row) for v in row] for row in plan]
+    for _ in range(SINKHORN_ROUNDS):
+        sums = [sum(plan[n][e] for n in rows) or 1.0 for e in range(E)]
+        for n in rows:
+            row = [v * len(rows) / E / s for v, s in zip(plan[n], sums, strict=True)]
+            plan[n] = [v / sum(row) for v in row]
+    return plan
+
+
+def fixed_bias_reference(config: MoEConfig) -> list[float]:
+    """Return what "biased" adds to the logits: the quantiles of N(0, std^2) at golden steps.
+
+    Args:
+        config: the layer.
+    """
+    normal, golden = NormalDist(0.0, config.assignment_std), (5**0.5 - 1) / 2
+    return [normal.inv_cdf((e + 1) * golden % 1.0) for e in range(config.num_experts)]
+
+
+# --------------------------------------------------------------------------- who stays
+
+
+def _factor(capacity: CapacityConfig, training: bool) -> float | None:
+    return capacity.factor if training else capacity.eval_factor
+
+
+def _keep(
+    chosen: list[list[bool]], weights: Rows, num_real: int, config: MoEConfig, training: bool
+) -> list[list[bool]]:
+    """Return what stays when each expert takes at most its capacity."""
+    factor = None if config.capacity is None else _factor(config.capacity, training)
+    if config.capacity is None or factor is None or config.assignment == "expert_choice":
+        return chosen
+    C = capacity_reference(factor, num_real, config)
+    kept = [[False] * config.num_experts for _ in chosen]
+    for e in range(config.num_experts):
+        wanting = [n for n, row in enumerate(chosen) if row[e]]
+        if config.capacity.drop == "probability":
+            wanting = sorted(wanting, key=lambda n: -weights[n][e])
+        for n in wanting[:C]:
+            kept[n][e] = True
+    return kept

@@ -1,0 +1,380 @@
+"""What options do, by closed forms: capacity, who chooses, losses and biases of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore import BalanceConfig, MoELayer
+from moecore.config import CapacityConfig
+from moecore.moe.assignment import skewed_ids
+from moecore.moe.balance import LOSS_NAMES, BalanceGroups
+from moecore.moe.reference_route import capacity_reference
+from moecore.moe.state import MoEState
+from tests.moe.moe_cases import ALL_LOSSES, BASE, OPTIONS, compare_with_oracle, make_layer
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padding(B: int, T: int) -> Tensor:
+    """Another number of real tokens in every sequence, and a hole."""
+    mask_BT = torch.arange(T) >= T - 1 - torch.arange(B)[:, None]
+    mask_BT[0, 1] = True
+    return mask_BT
+
+
+def make_state(layer: MoELayer) -> MoEState:
+    return MoEState({"moe": layer}, BalanceGroups())
+
+
+# --------------------------------------------------------------------------- capacity
+
+
+@pytest.mark.parametrize("drop", ["probability", "position"])
+@pytest.mark.parametrize("factor", [0.01, 0.3, 1.0, 1.25, 100.0])
+def test_capacity_bounds_every_expert(factor: float, drop: Any) -> None:
+    """0.01 leaves one token to each expert, 100 all of them."""
+    config = replace(BASE, capacity=CapacityConfig(factor=factor, drop=drop))
+    layer, x = make_layer(config), tokens(2, 20, 32)
+    out = compare_with_oracle(layer, x)
+    C, counts = capacity_reference(factor, 40, config), layer.tracker.counts
+    assert {0.01: 1, 0.3: 3, 1.0: 10, 1.25: 13, 100.0: 1000}[factor] == C
+    assert torch.equal(counts.kept_E, counts.chosen_E.clamp(max=C))
+    metrics = make_state(layer).finish_step()
+    dropped = (out.counts_E - C).clamp(min=0)
+    assert torch.equal(metrics.dropped_per_expert["moe"], dropped)
+    assert torch.equal(metrics.tokens_per_expert["moe"], out.counts_E)
+    assert metrics.drop_rate()["moe"] == pytest.approx(float(dropped.sum()) / 80)
+
+
+def test_the_worked_example_of_dropping() -> None:
+    """Three tokens, two experts, one place each: weights .2, .7 and .5."""
+    config = replace(
+        BASE,
+        num_experts=2,
+        top_k=1,
+        score_function="sigmoid",
+        normalize_weights=False,
+        capacity=CapacityConfig(factor=0.5),
+    )
+    for drop, stays in (("probability", [False, True, True]), ("position", [True, False, True])):
+        layer = make_layer(replace(config, capacity=CapacityConfig(factor=0.5, drop=drop)))
+        with torch.no_grad():
+            layer.router.weight.zero_()
+            layer.router.weight[0, 0] = layer.router.weight[1, 1] = 1.0
+        x = torch.full((3, 32), -20.0)
+        x[:, 0] = torch.tensor([0.2, 0.7, 0.1]).logit()
+        x[2, 1] = 0.0
+        y = layer(x)
+        assert y.any(-1).tolist() == stays, drop
+        routing = layer.router(x)
+        assert (routing.expert_ids_TK >= 0).flatten().tolist() == stays
+        assert routing.chosen_ids_TK.flatten().tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("drop", ["probability", "position"])
+def test_among_equal_weights_the_earlier_token_stays(drop: Any) -> None:
+    config = replace(BASE, top_k=1, capacity=CapacityConfig(factor=1.0, drop=drop))
+    layer = make_layer(config)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    x, mask = tokens(24, 32), torch.zeros(24, dtype=torch.bool)
+    mask[0] = True
+    assert layer(x).any(-1).tolist() == [True] * 3 + [False] * 21
+    mask[8:15] = True  # 16 real tokens: two places
+    assert layer(x, mask).any(-1).tolist() == [False, True, True] + [False] * 21
+
+
+def test_what_is_dropped_adds_exactly_nothing() -> None:
+    config = replace(BASE, capacity=CapacityConfig(factor=0.4), fc2_bias=True)
+    layer, x = make_layer(config), tokens(40, 32).requires_grad_()
+    ids_TK = layer.router(x).expert_ids_TK
+    gone_T = (ids_TK < 0).all(-1)
+    assert 5 < int(gone_T.sum()) < 35
+    y = layer(x)
+    assert (y[gone_T] == 0).all() and y[~gone_T].any(-1).all()
+    y.sum().backward()
+    assert x.grad is not None and (x.grad[gone_T] == 0).all()
+
+
+def test_capacity_of_eval() -> None:
+    """None drops nothing in eval; a factor of its own replaces that of training."""
+    x = tokens(40, 32)
+    for factor, eval_factor in ((0.4, None), (0.4, 0.2)):
+        capacity = CapacityConfig(factor=factor, eval_factor=eval_factor)
+        layer = make_layer(replace(BASE, capacity=capacity))
+        chosen = layer.router(x).chosen_ids_TK
+        loads = torch.bincount(chosen.flatten().long(), minlength=8)
+        for training, C in ((True, 4), (False, 40 if eval_factor is None else 2)):
+            routing = layer.train(training).router(x)
+            ids = routing.expert_ids_TK.flatten()
+            kept = torch.bincount(ids[ids >= 0].long(), minlength=8)
+            assert torch.equal(kept, loads.clamp(max=C))
+            assert torch.equal(routing.chosen_ids_TK, chosen)
+
+
+# --------------------------------------------------------------------------- who chooses
+
+
+def test_expert_choice_gives_every_expert_exactly_its_tokens() -> None:
+    config = replace(BASE, assignment="expert_choice")
+    layer, x = make_layer(config), tokens(2, 20, 32)
+    for factor, C in ((None, 10), (0.5, 5), (3.0, 30), (100.0, 40)):
+        capacity = None if factor is None else CapacityConfig(factor=factor)
+        layer = make_layer(replace(config, capacity=capacity))
+        layer(x).sum().backward()
+        assert layer.tracker.counts.chosen_E.tolist() == [C] * 8
+        ids_TE = layer.router(x.view(40, 32)).expert_ids_TK
+        assert ((ids_TE == torch.arange(8)) | (ids_TE == -1)).all()
+    assert (layer.router(x.view(40, 32)).expert_ids_TK >= 0).all(), "all experts: no token is out"
+
+
+def test_expert_choice_has_its_own_capacity_in_eval() -> None:
+    x = tokens(40, 32)
+    for eval_factor, C in ((None, 5), (2.0, 20)):
+        capacity = CapacityConfig(factor=0.5, eval_factor=eval_factor)
+        layer = make_layer(replace(BASE, assignment="expert_choice", capacity=capacity))
+        assert (layer.router(x).expert_ids_TK >= 0).sum(0).tolist() == [5] * 8
+        assert (layer.eval().router(x).expert_ids_TK >= 0).sum(0).tolist() == [C] * 8
+
+
+def skew_router(layer: MoELayer) -> None:
+    """All tokens like the first experts: every x has a 1 in its first place."""
+    with torch.no_grad():
+        layer.router.weight[:, 0] = torch.linspace(4, 0, 8)
+
+
+def loads_of(layer: MoELayer, x_TD: Tensor) -> Tensor:
+    ids = layer.router(x_TD).chosen_ids_TK.flatten().long()
+    loads = torch.bincount(ids[ids >= 0], minlength=layer.config.num_experts).double()
+    return loads / loads.mean()
+
+
+def test_sinkhorn_evens_out_what_is_skewed_and_eval_does_not() -> None:
+    x = tokens(512, 32)
+    x[:, 0] = 1.0
+    learned, sinkhorn = (
+        make_layer(replace(BASE, assignment=a))
+        for a in ("learned", "sinkhorn")  # type: ignore[arg-type]
+    )
+    skew_router(learned)
+    skew_router(sinkhorn)
+    assert float(loads_of(learned, x).max()) > 2
+    loads = loads_of(sinkhorn, x)
+    assert float(loads.max()) < 1.15 and float(loads.min()) > 0.85
+    assert torch.equal(loads_of(sinkhorn.eval(), x), loads_of(learned.eval(), x))
+    same = sinkhorn.router(x)
+    assert torch.equal(same.weights_TK, learned.router(x).weights_TK)
+
+
+@pytest.mark.parametrize("scale", [2.0, 4.0])
+def test_sinkhorn_goes_on_until_large_logits_are_even(scale: float) -> None:
+    """Four rounds would leave one expert with 1.45 times the mean, and other choices."""
+    layer, x = make_layer(OPTIONS["sinkhorn"]), tokens(1, 256, 32)
+    x[..., 0] = 1.0
+    skew_router(layer)
+    with torch.no_grad():
+        layer.router.weight *= scale
+    out = compare_with_oracle(layer, x)
+    assert int(out.counts_E.max()) < 1.2 * 64
+
+
+@pytest.mark.parametrize(("E", "K", "skew"), [(8, 2, 3.0), (16, 4, 4.0), (64, 8, 2.0), (8, 1, 8.0)])
+def test_skewed_loads_fall_geometrically(E: int, K: int, skew: float) -> None:
+    config = replace(
+        BASE, num_experts=E, top_k=K, assignment="skewed", assignment_skew=skew, dim=16
+    )
+    layer = make_layer(config)
+    T = 4096
+    ids_TK = layer.router(tokens(T, 16)).expert_ids_TK
+    ordered_TK = ids_TK.sort(-1).values
+    assert (ordered_TK[:, 1:] > ordered_TK[:, :-1]).all(), "distinct experts"
+    counts = torch.bincount(ids_TK.flatten().long(), minlength=E).double()
+    assert float(counts.max() / counts.mean()) == pytest.approx(skew, rel=0.02)
+    assert int(counts.argmax()) == 0
+    low, high = 0.0, 1.0
+    for _ in range(100):  # the ratio of which the first term is `skew` times the mean
+        ratio = (low + high) / 2
+        total = sum(ratio**e for e in range(E))
+        low, high = (ratio, high) if E / total > skew else (low, ratio)
+    law = torch.tensor([ratio**e for e in range(E)], dtype=torch.float64)
+    law = law / law.sum() * T * K
+    assert float((counts - law).abs().max()) <= 4
+    assert torch.equal(ids_TK, layer.router(tokens(T, 16, seed=2)).expert_ids_TK)
+
+
+@pytest.mark.parametrize("num_experts", range(2, 24))
+def test_the_greatest_skew_still_gives_distinct_experts(num_experts: int) -> None:
+    """One expert has every token. A sum that rounding makes larger than 1 dealt it out twice."""
+    for top_k in range(2, num_experts):
+        skew = num_experts / top_k
+        ids_TK = skewed_ids(50, num_experts, top_k, skew, torch.device("cpu"))
+        ordered_TK = ids_TK.sort(-1).values
+        assert (ordered_TK[:, 1:] > ordered_TK[:, :-1]).all(), (num_experts, top_k)
+        assert (ordered_TK[:, 0] == 0).all()
+
+
+def test_a_fixed_bias_moves_the_choice_and_not_the_weights() -> None:
+    every = replace(BASE, top_k=8, normalize_weights=False)
+    biased = make_layer(replace(every, assignment="biased", assignment_std=3.0))
+    plain = make_layer(every)
+    x = tokens(64, 32)
+    a, b = biased.router(x), plain.router(x)
+    assert not torch.equal(a.expert_ids_TK, b.expert_ids_TK)
+    order_a, order_b = a.expert_ids_TK.argsort(-1), b.expert_ids_TK.argsort(-1)
+    assert torch.equal(a.weights_TK.gather(1, order_a), b.weights_TK.gather(1, order_b))
+    assert torch.equal(a.logits_TE, b.logits_TE)
+    skewed = make_layer(replace(BASE, assignment="biased", assignment_std=3.0))
+    assert float(loads_of(skewed, x).max()) > float(loads_of(make_layer(BASE), x).max()) + 1
+
+
+def test_jitter_follows_the_seed_and_is_absent_in_eval() -> None:
+    layer, plain = make_layer(OPTIONS["jitter"]), make_layer(BASE)
+    x = tokens(40, 32)
+
+    def logits(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return layer.router(x).logits_TE
+
+    assert torch.equal(logits(0), logits(0)) and not torch.equal(logits(0), logits(1))
+    exact = plain.router(x).logits_TE
+    assert not torch.equal(logits(0), exact)
+    # |logit error| <= 0.3 |x| |w|, and every element has a factor of its own.
+    bound = 0.3 * x.abs() @ layer.router.weight.detach().abs().T
+    assert ((logits(0) - exact).abs() <= bound + 1e-5).all()
+    torch.manual_seed(0)
+    rows = layer.router(torch.ones(2, 32)).logits_TE
+    assert not torch.equal(rows[0], rows[1])
+    state = torch.get_rng_state()
+    assert torch.equal(layer.eval().router(x).logits_TE, exact)
+    assert torch.equal(torch.get_rng_state(), state), "eval draws nothing"
+
+
+# --------------------------------------------------------------------------- losses by closed form
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_uniform_routing_gives_exactly_the_coefficients(function: Any, masked: bool) -> None:
+    """Equal scores, dealt out evenly; z is log(E)^2."""
+    config = replace(BASE, score_function=function, assignment="balanced", balance=ALL_LOSSES)
+    layer = make_layer(config)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    mask = torch.zeros(2, 12, dtype=torch.bool)
+    mask[:, 8 if masked else 12 :] = True  # 8 tokens deal every expert twice; so do 12 thrice
+    layer(tokens(2, 12, 32), mask).sum().backward()
+    expected = [0.03, 0.05, 0.07, 0.01 * float(torch.tensor(8.0).log()) ** 2]
+    assert layer.tracker.counts.losses.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_collapsed_routing_and_z_loss_by_hand() -> None:
+    config = replace(BASE, top_k=1, router_bias=True, balance=ALL_LOSSES)
+    layer = make_layer(config)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.bias.copy_(torch.tensor([200.0] + [0.0] * 7))
+    mask = padding(2, 6)
+    layer(tokens(2, 6, 32), mask).sum().backward()
+    expected = [8 * 0.03, 8 * 0.05, 8 * 0.07, 0.01 * 200.0**2]
+    assert layer.tracker.counts.losses.tolist() == pytest.approx(expected, rel=1e-6)
+    assert LOSS_NAMES == ("micro_batch", "sequence", "global_batch", "z")
+
+
+# --------------------------------------------------------------------------- bias
+
+
+def exact_bias(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
+    """The K/E quantile of each expert's margins, by sorting them."""
+    T, E = scores_TE.shape
+    cutoffs = [sorted(row)[-top_k - 1] for row in (scores_TE + bias_E).tolist()]
+    margins_TE = (torch.tensor(cutoffs)[:, None] - scores_TE).tolist()
+    ordered = [sorted(row[e] for row in margins_TE) for e in range(E)]
+    solved = torch.tensor([margins[round(T * top_k / E) - 1] for margins in ordered])
+    return solved - solved.mean()
+
+
+def test_quantile_bias_evens_out_frozen_scores() -> None:
+    layer, x = make_layer(OPTIONS["quantile"]), tokens(2048, 32)
+    x[:, 0] = 1.0
+    skew_router(layer)
+    with torch.no_grad():
+        layer.router.weight[:, 1:] *= 0.7
+        layer.router.expert_bias.zero_()
+    layer.requires_grad_(False)
+    x.requires_grad_()
+    state, bias_E = make_state(layer), layer.router.expert_bias
+    before = float(loads_of(layer, x).max())
+    scores_TE = layer.router(x).logits_TE.detach().sigmoid()
+    for step in range(8):
+        width = (2 + float(bias_E.max() - bias_E.min())) / 1000
+        expected = exact_bias(scores_TE, bias_E, 2)
+        layer(x).sum().backward()
+        state.finish_step()
+        assert float((bias_E - expected).abs().max()) <= 2 * width, step
+        assert abs(float(bias_E.mean())) < 1e-6
+    after = loads_of(layer, x)
+    assert before > 2 and float(after.max()) < 1.1 and float(after.min()) > 0.9
+
+
+def test_a_rate_goes_a_share_of_the_way_and_padding_has_no_say() -> None:
+    x, mask = tokens(2, 64, 32), padding(2, 64)
+    biases = []
+    for rate, masked in ((1.0, True), (0.25, True), (1.0, False)):
+        balance = BalanceConfig(bias_update_rate=rate, bias_update="quantile")
+        layer = make_layer(replace(OPTIONS["quantile"], balance=balance))
+        layer.router.expert_bias.zero_()
+        if masked:
+            layer(x, mask).sum().backward()
+        else:
+            layer(x[~mask]).sum().backward()
+        make_state(layer).finish_step()
+        biases.append(layer.router.expert_bias)
+    assert float(biases[0].abs().max()) > 0.01
+    torch.testing.assert_close(biases[1], biases[0] * 0.25)
+    assert torch.equal(biases[0], biases[2])
+
+
+def test_sign_bias_counts_what_was_chosen_before_dropping() -> None:
+    """Nine tokens want experts 0, 1 and 2 five, two and once, and one is padding; the mean is 2."""
+    config = replace(
+        BASE,
+        num_experts=4,
+        top_k=1,
+        expert_bias=True,
+        capacity=CapacityConfig(factor=0.5),
+        balance=BalanceConfig(bias_update_rate=0.125),
+    )
+    layer = make_layer(config)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4, 32) * 4)
+        layer.router.expert_bias.zero_()
+    x = torch.eye(4, 32)[torch.tensor([0, 0, 0, 1, 0, 2, 1, 0, 3])]
+    mask = torch.arange(9) == 8
+    layer(x, mask).sum().backward()
+    metrics = make_state(layer).finish_step()
+    assert metrics.tokens_per_expert["moe"].tolist() == [5, 2, 1, 0]
+    assert metrics.dropped_per_expert["moe"].tolist() == [4, 1, 0, 0]
+    assert layer.router.expert_bias.tolist() == [-0.125, 0.0, 0.125, 0.125]
+
+
+def test_a_nan_does_not_become_an_address() -> None:
+    """The step that met it is skipped; the next one balances as before."""
+    layer, x = make_layer(OPTIONS["quantile"]), tokens(64, 32)
+    state, bias_E = make_state(layer), layer.router.expert_bias
+    before = bias_E.clone()
+    layer(torch.where(torch.arange(64)[:, None] == 3, float("nan"), x)).sum().backward()
+    state.finish_step(skipped=True)
+    assert torch.equal(bias_E, before)
+    layer(x).sum().backward()
+    state.finish_step()
+    other = make_layer(OPTIONS["quantile"])
+    other(x).sum().backward()
+    make_state(other).finish_step()
+    assert bias_E.isfinite().all() and torch.equal(bias_E, other.router.expert_bias)

@@ -1,0 +1,298 @@
+"""Every option of a layer alone: against the oracle, on hard inputs, in low precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore.config import CapacityConfig
+from moecore.moe.balance import BalanceGroups
+from moecore.moe.micro_batch import MicroBatch
+from moecore.moe.reference import moe_reference
+from moecore.moe.state import MoEState
+from tests.moe.moe_cases import (
+    ALL_LOSSES,
+    BASE,
+    OPTIONS,
+    assert_equal_to_scale,
+    assert_twice_as_good,
+    compare_with_oracle,
+    has_constant_weights,
+    leaves,
+    make_layer,
+    oracle_of,
+)
+
+
+def with_losses(config: MoEConfig) -> MoEConfig:
+    """All auxiliary losses that the config may have."""
+    if config.assignment == "expert_choice":
+        return replace(config, balance=BalanceConfig(z_loss_coef=0.1))
+    balance = config.balance
+    rule: Any = dict(bias_update_rate=balance.bias_update_rate, bias_update=balance.bias_update)
+    return replace(config, balance=replace(ALL_LOSSES, **rule))
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padding(B: int, T: int) -> Tensor:
+    """Another number of real tokens in every sequence, and a hole."""
+    mask_BT = torch.arange(T) >= T - 1 - torch.arange(B)[:, None]
+    mask_BT[0, 1] = True
+    return mask_BT
+
+
+def make_state(layer: MoELayer) -> MoEState:
+    return MoEState({"moe": layer}, BalanceGroups())
+
+
+# --------------------------------------------------------------------------- against the oracle
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("backend", ["torch", "sequential"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_against_the_oracle(name: str, backend: str, training: bool, masked: bool) -> None:
+    layer = make_layer(OPTIONS[name]).train(training)
+    layer.part("experts").set_backend(backend)
+    mask = padding(3, 7) if masked else None
+    compare_with_oracle(layer, tokens(3, 7, 32), padding_mask=mask)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_against_the_oracle_with_all_auxiliary_losses(name: str, masked: bool) -> None:
+    layer = make_layer(with_losses(OPTIONS[name]))
+    compare_with_oracle(layer, tokens(2, 9, 32), padding_mask=padding(2, 9) if masked else None)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_recomputed_against_the_oracle(name: str, use_reentrant: bool) -> None:
+    """Jitter included: the recomputed forward draws what its first run drew."""
+    layer = make_layer(with_losses(OPTIONS[name]))
+
+    def forward(x: Tensor, mask: Tensor | None) -> Any:
+        y = checkpoint(layer, x, mask, use_reentrant=use_reentrant)
+        torch.rand(3)  # moves torch's generator before backward
+        return y
+
+    compare_with_oracle(layer, tokens(2, 9, 32), padding_mask=padding(2, 9), forward=forward)
+    assert layer.tracker.num_micro_batches == 1
+
+
+class Tape:
+    """Gives fixed choices."""
+
+    def __init__(self, ids_TK: Tensor) -> None:
+        self.ids_TK = ids_TK
+        self.seen: list[Tensor] = []
+
+    def given(self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]) -> Tensor:
+        assert num_tokens == self.ids_TK.shape[0]
+        return self.ids_TK
+
+    def took(self, ids_TK: Tensor) -> None:
+        self.seen.append(ids_TK)
+
+
+@pytest.mark.parametrize("order", ["pre", "post"])
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.7)], ids=["all", "capacity"])
+def test_given_choices(order: Any, capacity: CapacityConfig | None) -> None:
+    """Weights are of the live scores; an id of -1 is no choice, and a token may have none."""
+    config = replace(with_losses(BASE), score_order=order, capacity=capacity, top_k=3)
+    layer, x, mask = make_layer(config), tokens(2, 8, 32), padding(2, 8)
+    generator = torch.Generator().manual_seed(3)
+    ids_TK = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(16)]).int()
+    ids_TK[2, 1], ids_TK[4] = -1, -1
+    tape = Tape(ids_TK)
+    layer.router.tape = tape
+    params = leaves(layer)
+    x_ours, x_ref = (x.clone().requires_grad_() for _ in range(2))
+    out = moe_reference(x_ref, params, config, padding_mask_BT=mask, given_ids_NK=ids_TK)
+    (out.y_BTD.square().sum() + sum(out.losses.values())).backward()
+    y = layer(x_ours, mask)
+    y.square().sum().backward()
+    assert_equal_to_scale(y, out.y_BTD, "y")
+    assert_equal_to_scale(x_ours.grad, x_ref.grad, "x")
+    for name, parameter in layer.named_parameters():
+        assert_equal_to_scale(parameter.grad, params[name].grad, name)
+    assert torch.equal(tape.seen[0], ids_TK.masked_fill(mask.flatten()[:, None], -1))
+    assert torch.equal(layer.tracker.counts.chosen_E, out.counts_E)
+
+
+# --------------------------------------------------------------------------- hard inputs
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (0, 5, 32), (3, 0, 32)], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_zero_tokens(name: str, masked: bool, shape: tuple[int, ...]) -> None:
+    layer = make_layer(with_losses(OPTIONS[name]))
+    mask = torch.zeros(shape[:-1], dtype=torch.bool) if masked else None
+    x = torch.zeros(shape, requires_grad=True)
+    y = layer(x, mask)
+    assert y.shape == shape
+    y.sum().backward()
+    for parameter_name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and (parameter.grad == 0).all(), parameter_name
+    assert int(layer.tracker.counts.chosen_E.sum()) == 0
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_padding_alone(name: str) -> None:
+    """Nothing is routed, lost or counted; the shared experts still read every token."""
+    config = with_losses(OPTIONS[name])
+    layer, x = make_layer(config), tokens(2, 5, 32).requires_grad_()
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    routing = layer.router(x.detach().view(10, 32), micro_batch_of(mask))
+    assert (routing.expert_ids_TK == -1).all() and (routing.chosen_ids_TK == -1).all()
+    y = layer(x, mask)
+    assert config.shared_hidden_dim or (y == 0).all()
+    y.sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+    for parameter_name, parameter in layer.named_parameters():
+        shared = parameter_name.startswith("shared")
+        assert parameter.grad is not None and parameter.grad.isfinite().all()
+        assert shared or (parameter.grad == 0).all(), parameter_name
+    counts = layer.tracker.counts
+    assert counts is not None and not counts.chosen_E.any() and not counts.losses.any()
+    assert counts.kept_E is None or not counts.kept_E.any()
+    before = layer.router.selection_bias
+    before = None if before is None else before.clone()
+    make_state(layer).finish_step()
+    assert before is None or torch.equal(layer.router.selection_bias, before)
+
+
+def micro_batch_of(mask_BT: Tensor) -> MicroBatch:
+    return MicroBatch(num_sequences=mask_BT.shape[0], padding_mask_T=mask_BT.reshape(-1))
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIONS if "skewed" not in n])
+def test_padding_has_no_part(name: str) -> None:
+    """Other values in padding change nothing for the real tokens, nor any gradient of theirs."""
+    layer, other = (make_layer(with_losses(OPTIONS[name])) for _ in range(2))
+    mask = padding(2, 9)
+    x = tokens(2, 9, 32)
+    x_other = torch.where(mask[..., None], 30 * tokens(2, 9, 32, seed=9), x)
+    grads = []
+    for each, values in ((layer, x), (other, x_other)):
+        torch.manual_seed(0)
+        values = values.clone().requires_grad_()
+        y = each(values, mask)
+        y = torch.where(mask[..., None], 0, y)
+        y.square().sum().backward()
+        grads.append((y.detach(), torch.where(mask[..., None], 0, values.grad)))
+        assert values.grad[mask].eq(0).all(), "padding gets no gradient"
+    assert_equal_to_scale(grads[0][0], grads[1][0], "y")
+    assert_equal_to_scale(grads[0][1], grads[1][1], "x")
+    for (n, a), b in zip(layer.named_parameters(), other.parameters(), strict=True):
+        assert_equal_to_scale(a.grad, b.grad, n, floor=1e-2)
+    a, b = layer.tracker.counts, other.tracker.counts
+    assert torch.equal(a.chosen_E, b.chosen_E)
+    assert_equal_to_scale(a.losses, b.losses)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 5), (4, 3)], ids=str)
+def test_a_mask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
+    layer, x = make_layer(BASE), tokens(3, 4, 32)
+    if shape == (3, 4):
+        with pytest.raises(ValueError, match=r"padding_mask.*torch.uint8.*must be bool"):
+            layer(x, torch.zeros(shape, dtype=torch.uint8))
+        return
+    with pytest.raises(ValueError, match=r"padding_mask.*must be bool of the shape of x"):
+        layer(x, torch.zeros(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nan_in_padding_reaches_no_real_token(name: str) -> None:
+    """Attention gives NaN for a row of padding that may look nowhere."""
+    layer, x, mask = make_layer(with_losses(OPTIONS[name])), tokens(2, 9, 32), padding(2, 9)
+    mask[0, 0] = True
+    found = []
+    for content in (0.0, float("nan")):
+        torch.manual_seed(0)
+        x_ours = torch.where(mask[..., None], content, x).requires_grad_()
+        y = layer(x_ours, mask)
+        torch.where(mask[..., None], 0, y).sum().backward()
+        assert x_ours.grad is not None
+        experts = [p.grad.clone() for n, p in layer.named_parameters() if n.startswith("experts")]
+        found.append([y[~mask].detach(), x_ours.grad[~mask], *experts])
+        layer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(t.isfinite().all() for t in found[1])
+
+
+# --------------------------------------------------------------------------- low precision
+
+
+@pytest.mark.parametrize("backend", ["torch", "sequential"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bf16_error_is_at_most_twice_that_of_plain_bf16(name: str, backend: str) -> None:
+    """The router is fp32 in all three, so routing is equal and only the experts round."""
+    config = OPTIONS[name]
+    layer = make_layer(config, std=0.2).bfloat16()
+    layer.part("experts").set_backend(backend)
+    x, factor, mask = tokens(2, 40, 32).bfloat16(), tokens(2, 40, 32, seed=2), padding(2, 40)
+
+    def plain(dtype: torch.dtype) -> dict[str, Tensor]:
+        params = {n: t.detach().to(dtype).requires_grad_() for n, t in leaves(layer).items()}
+        x_in = x.detach().to(dtype).requires_grad_()
+        y = oracle_of(config, x_in, params, padding_mask_BT=mask).y_BTD
+        (y.float() * factor).sum().backward()
+        grads = {n: t.grad for n, t in params.items() if t.grad is not None}
+        return {"y": y.detach(), "x": x_in.grad} | grads  # type: ignore[return-value]
+
+    truth, rounded = plain(torch.float32), plain(torch.bfloat16)
+    x_ours = x.clone().requires_grad_()
+    torch.manual_seed(0)
+    y = layer(x_ours, mask)
+    assert y.dtype == torch.bfloat16
+    (y.float() * factor).sum().backward()
+    ours = {"y": y.detach(), "x": x_ours.grad}
+    ours |= {n: p.grad for n, p in layer.named_parameters()}
+    for key, found in ours.items():
+        assert found is not None and found.dtype == torch.bfloat16
+        if key.startswith("router") and has_constant_weights(config):
+            continue  # what rounding leaves of 0 has no scale
+        assert_twice_as_good(found, rounded[key], truth[key], key)
+
+
+@pytest.mark.parametrize("name", ["latent", "latent-input", "three-gates", "expert-choice", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(name: str, dtype: torch.dtype) -> None:
+    """Under autocast an input of either dtype works, as it does for nn.Linear."""
+    layer, x = make_layer(OPTIONS[name]), tokens(2, 9, 32).to(dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == dtype
+    y.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    expected = layer(x.detach().float()).detach()
+    assert float((y.detach().float() - expected).abs().max() / expected.abs().max()) < 0.03
+
+
+# --------------------------------------------------------------------------- construction
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_meta_then_to_empty_then_init_equals_a_real_build(name: str) -> None:
+    layer, real = MoELayer(OPTIONS[name], device="meta"), MoELayer(OPTIONS[name])
+    layer.to_empty(device="cpu")
+    for tensor in [*layer.parameters(), *layer.buffers()]:
+        tensor.data.fill_(float("nan"))
+    layer.init_weights(key="moe")
+    real.init_weights(key="moe")
+    assert layer.state_dict().keys() == real.state_dict().keys()
+    for key, tensor in real.state_dict().items():
+        assert torch.equal(layer.state_dict()[key], tensor), key
