@@ -34,7 +34,8 @@ class BalanceConfig:
 
     Attributes:
         micro_batch_coef: `f_e` over the tokens of one data rank's micro-batch.
-        sequence_coef: `f_e` per sequence (first dim of a [B, T, D] input); mean over sequences.
+        sequence_coef: `f_e` per sequence (first dim of a [B, T, D] input); mean over the sequences
+            that are not all padding.
         global_batch_coef: `f_e` over all data ranks and the micro-batches so far in this step.
         z_loss_coef: times the mean over tokens of logsumexp(logits) squared.
         bias_update_rate: of the aux-loss-free expert bias per optimizer step; 0 = no update.
@@ -108,6 +109,8 @@ class CapacityConfig:
         if self.eval_factor is not None:
             _finite("CapacityConfig", "eval_factor", self.eval_factor, positive=True)
         _one_of("CapacityConfig", "drop", self.drop, get_args(DropOrder))
+        if not isinstance(self.pad, bool):
+            raise ValueError(f"CapacityConfig.pad ({self.pad!r}) must be True or False")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,15 +140,15 @@ class MoEConfig:
             `torch.manual_seed` repeats it, activation checkpointing too (preserve_rng_state).
         assignment: who chooses. Weights come from the scores in every case.
             "learned": each token takes the experts with its best scores.
-            "sinkhorn": while training, of the scores after Sinkhorn's iterations over the
-            micro-batch, which even out the experts; in eval as "learned".
+            "sinkhorn": while training, of the exponentials of its logits after Sinkhorn's
+            iterations over the micro-batch, which even out the experts; in eval as "learned".
             "expert_choice": each expert takes the C tokens with its best scores, C from `capacity`
             (factor 1.0 without one); a token gets any number of experts. Reads later tokens: not
             causal.
-            For benchmarks, whatever the scores: "balanced" deals experts out in turn, so that they
-            differ by at most one token per rank; "skewed" deals them so that loads fall
-            geometrically from `assignment_skew` times the mean; "biased" adds to the logits a
-            fixed bias per expert, drawn from N(0, assignment_std^2).
+            For benchmarks, whatever the scores and by position, padding included: "balanced" deals
+            experts out in turn, so that they differ by at most one token per rank; "skewed" deals
+            them so that loads fall geometrically from `assignment_skew` times the mean; "biased"
+            adds to the logits a fixed bias per expert, spread like N(0, assignment_std^2).
         assignment_skew: of "skewed": load of the first expert over the mean.
         assignment_std: of "biased".
         capacity: token dropping; None = none.
@@ -303,11 +306,11 @@ class MoEConfig:
             )
 
     def _check_experts(self) -> None:
-        if self.weights_on_input and (self.top_k > 1 or self.assignment == "expert_choice"):
+        if self.weights_on_input and self.choices_per_token > 1:
             raise ValueError(
                 "MoEConfig.weights_on_input (True) must go with one expert per token, not top_k "
                 f'({self.top_k}) and assignment ("{self.assignment}"), because a token travels '
-                "once: use top_k=1"
+                "once: use top_k=1 and an assignment by tokens"
             )
         if self.latent_dim >= self.dim:
             raise ValueError(

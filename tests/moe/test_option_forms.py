@@ -378,3 +378,16 @@ def test_a_nan_does_not_become_an_address() -> None:
     other(x).sum().backward()
     make_state(other).finish_step()
     assert bias_E.isfinite().all() and torch.equal(bias_E, other.router.expert_bias)
+
+
+def test_a_sequence_of_padding_has_no_part_in_the_sequence_loss() -> None:
+    balance = BalanceConfig(sequence_coef=0.3)
+    x, found = tokens(3, 10, 32), []
+    mask_BT = torch.zeros(3, 10, dtype=torch.bool)
+    mask_BT[1] = True
+    for rows, mask in ((x, mask_BT), (x[[0, 2]], None)):
+        layer = make_layer(replace(BASE, balance=balance))
+        layer(rows, mask)[0].sum().backward()
+        found.append((layer.tracker.counts.losses, layer.router.weight.grad))
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0][0][LOSS_NAMES.index("sequence")] > 0

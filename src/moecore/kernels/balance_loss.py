@@ -25,7 +25,7 @@ class BalanceLossOptions:
     Attributes:
         top_k: choices per token.
         micro_batch_coef: on the loss with counts over all sequences.
-        sequence_coef: on the mean over sequences of the loss with counts of each.
+        sequence_coef: on the mean over sequences with tokens of the loss with counts of each.
         global_batch_coef: on the loss with the global counts.
         z_loss_coef: on the mean over tokens of logsumexp(logits)^2.
     """
@@ -36,12 +36,12 @@ class BalanceLossOptions:
     global_batch_coef: float = 0.0
     z_loss_coef: float = 0.0
 
-    def factors(self, num_sequences: int, num_experts: int) -> list[float]:
+    def factors(self, num_experts: int) -> list[float]:
         """Return the four coefficients with the constants of their formula folded in."""
         E, K = num_experts, self.top_k
         return [
             self.micro_batch_coef * E / K,
-            self.sequence_coef * E / K / max(num_sequences, 1),
+            self.sequence_coef * E / K,
             self.global_batch_coef * E,
             self.z_loss_coef,
         ]
@@ -56,18 +56,19 @@ def balance_loss_ref(
     global_counts_E: Tensor | None = None,
 ) -> Tensor:
     """Return the four losses in the dtype of the sums."""
-    B, E = score_sums_BE.shape
+    E = score_sums_BE.shape[1]
     counts_BE, tokens_B1 = counts_BX[:, :E].to(z_sum.dtype), counts_BX[:, E:].clamp(min=1)
     tokens = counts_BX[:, E].sum().clamp(min=1)
     mean_scores_E = score_sums_BE.sum(0) / tokens
     micro_batch = (counts_BE.sum(0) / tokens * mean_scores_E).sum()
-    sequence = (counts_BE / tokens_B1 * (score_sums_BE / tokens_B1)).sum()
+    sequences = (counts_BX[:, E] > 0).sum().clamp(min=1)
+    sequence = (counts_BE / tokens_B1 * (score_sums_BE / tokens_B1)).sum() / sequences
     global_batch = torch.zeros_like(micro_batch)
     if global_counts_E is not None:
         share_E = global_counts_E.to(z_sum.dtype) / global_counts_E.sum().clamp(min=1)
         global_batch = (share_E * mean_scores_E).sum()
     parts = (micro_batch, sequence, global_batch, z_sum / tokens)
-    return torch.stack([f * p for f, p in zip(options.factors(B, E), parts, strict=True)])
+    return torch.stack([f * p for f, p in zip(options.factors(E), parts, strict=True)])
 
 
 LOSS_TILE = 4096
@@ -102,6 +103,7 @@ def balance_loss_fwd_kernel(
     counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     products_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     tokens_B = tl.zeros([BLOCK_B], tl.int64)
+    sequences_B = tl.zeros([BLOCK_B], tl.int32)  # those with a token
     for start in range(0, num_sequences, BLOCK_B):
         rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
         in_rows = rows < num_sequences
@@ -115,10 +117,12 @@ def balance_loss_fwd_kernel(
         counts_BE += n
         products_BE += (n / t1) * (s / t1)
         tokens_B += t
+        sequences_B += (t > 0).to(tl.int32)
     total = _at_least_one(tl.sum(tokens_B, axis=0))
     mean_scores = tl.sum(scores_BE, axis=0) / total
     micro_batch = tl.sum(tl.sum(counts_BE, axis=0) / total * mean_scores, axis=0)
     sequence = tl.sum(tl.sum(products_BE, axis=0), axis=0)
+    sequence /= _at_least_one(tl.sum(sequences_B, axis=0))
     global_batch = 0.0
     if global_counts is not None:
         found = tl.load(global_counts + cols, mask=in_cols, other=0)
@@ -151,13 +155,16 @@ def balance_loss_bwd_kernel(
     in_cols = cols < E
     counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
     tokens_B = tl.zeros([BLOCK_B], tl.int64)
+    sequences_B = tl.zeros([BLOCK_B], tl.int32)  # those with a token
     for start in range(0, num_sequences, BLOCK_B):
         rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
         in_rows = rows < num_sequences
         inside = in_rows[:, None] & in_cols[None, :]
         n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
         counts_BE += n.to(tl.float32)
-        tokens_B += tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
+        t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
+        tokens_B += t
+        sequences_B += (t > 0).to(tl.int32)
     total = _at_least_one(tl.sum(tokens_B, axis=0))
     dmean_scores = tl.sum(counts_BE, axis=0) / total * (micro_batch_factor * tl.load(dlosses))
     if global_counts is not None:
@@ -165,7 +172,7 @@ def balance_loss_bwd_kernel(
         share = found.to(tl.float32) / _at_least_one(tl.sum(found, axis=0))
         dmean_scores += share * (global_batch_factor * tl.load(dlosses + 2))
     dscores = (dmean_scores / total)[None, :]
-    dsequence = sequence_factor * tl.load(dlosses + 1)
+    dsequence = sequence_factor * tl.load(dlosses + 1) / _at_least_one(tl.sum(sequences_B, axis=0))
     for start in range(0, num_sequences, BLOCK_B):
         rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
         in_rows = rows < num_sequences
@@ -259,7 +266,7 @@ def balance_loss(
     sequences, and g the global counts, these are the coefficients times
 
         E * sum_e(N/(T*K) * S/T)
-        the mean over sequences of E * sum_e(n/(t*K) * s/t)
+        the mean over sequences with tokens of E * sum_e(n/(t*K) * s/t)
         E * sum_e(g/sum(g) * S/T)
         z_sum/T
 
@@ -273,10 +280,10 @@ def balance_loss(
         options: the coefficients and K.
         global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).
     """
-    B, E = score_sums_BE.shape
+    E = score_sums_BE.shape[1]
     is_small = score_sums_BE.dtype == torch.float32 and E <= MAX_EXPERTS
     if use_kernel(score_sums_BE) and is_small:
-        factors = options.factors(B, E)
+        factors = options.factors(E)
         return _balance_loss(score_sums_BE, z_sum, counts_BX, global_counts_E, factors)
     losses = balance_loss_ref(
         score_sums_BE, z_sum, counts_BX, options, global_counts_E=global_counts_E

@@ -162,18 +162,18 @@ def _losses(routing: ReferenceRouting, B: int, config: MoEConfig) -> dict[str, T
     shares_E = chosen_NE.sum(0) / chosen_NE.sum().clamp(min=1)
     globally = E * (shares_E * mean_scores_E).sum()
     per_sequence = torch.zeros_like(even)
-    N = chosen_NE.shape[0]
+    N, num_sequences = chosen_NE.shape[0], 0
     for b in range(B):
         part = slice(b * N // B, (b + 1) * N // B)
         f_E = routing.real_mean(chosen_NE, part) / K
-        # A sequence of padding alone is a sequence with loss 0.
+        num_sequences += int(routing.real_N[part].any())
         per_sequence = per_sequence + E * (f_E * routing.real_mean(routing.scores_NE, part)).sum()
     top_N1 = routing.logits_NE.amax(-1, keepdim=True)
     sums_N = torch.exp(routing.logits_NE - top_N1).sum(-1)
     z = routing.real_mean((top_N1[:, 0] + torch.log(sums_N)).square()).float()
     return {
         "micro_batch": balance.micro_batch_coef * even,
-        "sequence": balance.sequence_coef * per_sequence / max(B, 1),
+        "sequence": balance.sequence_coef * per_sequence / max(num_sequences, 1),
         "global_batch": balance.global_batch_coef * globally,
         "z": balance.z_loss_coef * z,
     }

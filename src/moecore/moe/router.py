@@ -67,7 +67,7 @@ class Routing:
         return T if self.capacity is None else min(T, self.capacity)
 
 
-# FSDP2 finds the tensors of a module's outputs through pytree, to gather its parameters in backward.
+# FSDP2 finds a module's outputs through pytree, to gather its parameters again in backward.
 register_dataclass(Routing, field_names=[f.name for f in fields(Routing)], drop_field_names=[])
 
 
