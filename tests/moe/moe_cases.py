@@ -11,8 +11,10 @@ from torch import Tensor
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.config import CapacityConfig
 from moecore.moe.assignment import skewed_ids
+from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import LayerLayout
 from moecore.moe.reference import ReferenceOutput, moe_reference
+from moecore.moe.state import MoEState
 
 ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
@@ -120,6 +122,23 @@ def make_layer(
         for tensor in [*layer.parameters(), *layer.buffers()]:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
     return layer
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    """Random hidden states, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padding(B: int, T: int) -> Tensor:
+    """Another number of real tokens in every sequence, and a hole."""
+    mask_BT = torch.arange(T) >= T - 1 - torch.arange(B)[:, None]
+    mask_BT[0, 1] = True
+    return mask_BT
+
+
+def make_state(layer: MoELayer) -> MoEState:
+    """A balance record of one layer, counted by this process alone."""
+    return MoEState({"moe": layer}, BalanceGroups())
 
 
 def leaves(layer: MoELayer) -> dict[str, Tensor]:

@@ -12,26 +12,18 @@ from torch import Tensor
 from moecore import BalanceConfig, MoELayer
 from moecore.config import CapacityConfig
 from moecore.moe.assignment import skewed_ids
-from moecore.moe.balance import LOSS_NAMES, BalanceGroups
+from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.reference_route import capacity_reference
-from moecore.moe.state import MoEState
-from tests.moe.moe_cases import ALL_LOSSES, BASE, OPTIONS, compare_with_oracle, make_layer
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def padding(B: int, T: int) -> Tensor:
-    """Another number of real tokens in every sequence, and a hole."""
-    mask_BT = torch.arange(T) >= T - 1 - torch.arange(B)[:, None]
-    mask_BT[0, 1] = True
-    return mask_BT
-
-
-def make_state(layer: MoELayer) -> MoEState:
-    return MoEState({"moe": layer}, BalanceGroups())
-
+from tests.moe.moe_cases import (
+    ALL_LOSSES,
+    BASE,
+    OPTIONS,
+    compare_with_oracle,
+    make_layer,
+    make_state,
+    padding,
+    tokens,
+)
 
 # --------------------------------------------------------------------------- capacity
 

@@ -13,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.config import CapacityConfig
-from moecore.moe.balance import BalanceGroups
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.reference import moe_reference
-from moecore.moe.state import MoEState
 from tests.moe.moe_cases import (
     ALL_LOSSES,
     BASE,
@@ -27,7 +25,10 @@ from tests.moe.moe_cases import (
     has_constant_weights,
     leaves,
     make_layer,
+    make_state,
     oracle_of,
+    padding,
+    tokens,
 )
 
 
@@ -38,21 +39,6 @@ def with_losses(config: MoEConfig) -> MoEConfig:
     balance = config.balance
     rule: Any = dict(bias_update_rate=balance.bias_update_rate, bias_update=balance.bias_update)
     return replace(config, balance=replace(ALL_LOSSES, **rule))
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def padding(B: int, T: int) -> Tensor:
-    """Another number of real tokens in every sequence, and a hole."""
-    mask_BT = torch.arange(T) >= T - 1 - torch.arange(B)[:, None]
-    mask_BT[0, 1] = True
-    return mask_BT
-
-
-def make_state(layer: MoELayer) -> MoEState:
-    return MoEState({"moe": layer}, BalanceGroups())
 
 
 # --------------------------------------------------------------------------- against the oracle
