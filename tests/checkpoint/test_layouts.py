@@ -20,10 +20,10 @@ from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, para
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.checkpoint import load, save
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.state import MoEState
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices
+from moecore.moe.state import MoEState
 from moecore.parallelize import moe_state
 from tests.ranks import run_ranks
 
