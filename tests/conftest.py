@@ -6,8 +6,11 @@ everything else everywhere but under the interpreter, whose process is for kerne
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from moecore.kernels.common import INTERPRET
 
@@ -22,3 +25,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if runs_here(item)]
+
+
+@pytest.fixture
+def no_group_left() -> Iterator[None]:
+    """No default process group before and after, whoever made one in this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

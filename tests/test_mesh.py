@@ -23,6 +23,7 @@ EXPERT = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 NUM_FOLDINGS = 300
 MAX_WORLD = 2048
 
+pytestmark = pytest.mark.usefixtures("no_group_left")
 Table = list[dict[str, int]]  # rank -> coordinate by dim name
 
 
@@ -34,13 +35,6 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
         dist.destroy_process_group()
 
 

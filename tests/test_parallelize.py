@@ -5,7 +5,6 @@ Runs on fake process groups: nothing communicates, so an error here comes before
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,14 +21,8 @@ from moecore.fsdp.shard import find_blocks
 from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
 
+pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
-
-
-@pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def world(size: int, rank: int = 0, **degrees: int) -> Any:

@@ -22,6 +22,7 @@ def balancing() -> ModuleType:
     return balancing
 
 
+@pytest.mark.usefixtures("no_group_left")
 def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None:
     corpus = balancing.read_corpus([], seq_len=balancing.SHAPE.seq_len)
     names = ("none", "micro-batch loss", "bias, sign", "bias, quantile")

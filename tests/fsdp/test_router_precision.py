@@ -69,17 +69,10 @@ def test_gradients_are_those_of_one_process(found: dict[str, Any]) -> None:
         assert worst <= bound, f"{name}: {worst}"
 
 
+@pytest.mark.usefixtures("no_group_left")
 def test_without_mixed_precision_the_router_is_part_of_its_block() -> None:
-    layer = found_units(FSDPOptions())
-    assert not isinstance(layer.router, FSDPModule)
-
-
-def found_units(options: FSDPOptions) -> MoELayer:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        model = nn.Sequential(nn.Identity(), MoELayer(CONFIG, device="meta"))
-        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
-        assert isinstance(model[1].router.weight, DTensor)
-        return model[1]
-    finally:
-        dist.destroy_process_group()
+    model = nn.Sequential(nn.Identity(), MoELayer(CONFIG, device="meta"))
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=FSDPOptions())
+    assert isinstance(model[1].router.weight, DTensor)
+    assert not isinstance(model[1].router, FSDPModule)
