@@ -30,7 +30,7 @@ from report import Metrics, Report
 from torch import Tensor
 
 from moecore import FSDPOptions, Meshes, build_meshes, clip_grad_norm_, moe_state, parallelize_moe
-from moecore.checkpoint import latest, load, save
+from moecore.checkpoint import Saver, latest, load
 from moecore.models import Decoder
 
 CPU_RANKS = 2
@@ -176,16 +176,17 @@ def train(job: Job) -> None:
     args = job.args
     is_first = dist.get_rank() == 0
     report = Report(args.run_dir, start=job.start, steps=args.steps) if is_first else None
-    for step in range(job.start + 1, args.steps + 1):
-        began = time.perf_counter()
-        metrics = train_step(job, step)
-        metrics["tokens_per_second"] = job.shape.tokens / (time.perf_counter() - began)
-        if report:
-            report.log(step, metrics)
-        if step % args.checkpoint_every == 0 or step == args.steps:
-            extra = {"step": step, "seed": args.seed}
-            root = checkpoint_dir(args)
-            save(root, step, job.model, job.optimizer, extra, keep=KEPT_CHECKPOINTS)
+    root, config = checkpoint_dir(args), job.model.config
+    with Saver(root, job.model, job.optimizer, keep=KEPT_CHECKPOINTS, config=config) as saver:
+        for step in range(job.start + 1, args.steps + 1):
+            began = time.perf_counter()
+            metrics = train_step(job, step)
+            metrics["tokens_per_second"] = job.shape.tokens / (time.perf_counter() - began)
+            if report:
+                report.log(step, metrics)
+            saver.check()  # a save that failed in the background ends the run here
+            if step % args.checkpoint_every == 0 or step == args.steps:
+                saver.save(step, {"step": step, "seed": args.seed}, wait=False)
     if report:
         report.close()
 

@@ -294,7 +294,8 @@ def test_a_tied_head_must_be_tied():
 @pytest.mark.parametrize(
     ("change", "layout", "name"),
     [
-        (dict(shared_gate=True), "fused", "mlp.shared.gate"),
+        (dict(shared_gate=True), "mixtral", "mlp.router.expert_bias"),
+        (dict(shared_gate=True, num_shared_experts=2), "fused", "mlp.shared.w1"),
         (dict(router_bias=True), "fused", "mlp.router.bias"),
         (dict(fc1_bias=True), "per_expert", "mlp.experts.b1"),
         (dict(fc2_bias=True), "per_expert", "mlp.experts.b2"),

@@ -2,88 +2,34 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import errno
 import os
-import random
-import signal
-import time
+import resource
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from moecore.checkpoint import directory, latest, load, save
+from moecore.checkpoint import Saver, directory, latest, load, save
+from tests.checkpoint.kills import build, kill_at_random, loaded_step
 
-NUM_KILLS = 10
 CRASH_EXIT = 77
-
-
-def build(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and moments that all hold the same number."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for param in model.parameters():
-        nn.init.constant_(param, value)
-        state = {"step": torch.tensor(value), "exp_avg": torch.full_like(param, value)}
-        optimizer.state[param] = {**state, "exp_avg_sq": torch.full_like(param, value)}
-    return model, optimizer
-
-
-def loaded_step(root: Path) -> int:
-    """Load what `latest` names, check that all of it is of one step, and return the step."""
-    path = latest(root)
-    assert path is not None
-    model, optimizer = build(-1.0)
-    step = load(path, model, optimizer)["step"]
-    assert path.name == f"step-{step:06d}"
-    for param in model.parameters():
-        for tensor in (param, *optimizer.state[param].values()):
-            assert (tensor == step).all()
-    return step
-
-
-def save_forever(rank: int, root: Path, start: int, store: Path, done: object) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for step in range(start, 100_000):
-        save(root, step, *build(float(step)), {"step": step}, keep=2)
-        done.value = step  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_kill_at_random_moments(tmp_path: Path) -> None:
-    # Ranks fork from a process that has torch imported and no threads: ten starts in seconds.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    root, start = tmp_path / "root", 1
-    save(root, 0, *build(0.0), {"step": 0})
-    dice = random.Random(0)
-    for attempt in range(NUM_KILLS):
-        done = context.Value("i", 0)
-        args = (root, start, tmp_path / f"store-{attempt}", done)
-        ranks = [context.Process(target=save_forever, args=(r, *args)) for r in range(2)]
-        for process in ranks:
-            process.start()
-        while done.value < start:
-            assert all(process.is_alive() for process in ranks)
-            time.sleep(0.01)
-        time.sleep(dice.uniform(0.0, 0.3))
-        for process in ranks:
-            os.kill(process.pid, signal.SIGKILL)
-        for process in ranks:
-            process.join()
-        step = loaded_step(root)
-        assert done.value <= step <= done.value + 1
-        start = step + 1
+@pytest.mark.parametrize("wait", [True, False], ids=["sync", "background"])
+def test_kill_at_random_moments(tmp_path: Path, wait: bool) -> None:
+    left = kill_at_random(tmp_path / "root", 2, world=4, width=64, wait=wait, seed=9)
+    assert len(left) == 2
 
 
 # What a save does on rank 0, in order; a save may do each of them more than once.
 CRASH_POINTS = {
     "draft": (Path, "mkdir"),
     "write": (directory, "_write"),
+    "bytes": (os, "write"),
+    "fsync": (os, "fsync"),
     "sync": (directory, "_sync"),
     "rename": (Path, "rename"),
     "replace": (Path, "replace"),
@@ -129,3 +75,91 @@ def test_crash_at_every_file_operation(tmp_path: Path, point: str, after: bool) 
     assert loaded_step(tmp_path) == step + 1
     assert len(directory.whole_directories(tmp_path)) == 1
     assert not list(tmp_path.glob(".*"))
+
+
+def in_child(action: object) -> int:
+    """Run in a forked child, where limits and crashes stay; return its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()  # type: ignore[operator]
+        except BaseException as error:
+            print(f"child: {error!r}", flush=True)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def limit_files(num_bytes: int) -> None:
+    """No file of this process may grow past it, as on a full disk (EFBIG instead of ENOSPC)."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("room", [0, 100, 4096, 150_000])
+@pytest.mark.parametrize("wait", [True, False], ids=["sync", "background"])
+def test_full_disk_leaves_the_save_before(tmp_path: Path, room: int, wait: bool) -> None:
+    torch.set_num_threads(1)
+    save(tmp_path, 1, *build(1.0), {"step": 1})
+
+    def fails_then_recovers() -> None:
+        saver = Saver(tmp_path, *build(2.0))
+        limit_files(room)
+        with pytest.raises(
+            OSError, match=r"rank 0 could not write it: OSError.27, .File too large"
+        ):
+            saver.save(2, {"step": 2}, wait=wait)
+            saver.close()
+        assert not list(tmp_path.glob(".step-*")), "the draft must not fill the disk"
+        assert loaded_step(tmp_path) == 1
+        limit_files(resource.RLIM_INFINITY)
+        save(tmp_path, 3, *build(3.0), {"step": 3})
+
+    assert in_child(fails_then_recovers) == 0
+    assert loaded_step(tmp_path) == 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_write_error_in_the_middle(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, *build(1.0), {"step": 1})
+    write, calls = os.write, []
+
+    def failing(descriptor: int, data: memoryview) -> int:
+        calls.append(len(data))
+        if len(calls) > 3:
+            raise OSError(number, os.strerror(number))
+        return write(descriptor, data[:100])  # a short write first
+
+    monkeypatch.setattr(os, "write", failing)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        save(tmp_path, 2, *build(2.0), {"step": 2})
+    assert calls[0] - calls[1] == 100 or calls[1] - calls[2] == 100
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-000001"]
+    assert loaded_step(tmp_path) == 1
+
+
+def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a read-only file system says; permissions would not stop root, who may run this."""
+    save(tmp_path, 1, *build(1.0), {"step": 1})
+
+    def read_only(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", read_only)
+        with pytest.raises(OSError, match="Read-only file system"):
+            save(tmp_path, 2, *build(2.0), {"step": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.shutil, "rmtree", read_only)
+        save(tmp_path, 2, *build(2.0), {"step": 2}, keep=1)  # an old one that stays is no failure
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", read_only)
+        with pytest.raises(OSError, match=r"rank 0 could not write it: .*Read-only file system"):
+            save(tmp_path, 3, *build(3.0), {"step": 3})
+    assert loaded_step(tmp_path) == 2
+    path = latest(tmp_path)
+    assert path is not None and path.name == "step-000002"
+    assert load(path, *build(0.0))["step"] == 2

@@ -1,11 +1,16 @@
-"""What one layout saves, every other loads bit for bit: parameters, moments, buffers, generators.
+"""What one layout saves, every other loads bit for bit, on more or fewer ranks, and trains on.
 
-The oracle reads local shards through `global_indices` and puts them together itself, so it shares
-nothing with torch.distributed.checkpoint or with DTensor's own redistribution.
+The oracle cuts each rank's shards out of whole tensors through `global_indices`, so it shares
+nothing with torch.distributed.checkpoint or with DTensor's own redistribution. Every layout is put
+into the same state that way, saves it, and takes one step from it. What it loads from another
+layout's checkpoint must then be that state, and the next step from there must be that step.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,30 +23,35 @@ from torch.distributed.tensor import DTensor
 
 from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
 from moecore._compat import HAS_SEPARATE_PIECES
-from moecore.checkpoint import load, save
+from moecore.checkpoint import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices
-from moecore.moe.state import MoEState
 from moecore.parallelize import moe_state
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
-WORLD = 4
-LAYOUTS = {
-    "ep2-etp2": ParallelConfig(ep=2, etp=2),
-    "ep4": ParallelConfig(ep=4),
-    "dp": ParallelConfig(),
-    "etp4": ParallelConfig(etp=4),
-    "ep2-edp2": ParallelConfig(ep=2, edp_shard=2),
-    "edp2-etp2": ParallelConfig(edp_shard=2, etp=2),
-    "tp2-ep2-replicate2": ParallelConfig(tp=2, ep=2, edp_replicate=2, edp_shard=1),
+# Name -> number of ranks and degrees; None = a plain model without any mesh.
+LAYOUTS: dict[str, tuple[int, ParallelConfig | None]] = {
+    "plain": (1, None),
+    "one": (1, ParallelConfig()),
+    "two-dp": (2, ParallelConfig()),
+    "two-ep2": (2, ParallelConfig(ep=2)),
+    "two-tp2-etp2": (2, ParallelConfig(tp=2, etp=2)),
+    "ep2-etp2": (4, ParallelConfig(ep=2, etp=2)),
+    "ep4": (4, ParallelConfig(ep=4)),
+    "dp": (4, ParallelConfig()),
+    "etp4": (4, ParallelConfig(etp=4)),
+    "ep2-edp2": (4, ParallelConfig(ep=2, edp_shard=2)),
+    "edp2-etp2": (4, ParallelConfig(edp_shard=2, etp=2)),
+    "tp2-ep2-replicate2": (4, ParallelConfig(tp=2, ep=2, edp_replicate=2, edp_shard=1)),
+    "replicate2-ep2": (4, ParallelConfig(dp_replicate=2, ep=2)),
 }
 CONFIG = DecoderConfig(
     vocab_size=64,
     dim=32,
-    num_layers=3,
+    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -65,10 +75,20 @@ CONFIG = DecoderConfig(
 # Gate above up in one dim, as Hugging Face models keep them: strided under etp, stored as a view.
 CONCATENATED = LayerLayout(expert_layout=ExpertLayout(gate_up="concatenated"))
 CONCATENATED_CONFIG = replace(CONFIG, moe=replace(CONFIG.moe, fc1_bias=False))
-RUNS = [("native", name) for name in LAYOUTS]
 STRIDED = ("ep2-etp2", "etp4", "edp2-etp2") if HAS_SEPARATE_PIECES else ()
-RUNS += [("concatenated", name) for name in ("dp", "ep4", *STRIDED)]
-PAIRS = [(kind, a, b) for kind, a in RUNS for other, b in RUNS if kind == other]
+RUNS = {"native": tuple(LAYOUTS), "concatenated": ("one", "dp", "ep4", *STRIDED)}
+
+
+def pairs_of(kind: str) -> list[tuple[str, str, str]]:
+    """(kind, from, to): each layout loads from two others, at distances 1 and 5 in a ring."""
+    names = RUNS[kind]
+    shifts = {1, 5 % len(names)}
+    return [(kind, names[(i + s) % len(names)], to) for i, to in enumerate(names) for s in shifts]
+
+
+PAIRS = [pair for kind in RUNS for pair in pairs_of(kind)]
+State = dict[str, Tensor]
+WORLDS = (1, 2, 4)
 
 
 def make_model(kind: str, device: str) -> Decoder:
@@ -81,93 +101,151 @@ def make_model(kind: str, device: str) -> Decoder:
     return model if device == "meta" else model.to_empty(device=device)
 
 
-def build(kind: str, parallel: ParallelConfig, seed: int) -> tuple[Decoder, torch.optim.AdamW]:
+def build(kind: str, name: str) -> tuple[Decoder, torch.optim.AdamW]:
+    parallel = LAYOUTS[name][1]
     model = make_model(kind, "meta")
-    parallelize_moe(model, build_meshes(parallel, "cpu"))
+    if parallel is not None:
+        parallelize_moe(model, build_meshes(parallel, "cpu"))
     model.to_empty(device="cpu")
-    model.init_weights(seed)
+    model.init_weights(7)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
 
 
-def train(model: Decoder, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    state: MoEState = moe_state(model)
-    for _ in range(steps):
-        tokens_BT = torch.randint(0, 64, (2, 17), generator=generator)
-        model(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state.finish_step()
+def train(model: Decoder, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    generator = torch.Generator().manual_seed(50 + rank)
+    tokens_BT = torch.randint(0, 64, (2, 17), generator=generator)
+    model(tokens_BT[:, :-1], tokens_BT[:, 1:]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if isinstance(next(model.parameters()), DTensor):
+        moe_state(model).finish_step()
 
 
-def snapshot(model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Put every global tensor together from all ranks' shards, in one exchange."""
-    mine: dict[str, tuple[torch.Size, list[Tensor], Tensor]] = {}
+def whole_state(kind: str) -> State:
+    """A state like that of a model in training, as whole tensors."""
+    generator = torch.Generator().manual_seed(3)
+    model = make_model(kind, "cpu")
+    state: State = {}
     for name, param in model.named_parameters():
-        tensors = {name: param, **{f"{k}/{name}": v for k, v in optimizer.state[param].items()}}
-        for key, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            mine[key] = (tensor.shape, global_indices(tensor), local.detach())
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    found = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for key, (shape, _, local) in mine.items():
-        found[key] = torch.full(shape, float("nan"), dtype=local.dtype)
-        for _, indices, part in (rank_parts[key] for rank_parts in parts):
-            found[key][torch.meshgrid(*indices, indexing="ij") if indices else ...] = part
-    return found
+        state[name] = torch.randn(param.shape, generator=generator) * 0.1
+        state[f"exp_avg/{name}"] = torch.randn(param.shape, generator=generator) * 0.01
+        state[f"exp_avg_sq/{name}"] = torch.rand(param.shape, generator=generator) * 0.01
+        state[f"step/{name}"] = torch.tensor(2.0)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            state[name] = torch.rand(buffer.shape, generator=generator) * 0.01
+    return state
 
 
-def worker(rank: int, device: torch.device, root: str) -> dict[Any, Any]:
-    results: dict[Any, Any] = {"continued": continued(root, rank)}
-    paths, draws, models = {}, {}, {}
-    for run in RUNS:
-        model, optimizer = models[run] = build(run[0], LAYOUTS[run[1]], seed=1)
-        train(model, optimizer, steps=2, seed=rank)
-        results[run] = snapshot(model, optimizer)
-        torch.manual_seed(100 + rank)
-        extra = {"step": 2, "note": [1, "two"], "numbers": torch.arange(5.0)}
-        paths[run] = save(Path(root, *run), 2, model, optimizer, extra)
-        draws[run] = torch.rand(3)
-    for kind, saver, loader in PAIRS:
-        model, optimizer = models[kind, loader]
-        model.init_weights(2)
+def mine_of(model: Decoder, optimizer: torch.optim.Optimizer) -> State:
+    """This rank's tensors under the names of `whole_state`, with moments made if there are none."""
+    found: State = dict(model.named_parameters())
+    for name, param in model.named_parameters():
+        slots = optimizer.state[param]
+        if not slots:
+            slots["step"] = torch.tensor(0.0)
+            slots |= {slot: torch.zeros_like(param) for slot in ("exp_avg", "exp_avg_sq")}
+        found |= {f"{slot}/{name}": value for slot, value in slots.items()}
+    kept = model.state_dict()
+    return found | {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
+    """What this rank must hold of a whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    return whole[torch.meshgrid(*global_indices(tensor), indexing="ij")]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def put(state: State, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    for name, tensor in mine_of(model, optimizer).items():
+        local_of(tensor).copy_(shard_of(state[name], tensor))
+
+
+def locals_of(model: Decoder, optimizer: torch.optim.Optimizer) -> State:
+    return {name: local_of(t).clone() for name, t in mine_of(model, optimizer).items()}
+
+
+def differing(found: State, wanted: State) -> list[str]:
+    names = found.keys() ^ wanted.keys()
+    names |= {n for n in found.keys() & wanted.keys() if not torch.equal(found[n], wanted[n])}
+    return sorted(names)
+
+
+def save_all(root: Path, rank: int, world: int) -> dict[Any, Any]:
+    """Put every layout of this world size into the state, save it, and take a step from it."""
+    kept = {}
+    for kind, names in RUNS.items():
+        whole = whole_state(kind)
+        for name in names:
+            if LAYOUTS[name][0] != world:
+                continue
+            model, optimizer = build(kind, name)
+            put(whole, model, optimizer)
+            before = locals_of(model, optimizer)
+            if name == "ep2-etp2":
+                with torch.no_grad():  # leaves the root unit's parameters gathered
+                    model(torch.zeros(1, 16, dtype=torch.int64))
+            torch.manual_seed(100 + rank)
+            extra = {"step": 2, "note": [1, "two"], "numbers": torch.arange(5.0)}
+            save(root / kind / name, 2, model, optimizer, extra)
+            train(model, optimizer, rank)
+            kept[kind, name] = (model, optimizer, before, locals_of(model, optimizer))
+    return kept
+
+
+def load_all(root: Path, rank: int, world: int, kept: dict[Any, Any]) -> dict[Any, Any]:
+    results = {}
+    for kind, source, target in PAIRS:
+        if LAYOUTS[target][0] != world:
+            continue
+        model, optimizer, before, after = kept[kind, target]
+        for param in model.parameters():
+            local_of(param).fill_(float("nan"))
+        for buffer in model.buffers():
+            buffer.fill_(7)
         optimizer.state.clear()
         optimizer.param_groups[0]["lr"] = 7.0
         torch.manual_seed(0)
-        extra = load(paths[kind, saver], model, optimizer)
-        before, after = results[kind, saver], snapshot(model, optimizer)
+        extra = load(root / kind / source / "step-000002", model, optimizer, verify="sizes")
+        draw = torch.rand(3)
+        torch.manual_seed(100 + rank if rank < LAYOUTS[source][0] else 0)
+        wrong = differing(locals_of(model, optimizer), before)
+        rng = torch.equal(draw, torch.rand(3))
+        train(model, optimizer, rank)
+        stepped = differing(locals_of(model, optimizer), after)
         group = optimizer.param_groups[0]
-        results[kind, saver, loader] = {
-            "missing": sorted(before.keys() ^ after.keys()),
-            "wrong": [n for n in before if not torch.equal(before[n], after[n])],
-            "rng": all_ranks(torch.equal(draws[kind, saver], torch.rand(3))),
+        results[kind, source, target] = {
+            "wrong": all_ranks(wrong),
+            "stepped": all_ranks(stepped),
+            "rng": all_ranks([] if rng else ["rng"]),
             "extra": extra,
             "group": (group["lr"], group["betas"]),
         }
     return results
 
 
-def all_ranks(value: bool) -> bool:
-    values = [False] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return all(values)
+def all_ranks(names: list[str]) -> list[str]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, names)
+    return [name for part in found for name in part]
 
 
-def continued(root: str, rank: int) -> list[str]:
-    """Return what differs after two steps from a checkpoint, against never having stopped."""
-    model, optimizer = build("native", LAYOUTS["ep2-etp2"], seed=1)
-    train(model, optimizer, steps=2, seed=rank)
-    with torch.no_grad():  # leaves the root unit's parameters gathered
-        model(torch.zeros(1, 16, dtype=torch.int64))
-    path = save(Path(root) / "continued", 2, model, optimizer, {})
-    train(model, optimizer, steps=2, seed=10 + rank)
-    straight = snapshot(model, optimizer)
-    model, optimizer = build("native", LAYOUTS["ep2-etp2"], seed=5)
-    load(path, model, optimizer)
-    train(model, optimizer, steps=2, seed=10 + rank)
-    resumed = snapshot(model, optimizer)
-    return [n for n in straight if not torch.equal(straight[n], resumed[n])]
+def worker(rank: int, device: torch.device, folder: str) -> dict[Any, Any]:
+    """Save all layouts of this world size, wait for the other worlds, load what they saved."""
+    root, world = Path(folder), dist.get_world_size()
+    kept = save_all(root, rank, world)
+    dist.barrier()
+    (root / f"saved-{world}").touch()
+    deadline = time.monotonic() + 120
+    while not all((root / f"saved-{size}").exists() for size in WORLDS):
+        assert time.monotonic() < deadline, "another world has failed"
+        time.sleep(0.05)
+    return load_all(root, rank, world, kept)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +255,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(root: Path) -> dict[Any, Any]:
-    return run_ranks(WORLD, worker, str(root))
+    with ThreadPoolExecutor(len(WORLDS)) as pool:
+        parts = pool.map(lambda world: run_ranks(world, worker, str(root)), WORLDS)
+        return {pair: result for part in parts for pair, result in part.items()}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
@@ -185,29 +265,31 @@ def test_every_layout_loads_what_another_saved(
     results: dict[Any, Any], pair: tuple[str, str, str]
 ) -> None:
     result = results[pair]
-    assert result["missing"] == [] and result["wrong"] == []
-    assert result["rng"], "generator states"
+    assert result["wrong"] == []
+    assert result["stepped"] == [], "the next training step"
+    assert result["rng"] == [], "generator states"
     assert result["group"] == (1e-2, (0.9, 0.95))
     assert result["extra"]["step"] == 2 and result["extra"]["note"] == [1, "two"]
     assert torch.equal(result["extra"]["numbers"], torch.arange(5.0))
 
 
-def test_resumed_steps_equal_uninterrupted_ones(results: dict[Any, Any]) -> None:
-    assert results["continued"] == []
+def test_manifest_knows_the_layout(results: dict[Any, Any], root: Path) -> None:
+    facts = read_manifest(root / "native" / "ep2-etp2" / "step-000002").facts
+    assert facts.world_size == 4
+    assert {"dp_shard": 4} in facts.meshes
+    assert any(mesh.get("ep") == 2 and mesh.get("etp") == 2 for mesh in facts.meshes)
+    assert read_manifest(root / "native" / "plain" / "step-000002").facts.meshes == []
 
 
-def test_expert_bias_is_kept(results: dict[Any, Any]) -> None:
-    name = "model.layers.1.mlp.router.expert_bias"
-    assert results["native", "ep4"][name].abs().sum() > 0
-
-
-@pytest.mark.parametrize("run", RUNS, ids="-".join)
-def test_plain_model_in_one_process_loads_it(
-    results: dict[Any, Any], root: Path, run: tuple[str, str]
-) -> None:
-    model = make_model(run[0], "cpu")
-    optimizer = torch.optim.AdamW(model.parameters())
-    load(root.joinpath(*run, "step-000002"), model, optimizer)
-    for name, param in model.named_parameters():
-        assert torch.equal(param, results[run][name]), name
-        assert torch.equal(optimizer.state[param]["exp_avg"], results[run][f"exp_avg/{name}"]), name
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nothing_is_written_twice(results: dict[Any, Any], root: Path, name: str) -> None:
+    path = root / "native" / name / "step-000002"
+    manifest = read_manifest(path)
+    kept = {n: t for n, t in manifest.tensors.items() if n.startswith(("model.", "optimizer."))}
+    assert sum(math.prod(t.shape) * t.dtype.itemsize for t in kept.values()) == sum(
+        tensor.nbytes for tensor in whole_state("native").values()
+    )
+    files = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    headers = 16_384 * len(manifest.files)
+    assert files == manifest.num_bytes
+    assert files < sum(t.nbytes for t in whole_state("native").values()) + headers

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
-from moecore import MoEConfig, MoELayer
-from moecore.checkpoint import latest, load, save
-from moecore.checkpoint.directory import MARKER, POINTER, whole_directories
+from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore.checkpoint import latest, load, prune, read_manifest, save, set_latest
+from moecore.checkpoint.directory import POINTER, whole_directories
+from moecore.checkpoint.manifest import MANIFEST
 from moecore.checkpoint.state import split_halves
+from moecore.moe.balance import BalanceGroups
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout
+from moecore.moe.state import MoEState
 
 CONFIG = MoEConfig(dim=8, hidden_dim=4, num_experts=2, top_k=1, expert_bias=True)
 
@@ -34,8 +41,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    entries = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {name: tuple(entry.size) for name, entry in entries.items()}
+    return {name: tensor.shape for name, tensor in read_manifest(path).tensors.items()}
 
 
 def test_loads_what_it_saved(tmp_path: Path) -> None:
@@ -61,6 +67,20 @@ def test_loads_what_it_saved(tmp_path: Path) -> None:
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         for slot, value in optimizer.state[mine].items():
             assert torch.equal(value, other_optimizer.state[theirs][slot]), slot
+
+
+def test_optimizer_state_is_filled_in_place(tmp_path: Path) -> None:
+    """No second state in memory, and a captured graph goes on reading the first."""
+    model, optimizer = build()
+    train(model, optimizer)
+    path = save(tmp_path, 1, model, optimizer)
+    train(model, optimizer)
+    places = {id(v) for slots in optimizer.state.values() for v in slots.values()}
+    weight = model.experts.w1
+    optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight, dtype=torch.float64)
+    load(path, model, optimizer)
+    now = {id(v) for slots in optimizer.state.values() for v in slots.values()}
+    assert len(now - places) == 1 and optimizer.state[weight]["exp_avg"].dtype == torch.float32
 
 
 def test_before_the_first_step_there_is_no_optimizer_state(tmp_path: Path) -> None:
@@ -111,13 +131,16 @@ def test_latest_without_a_usable_pointer(tmp_path: Path) -> None:
     model, optimizer = build()
     for step in (1, 2, 3):
         save(tmp_path, step, model, optimizer)
-    (tmp_path / "step-000003" / MARKER).unlink()  # not whole
+    (tmp_path / "step-000003" / MANIFEST).unlink()  # not whole
     (tmp_path / "step-9").mkdir()  # not one of ours
     assert latest(tmp_path) == tmp_path / "step-000002"
     (tmp_path / POINTER).unlink()
     assert latest(tmp_path) == tmp_path / "step-000002"
-    (tmp_path / POINTER).write_text("step-000001\n")
+    set_latest(tmp_path / "step-000001")
     assert latest(tmp_path) == tmp_path / "step-000001"
+    for name in ("step-000003", "step-9", "none"):
+        with pytest.raises(ValueError, match=f"{name}.* must be a whole checkpoint"):
+            set_latest(tmp_path / name)
 
 
 def test_keep_and_leftovers(tmp_path: Path) -> None:
@@ -133,11 +156,172 @@ def test_rolled_back_run_replaces_later_steps(tmp_path: Path) -> None:
     model, optimizer = build()
     for step in (1, 2, 3):
         save(tmp_path, step, model, optimizer, {"run": "first"})
-    (tmp_path / POINTER).write_text("step-000001")
+    set_latest(tmp_path / "step-000001")
     save(tmp_path, 2, model, optimizer, {"run": "second"}, keep=1)
     path = latest(tmp_path)
     assert path == tmp_path / "step-000002"
     assert load(path, model, optimizer) == {"run": "second"}
+
+
+def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
+    model, optimizer = build()
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, model, optimizer)
+    set_latest(tmp_path / "step-000001")
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-000002", "step-000003"]
+    assert latest(tmp_path) == tmp_path / "step-000001"
+    (tmp_path / POINTER).unlink()
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-000001"]
+    assert prune(tmp_path, 1) == []
+    for keep in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match=r"keep \(.*\) must be a whole number >= 1"):
+            prune(tmp_path, keep)  # type: ignore[arg-type]
+    (tmp_path / POINTER).write_text("step-000004 or so")
+    with pytest.raises(ValueError, match=r"latest\) must be '<checkpoint> <sha256"):
+        prune(tmp_path, 1)
+    assert len(whole_directories(tmp_path)) == 1
+
+
+def test_damaged_newest_does_not_stop_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = build()
+    path = save(tmp_path, 1, model, optimizer)
+    (path / MANIFEST).write_text("{}")
+    with pytest.raises(ValueError, match="one of both is damaged"):
+        latest(tmp_path)
+    with pytest.raises(ValueError, match=r"step \(1\) must not be saved already"):
+        save(tmp_path, 1, model, optimizer)  # it would remove what may be the only one
+    assert save(tmp_path, 2, model, optimizer) == latest(tmp_path)
+    assert "one of both is damaged" in caplog.text
+
+
+def test_files_are_safetensors_and_say_what_is_in_them(tmp_path: Path) -> None:
+    model, optimizer = build()
+    train(model, optimizer)
+    facts = {"name": "tiny", "dims": [8, 4]}
+    path = save(tmp_path, 3, model, optimizer, {"ids": torch.arange(3)}, config=facts)
+    assert sorted(os.listdir(path)) == ["moecore.json", "rank-00000.safetensors"]
+    tensors = load_file(path / "rank-00000.safetensors")
+    assert torch.equal(tensors["extra.ids"], torch.arange(3))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensors[f"model.{name}"], tensor)
+    with safe_open(path / "rank-00000.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    manifest = read_manifest(path)
+    assert manifest.facts.config == facts and manifest.facts.step == 3
+    assert manifest.facts.world_size == 1 and manifest.facts.meshes == []
+    assert manifest.facts.versions["torch"] == torch.__version__
+    assert manifest.num_bytes == (path / "rank-00000.safetensors").stat().st_size
+    dataclass_path = save(tmp_path, 4, model, optimizer, config=CONFIG)
+    config = read_manifest(dataclass_path).facts.config
+    assert config is not None and config["num_experts"] == CONFIG.num_experts
+
+
+def test_empty_and_odd_tensors(tmp_path: Path) -> None:
+    odd: dict[str, Tensor] = {
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False, True]),
+        "half": torch.randn(5, dtype=torch.float16),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "strided": torch.randn(6, 5).t(),
+        "float8": torch.randn(9).to(torch.float8_e4m3fn),
+    }
+    path = save(tmp_path, 1, *build_linear(3), odd)
+    found = load(path, *build_linear(3))
+    assert found.keys() == odd.keys()
+    for name, tensor in odd.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert torch.equal(found[name].float(), tensor.float()), name
+    with pytest.raises(NotImplementedError, match=r"extra.z \(torch.complex64\) must have a dtype"):
+        save(tmp_path, 2, *build_linear(3), {"z": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_model_alone_leaves_generators_and_needs_no_optimizer(tmp_path: Path) -> None:
+    model, optimizer = build()
+    train(model, optimizer)
+    path = save(tmp_path, 1, model, optimizer, {"note": "hi"})
+    other, _ = build()
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    assert load(path, other) == {"note": "hi"}
+    assert torch.equal(torch.rand(3), expected)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    bare = save(tmp_path, 2, model, None)
+    assert not [name for name in read_manifest(bare).tensors if name.startswith("optimizer.")]
+    load(bare, other)
+    with pytest.raises(ValueError, match="1 differ: optimizer state is not in the checkpoint"):
+        load(bare, *build())
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 50),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 3, 3], gamma=0.5),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.MultiStepLR(o, [3])], milestones=[2]
+    ),
+    "cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_scheduler_goes_on(tmp_path: Path, kind: str) -> None:
+    def steps(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, n: int) -> list[float]:
+        rates = []
+        for _ in range(n):
+            optimizer.step()
+            scheduler.step(*([1.0] if kind == "plateau" else []))
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    model, optimizer = build_linear(2)
+    scheduler = SCHEDULERS[kind](optimizer)
+    steps(optimizer, scheduler, 2)
+    path = save(tmp_path, 2, model, optimizer, scheduler=scheduler)
+    straight = steps(optimizer, scheduler, 4)
+    model, optimizer = build_linear(2)
+    scheduler = SCHEDULERS[kind](optimizer)
+    load(path, model, optimizer, scheduler=scheduler)
+    assert steps(optimizer, scheduler, 4) == straight
+    other = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(ValueError, match=r"scheduler \(ExponentialLR\) must have the state"):
+        load(path, model, optimizer, scheduler=other)
+    plain = save(tmp_path, 3, model, optimizer)
+    with pytest.raises(ValueError, match="scheduler state is not in the checkpoint"):
+        load(plain, model, optimizer, scheduler=scheduler)
+
+
+def test_unfinished_step_is_refused(tmp_path: Path) -> None:
+    balance = BalanceConfig(bias_update_rate=1e-3)
+    layer = MoELayer(replace(CONFIG, balance=balance))
+    model = nn.Sequential(layer)
+    model.state = MoEState({"0": layer}, BalanceGroups())  # as parallelize_moe leaves it
+    model(torch.randn(6, 8)).sum().backward()
+    with pytest.raises(ValueError, match=r"0.tracker.num_micro_batches \(1\) must be 0 in a save"):
+        save(tmp_path, 1, model, None)
+    model.state.finish_step()
+    save(tmp_path, 1, model, None)
+
+
+def test_one_line_is_logged_and_progress_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "moecore.checkpoint")
+    path = save(tmp_path, 1, *build_linear(4))
+    seen: list[tuple[int, int]] = []
+    load(path, *build_linear(4), progress=lambda done, total: seen.append((done, total)))
+    lines = [r.message for r in caplog.records if r.name == "moecore.checkpoint"]
+    figures = r"0\.\d+ GB of rank 0 in \d+\.\d+ s, \d+\.\d+ GB/s"
+    assert len(lines) == 2
+    assert re.fullmatch(rf"saved .*step-000001: {figures}", lines[0])
+    assert re.fullmatch(rf"loaded .*step-000001, verify=full: {figures}", lines[1])
+    assert seen == sorted(seen)
+    hashed = (path / "rank-00000.safetensors").stat().st_size
+    assert seen[-1][0] == seen[-1][1] > hashed  # what was hashed, and what was read
 
 
 def _wrong_shape(path: Path) -> None:
@@ -179,7 +363,7 @@ def _extra_object(path: Path) -> None:
 
 
 def _other_format(path: Path) -> None:
-    (path / MARKER).write_text('{"format": 99}')
+    (path / MANIFEST).write_text('{"format": 99}')
     load(path, *build_linear(4))
 
 
@@ -190,19 +374,37 @@ def build_linear(
     return model, torch.optim.AdamW(model.parameters())
 
 
+def _unknown_verify(path: Path) -> None:
+    load(path, *build_linear(4), verify="no")  # type: ignore[arg-type]
+
+
+def _config_object(path: Path) -> None:
+    save(path.parent, 2, *build_linear(4), config=3)
+
+
+def _mixed_keys(path: Path) -> None:
+    save(path.parent, 2, *build_linear(4), {"counts": {1: 2, "a": 3}})
+
+
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (_wrong_shape, r"(bias|weight) \(4.*\) torch.float32 in .* must be \(8"),
-        (_wrong_dtype, r"torch.float32 in .* must be .* torch.bfloat16"),
-        (_wrong_names, r"experts.w1 \(and 3 more\) of the model is not in the checkpoint"),
-        (_other_groups, r"optimizer.param_groups \(2\) must hold the same parameters"),
+        (_wrong_shape, r"2 differ: bias \(4,\) must be \(8,\) as in the model; weight \(4, 4\)"),
+        (_wrong_dtype, r"2 differ: bias torch.float32 must be torch.bfloat16 as in the model, or"),
+        (
+            _wrong_names,
+            r"experts.w1 of the model is not in the checkpoint; .*bias of the checkpoin",
+        ),
+        (_other_groups, r"optimizer.param_groups \(2\) hold other parameters"),
         (_foreign_parameter, r"optimizer parameter \(4, 4\) must be one of the model's"),
         (_not_whole, r"must be a whole checkpoint, with a moecore.json"),
         (_same_step, r"step \(1\) must not be saved already"),
         (_negative_step, r"step \(-1\) must be a whole number >= 0"),
         (_extra_object, r"extra thing \(object\) must be JSON-able or a tensor"),
-        (_other_format, r"checkpoint format \(99\), which must be 1"),
+        (_mixed_keys, r"extra counts \(dict\) must be JSON-able or a tensor"),
+        (_other_format, r"format \(99\) must be 2, or that of another moecore"),
+        (_unknown_verify, r"verify \('no'\) must be one of full, sizes"),
+        (_config_object, r"config \(int\) must be a mapping or a dataclass instance"),
     ],
 )
 def test_one_line_errors(tmp_path: Path, action: Callable[[Path], None], message: str) -> None:
@@ -224,11 +426,3 @@ def test_unwritable_root_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         save(tmp_path / "file", 1, *build_linear(4))
-
-
-def test_damaged_tensor_file_is_an_oserror(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, *build_linear(4))
-    next(path.glob("*.distcp")).unlink()
-    with pytest.raises(OSError, match="rank 0 could not read it") as info:
-        load(path, *build_linear(4))
-    assert "\n" not in str(info.value)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from safetensors.torch import load_file
 
 REPO = Path(__file__).parents[2]
 SCRIPT = REPO / "examples" / "train.py"
@@ -21,7 +21,9 @@ MICRO = "--batch-size 1 --seq-len 32 --grad-accum 2 --checkpoint-every 4 --bias-
 TIMINGS = ("tokens_per_second",)
 KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
 KILLING_BAR = f"""
-import os, signal
+import os, pathlib, signal, time
+
+saved = pathlib.Path(__file__).parents[1] / "run" / "checkpoints" / "latest"
 
 class tqdm:
     def __init__(self, **options): self.count = 0
@@ -29,7 +31,9 @@ class tqdm:
     def set_postfix(self, *args, **options): pass
     def update(self):
         self.count += 1
-        if self.count == {KILL_AT}: os.killpg(0, signal.SIGKILL)
+        if self.count == {KILL_AT}:
+            while not saved.exists(): time.sleep(0.01)  # it is written in the background
+            os.killpg(0, signal.SIGKILL)
 """
 
 
@@ -56,19 +60,10 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint: parameters, moments, expert bias, generators."""
-    target = run_dir / "whole.pt"
-    dcp_to_torch_save(run_dir / "checkpoints" / f"step-{step:06d}", target)
+    """Every block of a checkpoint: parameters, moments, expert bias, generators."""
     found: dict[str, torch.Tensor] = {}
-
-    def flatten(prefix: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[prefix] = value
-        else:
-            for key, part in value.items():
-                flatten(f"{prefix}.{key}", part)
-
-    flatten("", torch.load(target))
+    for file in sorted((run_dir / "checkpoints" / f"step-{step:06d}").glob("*.safetensors")):
+        found |= {f"{file.stem}: {key}": block for key, block in load_file(file).items()}
     return found
 
 
@@ -111,7 +106,12 @@ def test_what_must_survive_a_resume_is_saved(straight: tuple[Path, str]) -> None
     biases = [v for k, v in found.items() if k.endswith("expert_bias")]
     assert biases and all(bias.abs().sum() > 0 for bias in biases)
     assert any("exp_avg_sq" in name for name in found)
-    assert {name for name in found if "rng.cpu" in name} == {".rng.cpu.0", ".rng.cpu.1"}
+    rngs = {name.split(": ")[1] for name in found if "rng.cpu" in name}
+    assert rngs == {"rng.cpu.0", "rng.cpu.1"}
+    manifest = json.loads(
+        (straight[0] / "checkpoints" / f"step-{STEPS:06d}" / "moecore.json").read_text()
+    )
+    assert manifest["config"]["vocab_size"] == 256 and manifest["world_size"] == 2
 
 
 @pytest.mark.slow

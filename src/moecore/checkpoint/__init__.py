@@ -1,6 +1,8 @@
 """Distributed checkpoints: save, load on any layout, find the newest; and dense models made MoE."""
 
-from moecore.checkpoint.directory import latest
+from moecore.checkpoint.directory import latest, prune, set_latest
+from moecore.checkpoint.manifest import Manifest, read_manifest
+from moecore.checkpoint.saver import Saver
 from moecore.checkpoint.store import load, save
 from moecore.checkpoint.upcycle import UpcycleOptions, upcycle_mlp
 from moecore.checkpoint.upcycle_models import (
@@ -10,16 +12,23 @@ from moecore.checkpoint.upcycle_models import (
     upcycle_modules,
     upcycle_state_dict,
 )
+from moecore.checkpoint.verify import verify
 
 __all__ = [
     "MLPNames",
+    "Manifest",
+    "Saver",
     "UpcycleOptions",
     "latest",
     "load",
+    "prune",
+    "read_manifest",
     "save",
+    "set_latest",
     "upcycle_config",
     "upcycle_decoder",
     "upcycle_mlp",
     "upcycle_modules",
     "upcycle_state_dict",
+    "verify",
 ]

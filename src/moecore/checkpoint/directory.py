@@ -3,9 +3,9 @@
     root/
       .step-000200.tmp-5f3c0a12/   a draft: being written, or left behind by a kill
       step-000100/                 whole
-        moecore.json               the marker, written last
-        .metadata, __0_0.distcp    tensors, in the format of torch.distributed.checkpoint
-      latest                       the name of the newest one
+        moecore.json               the manifest, written last
+        rank-00000.safetensors     tensors, one file for each rank that wrote any
+      latest                       name of the newest one, and the SHA-256 of its manifest
 
 A draft is never read. It becomes whole by one rename, after everything in it is on disk, and is
 announced by replacing the pointer file; so a kill at any moment leaves the previous one loadable.
@@ -15,38 +15,84 @@ No function here communicates: a save calls those that write on one rank.
 
 from __future__ import annotations
 
-import json
+import hashlib
+import logging
 import os
 import re
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any
 
-MARKER = "moecore.json"
+from moecore.checkpoint.manifest import MANIFEST, Manifest
+
 POINTER = "latest"
-FORMAT = 1
-_STEP_NAME = re.compile(r"step-(\d{6,})")
+_STEP_NAME = re.compile(r"step-([0-9]{6,18})")
+_POINTER_TEXT = re.compile(r"(step-[0-9]{6,18}) ([0-9a-f]{64})\n")
+
+logger = logging.getLogger("moecore.checkpoint")
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """Return the newest whole checkpoint under `root`, or None when there is none.
 
-    That is the one the pointer file names. Without a usable pointer it is the whole directory of
-    the highest step.
+    That is the one the pointer file names. When the file or what it names is gone, it is the whole
+    directory of the highest step. Damage is never passed over: an older checkpoint is no answer to
+    a question about the newest.
 
     Args:
         root: what `save` got; need not exist.
+
+    Raises:
+        ValueError: when the pointer file is damaged, or the manifest of what it names.
     """
     root = Path(root)
-    try:
-        named = root / (root / POINTER).read_text().strip()
-    except FileNotFoundError:
-        named = None
-    if named is not None and _step_of(named) is not None and is_whole(named):
+    named = _pointed(root)
+    if named is not None:
         return named
     whole = whole_directories(root)
     return whole[-1] if whole else None
+
+
+def set_latest(path: str | os.PathLike[str]) -> None:
+    """Make a whole checkpoint the one that `latest` names, such as to roll a run back.
+
+    Later steps stay until a save of the same step replaces them, or pruning removes them.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        ValueError: when it is not a whole checkpoint.
+    """
+    path = Path(path)
+    if _step_of(path) is None or not is_whole(path):
+        raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
+    digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+    pointer = path.parent / f".{POINTER}.tmp"
+    _write(pointer, f"{path.name} {digest}\n")
+    pointer.replace(path.parent / POINTER)
+    _sync(path.parent)
+
+
+def prune(root: str | os.PathLike[str], keep: int) -> list[Path]:
+    """Remove whole checkpoints but the newest, and return those removed.
+
+    The one that `latest` names always stays, whatever its step.
+
+    Args:
+        root: what `save` got. No save may be writing to it.
+        keep: how many of the highest steps stay, >= 1.
+
+    Raises:
+        ValueError: when `keep` is wrong, or the pointer file is damaged; nothing is removed then.
+    """
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise ValueError(f"keep ({keep!r}) must be a whole number >= 1: the newest must stay")
+    newest = latest(root)
+    old = [path for path in whole_directories(Path(root))[:-keep] if path != newest]
+    for path in old:
+        _remove(path)
+    return old
 
 
 def whole_directories(root: Path) -> list[Path]:
@@ -59,78 +105,86 @@ def whole_directories(root: Path) -> list[Path]:
 
 def is_whole(path: Path) -> bool:
     """Whether everything of this checkpoint was written."""
-    return (path / MARKER).is_file()
+    return (path / MANIFEST).is_file()
 
 
-def read_marker(path: Path) -> dict[str, Any]:
-    """Return what the marker says.
-
-    Raises:
-        ValueError: when the directory is not a whole checkpoint of a format that is known.
-    """
-    try:
-        marker = json.loads((path / MARKER).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"path ({path}) must be a whole checkpoint, with a {MARKER}: use latest(root)"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"path ({path / MARKER}) must be JSON: {error}") from None
-    found = marker.get("format") if isinstance(marker, dict) else None
-    if found != FORMAT:
-        raise ValueError(
-            f"path ({path}) has checkpoint format ({found!r}), which must be {FORMAT}: load it "
-            "with the moecore that wrote it"
-        )
-    return marker
+def directory_of(root: Path, step: int) -> Path:
+    """Return the directory of a step's checkpoint."""
+    return root / f"step-{step:06d}"
 
 
 def new_draft(root: Path, step: int) -> Path:
     """Make an empty draft directory, after removing those that killed saves left behind.
 
     Raises:
-        ValueError: when the newest checkpoint is this step already.
+        ValueError: when the newest checkpoint is this step already, or may be.
     """
     root.mkdir(parents=True, exist_ok=True)
-    final = root / _name_of(step)
-    if latest(root) == final:
+    final = directory_of(root, step)
+    try:
+        taken = latest(root) == final
+    except ValueError as error:  # a run must be able to save although an older save is damaged
+        logger.warning("%s", error)
+        taken = is_whole(final)
+    if taken:
         raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
     for leftover in root.glob(".step-*"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
     draft = root / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     draft.mkdir()
     return draft
 
 
-def publish(draft: Path, step: int, marker: dict[str, Any], *, keep: int) -> Path:
-    """Make a written draft the newest checkpoint, and return its directory.
+def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
+    """Make a written draft the newest checkpoint.
 
     Args:
-        draft: from `new_draft`; all files but the marker are there and on disk.
-        step: its step.
-        marker: what the marker says besides the format.
+        draft: from `new_draft`; the shard files are there and on disk.
+        manifest: of it.
         keep: how many of the newest checkpoints stay; 0 = all.
     """
-    root, final = draft.parent, draft.parent / _name_of(step)
-    _write(draft / MARKER, json.dumps({"format": FORMAT, **marker}))
+    root, final = draft.parent, directory_of(draft.parent, manifest.facts.step)
+    _write(draft / MANIFEST, manifest.text)
     _sync(draft)
     if final.exists():  # of a run that was rolled back: the pointer names another one
         _remove(final)
     draft.rename(final)
     _sync(root)
-    pointer = root / f".{POINTER}.tmp"
-    _write(pointer, final.name)
-    pointer.replace(root / POINTER)
-    _sync(root)
-    if keep:
-        for old in whole_directories(root)[:-keep]:
-            if old != final:
-                _remove(old)
-    return final
+    set_latest(final)
+    try:
+        if keep:
+            prune(root, keep)
+    except OSError as error:  # the new one is safe, so the save has not failed
+        logger.warning("old checkpoints under %s could not be removed: %s", root, error)
 
 
-def _name_of(step: int) -> str:
-    return f"step-{step:06d}"
+def discard(draft: Path) -> None:
+    """Remove a draft that will not become whole; what cannot be removed stays."""
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _pointed(root: Path) -> Path | None:
+    """Return what the pointer file names; None when one of both is gone."""
+    try:
+        text = (root / POINTER).read_bytes().decode("ascii", errors="replace")
+    except FileNotFoundError:
+        return None
+    match = _POINTER_TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"path ({root / POINTER}) must be '<checkpoint> <sha256 of its manifest>' but is "
+            f"{text!r:.120}: delete it to take the highest step, or use set_latest"
+        )
+    try:
+        manifest = (root / match[1] / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None
+    if hashlib.sha256(manifest).hexdigest() != match[2]:
+        raise ValueError(
+            f"path ({root / POINTER}) must hold the sha256 of {match[1]}/{MANIFEST}, so one of "
+            "both is damaged: load an older checkpoint by its path, or use set_latest"
+        )
+    return root / match[1]
 
 
 def _step_of(path: Path) -> int | None:
@@ -146,7 +200,7 @@ def _remove(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
+    with path.open("w", encoding="ascii") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

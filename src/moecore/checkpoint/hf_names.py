@@ -37,10 +37,7 @@ Region = tuple[int | slice, ...]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EXPERT_NAMES = {"per_expert": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
 DENSE_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-DEEPSEEK_NAMES = {
-    "router.expert_bias": "gate.e_score_correction_bias",
-    "shared.w2": "shared_experts.down_proj.weight",
-}
+EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek-V3
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,18 +217,16 @@ def _pieces(
         return (Piece(f"{where}.gate.weight", (), shape),)
     if part in ("experts.w1", "experts.w2") and len(shape) == (4 if part == "experts.w1" else 3):
         return _expert_pieces(f"{where}.experts", part, shape, layout)
-    if layout != "mixtral" and part in DEEPSEEK_NAMES:
-        return (Piece(f"{where}.{DEEPSEEK_NAMES[part]}", (), shape),)
-    if layout != "mixtral" and part == "shared.w1" and config.moe is not None and config.moe.gated:
-        F_, D = shape[0] // 2, shape[1]
-        return (
-            Piece(f"{where}.shared_experts.gate_proj.weight", (slice(0, F_),), (F_, D)),
-            Piece(f"{where}.shared_experts.up_proj.weight", (slice(F_, 2 * F_),), (F_, D)),
-        )
+    if layout != "mixtral" and part == EXPERT_BIAS[0]:
+        return (Piece(f"{where}.{EXPERT_BIAS[1]}", (), shape),)
+    if layout != "mixtral" and part.startswith("shared."):
+        pieces = _shared_pieces(where, part, shape, config)
+        if pieces:
+            return pieces
     raise NotImplementedError(
         f"{name} {shape} must have a Hugging Face name in layout ({layout!r}), but Mixtral, OLMoE, "
-        "Qwen3-MoE and DeepSeek-V3 have no such tensor: keep the native names, or choose another "
-        "layout"
+        "Qwen3-MoE, Qwen2-MoE and DeepSeek-V3 have no such tensor: keep the native names, or "
+        "choose another layout"
     )
 
 
@@ -265,6 +260,26 @@ def _expert_pieces(
     )
 
 
+def _shared_pieces(
+    where: str, part: str, shape: tuple[int, ...], config: DecoderConfig
+) -> tuple[Piece, ...]:
+    """The sources of a shared expert: with a gate those of Qwen2-MoE, without DeepSeek-V3's."""
+    moe = config.moe
+    assert moe is not None, "the tensor is part of an MoE layer"
+    if not moe.gated or (moe.shared_gate and moe.num_shared_experts > 1):
+        return ()  # one gate per expert has no name
+    name = f"{where}.{'shared_expert' if moe.shared_gate else 'shared_experts'}"
+    if part == "shared.gate":
+        return (Piece(f"{name}_gate.weight", (), shape),)
+    if part == "shared.w2":
+        return (Piece(f"{name}.down_proj.weight", (), shape),)
+    F_, D = shape[0] // 2, shape[1]
+    return (
+        Piece(f"{name}.gate_proj.weight", (slice(0, F_),), (F_, D)),
+        Piece(f"{name}.up_proj.weight", (slice(F_, 2 * F_),), (F_, D)),
+    )
+
+
 def _check_hf_names(
     found: Collection[str], wanted: Collection[str], copies: Collection[str], config: DecoderConfig
 ) -> None:
@@ -272,8 +287,8 @@ def _check_hf_names(
     quantised = [n for n in left_over if n.endswith("weight_scale_inv")]
     if quantised:
         raise NotImplementedError(
-            f"{_first(quantised)} must not be there: the checkpoint is quantised, convert it to "
-            "bf16 first"
+            f"{_first(quantised)} must not be there: the checkpoint is quantised, use load_hf, "
+            "which dequantises files"
         )
     experts = 0 if config.moe is None else config.moe.num_experts
     sizes = f"num_layers={config.num_layers}, num_experts={experts}"

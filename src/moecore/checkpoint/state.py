@@ -102,42 +102,68 @@ def optimizer_tensors(optimizer: Optimizer, model: ModelView) -> dict[str, Tenso
     return found
 
 
-def empty_optimizer_state(
-    optimizer: Optimizer, model: ModelView, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]
+def optimizer_state_to_fill(
+    optimizer: Optimizer,
+    model: ModelView,
+    matrices: Mapping[str, torch.dtype],
+    scalars: Mapping[str, torch.dtype],
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return new state to load into: param -> slot -> tensor, laid out like the parameter.
+    """Return state to load into: param -> slot -> tensor.
+
+    Tensors that the optimizer has are taken where they fit, so that memory need not hold a second
+    state, and a captured graph goes on reading them. New ones are not initialised.
 
     Args:
         optimizer: whose parameters it is for.
         model: names them.
-        sizes: "<slot>.<fqn>" -> stored size and dtype, from the checkpoint.
-
-    Raises:
-        ValueError: when a stored tensor does not fit its parameter.
+        matrices: "<slot>.<fqn>" -> dtype of state laid out like its parameter.
+        scalars: likewise, of scalar state.
     """
     slots: dict[str, list[str]] = {}
-    for key in sizes:
+    for key in (*matrices, *scalars):
         slot, name = key.split(".", 1)
         slots.setdefault(name, []).append(slot)
     state: dict[Tensor, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             name = model.name_of(param)
-            for slot in slots.get(name, ()):
-                size, dtype = sizes[f"{slot}.{name}"]
-                if size not in (torch.Size(), model.stored[name].shape):
-                    raise ValueError(
-                        f"optimizer state {slot}.{name} {tuple(size)} in the checkpoint must fit "
-                        f"the parameter {tuple(model.stored[name].shape)}"
-                    )
-                scalar = size == torch.Size()
-                value = (
-                    torch.zeros((), dtype=dtype, device=_scalar_device(group, param))
-                    if scalar
-                    else torch.zeros_like(param, dtype=dtype, requires_grad=False)
-                )
+            current = optimizer.state.get(param, {})
+            for slot in sorted(slots.get(name, ())):
+                key = f"{slot}.{name}"
+                if key in matrices:
+                    value = _moment(current.get(slot), param, matrices[key])
+                else:
+                    # Moments of a parameter that is a scalar itself lie beside it.
+                    is_moment = param.ndim == 0 and slot != "step"
+                    device = param.device if is_moment else _scalar_device(group, param)
+                    value = _scalar(current.get(slot), scalars[key], device)
                 state.setdefault(param, {})[slot] = value
     return state
+
+
+def _moment(current: object, param: Tensor, dtype: torch.dtype) -> Tensor:
+    if (
+        isinstance(current, Tensor)
+        and _storable(current, param)
+        and (current.dtype, current.device) == (dtype, param.device)
+        and _layout(current) == _layout(param)
+    ):
+        return current
+    return torch.empty_like(param, dtype=dtype, requires_grad=False)
+
+
+def _scalar(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if (
+        isinstance(current, Tensor)
+        and not isinstance(current, DTensor)
+        and (current.ndim, current.dtype, current.device) == (0, dtype, device)
+    ):
+        return current
+    return torch.empty((), dtype=dtype, device=device)
+
+
+def _layout(tensor: Tensor) -> object:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def optimizer_groups(optimizer: Optimizer, model: ModelView) -> list[dict[str, Any]]:
@@ -155,18 +181,27 @@ def optimizer_groups(optimizer: Optimizer, model: ModelView) -> list[dict[str, A
     return groups
 
 
-def restore_groups(optimizer: Optimizer, model: ModelView, groups: list[dict[str, Any]]) -> None:
-    """Set the hyperparameters of each group, in place, after checking that groups agree.
-
-    Raises:
-        ValueError: when the groups hold other parameters than in the checkpoint.
-    """
+def group_problems(
+    optimizer: Optimizer, model: ModelView, groups: list[dict[str, Any]]
+) -> list[str]:
+    """Return in words why saved hyperparameters do not fit; empty when they do."""
     now = [[model.name_of(p) for p in group["params"]] for group in optimizer.param_groups]
     if now != [group["params"] for group in groups]:
-        raise ValueError(
-            f"optimizer.param_groups ({len(now)}) must hold the same parameters in the same order "
-            f"as the {len(groups)} in the checkpoint: build the optimizer as when it was saved"
-        )
+        return [
+            f"optimizer.param_groups ({len(now)}) hold other parameters, or in another order, than "
+            f"the {len(groups)} in the checkpoint"
+        ]
+    return [
+        f"optimizer hyperparameter {key} ({group[key]!r}) is a {type(value).__name__} in the "
+        "checkpoint"
+        for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        for key, value in saved.items()
+        if key in group and not _same_kind(group[key], value)
+    ]
+
+
+def restore_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Set the hyperparameters of each group, in place; `group_problems` has found none."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             current = group.get(key)
@@ -198,11 +233,24 @@ def check_json(what: str, values: Mapping[str, Any]) -> None:
     """Raise ValueError for the first value that JSON cannot hold."""
     for name, value in values.items():
         try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
+            json.dumps(value, sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{what} {name} ({type(value).__name__}) must be JSON-able or a tensor: {error}"
             ) from None
+
+
+def _same_kind(current: Any, saved: Any) -> bool:
+    """Whether a hyperparameter may become the saved one: None stands for "off" of any kind."""
+    if current is None or saved is None:
+        return True
+    if isinstance(current, bool) or isinstance(saved, bool):
+        return isinstance(current, bool) and isinstance(saved, bool)
+    if isinstance(current, tuple | list):
+        return isinstance(saved, list) and len(current) == len(saved)
+    if isinstance(current, int | float | Tensor):
+        return isinstance(saved, int | float)
+    return isinstance(saved, type(current))
 
 
 def _clean(name: str) -> str:

@@ -1,48 +1,61 @@
 """save and load: one directory per step, written and read by all ranks together.
 
-The tensors go through torch.distributed.checkpoint, everything else is JSON in the marker file.
+Both are the short form of what `Saver` also does in the background.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moecore.checkpoint.directory import new_draft, publish, read_marker
-from moecore.checkpoint.state import (
-    ModelView,
-    check_json,
-    empty_optimizer_state,
-    optimizer_groups,
-    optimizer_tensors,
-    restore_groups,
-    restore_rng,
-    rng_tensors,
+from moecore.checkpoint.agree import (
+    Group,
+    check_same_path,
+    check_visible,
+    on_every_rank,
+    on_first_rank,
 )
+from moecore.checkpoint.directory import directory_of, discard, new_draft
+from moecore.checkpoint.fit import (
+    Fit,
+    below,
+    check_fit,
+    compare,
+    optimizer_target,
+    rng_target,
+    summary,
+)
+from moecore.checkpoint.manifest import Manifest, read_manifest
+from moecore.checkpoint.meter import Meter, Progress
+from moecore.checkpoint.snapshot import Scheduler, Snapshot, scheduler_state, take_snapshot
+from moecore.checkpoint.state import ModelView, restore_groups, restore_rng
+from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
+from moecore.checkpoint.verify import Verify, check_how, verify_files
 
-T = TypeVar("T")
-Sizes = dict[str, tuple[torch.Size, torch.dtype]]
+logger = logging.getLogger("moecore.checkpoint")
 
 
 def save(
     root: str | os.PathLike[str],
     step: int,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None = None,
     *,
+    scheduler: Scheduler | None = None,
     keep: int = 0,
+    config: object = None,
 ) -> Path:
     """Write a checkpoint of this step and return its directory. Collective.
 
@@ -55,179 +68,181 @@ def save(
         root: directory of the run; one save at a time writes to it.
         step: >= 0; names the directory.
         model: parallelized or plain.
-        optimizer: over the model's parameters.
+        optimizer: over the model's parameters; None = keep the model only.
         extra: name -> JSON-able value or plain tensor, the same on every rank.
+        scheduler: of the learning rate; its state must be JSON-able.
         keep: how many of the newest checkpoints stay; 0 = all.
+        config: mapping or dataclass that describes the model, JSON-able; for readers only.
 
     Returns:
         The new checkpoint, `root/step-000123`.
 
     Raises:
         ValueError: for a wrong argument, before anything is written.
+        NotImplementedError: for state that has no place in a checkpoint, likewise.
         OSError: when a rank could not write; nothing changed for `latest`.
     """
-    _check_count("step", step)
-    _check_count("keep", keep)
-    view = ModelView(model)
-    values = {k: v for k, v in (extra or {}).items() if not isinstance(v, Tensor)}
-    check_json("extra", values)
-    marker = {
-        "step": step,
-        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-        "torch": torch.__version__,
-        "optimizer": optimizer_groups(optimizer, view),
-        "extra": values,
-    }
-    tensors = {f"model.{name}": tensor for name, tensor in view.stored.items()}
-    tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizer, view).items()}
-    tensors |= {f"extra.{k}": v for k, v in (extra or {}).items() if isinstance(v, Tensor)}
-    tensors |= rng_tensors()
-
-    draft = _on_first_rank(lambda: new_draft(Path(root), step))
-    _check_visible(draft)
-    _checked_io("write", draft, lambda: dcp.save(tensors, checkpoint_id=draft))
-    return _on_first_rank(lambda: publish(draft, step, marker, keep=keep))
+    check_count("step", step)
+    check_count("keep", keep)
+    snapshot = on_every_rank(
+        lambda: take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
+    )
+    draft = begin(Path(root), step)
+    write(draft, snapshot, locals_of(snapshot), keep=keep, meter=Meter())
+    return directory_of(Path(root), step)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Scheduler | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    verify: Verify = "full",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
     """Set model, optimizer and generators as they were saved, in place. Collective.
 
     The layout may differ from the one that saved: every rank reads what it holds. A rank that the
-    saving run did not have keeps its generators.
+    saving run did not have keeps its generators. Without an optimizer only the model is set, such
+    as for inference, and generators stay as they are.
 
     Args:
         path: a whole checkpoint, such as from `latest`.
         model: materialised, with the same global shapes and dtypes.
         optimizer: built like the saved one; its state may be empty, and is replaced.
+        scheduler: built like the saved one; None = its state is not asked for.
+        strict: refuse any difference; False loads what has the same name and shape, leaves the rest
+            as it is and warns of it.
+        cast: let the model's dtypes differ from the saved ones, and convert.
+        verify: "full" hashes every file first, each on one rank; "sizes" checks sizes and headers.
+        progress: called with (bytes done, bytes expected) of this rank.
 
     Returns:
         `extra` of the save; tensors are on the CPU.
 
     Raises:
-        ValueError: when the checkpoint is not whole or does not fit, before anything is changed.
+        ValueError: when the checkpoint is damaged or does not fit, before anything is changed.
         OSError: when a rank could not read; the model may then be part old, part new.
     """
-    path = Path(path)
-    _check_same(path)
-    marker = _on_first_rank(lambda: read_marker(path))
-    view = ModelView(model)
-    stored = _stored_sizes(path)
-    _check_model(path, view, _below("model.", stored))
-    target = {f"model.{name}": tensor for name, tensor in view.stored.items()}
+    check_how(verify)
+    path, meter = Path(path), Meter(progress)
+    check_same_path(path)
+    manifest = on_first_rank(lambda: read_manifest(path))
 
-    sizes = _below("optimizer.", stored)
-    state = empty_optimizer_state(optimizer, view, sizes)
-    for param, slots in state.items():
-        name = view.name_of(param)
-        for slot, value in slots.items():
-            stored_value = value if value.ndim == 0 else view.view(name, value)
-            target[f"optimizer.{slot}.{name}"] = stored_value
-    extra = {k: torch.empty(*v[:1], dtype=v[1]) for k, v in _below("extra.", stored).items()}
-    target |= {f"extra.{k}": v for k, v in extra.items()}
-    rng = {name: tensor for name, tensor in rng_tensors().items() if name in stored}
-    target |= rng
+    def fitted() -> tuple[ModelView, Fit]:
+        view = ModelView(model)
+        fit = compare(manifest, view, optimizer, scheduler, cast=cast)
+        check_fit(fit, path, strict=strict)
+        return view, fit
 
-    restore_groups(optimizer, view, marker["optimizer"])
-    _checked_io("read", path, lambda: dcp.load(target, checkpoint_id=path))
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    restore_rng(rng)
-    return {**marker["extra"], **extra}
+    view, fit = on_every_rank(fitted)
+    verify_files(path, manifest, verify, meter)
+    extra = _read(path, manifest, view, fit, optimizer, meter, strict=strict)
+    if scheduler is not None and fit.scheduler:
+        assert manifest.facts.scheduler is not None
+        scheduler.load_state_dict(scheduler_state(scheduler, manifest.facts.scheduler))
+    if fit.left_out and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=2)
+    meter.log(f"loaded {path}, verify={verify}")
+    return extra
 
 
-def _check_count(name: str, value: int) -> None:
+def check_count(name: str, value: int) -> None:
+    """Raise ValueError unless it is a whole number >= 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name} ({value!r}) must be a whole number >= 0")
 
 
-def _stored_sizes(path: Path) -> Sizes:
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+def begin(root: Path, step: int, group: Group = None) -> Path:
+    """Return a draft directory that every rank sees; see `new_draft` for the errors."""
+    draft = on_first_rank(lambda: new_draft(root, step), group)
+    check_visible(draft, group)
+    return draft
+
+
+def locals_of(snapshot: Snapshot) -> dict[str, Tensor]:
+    """Return name -> this rank's part of each tensor, sharing its memory."""
     return {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in snapshot.tensors.items()
     }
 
 
-def _below(prefix: str, sizes: Sizes) -> Sizes:
-    return {k.removeprefix(prefix): v for k, v in sizes.items() if k.startswith(prefix)}
+def write(
+    draft: Path,
+    snapshot: Snapshot,
+    locals_: Mapping[str, Tensor],
+    *,
+    keep: int,
+    meter: Meter,
+    group: Group = None,
+) -> None:
+    """Write a snapshot into a draft and publish it. Collective over `group`.
 
+    Args:
+        draft: from `begin`.
+        snapshot: what to keep; of its tensors only the layout is read.
+        locals_: name -> their contents on this rank.
+        keep: how many of the newest checkpoints stay; 0 = all.
+        meter: is told what this rank writes.
+        group: all ranks; None = the default group.
 
-def _check_model(path: Path, view: ModelView, sizes: Sizes) -> None:
-    """Raise for the first difference that torch would load over silently or deep inside."""
-    for names, here, there in (
-        (view.stored.keys() - sizes.keys(), "model", "checkpoint"),
-        (sizes.keys() - view.stored.keys(), "checkpoint", "model"),
-    ):
-        if names:
-            raise ValueError(
-                f"path ({path}) must hold the tensors of this model: {min(names)} (and "
-                f"{len(names) - 1} more) of the {here} is not in the {there}"
-            )
-    for name, tensor in view.stored.items():
-        found, wanted = sizes[name], (tensor.shape, tensor.dtype)
-        if found != wanted:
-            raise ValueError(
-                f"{name} {tuple(found[0])} {found[1]} in {path} must be {tuple(wanted[0])} "
-                f"{wanted[1]} as in the model: build the model as when it was saved"
-            )
-
-
-def _on_first_rank(action: Callable[[], T]) -> T:
-    """Run an action on rank 0 and return its result, or raise its error, on every rank."""
-    if not dist.is_initialized():
-        return action()
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-def _check_same(path: Path) -> None:
-    """Raise on every rank when they want to load different checkpoints, or one sees none."""
-    if not dist.is_initialized():
-        return
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, (path.name, path.is_dir()))
-    if len({name for name, _ in names}) > 1:
-        raise ValueError(
-            f"path ({path.name}) must be the same on every rank, but rank 0 has {names[0][0]}: "
-            "let one rank look for the latest and broadcast it"
-        )
-    seen = [found for _, found in names]
-    if any(seen) and not all(seen):
-        raise ValueError(
-            f"path ({path}) must be visible to every rank, but rank {seen.index(False)} does not "
-            "see it: use a shared file system"
-        )
-
-
-def _check_visible(draft: Path) -> None:
-    """Raise on every rank when one does not see the directory: its shards would be lost."""
-    if not dist.is_initialized():
-        return
-    seen = [False] * dist.get_world_size()
-    dist.all_gather_object(seen, draft.is_dir())
-    if not all(seen):
-        raise ValueError(
-            f"root ({draft.parent}) must be one directory for all ranks, but rank "
-            f"{seen.index(False)} does not see what rank 0 made there: use a shared file system"
-        )
-
-
-def _checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
-    """Run a torch.distributed.checkpoint call; its own exception is no Exception and many lines."""
+    Raises:
+        OSError: on every rank, when one could not write; the draft is removed.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    writer = Writer(draft, rank, snapshot.facts, keep=keep, meter=meter)
+    planner = SavePlannerOfLocals(locals_)
     try:
-        with warnings.catch_warnings():
-            # A plain model in one process is what the caller has, not an oversight.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            action()
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"path ({path}): rank {rank} could not {verb} it: {cause!r}") from error
+        checked_io(
+            "write",
+            draft,
+            lambda: dcp.save(
+                snapshot.tensors, storage_writer=writer, planner=planner, process_group=group
+            ),
+        )
+    except OSError:
+        if rank == 0:
+            discard(draft)
+        raise
+    meter.log(f"saved {directory_of(draft.parent, snapshot.facts.step)}")
+
+
+def _read(
+    path: Path,
+    manifest: Manifest,
+    view: ModelView,
+    fit: Fit,
+    optimizer: Optimizer | None,
+    meter: Meter,
+    *,
+    strict: bool,
+) -> dict[str, Any]:
+    """Fill model, optimizer and generators; return `extra`."""
+    target = {f"model.{name}": view.stored[name] for name in sorted(fit.model)}
+    extra = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in below("extra.", manifest).items()
+    }
+    target |= {f"extra.{name}": tensor for name, tensor in extra.items()}
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    rng: dict[str, Tensor] = {}
+    if optimizer is not None:
+        state, optimizer_tensors = optimizer_target(fit, view, optimizer)
+        rng = rng_target(manifest)
+        target |= optimizer_tensors | rng
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = Reader(path, manifest, meter)
+    checked_io("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
+    if optimizer is not None:
+        if fit.groups:
+            assert manifest.facts.optimizer is not None
+            restore_groups(optimizer, manifest.facts.optimizer)
+        if strict:
+            optimizer.state.clear()
+        optimizer.state.update(state)
+        restore_rng(rng)
+    return {**manifest.facts.extra, **extra}

@@ -1,0 +1,7 @@
+"""`python -m moecore`."""
+
+import sys
+
+from moecore.cli import main
+
+sys.exit(main())

@@ -1,0 +1,81 @@
+"""Ranks that act together: one does the work, or all do, and every rank learns how it went.
+
+Without a process group every function just runs. Errors cross ranks as they are, so every rank
+raises the same one and none waits for a rank that has given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+Group = dist.ProcessGroup | None
+
+
+def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
+    """Run an action on rank 0 and return its result, or raise its error, on every rank."""
+    if not dist.is_initialized():
+        return action()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def on_every_rank(action: Callable[[], T], group: Group = None) -> T:
+    """Run an action everywhere; raise on every rank the error of the first rank that has one."""
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    errors = gather(error, group)
+    for first in errors:
+        if first is not None:
+            raise first
+    return result
+
+
+def gather(value: T, group: Group = None) -> list[T]:
+    """Return every rank's value, by rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def check_same_path(path: Path) -> None:
+    """Raise on every rank when they want to load different checkpoints, or one sees none."""
+    found = gather((path.name, path.is_dir()))
+    if len({name for name, _ in found}) > 1:
+        raise ValueError(
+            f"path ({path.name}) must be the same on every rank, but rank 0 has {found[0][0]}: "
+            "let one rank look for the latest and broadcast it"
+        )
+    seen = [there for _, there in found]
+    if any(seen) and not all(seen):
+        raise ValueError(
+            f"path ({path}) must be visible to every rank, but rank {seen.index(False)} does not "
+            "see it: use a shared file system"
+        )
+
+
+def check_visible(draft: Path, group: Group = None) -> None:
+    """Raise on every rank when one does not see the directory: its shards would be lost."""
+    seen = gather(draft.is_dir(), group)
+    if not all(seen):
+        raise ValueError(
+            f"root ({draft.parent}) must be one directory for all ranks, but rank "
+            f"{seen.index(False)} does not see what rank 0 made there: use a shared file system"
+        )

@@ -1,0 +1,150 @@
+"""Whether a Hugging Face directory is whole; `verify_hf` says it from headers alone.
+
+The format has no digests, so a flipped bit in the data is not seen; a missing shard, a cut file, an
+index that disagrees, a missing expert, layer or scale, and a wrong shape are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecore.checkpoint.hf_config import decoder_config_from_hf
+from moecore.checkpoint.hf_files import CONFIG, INDEX, HFFiles, read_json
+from moecore.checkpoint.hf_names import Recipe, find_layout, hf_copies, hf_plan
+from moecore.checkpoint.hf_quant import Source, find_sources
+from moecore.checkpoint.shard_file import CHUNK_BYTES
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+
+
+def verify_hf(path: str | os.PathLike[str]) -> list[str]:
+    """Return what is wrong with a directory, one line each; nothing for a whole one.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        OSError: when it cannot be read.
+    """
+    path = Path(path)
+    try:
+        config = read_json(path / CONFIG)
+        with HFFiles(path) as files:
+            sources, problems = find_sources(files, config.get("quantization_config"))
+            problems += _stray_shards(path, files)
+    except ValueError as error:
+        return [str(error)]
+    try:
+        native = decoder_config_from_hf(path)
+        plan = hf_plan(native, find_layout(sources))
+    except NotImplementedError:  # an option that the native decoder lacks
+        return problems + _missing_experts(sources, config) + _missing_layers(sources, config)
+    except ValueError as error:
+        return [*problems, str(error)]
+    return problems + plan_problems(sources, plan, hf_copies(native))
+
+
+def plan_problems(
+    sources: Mapping[str, Source], plan: Mapping[str, Recipe], copies: Mapping[str, str]
+) -> list[str]:
+    """Return how files differ from what a decoder is made of: names and shapes.
+
+    Args:
+        sources: what the files hold.
+        plan: of the decoder.
+        copies: names that may be there besides.
+    """
+    wanted = {p.name: p.shape for recipe in plan.values() for p in recipe.pieces}
+    problems = [f"{name} is missing" for name in wanted if name not in sources]
+    problems += [
+        f"{name} is not in the model that {CONFIG} describes"
+        for name in sources
+        if name not in wanted and name not in copies and not name.endswith("rotary_emb.inv_freq")
+    ]
+    problems += [
+        f"{name} {sources[name].shape} must be {shape}"
+        for name, shape in wanted.items()
+        if name in sources and sources[name].shape != shape
+    ]
+    return problems
+
+
+def copy_problems(
+    files: HFFiles, sources: Mapping[str, Source], copies: Mapping[str, str]
+) -> list[str]:
+    """Return which copies differ from their originals; each rank reads a share of the rows.
+
+    Args:
+        files: the directory.
+        sources: what it holds.
+        copies: name -> the name of the same numbers, where both are there.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    problems = []
+    for copy, original in copies.items():
+        if copy not in sources or original not in sources:
+            continue
+        a, b = sources[copy], sources[original]
+        same = a.shape == b.shape
+        if same:
+            step = -(-a.shape[0] // world)
+            rest = tuple(slice(0, n) for n in a.shape[1:])
+            rows = max(1, CHUNK_BYTES // max(1, a.dtype.itemsize * a.shape[-1]))
+            stop = min((rank + 1) * step, a.shape[0])
+            for first in range(rank * step, stop, rows):
+                box = (slice(first, min(first + rows, stop)), *rest)
+                same = same and torch.equal(a.read(files, box), b.read(files, box))
+        if not same:
+            problems.append(
+                f"{copy} must equal {original}, because the model has one tensor for both"
+            )
+    return problems
+
+
+def _stray_shards(path: Path, files: HFFiles) -> list[str]:
+    """Shards that no index names, and a total size that is not theirs."""
+    problems = []
+    used = {entry.file for entry in files.tensors.values()}
+    there = {p.name for p in path.glob("model*.safetensors")}
+    problems += [f"{name} holds no tensor of the checkpoint" for name in sorted(there - used)]
+    if (path / INDEX).is_file():
+        total = read_json(path / INDEX).get("metadata", {}).get("total_size")
+        stored = sum(entry.nbytes for entry in files.tensors.values())
+        if total is not None and total != stored:
+            problems.append(f"{INDEX} total_size ({total}) must be {stored}, that of the tensors")
+    return problems
+
+
+def _missing_experts(sources: Mapping[str, Source], config: Mapping[str, Any]) -> list[str]:
+    """Experts of a layer that others have, or that the config counts."""
+    want = next((config[key] for key in EXPERT_KEYS if isinstance(config.get(key), int)), 0)
+    problems = []
+    found: dict[tuple[str, str], set[int]] = {}
+    for name, source in sources.items():
+        match = EXPERT.fullmatch(name)
+        if match:
+            found.setdefault((match[1], match[3]), set()).add(int(match[2]))
+        elif ".experts." in name and want and source.shape[:1] != (want,):
+            problems.append(f"{name} {source.shape} must have {want} experts")
+    for (prefix, role), experts in found.items():
+        every = set(range(want or max(experts) + 1))
+        problems += [f"{prefix}.{e}.{role} is missing" for e in sorted(every - experts)]
+        problems += [f"{prefix}.{e}.{role} is one too many" for e in sorted(experts - every)]
+    return problems
+
+
+def _missing_layers(sources: Mapping[str, Source], config: Mapping[str, Any]) -> list[str]:
+    found = {int(match[1]) for name in sources if (match := LAYER.match(name))}
+    num_layers = config.get("num_hidden_layers")
+    if not isinstance(num_layers, int):
+        return []
+    return [f"layer {i} is missing" for i in range(num_layers) if i not in found]

@@ -1,0 +1,191 @@
+"""Saves in the background: copy to host memory, go on training, write meanwhile.
+
+    saver = Saver(root, model, optimizer, keep=2)
+    for step in ...:
+        train_step()
+        saver.check()                        an error of the last save comes out here
+        if step % 100 == 0:
+            saver.save(step, {"step": step}, wait=False)
+    saver.close()                            waits for the last save
+
+Note "errors": a background save succeeds or fails on all ranks together, but ranks learn of it at
+slightly different times. `check` communicates with nobody, so a rank that catches its error and
+goes on stays in step with the others. `save` and `close` wait for the save before and agree: when
+any rank has not seen its error yet, all of them raise it.
+
+Note "memory": each rank keeps host copies of what it holds, replicas included, for the life of the
+saver; from CUDA devices they are pinned. They are reused, so one save is in flight at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moecore.checkpoint.agree import gather, on_every_rank
+from moecore.checkpoint.directory import directory_of
+from moecore.checkpoint.meter import Meter, Progress
+from moecore.checkpoint.snapshot import Scheduler, Snapshot, take_snapshot
+from moecore.checkpoint.store import begin, check_count, locals_of, write
+
+logger = logging.getLogger("moecore.checkpoint")
+
+
+class Saver:
+    """Saves checkpoints of one run, in the background if asked. Construction is collective.
+
+    It owns a gloo process group, a thread and host memory: `close` it, or use it in a `with`.
+
+    Args:
+        root: directory of the run; every rank must see it.
+        model: parallelized or plain.
+        optimizer: over the model's parameters; None = keep the model only.
+        scheduler: of the learning rate; its state must be JSON-able.
+        keep: how many of the newest checkpoints stay; 0 = all.
+        config: mapping or dataclass that describes the model, JSON-able; for readers only.
+        progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        scheduler: Scheduler | None = None,
+        keep: int = 0,
+        config: object = None,
+        progress: Progress | None = None,
+    ) -> None:
+        check_count("keep", keep)
+        self._root, self._model, self._optimizer = Path(root), model, optimizer
+        self._scheduler, self._keep, self._config = scheduler, keep, config
+        self._progress = progress
+        # Of its own: a collective of the training in between would mix up the ranks' order.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
+        self._copies: dict[str, Tensor] = {}
+        self._running: Future[None] | None = None
+        self._closed = False
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # other ranks may not be here, so nothing collective
+            self._thread.shutdown(wait=True)
+            self._closed = True
+
+    def save(self, step: int, extra: Mapping[str, Any] | None = None, *, wait: bool) -> Path:
+        """Save a step and return where it will be. Collective.
+
+        With `wait=False` the model may change as soon as this returns; the checkpoint is there
+        when the next `save` or `close` returns.
+
+        Args:
+            step: >= 0; names the directory.
+            extra: name -> JSON-able value or plain tensor, the same on every rank.
+            wait: until it is on disk.
+
+        Raises:
+            ValueError: for a wrong argument or after `close`, before anything is written.
+            NotImplementedError: for state that has no place in a checkpoint, likewise.
+            OSError: when a rank could not write; of the save before, or with `wait` of this one.
+        """
+        check_count("step", step)
+        if self._closed:
+            raise ValueError("Saver (closed) must be open to save: make another one")
+        self._finish()
+        snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)
+        draft = begin(self._root, step, self._group)
+        if wait:
+            self._write(draft, snapshot, locals_of(snapshot))
+        else:
+            started = time.perf_counter()
+            copies = self._stage(locals_of(snapshot))
+            seconds = time.perf_counter() - started
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.info("step %d: copied to host memory in %.3f s", step, seconds)
+            self._running = self._thread.submit(self._write_and_log, draft, snapshot, copies)
+        return directory_of(self._root, step)
+
+    def check(self) -> None:
+        """Raise the error of a background save that has failed. Call it every step; cheap, local.
+
+        Raises:
+            OSError: as `save` with `wait` would have; the save before it is still loadable.
+        """
+        if self._running is not None and self._running.done():
+            running, self._running = self._running, None
+            running.result()
+
+    def close(self) -> None:
+        """Wait for a background save and release what the saver owns. Collective.
+
+        Raises:
+            OSError: when that save failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finish()
+        finally:
+            self._thread.shutdown()
+            self._copies.clear()
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+
+    def _finish(self) -> None:
+        """Wait for the running save; see the note "errors"."""
+        running, self._running = self._running, None
+        error = running.exception() if running is not None else None
+        for first in gather(error, self._group):
+            if first is not None:
+                raise first
+
+    def _snapshot(self, step: int, extra: Mapping[str, Any] | None) -> Snapshot:
+        return take_snapshot(
+            step,
+            self._model,
+            self._optimizer,
+            extra,
+            scheduler=self._scheduler,
+            config=self._config,
+        )
+
+    def _write(self, draft: Path, snapshot: Snapshot, locals_: Mapping[str, Tensor]) -> None:
+        meter = Meter(self._progress)
+        write(draft, snapshot, locals_, keep=self._keep, meter=meter, group=self._group)
+
+    def _write_and_log(self, draft: Path, snapshot: Snapshot, copies: Mapping[str, Tensor]) -> None:
+        try:
+            self._write(draft, snapshot, copies)
+        except Exception as error:  # also now: the caller may be long in coming to `check`
+            logger.error("background save of step %d failed: %s", snapshot.facts.step, error)
+            raise
+
+    def _stage(self, locals_: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy to host memory; the copies of the save before are overwritten. Syncs."""
+        copies = {}
+        for name, tensor in locals_.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = copy.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in locals_.values()):
+            torch.cuda.synchronize()
+        self._copies = copies
+        return copies

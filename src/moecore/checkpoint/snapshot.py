@@ -1,0 +1,189 @@
+"""What one save keeps: the tensors by name, and the facts of the manifest."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from moecore.checkpoint.manifest import Facts, check_dtype
+from moecore.checkpoint.state import (
+    ModelView,
+    check_json,
+    optimizer_groups,
+    optimizer_tensors,
+    rng_tensors,
+)
+from moecore.moe.state import MoEState
+
+
+class Scheduler(Protocol):
+    """What is asked of a learning rate scheduler; torch's own have it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one save keeps. The tensors share memory with the model and the optimizer.
+
+    Attributes:
+        tensors: name -> plain tensor or DTensor.
+        facts: everything else, copied.
+    """
+
+    tensors: dict[str, Tensor]
+    facts: Facts
+
+
+def take_snapshot(
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    *,
+    scheduler: Scheduler | None,
+    config: object,
+) -> Snapshot:
+    """Return what a save keeps; see `save` for the arguments.
+
+    Raises:
+        ValueError: for what cannot be kept, or a step that is not finished.
+        NotImplementedError: for optimizer state or dtypes that have no place in a checkpoint.
+    """
+    _check_finished(model)
+    view = ModelView(model)
+    tensors = {f"model.{name}": tensor for name, tensor in view.stored.items()}
+    if optimizer is not None:
+        tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizer, view).items()}
+    values = {}
+    for name, value in (extra or {}).items():
+        if isinstance(value, Tensor):
+            tensors[f"extra.{name}"] = value.detach()
+        else:
+            values[name] = value
+    check_json("extra", values)
+    tensors |= rng_tensors()
+    for name, tensor in tensors.items():
+        check_dtype(name, tensor.dtype)
+    facts = Facts(
+        step=step,
+        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        meshes=_meshes(view),
+        versions=_versions(),
+        config=_config_values(config),
+        optimizer=None if optimizer is None else _copy(optimizer_groups(optimizer, view)),
+        scheduler=None if scheduler is None else _scheduler_values(scheduler),
+        extra=_copy(values),
+    )
+    return Snapshot(tensors, facts)
+
+
+def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, Any]:
+    """Return saved values with the types that this scheduler keeps.
+
+    Raises:
+        ValueError: when the saved scheduler was of another kind.
+    """
+    now = scheduler.state_dict()
+    if now.keys() != values.keys():
+        raise ValueError(
+            f"scheduler ({type(scheduler).__name__}) must have the state of the saved one, but "
+            f"{', '.join(sorted(now.keys() ^ values.keys()))} differ"
+        )
+    return _like(now, values)
+
+
+def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
+    state = scheduler.state_dict()
+    name = type(scheduler).__name__
+    check_json(f"scheduler {name}", state)
+    values = _copy(state)
+    if _like(state, values) != state:
+        raise ValueError(
+            f"scheduler ({name}) must have a state that JSON can hold: keep it in extra instead"
+        )
+    return values
+
+
+def _like(template: Any, value: Any) -> Any:
+    """Give what JSON made of a value its types back: tuples, and dicts with numbers as keys."""
+    if isinstance(template, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(template, list) and isinstance(value, list) and len(template) == len(value):
+        return [_like(a, b) for a, b in zip(template, value, strict=True)]
+    if isinstance(template, dict) and isinstance(value, dict):
+        if template and all(isinstance(key, int) for key in template):
+            return type(template)({int(key): entry for key, entry in value.items()})
+        return {key: _like(template.get(key), entry) for key, entry in value.items()}
+    return value
+
+
+def _check_finished(model: nn.Module) -> None:
+    """Raise when an optimizer step is half done: what it has counted and its gradients are lost.
+
+    Only where the counts decide about what follows: the next move of an expert bias, or the check
+    of the micro-batches. Else they are metrics, and a loop that never asks for them may save.
+    """
+    for state in (v for m in model.modules() for v in vars(m).values()):
+        if not isinstance(state, MoEState):
+            continue
+        for name, layer in state.layers.items():
+            balance, tracker = layer.config.balance, layer.tracker
+            if tracker.num_micro_batches and (balance.bias_update_rate or balance.needs_loss):
+                raise ValueError(
+                    f"{name}.tracker.num_micro_batches ({tracker.num_micro_batches}) must be 0 in "
+                    "a save, which comes between steps: call moe_state(model).finish_step() first"
+                )
+
+
+def _meshes(view: ModelView) -> list[dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for tensor in view.tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+            sizes = dict(zip(names, mesh.shape, strict=True))
+            found[json.dumps(sizes)] = sizes
+    return [found[key] for key in sorted(found)]
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("moecore")
+    except PackageNotFoundError:  # run from a checkout
+        own = "unknown"
+    return {"moecore": own, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _config_values(config: object) -> dict[str, Any] | None:
+    if config is None:
+        return None
+    if is_dataclass(config) and not isinstance(config, type):
+        values = asdict(config)
+    elif isinstance(config, Mapping):
+        values = dict(config)
+    else:
+        raise ValueError(
+            f"config ({type(config).__name__}) must be a mapping or a dataclass instance"
+        )
+    check_json("config", values)
+    return _copy(values)
+
+
+def _copy(values: Any) -> Any:
+    """Return what JSON makes of it, so that nobody changes it while it is being written."""
+    return json.loads(json.dumps(values))

@@ -1,0 +1,344 @@
+"""The command line: look at checkpoints, check them, convert them, remove old ones.
+
+Exit codes: 0 all is well; 1 a problem was found, one line on stderr says which; 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moecore.checkpoint.directory import latest, prune, whole_directories
+from moecore.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
+from moecore.checkpoint.meter import Progress
+
+DESCRIPTION = """\
+Work with checkpoints. A path is a step directory (runs/a/step-000100), a run (runs/a; its latest
+checkpoint is meant) or a Hugging Face directory (with config.json and safetensors)."""
+
+EXAMPLES = """\
+examples:
+  moecore checkpoint inspect runs/a                       what is in it
+  moecore checkpoint inspect hf/Mixtral-8x7B --json       the same for programs
+  moecore checkpoint verify runs/a/step-000100            hash every byte
+  moecore checkpoint convert hf/Qwen3-30B-A3B runs/start  Hugging Face -> native, as step 0
+  moecore checkpoint convert runs/a hf/mine --config hf/Qwen3-30B-A3B --dtype bfloat16
+  moecore checkpoint prune runs/a --keep 3 --dry-run      which would be removed
+
+exit codes: 0 all is well, 1 a problem was found, 2 wrong usage"""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class UsageError(Exception):
+    """What was asked for makes no sense; exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's own.
+    """
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as stop:  # --help, or an error that argparse has printed
+        return int(stop.code or 0)
+    try:
+        return args.run(args)
+    except UsageError as error:
+        print(f"moecore: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, NotImplementedError, OSError) as error:
+        print(f"moecore: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moecore", description="MoE training: tools.")
+    rooms = parser.add_subparsers(title="rooms", required=True, metavar="ROOM")
+    checkpoint = rooms.add_parser(
+        "checkpoint",
+        help="inspect, verify, convert and prune checkpoints",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = checkpoint.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    inspect = _command(commands, "inspect", _inspect, "say what a checkpoint holds")
+    inspect.add_argument("path", type=Path, help="step directory, run or Hugging Face directory")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object, all tensors")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+
+    verify = _command(
+        commands,
+        "verify",
+        _verify,
+        "check that nothing is missing or damaged",
+        "Native: the SHA-256 of every file and of the manifest. Hugging Face: headers, sizes, the "
+        "index, missing layers, experts and scales; that format has no digests, so damage inside a "
+        "tensor is not seen.",
+    )
+    verify.add_argument("path", type=Path, help="step directory, run or Hugging Face directory")
+    verify.add_argument(
+        "--sizes", action="store_true", help="native: sizes and headers only, no hashing"
+    )
+
+    convert = _command(
+        commands,
+        "convert",
+        _convert,
+        "native -> Hugging Face, or Hugging Face -> native",
+        "One process, file to file, one tensor at a time: it needs memory for the largest tensor "
+        "only. Which way follows from the source. Optimizer state is not converted.",
+    )
+    convert.add_argument("source", type=Path, help="what to read")
+    convert.add_argument("target", type=Path, help="new directory; for native, the run")
+    convert.add_argument(
+        "--config", type=Path, help="to Hugging Face: the model's config.json, or its directory"
+    )
+    convert.add_argument("--dtype", choices=DTYPES, help="of all float tensors; default: as stored")
+    convert.add_argument(
+        "--layout",
+        choices=("per_expert", "fused"),
+        default="per_expert",
+        help="to Hugging Face: a tensor per expert, as published (default), or one for all",
+    )
+    convert.add_argument("--step", type=int, default=0, help="to native: step (default 0)")
+    convert.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="default 5GB"
+    )
+
+    remove = _command(commands, "prune", _prune, "remove old checkpoints of a run")
+    remove.add_argument("path", type=Path, help="the run")
+    remove.add_argument("--keep", type=int, required=True, help="how many of the newest stay, >= 1")
+    remove.add_argument("--dry-run", action="store_true", help="only say which would go")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[Any], int], text: str, more: str = ""
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip()
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _inspect(args: Any) -> int:
+    path, kind = _find(args.path)
+    facts = _native_facts(path) if kind == "native" else _hf_facts(path)
+    tensors = facts.pop("tensors")
+    facts |= _totals(tensors)
+    if path != args.path:
+        facts["steps"] = [p.name for p in whole_directories(args.path)]
+    if args.json:
+        print(json.dumps(facts | {"tensors": tensors}))
+        return 0
+    for name, value in facts.items():
+        print(f"{name:<12} {_shown(value)}")
+    if args.tensors:
+        for name, entry in tensors.items():
+            print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {name}")
+    return 0
+
+
+def _native_facts(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    facts = manifest.facts
+    return {
+        "path": str(path),
+        "format": "native",
+        "step": facts.step,
+        "world_size": facts.world_size,
+        "meshes": facts.meshes,
+        "versions": facts.versions,
+        "optimizer": facts.optimizer is not None,
+        "scheduler": facts.scheduler is not None,
+        "config": facts.config,
+        "extra": facts.extra,
+        "files": {name: file.size for name, file in manifest.files.items()},
+        "tensors": {
+            name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
+            for name, tensor in manifest.tensors.items()
+        },
+    }
+
+
+def _hf_facts(path: Path) -> dict[str, Any]:
+    from moecore.checkpoint.hf_files import CONFIG, HFFiles, read_json
+    from moecore.checkpoint.hf_names import find_layout
+    from moecore.checkpoint.hf_quant import find_sources
+
+    config = read_json(path / CONFIG)
+    with HFFiles(path) as files:
+        quantization = config.get("quantization_config")
+        sources, _ = find_sources(files, quantization)
+        stored = files.tensors
+    return {
+        "path": str(path),
+        "format": "Hugging Face",
+        "model_type": config.get("model_type"),
+        "layout": find_layout(sources),
+        "quantized": quantization and quantization.get("quant_method"),
+        "versions": {"transformers": config.get("transformers_version")},
+        "files": {f: (path / f).stat().st_size for f in sorted({t.file for t in stored.values()})},
+        "tensors": {
+            name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
+            for name, tensor in stored.items()
+        },
+    }
+
+
+def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Number of tensors, elements and bytes by dtype."""
+    dtypes: dict[str, int] = {}
+    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+    total = 0
+    for entry in tensors.values():
+        numel = 1
+        for n in entry["shape"]:
+            numel *= n
+        dtypes[entry["dtype"]] = dtypes.get(entry["dtype"], 0) + numel
+        total += numel * sizes[entry["dtype"]]
+    return {"num_tensors": len(tensors), "num_bytes": total, "elements": dtypes}
+
+
+def _verify(args: Any) -> int:
+    path, kind = _find(args.path)
+    if kind == "native":
+        from moecore.checkpoint.verify import verify
+
+        with _progress("hashing") as progress:
+            manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)
+        print(f"{path}: whole, {len(manifest.files)} files, {_bytes(manifest.num_bytes)}")
+        return 0
+    from moecore.checkpoint.hf_verify import verify_hf
+
+    problems = verify_hf(path)
+    for problem in problems:
+        print(f"moecore: {path}: {problem}", file=sys.stderr)
+    if not problems:
+        print(f"{path}: whole (headers; the format has no digests)")
+    return 1 if problems else 0
+
+
+def _convert(args: Any) -> int:
+    from moecore.checkpoint.hf_convert import hf_to_native, native_to_hf
+
+    path, kind = _find(args.source)
+    dtype = None if args.dtype is None else DTYPES[args.dtype]
+    with _progress("writing") as progress:
+        if kind == "Hugging Face":
+            if args.config is not None:
+                raise UsageError(f"--config ({args.config}) must be left out: {path} has its own")
+            target = hf_to_native(
+                path,
+                args.target,
+                step=args.step,
+                dtype=dtype,
+                max_file_bytes=args.max_shard_size,
+                progress=progress,
+            )
+        else:
+            if args.config is None:
+                raise UsageError("--config must name the config.json of the Hugging Face model")
+            target = args.target
+            native_to_hf(
+                path,
+                target,
+                config=args.config,
+                dtype=dtype,
+                max_shard_bytes=args.max_shard_size,
+                layout=args.layout,
+                progress=progress,
+            )
+    print(f"{path} -> {target}")
+    return 0
+
+
+def _prune(args: Any) -> int:
+    if args.keep < 1:
+        raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
+    if not args.path.is_dir():
+        raise UsageError(f"path ({args.path}) must be a run: it is not there")
+    if args.dry_run:
+        newest = latest(args.path)
+        old = [p for p in whole_directories(args.path)[: -args.keep] if p != newest]
+    else:
+        old = prune(args.path, args.keep)
+    for path in old:
+        print(f"{'would remove' if args.dry_run else 'removed'} {path}")
+    return 0
+
+
+def _find(path: Path) -> tuple[Path, str]:
+    """Return the checkpoint that a path means, and "native" or "Hugging Face"."""
+    if not path.is_dir():
+        raise UsageError(f"path ({path}) must be a directory: it is not there")
+    if (path / MANIFEST).is_file():
+        return path, "native"
+    if (path / "config.json").is_file():
+        return path, "Hugging Face"
+    newest = latest(path)
+    if newest is None:
+        raise UsageError(
+            f"path ({path}) must hold a {MANIFEST}, a config.json or whole step directories: it "
+            "has none of them"
+        )
+    return newest, "native"
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Progress | None]:
+    """Show a bar on a terminal, where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _size(text: str) -> int:
+    """Return bytes, from a number with KB, MB, GB or TB, or without."""
+    unit = text[-2:].upper()
+    number = text[:-2] if unit in UNITS else text
+    try:
+        size = int(float(number) * UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a size >= 1 such as 5GB or 500MB")
+    return size
+
+
+def _bytes(count: int) -> str:
+    for unit, size in reversed(UNITS.items()):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={_shown(v)}" for k, v in value.items()) or "-"
+    if isinstance(value, list):
+        return " ".join(map(_shown, value)) or "-"
+    return "-" if value is None else str(value)

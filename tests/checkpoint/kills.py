@@ -1,0 +1,115 @@
+"""Kill all ranks at random moments of saving, and load what is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moecore.checkpoint import Saver, latest, load, save
+
+
+def build(value: float, width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and moments that all hold the same number."""
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    fill(model, optimizer, value)
+    return model, optimizer
+
+
+@torch.no_grad()
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
+    for param in model.parameters():
+        state = optimizer.state[param]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state |= {slot: torch.empty_like(param) for slot in ("exp_avg", "exp_avg_sq")}
+        for tensor in (param, *state.values()):
+            tensor.fill_(value)
+
+
+def loaded_step(root: Path, width: int = 64) -> int:
+    """Load what `latest` names, check that all of it is of one step, and return the step."""
+    path = latest(root)
+    assert path is not None
+    model, optimizer = build(-1.0, width)
+    step = load(path, model, optimizer)["step"]
+    assert path.name == f"step-{step:06d}"
+    for param in model.parameters():
+        for tensor in (param, *optimizer.state[param].values()):
+            assert (tensor == step).all()
+    return step
+
+
+def save_forever(
+    rank: int,
+    world: int,
+    root: Path,
+    width: int,
+    start: int,
+    store: Path,
+    *,
+    wait: bool,
+    done: object,
+) -> None:
+    """Save step after step; `done` is the last one that is known to be on disk."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    model, optimizer = build(0.0, width)
+    saver = Saver(root, model, optimizer, keep=2)
+    for step in range(start, 100_000):
+        saver.check()
+        fill(model, optimizer, float(step))
+        saver.save(step, {"step": step}, wait=wait)
+        fill(model, optimizer, -7.0)  # must not reach the disk
+        if rank == 0:
+            done.value = step if wait else step - 1  # type: ignore[attr-defined]
+
+
+def kill_at_random(
+    root: Path, num_kills: int, *, world: int, width: int, wait: bool, seed: int
+) -> list[int]:
+    """Return after each kill: 0 = the save before is left, 1 = the newer one.
+
+    Raises:
+        AssertionError: when something else is left, or nothing that loads.
+    """
+    # Ranks fork from a process that has torch imported and no threads: they start in no time.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    start, left = 1, []
+    save(root, 0, *build(0.0, width), {"step": 0})
+    dice = random.Random(seed)
+    for attempt in range(num_kills):
+        done = context.Value("i", start - 1)
+        store = root.parent / f"store-{seed}-{attempt}"
+        args = (world, root, width, start, store)
+        ranks = [
+            context.Process(
+                target=save_forever, args=(rank, *args), kwargs={"wait": wait, "done": done}
+            )
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        while done.value < start:
+            assert all(process.is_alive() for process in ranks)
+            time.sleep(0.01)
+        time.sleep(dice.uniform(0.0, 0.3))
+        for process in ranks:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        for process in ranks:
+            process.join()
+        step = loaded_step(root, width)
+        assert done.value <= step <= done.value + (1 if wait else 2), (done.value, step)
+        left.append(step - done.value)
+        start = step + 1
+    return left

@@ -1,0 +1,161 @@
+"""What does not fit: one error with all of it, before any change; or what fits, and a warning."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore.checkpoint import load, save
+from moecore.checkpoint.manifest import MANIFEST
+from tests.checkpoint.fuzz import write_signed
+
+Model = tuple[nn.ModuleDict, torch.optim.Optimizer]
+
+
+def build(sizes: dict[str, int], *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+    """Square layers by name, with moments that are not zero."""
+    torch.manual_seed(seed)
+    layers = {name: nn.Linear(n, n, bias=False, dtype=dtype) for name, n in sizes.items()}
+    model = nn.ModuleDict(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        found |= {f"{s}.{name}": v.clone() for s, v in optimizer.state[param].items()}
+    return found
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_one_error_lists_every_difference(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, *build({"same": 3, "gone": 3, "grown": 3}), {"note": 1})
+    model, optimizer = build({"same": 3, "grown": 4, "new": 2}, seed=1)
+    before, generator = state_of(model, optimizer), torch.get_rng_state()
+    with pytest.raises(ValueError, match="6 differ: ") as info:
+        load(path, model, optimizer)
+    for part in (
+        "grown.weight (3, 3) must be (4, 4) as in the model",
+        "new.weight of the model is not in the checkpoint",
+        "gone.weight of the checkpoint is not in the model",
+        "optimizer.param_groups (1) hold other parameters",
+        "optimizer state of gone.weight is of no parameter of the optimizer",
+        "optimizer state of grown.weight belongs to a tensor that differs",
+        "or load what fits with strict=False",
+    ):
+        assert part in str(info.value), part
+    assert equal(before, state_of(model, optimizer)) and optimizer.param_groups[0]["lr"] == 1.1
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, build({f"layer{i:02d}": 2 for i in range(13)})[0], None)
+    with pytest.raises(ValueError, match=r"14 differ: .*; and 4 more: build them") as info:
+        load(path, build({"other": 2})[0])
+    assert str(info.value).count("is not in") == 10
+
+
+def test_not_strict_loads_what_fits(tmp_path: Path) -> None:
+    saved, saved_optimizer = build({"same": 3, "gone": 3, "grown": 3})
+    path = save(tmp_path, 1, saved, saved_optimizer, {"note": 1})
+    model, optimizer = build({"same": 3, "grown": 4, "new": 2}, seed=1)
+    wanted = state_of(model, optimizer)
+    wanted |= {
+        name: tensor for name, tensor in state_of(saved, saved_optimizer).items() if "same" in name
+    }
+    with pytest.warns(UserWarning, match=r"step-000001\): 6 differ: .*left as it was"):
+        assert load(path, model, optimizer, strict=False) == {"note": 1}
+    assert equal(wanted, state_of(model, optimizer)) and optimizer.param_groups[0]["lr"] == 1.1
+    optimizer.step()
+
+
+def test_not_strict_is_silent_when_all_fits(tmp_path: Path) -> None:
+    saved, saved_optimizer = build({"a": 3})
+    path = save(tmp_path, 1, saved, saved_optimizer)
+    model, optimizer = build({"a": 3}, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(path, model, optimizer, strict=False)
+    assert equal(state_of(saved, saved_optimizer), state_of(model, optimizer))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_dtypes_are_cast_only_when_asked(tmp_path: Path, strict: bool) -> None:
+    saved, saved_optimizer = build({"a": 3})
+    path = save(tmp_path, 1, saved, saved_optimizer)
+    model, optimizer = build({"a": 3}, dtype=torch.bfloat16, seed=1)
+    before = state_of(model, optimizer)
+    with pytest.raises(
+        ValueError, match=r"a.weight torch.float32 must be torch.bfloat16 as in"
+    ) as e:
+        load(path, model, optimizer, strict=strict)
+    assert "use cast=True" in str(e.value) and equal(before, state_of(model, optimizer))
+    load(path, model, optimizer, strict=strict, cast=True)
+    wanted = state_of(saved, saved_optimizer)
+    found = state_of(model, optimizer)
+    for name, tensor in wanted.items():
+        kept = name.startswith("step.")
+        assert found[name].dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert torch.equal(found[name], tensor if kept else tensor.bfloat16()), name
+    optimizer.step()  # its state and its parameters go together
+
+
+def test_moments_wider_than_the_parameter_stay_so(tmp_path: Path) -> None:
+    """A precision-aware optimizer keeps fp32 moments of bf16 parameters, cast or not."""
+    model, optimizer = build({"a": 3}, dtype=torch.bfloat16)
+    for slots in optimizer.state.values():
+        slots["exp_avg"] = torch.randn(3, 3)
+    path = save(tmp_path, 1, model, optimizer)
+    for cast in (False, True):
+        other, other_optimizer = build({"a": 3}, dtype=torch.bfloat16, seed=1)
+        load(path, other, other_optimizer, cast=cast)
+        assert equal(state_of(model, optimizer), state_of(other, other_optimizer))
+        assert other_optimizer.state[other["a"].weight]["exp_avg"].dtype == torch.float32
+
+
+def test_hyperparameters_keep_their_kind(tmp_path: Path) -> None:
+    model, optimizer = build({"a": 3})
+    optimizer.param_groups[0]["betas"] = (0.9, 0.95, 0.5)
+    path = save(tmp_path, 1, model, optimizer)
+    with pytest.raises(ValueError, match=r"hyperparameter betas \(\(0.9, 0.999\)\) is a list"):
+        load(path, *build({"a": 3}))
+    optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+    optimizer.param_groups[0]["foreach"] = True
+    path = save(tmp_path, 2, model, optimizer)
+    other, other_optimizer = build({"a": 3}, seed=1)
+    load(path, other, other_optimizer)
+    assert other_optimizer.param_groups[0]["betas"] == (0.5, 0.6)
+    assert other_optimizer.param_groups[0]["foreach"] is True
+    capturable = torch.optim.AdamW(other.parameters(), lr=torch.tensor(3.0))
+    rate = capturable.param_groups[0]["lr"]
+    load(path, other, capturable)
+    assert rate is capturable.param_groups[0]["lr"] and rate == pytest.approx(0.1)
+
+
+def test_optimizer_state_that_does_not_fit_its_parameter(tmp_path: Path) -> None:
+    """Only a forged or foreign checkpoint has such state; the shapes come from its manifest."""
+    model, optimizer = build({"a": 3})
+    extra = {"optimizer.row.a.weight": torch.zeros(5)}
+    path = save(tmp_path, 1, model, optimizer, extra)
+    values = json.loads((path / MANIFEST).read_text())
+    name = "extra.optimizer.row.a.weight"
+    values["tensors"]["optimizer.row.a.weight"] = values["tensors"].pop(name)
+    write_signed(path, values)
+    with pytest.raises(
+        ValueError, match=r"optimizer state row.a.weight \(5,\) must be \(3, 3\) or"
+    ):
+        load(path, model, optimizer)
+    load(path, model)

@@ -1,0 +1,130 @@
+"""Native checkpoints <-> Hugging Face directories, file to file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moecore.adapters.base import swap_blocks
+from moecore.checkpoint import load, save
+from moecore.checkpoint.directory import latest
+from moecore.checkpoint.hf_convert import hf_to_native, native_to_hf
+from moecore.checkpoint.hf_export import export_hf
+from moecore.checkpoint.manifest import read_manifest
+from moecore.models import Decoder, preset
+from tests.adapters.hf_models import random_model
+from tests.checkpoint.hf_dirs import write_directory
+from tests.checkpoint.test_hf_config import TINY_JSON
+from tests.checkpoint.test_hf_load import assert_state, deepseek_files
+from tests.models.hf_pairs import make_pair
+
+CONFIG = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=2048)
+
+
+def assert_same_directory(one: Path, other: Path) -> None:
+    names = sorted(p.name for p in one.iterdir())
+    assert names == sorted(p.name for p in other.iterdir())
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+def test_native_to_hf_writes_what_export_writes(layout, tmp_path):
+    model = Decoder(CONFIG)
+    path = save(tmp_path / "run", 3, model, None)
+    options = dict(config=TINY_JSON, layout=layout, max_shard_bytes=60_000)
+    export_hf(model, tmp_path / "exported", **options)
+    native_to_hf(path, tmp_path / "converted", **options)
+    assert_same_directory(tmp_path / "exported", tmp_path / "converted")
+
+    back = hf_to_native(tmp_path / "converted", tmp_path / "back", step=7, max_file_bytes=100_000)
+    assert back == tmp_path / "back" / "step-000007" == latest(tmp_path / "back")
+    assert len(read_manifest(back).files) > 3
+    loaded = Decoder(CONFIG)
+    loaded.init_weights(seed=9)
+    load(back, loaded)
+    assert_state(loaded, model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "mixtral", "gpt-oss"])
+def test_checkpoints_of_transformers_models_too(name, tmp_path):
+    """They keep gate and up apart; a plain model's experts are not known to, a MoELayer's are."""
+    model = random_model(name, tie_word_embeddings=name == "mixtral")
+    want = dict(model.state_dict())
+    swap_blocks(model, {})
+    path = save(tmp_path / "run", 0, model, None)
+    layout = "fused" if name == "gpt-oss" else "per_expert"
+    values = model.config.to_dict()
+    native_to_hf(path, tmp_path / "out", config=values, layout=layout)
+    again = type(model).from_pretrained(tmp_path / "out")
+    assert_state(again, want)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe", "deepseek"])
+def test_hf_to_native(name, tmp_path):
+    model, config = make_pair(name)
+    model.save_pretrained(tmp_path / "hf")
+    path = hf_to_native(tmp_path / "hf", tmp_path / "run")
+    assert read_manifest(path).facts.config["dim"] == 64
+    decoder = Decoder(config).eval()
+    load(path, decoder)
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        want, found = model.eval()(ids).logits, decoder(ids)
+    assert (found - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+def test_quantised_weights_are_dequantised(dtype, tmp_path):
+    truth = deepseek_files(tmp_path / "hf", torch.bfloat16)
+    write_config(tmp_path / "hf")
+    path = hf_to_native(tmp_path / "hf", tmp_path / "run", dtype=dtype)
+    decoder = Decoder(CONFIG, dtype=dtype or torch.bfloat16)
+    load(path, decoder)
+    assert_state(decoder, truth)
+
+
+def write_config(path: Path) -> None:
+    quantization = {"quant_method": "fp8", "weight_block_size": [24, 24]}
+    text = json.dumps(TINY_JSON | {"quantization_config": quantization})
+    (path / "config.json").write_text(text)
+
+
+def test_sources_that_do_not_fit(tmp_path):
+    model = Decoder(CONFIG)
+    path = save(tmp_path / "run", 3, model, None)
+    with pytest.raises(ValueError, match=r"must hold the decoder that config.json describes: mod"):
+        native_to_hf(path, tmp_path / "out", config=TINY_JSON | dict(num_hidden_layers=4))
+    with pytest.raises(ValueError, match=r"experts.w1 \(8, 2, 32, 64\) must be \(6, 2, 32, 64\)"):
+        native_to_hf(path, tmp_path / "out", config=TINY_JSON | dict(n_routed_experts=6, n_group=3))
+    file = next(path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"must be as it was saved, but has another sha256"):
+        native_to_hf(path, tmp_path / "out", config=TINY_JSON)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+def test_incomplete_directories_change_nothing(tmp_path):
+    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    del state["model.layers.1.mlp.experts.5.up_proj.weight"]
+    write_directory(tmp_path / "hf", state, TINY_JSON)
+    with pytest.raises(ValueError, match=r"config.json says: model.layers.1.mlp.experts.5.up_pr"):
+        hf_to_native(tmp_path / "hf", tmp_path / "run")
+    export_hf(Decoder(CONFIG), tmp_path / "whole", config=TINY_JSON)
+    state = load_file(tmp_path / "whole" / "model.safetensors")
+    state["model.layers.3.embed_tokens.weight"] += 1
+    write_directory(tmp_path / "hf", state, TINY_JSON)
+    with pytest.raises(ValueError, match=r"3.embed_tokens.weight must equal model.embed_tokens"):
+        hf_to_native(tmp_path / "hf", tmp_path / "run")
+    write_directory(tmp_path / "qwen", {"a": torch.ones(1)}, {"model_type": "gpt_oss"})
+    with pytest.raises(NotImplementedError, match=r"model_type \('gpt_oss'\) must be one of"):
+        hf_to_native(tmp_path / "qwen", tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,196 @@
+"""Background saves: what is on disk, when errors come out, and that ranks stay together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from moecore.checkpoint import Saver, latest, load, read_manifest, storage, verify
+from moecore.checkpoint.agree import gather
+from moecore.checkpoint.shard_file import ShardWriter
+from tests.checkpoint.kills import build, fill, loaded_step
+from tests.ranks import run_ranks
+
+Patch = pytest.MonkeyPatch
+
+
+class Gate:
+    """Holds every write of a shard until it is opened."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        add = ShardWriter.add
+
+        def waiting(writer: ShardWriter, tensor: torch.Tensor) -> None:
+            self.reached.set()
+            assert self.opened.wait(30)
+            add(writer, tensor)
+
+        patch.setattr(ShardWriter, "add", waiting)
+
+
+def test_training_goes_on_meanwhile(tmp_path: Path, monkeypatch: Patch) -> None:
+    gate = Gate(monkeypatch)
+    model, optimizer = build(1.0)
+    numbers = torch.ones(4)
+    extra = {"step": 1, "list": [1], "numbers": numbers}
+    with Saver(tmp_path, model, optimizer) as saver:
+        path = saver.save(1, extra, wait=False)
+        assert gate.reached.wait(30) and latest(tmp_path) is None
+        fill(model, optimizer, 2.0)
+        numbers.fill_(2.0)
+        extra["list"].append(2)
+        optimizer.param_groups[0]["lr"] = 9.0
+        saver.check()
+        gate.opened.set()
+    assert latest(tmp_path) == path == tmp_path / "step-000001"
+    assert loaded_step(tmp_path) == 1
+    other, other_optimizer = build(0.0)
+    found = load(path, other, other_optimizer)
+    assert found["list"] == [1] and torch.equal(found["numbers"], torch.ones(4))
+    assert other_optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_host_copies_are_reused(tmp_path: Path) -> None:
+    model, optimizer = build(1.0)
+    with Saver(tmp_path, model, optimizer, keep=1) as saver:
+        saver.save(1, {"step": 1}, wait=False)
+        first = {name: copy.data_ptr() for name, copy in saver._copies.items()}
+        fill(model, optimizer, 2.0)
+        saver.save(2, {"step": 2}, wait=False)
+        assert {name: copy.data_ptr() for name, copy in saver._copies.items()} == first
+        fill(model, optimizer, 3.0)
+        saver.save(3, {"step": 3}, wait=True)
+        assert loaded_step(tmp_path) == 3
+    assert saver._copies == {}
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["latest", "step-000003"]
+    with pytest.raises(ValueError, match=r"Saver \(closed\) must be open to save"):
+        saver.save(4, wait=True)
+    saver.close()  # twice is once
+
+
+def test_first_wrong_argument_is_found_before_the_copy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"keep \(-1\)"):
+        Saver(tmp_path, *build(1.0), keep=-1)
+    with Saver(tmp_path, *build(1.0)) as saver:
+        with pytest.raises(ValueError, match="extra thing"):
+            saver.save(1, {"thing": object()}, wait=False)
+        saver.save(1, {"step": 1}, wait=False)
+        with pytest.raises(ValueError, match=r"step \(1\) must not be saved already"):
+            saver.save(1, {"step": 1}, wait=False)
+
+
+@pytest.mark.parametrize("found_by", ["check", "save", "close"])
+def test_error_surfaces(
+    tmp_path: Path, monkeypatch: Patch, found_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = Saver(tmp_path, *build(1.0))
+    saver.save(1, {"step": 1}, wait=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "publish", _no_space)
+        saver.save(2, {"step": 2}, wait=False)
+        assert saver._running is not None
+        saver._running.exception()  # wait, as a training step would
+    with pytest.raises(OSError, match=r"rank 0 could not write it: OSError.28, 'No space"):
+        if found_by == "check":
+            saver.check()
+        elif found_by == "save":
+            saver.save(3, {"step": 3}, wait=False)
+        else:
+            saver.close()
+    assert [r.levelno for r in caplog.records if "step 2 failed" in r.message] == [logging.ERROR]
+    assert loaded_step(tmp_path) == 1
+    if found_by != "close":
+        saver.check()  # told once
+        saver.save(3, {"step": 3}, wait=False)
+        saver.close()
+        assert latest(tmp_path) == tmp_path / "step-000003"
+
+
+def _no_space(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_progress_and_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "moecore.checkpoint")
+    seen: list[tuple[int, int]] = []
+    with Saver(tmp_path, *build(1.0), progress=lambda *n: seen.append(n), config={"a": 1}) as saver:
+        path = saver.save(1, {"step": 1}, wait=False)
+    size = (path / "rank-00000.safetensors").stat().st_size
+    assert seen[-1] == (size, size) and seen == sorted(seen)
+    assert any("step 1: copied to host memory in" in r.message for r in caplog.records)
+    assert read_manifest(path).facts.config == {"a": 1}
+
+
+def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    """Rank 1 fails in the background; both learn of it, go on, and the next save is whole."""
+    root, results = Path(folder), {}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = torch.nn.Linear(3, 5, bias=False)  # 5 rows: 3 here, 2 there
+    weight = torch.arange(15.0).reshape(5, 3)
+    model.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    saver = Saver(root, model, optimizer)
+    saver.save(1, {"step": 1}, wait=False)
+    for _ in range(50):  # collectives of the training, while the background save has its own
+        dist.all_reduce(torch.ones(10))
+    with torch.no_grad():
+        model.weight.to_local().fill_(-1.0)
+    write = os.write
+    saver._finish()
+    if rank == 1:
+        os.write = _no_space  # type: ignore[assignment]
+    saver.save(2, {"step": 2}, wait=False)
+    assert saver._running is not None
+    saver._running.exception()
+    os.write = write
+    if rank == 0:  # told here, and not yet on rank 1: the next save tells both
+        results["check"] = message_of(saver.check)
+    results["save"] = message_of(lambda: saver.save(3, {"step": 3}, wait=False))
+    saver.save(3, {"step": 3}, wait=False)
+    results["close"] = message_of(saver.close)
+    results["latest"] = str(latest(root))
+    load(root / "step-000001", model, optimizer)
+    results["weight"] = model.weight.full_tensor().detach()
+    if rank == 0:
+        (root / "step-000003" / "rank-00001.safetensors").write_bytes(b"")
+    dist.barrier()
+    results["verify"] = gather(message_of(lambda: verify(root / "step-000003")))
+    mine = "step-000001" if rank == 0 else "step-000003"
+    results["paths"] = gather(message_of(lambda: load(root / mine, model)))
+    other = torch.nn.Linear(3, 5 if rank == 0 else 6, bias=False)
+    results["one rank's model"] = gather(message_of(lambda: load(root / "step-000001", other)))
+    return results
+
+
+def message_of(action: Any) -> str:
+    try:
+        action()
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_of_one_rank_s_error(tmp_path: Path) -> None:
+    results = run_ranks(2, worker, str(tmp_path))
+    assert "rank 1 could not write it: OSError(28, 'No space" in results["check"]
+    assert results["save"] == results["check"] and results["close"] == ""
+    assert results["latest"] == str(tmp_path / "step-000003")
+    assert torch.equal(results["weight"], torch.arange(15.0).reshape(5, 3))
+    for name, wanted in (
+        ("verify", "rank-00001.safetensors) must be as it was saved, but has 0 bytes"),
+        ("paths", "must be the same on every rank, but rank 0 has step-000001"),
+        ("one rank's model", "weight (5, 3) must be (6, 3) as in the model"),
+    ):
+        assert all(wanted in message for message in results[name]), name
+        assert results[name][0] == results[name][1] or name == "paths"

@@ -1,0 +1,255 @@
+"""The command line, in process: outputs, exit codes and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moecore.checkpoint import latest, load, save
+from moecore.checkpoint.hf_export import export_hf
+from moecore.cli import main
+from moecore.models import Decoder, preset
+from tests.checkpoint.hf_dirs import write_directory
+from tests.checkpoint.test_hf_config import TINY_JSON
+
+CONFIG = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three steps and a Hugging Face directory of the same model; only read."""
+    home = tmp_path_factory.mktemp("cli")
+    model = Decoder(CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (1, 2, 3):
+        save(home / "run", step, model, optimizer, {"tokens": step * 10})
+    export_hf(model, home / "hf", config=TINY_JSON, max_shard_bytes=200_000)
+    return home
+
+
+def run(capsys: Any, *args: object) -> tuple[int, str, str]:
+    code = main(["checkpoint", *map(str, args)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_inspect_native(home, capsys):
+    code, out, err = run(capsys, "inspect", home / "run")
+    assert (code, err) == (0, "")
+    facts = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert facts["format"] == "native" and facts["step"] == "3"
+    assert facts["steps"] == "step-000001 step-000002 step-000003"
+    assert facts["optimizer"] == "True" and facts["extra"] == "tokens=30"
+    assert facts["path"] == str(home / "run" / "step-000003")
+    assert f"torch={torch.__version__}" in facts["versions"]
+
+    code, out, _ = run(capsys, "inspect", home / "run" / "step-000001", "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["step"] == 1 and "steps" not in facts
+    entry = facts["tensors"]["model.model.layers.1.mlp.experts.w1"]
+    assert entry == {"shape": [8, 2, 32, 64], "dtype": "F32"}
+    size = sum(t.nbytes for t in Decoder(CONFIG).state_dict().values())
+    rng = torch.get_rng_state().numel()
+    assert facts["num_bytes"] == size + rng
+    assert facts["elements"] == {"F32": size // 4, "U8": rng}
+
+
+def test_inspect_hugging_face(home, capsys):
+    code, out, err = run(capsys, "inspect", home / "hf", "--tensors")
+    assert (code, err) == (0, "")
+    assert "model_type   deepseek_v3" in out and "layout       per_expert" in out
+    assert f"  F32      {'[32, 64]':<24} model.layers.1.mlp.experts.7.up_proj.weight" in out
+    facts = json.loads(run(capsys, "inspect", home / "hf", "--json")[1])
+    assert facts["format"] == "Hugging Face" and facts["quantized"] is None
+    assert facts["num_tensors"] == len(facts["tensors"]) == 135
+    assert len(facts["files"]) > 2
+
+
+@pytest.mark.parametrize("path", ["run", "run/step-000001", "hf"])
+def test_verify_whole_ones(path, home, capsys):
+    code, out, err = run(capsys, "verify", home / path)
+    assert (code, err) == (0, "") and "whole" in out
+    if path != "hf":
+        assert run(capsys, "verify", home / path, "--sizes")[0] == 0
+
+
+def test_verify_finds_damage(capsys, tmp_path):
+    path = save(tmp_path / "run", 1, Decoder(CONFIG), None)
+    file = next(path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    code, out, err = run(capsys, "verify", tmp_path / "run")
+    assert (code, out) == (1, "") and "another sha256 than the manifest" in err
+    assert err.startswith("moecore: ") and err.count("\n") == 1
+    assert run(capsys, "verify", path, "--sizes")[0] == 0  # that does not look
+    file.write_bytes(data[:-1])
+    assert run(capsys, "verify", path, "--sizes")[0] == 1
+
+
+EXPERTS = {f"model.layers.0.mlp.experts.{e}.w.weight": torch.ones(2) for e in (0, 1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("state", "config", "problems"),
+    [
+        (EXPERTS, dict(model_type="other"), ["model.layers.0.mlp.experts.2.w.weight is missing"]),
+        (
+            EXPERTS,
+            dict(model_type="other", num_experts=3, num_hidden_layers=2),
+            [
+                "model.layers.0.mlp.experts.2.w.weight is missing",
+                "model.layers.0.mlp.experts.3.w.weight is one too many",
+                "layer 1 is missing",
+            ],
+        ),
+        (
+            {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(3, 2)},
+            dict(model_type="gpt_oss", num_local_experts=4),
+            ["model.layers.0.mlp.experts.gate_up_proj (3, 2) must have 4 experts"],
+        ),
+        (
+            {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)},
+            dict(model_type="other"),
+            ["a.weight (fp8) has no a.weight_scale_inv"],
+        ),
+    ],
+)
+def test_verify_lists_what_a_hugging_face_directory_lacks(
+    state, config, problems, capsys, tmp_path
+):
+    write_directory(tmp_path, state, config)
+    code, _, err = run(capsys, "verify", tmp_path)
+    assert code == 1
+    assert err.splitlines() == [f"moecore: {tmp_path}: {problem}" for problem in problems]
+
+
+def test_verify_compares_with_the_config(home, capsys, tmp_path):
+    state = {}
+    for file in (home / "hf").glob("*.safetensors"):
+        state |= load_file(file)
+    del state["model.layers.2.mlp.experts.4.down_proj.weight"]
+    state["model.norm.weight"] = torch.ones(3)
+    state["model.odd"] = torch.ones(3)
+    write_directory(tmp_path / "hf", state, TINY_JSON)
+    (tmp_path / "hf" / "model-00009-of-00009.safetensors").touch()
+    code, _, err = run(capsys, "verify", tmp_path / "hf")
+    assert code == 1
+    assert [line.removeprefix(f"moecore: {tmp_path / 'hf'}: ") for line in err.splitlines()] == [
+        "model-00009-of-00009.safetensors holds no tensor of the checkpoint",
+        "model.layers.2.mlp.experts.4.down_proj.weight is missing",
+        "model.odd is not in the model that config.json describes",
+        "model.norm.weight (3,) must be (64,)",
+    ]
+    write_directory(tmp_path / "two", {"a": torch.ones(2), "b": torch.ones(2)}, {}, num_shards=2)
+    index = tmp_path / "two" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"total_size": 16', '"total_size": 17'))
+    _, _, err = run(capsys, "verify", tmp_path / "two")
+    assert "total_size (17) must be 16, that of the tensors" in err
+
+
+def test_convert_both_ways(home, capsys, tmp_path):
+    code, out, err = run(
+        capsys,
+        *("convert", home / "run", tmp_path / "hf", "--config", home / "hf"),
+        *("--max-shard-size", "0.2MB"),
+    )
+    assert (code, err) == (0, "")
+    assert out == f"{home / 'run' / 'step-000003'} -> {tmp_path / 'hf'}\n"
+    for file in (home / "hf").iterdir():
+        assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
+
+    code, out, _ = run(capsys, "convert", tmp_path / "hf", tmp_path / "run", "--step", 5)
+    path = tmp_path / "run" / "step-000005"
+    assert code == 0 and out == f"{tmp_path / 'hf'} -> {path}\n" and latest(path.parent) == path
+    model = Decoder(CONFIG)
+    model.init_weights(seed=4)
+    load(path, model)
+    want = Decoder(CONFIG).state_dict()
+    assert all(torch.equal(t, want[n]) for n, t in model.state_dict().items())
+
+    code, _, _ = run(
+        capsys,
+        *("convert", home / "run", tmp_path / "half", "--config", home / "hf" / "config.json"),
+        *("--dtype", "bfloat16", "--layout", "fused"),
+    )
+    facts = json.loads(run(capsys, "inspect", tmp_path / "half", "--json")[1])
+    assert code == 0 and facts["layout"] == "fused"
+    assert facts["elements"]["F32"] == 3 * 8  # selection biases
+
+
+def test_prune(capsys, tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path / "run", step, Decoder(CONFIG), None)
+    steps = [tmp_path / "run" / f"step-00000{i}" for i in (1, 2, 3)]
+    code, out, _ = run(capsys, "prune", tmp_path / "run", "--keep", 1, "--dry-run")
+    assert code == 0 and out.splitlines() == [f"would remove {p}" for p in steps[:2]]
+    assert all(p.exists() for p in steps)
+    code, out, _ = run(capsys, "prune", tmp_path / "run", "--keep", 1)
+    assert code == 0 and out.splitlines() == [f"removed {p}" for p in steps[:2]]
+    assert [p.exists() for p in steps] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("inspect", "{tmp}/none"), "none) must be a directory: it is not there"),
+        (("inspect", "{tmp}"), "must hold a moecore.json, a config.json or whole step director"),
+        (("convert", "{home}/run", "{tmp}/x"), "--config must name the config.json"),
+        (
+            ("convert", "{home}/hf", "{tmp}/x", "--config", "{home}/hf"),
+            "must be left out: ",
+        ),
+        (("prune", "{home}/run", "--keep", "0"), "--keep (0) must be >= 1: the newest must stay"),
+        (("prune", "{tmp}/none", "--keep", "1"), "must be a run: it is not there"),
+        (("convert", "a", "b", "--max-shard-size", "5XB"), "'5XB' must be a size >= 1 such as"),
+        (("convert", "a", "b", "--dtype", "int8"), "invalid choice: 'int8'"),
+        (("prune", "a"), "the following arguments are required: --keep"),
+        ((), "the following arguments are required: COMMAND"),
+    ],
+)
+def test_wrong_usage_is_2(args, message, home, capsys, tmp_path):
+    code, out, err = run(capsys, *(a.format(home=home, tmp=tmp_path) for a in args))
+    assert (code, out) == (2, "") and message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("convert", "{home}/run", "{home}/hf", "--config", "{home}/hf"), "hf) must not exist yet"),
+        (("convert", "{home}/hf", "{home}/run", "--step", "3"), "step (3) must not be saved alrea"),
+        (("inspect", "{tmp}/bin"), "pytorch_model.bin) must be safetensors, because unpickling"),
+        (("convert", "{tmp}/bin", "{tmp}/x"), "must be given for model_type ('mixtral')"),
+    ],
+)
+def test_problems_are_1(args, message, home, capsys, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "config.json").write_text('{"model_type": "mixtral"}')
+    (tmp_path / "bin" / "pytorch_model.bin").touch()
+    code, _, err = run(capsys, *(a.format(home=home, tmp=tmp_path) for a in args))
+    assert code == 1 and message in err and err.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["bin"]
+
+
+def test_help_and_module(capsys):
+    assert main(["checkpoint", "--help"]) == 0
+    text = capsys.readouterr().out
+    for command in ("inspect", "verify", "convert", "prune"):
+        assert main(["checkpoint", command, "--help"]) == 0
+        assert f"moecore checkpoint {command}" in text  # an example of each
+
+
+def test_python_m_moecore(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["moecore", "checkpoint", "verify", "/nowhere"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("moecore", run_name="__main__")
+    assert stop.value.code == 2 and "must be a directory" in capsys.readouterr().err
