@@ -83,7 +83,7 @@ def take_snapshot(
         step=step,
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
         meshes=_meshes(view),
-        versions=_versions(),
+        versions=versions(),
         config=_config_values(config),
         optimizer=None if optimizer is None else _copy(optimizer_groups(optimizer, view)),
         scheduler=None if scheduler is None else _scheduler_values(scheduler),
@@ -161,7 +161,8 @@ def _meshes(view: ModelView) -> list[dict[str, int]]:
     return [found[key] for key in sorted(found)]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return what a manifest says of the software that wrote it."""
     try:
         own = version("moecore")
     except PackageNotFoundError:  # run from a checkout

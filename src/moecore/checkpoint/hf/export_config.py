@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from moecore.checkpoint.hf_config import MTP_KEYS, HFConfig, decoder_config_from_hf, read_config
+from moecore.checkpoint.hf.config import MTP_KEYS, HFConfig, decoder_config_from_hf, read_config
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 

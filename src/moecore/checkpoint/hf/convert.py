@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ import torch
 from torch import Tensor
 
 from moecore.checkpoint.directory import directory_of, discard, new_draft, publish
-from moecore.checkpoint.hf_collect import Item
-from moecore.checkpoint.hf_config import HFConfig, decoder_config_from_hf, read_config
-from moecore.checkpoint.hf_export import (
+from moecore.checkpoint.hf.collect import Item
+from moecore.checkpoint.hf.config import HFConfig, decoder_config_from_hf, read_config
+from moecore.checkpoint.hf.export import (
     KEPT_FP32,
     ExportLayout,
     check_arguments,
@@ -31,9 +29,9 @@ from moecore.checkpoint.hf_export import (
     names_of,
     write_directory,
 )
-from moecore.checkpoint.hf_export_config import finish_config
-from moecore.checkpoint.hf_files import CONFIG, HFFiles, listed, read_json
-from moecore.checkpoint.hf_names import (
+from moecore.checkpoint.hf.export_config import finish_config
+from moecore.checkpoint.hf.files import CONFIG, HFFiles, listed, read_json
+from moecore.checkpoint.hf.names import (
     EMBEDDING,
     HEAD,
     HFLayout,
@@ -42,9 +40,9 @@ from moecore.checkpoint.hf_names import (
     hf_copies,
     hf_plan,
 )
-from moecore.checkpoint.hf_quant import Source, find_sources
-from moecore.checkpoint.hf_target import stored_plan
-from moecore.checkpoint.hf_verify import copy_problems, plan_problems
+from moecore.checkpoint.hf.quant import Source, find_sources
+from moecore.checkpoint.hf.target import stored_plan
+from moecore.checkpoint.hf.verify import copy_problems, plan_problems
 from moecore.checkpoint.manifest import (
     Chunk,
     Facts,
@@ -55,6 +53,7 @@ from moecore.checkpoint.manifest import (
 )
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWriter, layout_of
+from moecore.checkpoint.snapshot import versions
 from moecore.checkpoint.verify import verify
 
 PREFIX = "model."  # of the model's tensors in a native checkpoint
@@ -155,7 +154,7 @@ def hf_to_native(
             step=step,
             world_size=1,
             meshes=[],
-            versions=_versions(),
+            versions=versions(),
             config=asdict(config),
             optimizer=None,
             scheduler=None,
@@ -315,11 +314,3 @@ def _plan_of(
             "pass the config of this model"
         )
     return plan, hf_copies(config)
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = version("moecore")
-    except PackageNotFoundError:  # run from a checkout
-        own = "unknown"
-    return {"moecore": own, "torch": torch.__version__, "python": platform.python_version()}

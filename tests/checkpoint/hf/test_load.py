@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.checkpoint import hf_load
-from moecore.checkpoint.hf_config import decoder_config_from_hf
-from moecore.checkpoint.hf_load import load_hf
-from moecore.checkpoint.hf_names import find_layout, from_hf, to_hf
+from moecore.checkpoint.hf import load as hf_load
+from moecore.checkpoint.hf.config import decoder_config_from_hf
+from moecore.checkpoint.hf.load import load_hf
+from moecore.checkpoint.hf.names import find_layout, from_hf, to_hf
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.adapters.hf_models import ARCHITECTURES, random_model, transformers
-from tests.checkpoint.hf_dirs import fp8_state, mxfp4_state, write_directory
-from tests.checkpoint.test_hf_config import TINY_JSON
+from tests.checkpoint.hf.dirs import fp8_state, mxfp4_state, write_directory
+from tests.checkpoint.hf.test_config import TINY_JSON
 from tests.models.hf_pairs import make_pair
 
 IDS = torch.arange(24).view(2, 12)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moecore import BalanceConfig
-from moecore.checkpoint.hf_config import decoder_config_from_hf
+from moecore.checkpoint.hf.config import decoder_config_from_hf
 from moecore.models import preset
 from tests.models.hf_pairs import PAIRS
 

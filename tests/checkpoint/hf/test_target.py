@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from moecore.checkpoint.hf_names import Piece, hf_plan
-from moecore.checkpoint.hf_target import Overlap, overlaps, stored_plan
+from moecore.checkpoint.hf.names import Piece, hf_plan
+from moecore.checkpoint.hf.target import Overlap, overlaps, stored_plan
 from moecore.models import preset
 
 
@@ -97,7 +97,7 @@ def test_stored_modules_split_gate_and_up():
 
 
 def test_pieces_of_a_plan_follow_each_other():
-    """`hf_convert` appends them one after the other."""
+    """`hf.convert` appends them one after the other."""
     for layout in ("fused", "per_expert"):
         for recipe in hf_plan(preset("tiny-deepseek-v3"), layout).values():
             numbers = torch.arange(torch.Size(recipe.shape).numel()).view(recipe.shape)

@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore._compat import HAS_SEPARATE_PIECES
-from moecore.checkpoint import hf_export
 from moecore.checkpoint import save as save_native
-from moecore.checkpoint.hf_convert import native_to_hf
-from moecore.checkpoint.hf_export import export_hf
-from moecore.checkpoint.hf_load import load_hf
-from moecore.checkpoint.hf_names import from_hf, to_hf
+from moecore.checkpoint.hf import export as hf_export
+from moecore.checkpoint.hf.convert import native_to_hf
+from moecore.checkpoint.hf.export import export_hf
+from moecore.checkpoint.hf.load import load_hf
+from moecore.checkpoint.hf.names import from_hf, to_hf
 from moecore.models import Decoder, preset
 from moecore.moe.params import global_indices
 from tests.adapters.hf_models import random_model
-from tests.checkpoint.hf_dirs import fp8_state, mxfp4_state, write_directory
-from tests.checkpoint.test_hf_config import TINY_JSON
+from tests.checkpoint.hf.dirs import fp8_state, mxfp4_state, write_directory
+from tests.checkpoint.hf.test_config import TINY_JSON
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

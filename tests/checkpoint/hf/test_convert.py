@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from moecore.adapters.base import swap_blocks
 from moecore.checkpoint import load, save
 from moecore.checkpoint.directory import latest
-from moecore.checkpoint.hf_convert import hf_to_native, native_to_hf
-from moecore.checkpoint.hf_export import export_hf
+from moecore.checkpoint.hf.convert import hf_to_native, native_to_hf
+from moecore.checkpoint.hf.export import export_hf
 from moecore.checkpoint.manifest import read_manifest
 from moecore.models import Decoder, preset
 from tests.adapters.hf_models import random_model
-from tests.checkpoint.hf_dirs import write_directory
-from tests.checkpoint.test_hf_config import TINY_JSON
-from tests.checkpoint.test_hf_load import assert_state, deepseek_files
+from tests.checkpoint.hf.dirs import write_directory
+from tests.checkpoint.hf.test_config import TINY_JSON
+from tests.checkpoint.hf.test_load import assert_state, deepseek_files
 from tests.models.hf_pairs import make_pair
 
 CONFIG = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=2048)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moecore.checkpoint.hf_config import decoder_config_from_hf
-from moecore.checkpoint.hf_files import CONFIG, INDEX, HFFiles, read_json
-from moecore.checkpoint.hf_names import Recipe, find_layout, hf_copies, hf_plan
-from moecore.checkpoint.hf_quant import Source, find_sources
+from moecore.checkpoint.hf.config import decoder_config_from_hf
+from moecore.checkpoint.hf.files import CONFIG, INDEX, HFFiles, read_json
+from moecore.checkpoint.hf.names import Recipe, find_layout, hf_copies, hf_plan
+from moecore.checkpoint.hf.quant import Source, find_sources
 from moecore.checkpoint.shard_file import CHUNK_BYTES
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from moecore.checkpoint.agree import check_visible, on_every_rank, on_first_rank
-from moecore.checkpoint.hf_collect import Collector, Item, RankCollector, rank_and_world
-from moecore.checkpoint.hf_config import HFConfig
-from moecore.checkpoint.hf_export_config import export_config
-from moecore.checkpoint.hf_files import CONFIG, INDEX, SINGLE
-from moecore.checkpoint.hf_names import HEAD, HFLayout, Recipe
-from moecore.checkpoint.hf_target import model_copies, model_plan, model_tensors
+from moecore.checkpoint.hf.collect import Collector, Item, RankCollector, rank_and_world
+from moecore.checkpoint.hf.config import HFConfig
+from moecore.checkpoint.hf.export_config import export_config
+from moecore.checkpoint.hf.files import CONFIG, INDEX, SINGLE
+from moecore.checkpoint.hf.names import HEAD, HFLayout, Recipe
+from moecore.checkpoint.hf.target import model_copies, model_plan, model_tensors
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.shard_file import Layout, ShardWriter, layout_of
 

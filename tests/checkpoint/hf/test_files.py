@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moecore.checkpoint.hf_files import HFFiles, listed
-from moecore.checkpoint.hf_quant import dequantize_fp8, dequantize_mxfp4, find_sources
-from tests.checkpoint.hf_dirs import (
+from moecore.checkpoint.hf.files import HFFiles, listed
+from moecore.checkpoint.hf.quant import dequantize_fp8, dequantize_mxfp4, find_sources
+from tests.checkpoint.hf.dirs import (
     plain_fp8,
     plain_mxfp4,
     quantize_fp8,

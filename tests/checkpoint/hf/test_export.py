@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moecore import BalanceConfig
-from moecore.checkpoint import hf_export
-from moecore.checkpoint.hf_config import decoder_config_from_hf
-from moecore.checkpoint.hf_export import export_hf
-from moecore.checkpoint.hf_load import load_hf
-from moecore.checkpoint.hf_names import from_hf, to_hf
-from moecore.checkpoint.hf_verify import verify_hf
+from moecore.checkpoint.hf import export as hf_export
+from moecore.checkpoint.hf.config import decoder_config_from_hf
+from moecore.checkpoint.hf.export import export_hf
+from moecore.checkpoint.hf.load import load_hf
+from moecore.checkpoint.hf.names import from_hf, to_hf
+from moecore.checkpoint.hf.verify import verify_hf
 from moecore.models import Decoder, preset
 from tests.adapters.hf_models import ARCHITECTURES, random_model
-from tests.checkpoint.test_hf_config import TINY_JSON
-from tests.checkpoint.test_hf_load import assert_state
+from tests.checkpoint.hf.test_config import TINY_JSON
+from tests.checkpoint.hf.test_load import assert_state
 from tests.models.hf_pairs import make_pair
 
 IDS = torch.arange(24).view(2, 12)

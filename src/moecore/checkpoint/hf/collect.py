@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.checkpoint.agree import gather
-from moecore.checkpoint.hf_names import Piece, Recipe
-from moecore.checkpoint.hf_target import Overlap, local_part, overlaps
+from moecore.checkpoint.hf.names import Piece, Recipe
+from moecore.checkpoint.hf.target import Overlap, local_part, overlaps
 from moecore.moe.params import global_indices
 
 Holding = tuple[tuple[tuple[int, int], ...], ...]  # per dim: runs (first index, length)

@@ -2,7 +2,7 @@
 
 Legend: E experts, D model dim, F hidden dim of an expert.
 
-A model's tensor is made of pieces (`hf_names.Piece`). For the native decoder `hf_plan` names them;
+A model's tensor is made of pieces (`names.Piece`). For the native decoder `hf_plan` names them;
 transformers' own modules already have the names, but for experts that files hold one by one, and
 for Mixtral's block:
 
@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.checkpoint.hf_names import (
+from moecore.checkpoint.hf.names import (
     EMBEDDING,
     EXPERT_NAMES,
     HEAD,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.checkpoint.hf_names import find_layout, from_hf, hf_copies, hf_plan, to_hf
+from moecore.checkpoint.hf.names import find_layout, from_hf, hf_copies, hf_plan, to_hf
 from moecore.models import Decoder, preset
 from tests.models.hf_pairs import PAIRS, make_pair
 

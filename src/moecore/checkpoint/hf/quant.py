@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moecore.checkpoint.hf_files import Box, HFFiles
+from moecore.checkpoint.hf.files import Box, HFFiles
 
 SCALE = "_scale_inv"
 MX_GROUP = 32

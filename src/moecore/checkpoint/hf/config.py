@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.checkpoint.hf_files import CONFIG, INDEX, SINGLE, read_headers, read_index, read_json
+from moecore.checkpoint.hf.files import CONFIG, INDEX, SINGLE, read_headers, read_index, read_json
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 

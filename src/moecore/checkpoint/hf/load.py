@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.checkpoint.agree import on_every_rank, on_first_rank
-from moecore.checkpoint.hf_files import (
+from moecore.checkpoint.hf.files import (
     CONFIG,
     HFFiles,
     StoredTensor,
@@ -28,9 +28,9 @@ from moecore.checkpoint.hf_files import (
     read_headers,
     read_json,
 )
-from moecore.checkpoint.hf_names import HEAD, Recipe, find_layout
-from moecore.checkpoint.hf_quant import FP8, Source, find_sources
-from moecore.checkpoint.hf_target import (
+from moecore.checkpoint.hf.names import HEAD, Recipe, find_layout
+from moecore.checkpoint.hf.quant import FP8, Source, find_sources
+from moecore.checkpoint.hf.target import (
     first_ignored_layer,
     local_part,
     model_copies,
@@ -38,7 +38,7 @@ from moecore.checkpoint.hf_target import (
     model_tensors,
     overlaps,
 )
-from moecore.checkpoint.hf_verify import copy_problems
+from moecore.checkpoint.hf.verify import copy_problems
 from moecore.moe.params import global_indices
 
 CHUNK_BYTES = 64 << 20
