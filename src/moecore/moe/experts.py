@@ -24,7 +24,7 @@ from moecore.moe.backends import ExpertBackend, ExpertWeights, check_backend, ru
 from moecore.moe.dispatch.base import ExpertInput
 from moecore.moe.params import init_normal_, local_param, shard_parameter
 
-GateUp = Literal["split", "concatenated", "interleaved"]
+GateUp = Literal["split", "concatenated", "interleaved", "separate"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,25 +33,31 @@ class ExpertLayout:
 
     Attributes:
         w1, w2, b1, b2: parameter names of FC1, FC2 and their biases.
+        w3: parameter name of a gated FC1's up half with `gate_up` "separate"; not used otherwise.
         transposed: matrices are [E, in, out] instead of [E, out, in].
         gate_up: where a gated FC1 keeps gate and up: "split" has a dim for them, [E, 2, F, D];
             "concatenated" stores all of gate, then all of up, [E, 2F, D]; "interleaved" alternates
-            columns, [E, 2F, D]. With etp, "concatenated" needs a strided placement, which torch
-            2.11 cannot gather with `full_tensor` and plain DCP refuses.
+            columns, [E, 2F, D]; "separate" has two parameters, gate w1 and up w3, both [E, F, D],
+            which are copied side by side in every forward (2F * D per local expert, kept for
+            backward), so biases of FC1 and `main_grad` are not for it. With etp, "concatenated"
+            needs a strided placement, which torch 2.11 cannot gather with `full_tensor` and plain
+            DCP refuses.
     """
 
     w1: str = "w1"
     w2: str = "w2"
+    w3: str = "w3"
     b1: str = "b1"
     b2: str = "b2"
     transposed: bool = False
     gate_up: GateUp = "split"
 
     def __post_init__(self) -> None:
-        if self.transposed and self.gate_up == "split":
+        if self.transposed and self.gate_up in ("split", "separate"):
             raise ValueError(
-                "ExpertLayout.transposed (True) must go with gate_up ('split') = 'concatenated' or "
-                "'interleaved': no model stores split and transposed matrices"
+                f"ExpertLayout.transposed (True) must go with gate_up ({self.gate_up!r}) = "
+                f"'concatenated' or 'interleaved': no model stores {self.gate_up} and transposed "
+                "matrices"
             )
 
 
@@ -59,7 +65,8 @@ class Experts(nn.Module):
     """E feed-forward networks with stacked weights.
 
     Parameters (names and other orders from the layout): w1 [E, 2, F, D], or [E, F, D] without a
-    gate; w2 [E, D, F]; with `fc1_bias` b1 [E, 2, F] or [E, F]; with `fc2_bias` b2 [E, D].
+    gate; w3 [E, F, D] beside w1 [E, F, D] with "separate"; w2 [E, D, F]; with `fc1_bias` b1
+    [E, 2, F] or [E, F]; with `fc2_bias` b2 [E, D].
 
     Args:
         config: the layer.
@@ -81,6 +88,11 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.layout = layout or ExpertLayout()
+        if self.is_separate and config.fc1_bias:
+            raise ValueError(
+                "MoEConfig.fc1_bias (True) must be False with ExpertLayout.gate_up ('separate'): "
+                "use 'split'"
+            )
         self.set_backend(backend)
         self.etp_rank = 0  # which slice of D this rank's part of b2 covers; set when sharded
         for name, shape in expert_shapes(config, self.layout).items():
@@ -138,11 +150,18 @@ class Experts(nn.Module):
         """Whether etp keeps a piece of gate and one of up that are no neighbours in FC1."""
         return self.config.gated and self.layout.gate_up == "concatenated"
 
+    @property
+    def is_separate(self) -> bool:
+        """Whether gate and up of FC1 are two parameters."""
+        return self.config.gated and self.layout.gate_up == "separate"
+
     def _hidden_dims(self) -> dict[str, int]:
         """Role -> the dim that etp cuts, for the parameters that exist."""
         split = int(self.config.gated and self.layout.gate_up == "split")
         transposed = self.layout.transposed
         dims = {"w1": 2 if transposed else 1 + split, "w2": 1 if transposed else 2}
+        if self.is_separate:
+            dims["w3"] = 1
         if self.config.fc1_bias:
             dims["b1"] = 1 + split
         if self.config.fc2_bias:
@@ -152,7 +171,8 @@ class Experts(nn.Module):
     def model_dim_of(self, param: nn.Parameter) -> int | None:
         """Return the dim of a matrix that runs over the model dim D; None for a bias."""
         transposed = self.layout.transposed
-        if param is getattr(self, self.layout.w1):
+        fc1 = [self.layout.w1] + [self.layout.w3] * self.is_separate
+        if any(param is getattr(self, name) for name in fc1):
             return 1 if transposed else param.ndim - 1
         if param is getattr(self, self.layout.w2):
             return 2 if transposed else 1
@@ -186,7 +206,7 @@ class Experts(nn.Module):
         """
         dtype, config = inp.rows_SD.dtype, self.config
         weights = ExpertWeights(
-            w1_eCD=self._as_stored_eCD(self._weight("w1", dtype)),
+            w1_eCD=self._fc1_eCD(dtype),
             w2_eDF=self._as_stored_eDF(self._weight("w2", dtype)),
             b1_eC=self._weight("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._fc2_bias(dtype) if config.fc2_bias else None,
@@ -194,6 +214,13 @@ class Experts(nn.Module):
             main_grads=self._main_grads(),
         )
         return run_experts(self.backend, inp, weights, config, recompute_fc1=self.recompute_fc1)
+
+    def _fc1_eCD(self, dtype: torch.dtype) -> Tensor:
+        """FC1 as [e, C, D]: a view, or a copy of two parameters that stand apart."""
+        w1 = self._weight("w1", dtype)
+        if self.is_separate:
+            return torch.cat([w1, self._weight("w3", dtype)], dim=1)
+        return self._as_stored_eCD(w1)
 
     def _as_stored_eCD(self, w1: Tensor) -> Tensor:
         """View FC1 as [e, C, D]; split gate and up are neighbours in memory."""
@@ -205,6 +232,8 @@ class Experts(nn.Module):
 
     def _main_grads(self) -> tuple[Tensor | None, Tensor | None]:
         """The main gradients of the two matrices in the orders of `ExpertWeights`."""
+        if self.is_separate:
+            self._refuse_main_grads()
         grads = []
         for role, view in (("w1", self._as_stored_eCD), ("w2", self._as_stored_eDF)):
             param = getattr(self, getattr(self.layout, role))
@@ -214,6 +243,14 @@ class Experts(nn.Module):
                 grad = view(grad)
             grads.append(grad)
         return grads[0], grads[1]
+
+    def _refuse_main_grads(self) -> None:
+        for name, param in self.named_parameters(recurse=False):
+            if getattr(param, "main_grad", None) is not None:
+                raise ValueError(
+                    f"{name}.main_grad must be absent with ExpertLayout.gate_up ('separate'), "
+                    "which copies its weights: read grad instead"
+                )
 
     def _check_main_grad(self, role: str, weight: Tensor, grad: Tensor) -> None:
         name = f"{getattr(self.layout, role)}.main_grad"
@@ -247,12 +284,15 @@ class Experts(nn.Module):
 def expert_shapes(config: MoEConfig, layout: ExpertLayout) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each expert parameter by name."""
     E, D, F_ = config.num_experts, config.expert_dim, config.hidden_dim
-    columns: tuple[int, ...] = (config.fc1_dim,)
+    separate = config.gated and layout.gate_up == "separate"
+    columns: tuple[int, ...] = (F_,) if separate else (config.fc1_dim,)
     if config.gated and layout.gate_up == "split":
         columns = (2, F_)
     w1 = (E, D, *columns) if layout.transposed else (E, *columns, D)
     w2 = (E, F_, D) if layout.transposed else (E, D, F_)
     shapes: dict[str, tuple[int, ...]] = {layout.w1: w1, layout.w2: w2}
+    if separate:
+        shapes[layout.w3] = w1
     if config.fc1_bias:
         shapes[layout.b1] = (E, *columns)
     if config.fc2_bias:

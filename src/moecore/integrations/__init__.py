@@ -1,0 +1,1 @@
+"""Bridges to training programs, each an optional dependency that its modules import."""

@@ -1,0 +1,125 @@
+"""moecore inside torchtitan 0.2.x, by configuration alone: importing this module registers models.
+
+    torchtitan.train --experimental.custom_import moecore.integrations.torchtitan --model.name NAME
+
+| NAME                | model                                              | flavors              |
+|---------------------|----------------------------------------------------|----------------------|
+| moecore_qwen3       | torchtitan's Qwen3 with moecore's MoE layers       | torchtitan's         |
+| moecore_deepseek_v3 | torchtitan's DeepSeek-V3 with moecore's MoE layers | torchtitan's         |
+| moecore             | moecore's own decoder                              | `models.PRESETS`     |
+
+The registry is torchtitan's, and it wants its entries made at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+from torchtitan.components.tokenizer import build_hf_tokenizer
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+from torchtitan.models import deepseek_v3, qwen3
+from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as deepseek_v3_tp
+from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as qwen3_tp
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from moecore.integrations.torchtitan_decoder import (
+    TitanDecoder,
+    TitanDecoderArgs,
+    build_sum_loss,
+    parallelize_decoder,
+    with_labels,
+)
+from moecore.integrations.torchtitan_parallel import parallelize_titan
+from moecore.integrations.torchtitan_step import build_metrics_processor, build_optimizers
+from moecore.models import PRESETS, DecoderConfig
+
+
+def accelerated(spec: TrainSpec) -> TrainSpec:
+    """Return the TrainSpec of a torchtitan model whose MoE blocks become moecore layers.
+
+    Names, shapes and the layout of checkpoints stay torchtitan's. Selection biases move if the
+    given spec moves them (DeepSeek-V3 does, Qwen3 does not).
+
+    Args:
+        spec: of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass, with any flavors.
+
+    Raises:
+        NotImplementedError: for another model.
+    """
+    dense_tp = next((tp for c, tp in _DENSE_TP.items() if issubclass(spec.model_cls, c)), None)
+    if dense_tp is None:
+        raise NotImplementedError(
+            f"TrainSpec.model_cls ({spec.model_cls.__name__}) must be one of "
+            f"{', '.join(c.__name__ for c in _DENSE_TP)}: write a parallelize_fn around "
+            "moecore.integrations.torchtitan_parallel.parallelize_titan"
+        )
+    parallelize = partial(
+        parallelize_titan,
+        dense_tp=dense_tp,
+        update_bias=spec.build_optimizers_fn is build_optimizers_with_moe_load_balancing,
+    )
+    return replace(
+        spec,
+        parallelize_fn=parallelize,
+        pipelining_fn=None,
+        build_optimizers_fn=build_optimizers,
+        build_metrics_processor_fn=build_metrics_processor,
+    )
+
+
+def decoder_spec(flavors: Mapping[str, DecoderConfig]) -> TrainSpec:
+    """Return the TrainSpec of moecore's own decoder.
+
+    The decoder makes its loss itself, in chunks, so logits of all tokens never exist; labels reach
+    it through the data loader, see `with_labels`.
+
+    Args:
+        flavors: name -> config.
+    """
+    return TrainSpec(
+        model_cls=TitanDecoder,
+        model_args={name: TitanDecoderArgs(config=config) for name, config in flavors.items()},
+        parallelize_fn=parallelize_decoder,
+        pipelining_fn=None,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=with_labels(build_text_dataloader),
+        build_tokenizer_fn=build_hf_tokenizer,
+        build_loss_fn=build_sum_loss,
+        build_metrics_processor_fn=build_metrics_processor,
+    )
+
+
+def _qwen3_tp(model: nn.Module, tp_mesh: DeviceMesh, job_config: JobConfig) -> None:
+    qwen3_tp(
+        model,
+        tp_mesh,
+        loss_parallel=not job_config.parallelism.disable_loss_parallel,
+        enable_float8_tensorwise_tp=False,
+        enable_async_tp=False,
+        cp_enabled=False,
+    )
+
+
+def _deepseek_v3_tp(model: nn.Module, tp_mesh: DeviceMesh, job_config: JobConfig) -> None:
+    deepseek_v3_tp(
+        model,
+        tp_mesh,
+        loss_parallel=not job_config.parallelism.disable_loss_parallel,
+        enable_float8_tensorwise_tp=False,
+        cp_enabled=False,
+    )
+
+
+_DENSE_TP = {qwen3.Qwen3Model: _qwen3_tp, deepseek_v3.DeepSeekV3Model: _deepseek_v3_tp}
+
+register_train_spec("moecore_qwen3", accelerated(qwen3.get_train_spec()))
+register_train_spec("moecore_deepseek_v3", accelerated(deepseek_v3.get_train_spec()))
+register_train_spec("moecore", decoder_spec(PRESETS))

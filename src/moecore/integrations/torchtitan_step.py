@@ -1,0 +1,101 @@
+"""What happens once per optimizer step: counts are reduced, biases move, metrics are logged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import build_optimizers as build_titan_optimizers
+
+from moecore.integrations.torchtitan_moe import TitanMoE
+from moecore.moe.state import MoEMetrics
+from moecore.parallelize import moe_state
+
+METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
+
+
+def build_optimizers(
+    model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
+) -> OptimizersContainer:
+    """Return torchtitan's optimizers, which call `finish_step` of every model part first.
+
+    Args:
+        model_parts: parallelized models.
+        optimizer_config: torchtitan's `job_config.optimizer`.
+        parallel_dims: torchtitan's degrees.
+        ft_manager: torchtitan's fault tolerance, or None.
+    """
+    optimizers = build_titan_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+
+    def before_step(*_: Any) -> None:
+        setattr(optimizers, METRICS, [finish_step(part) for part in model_parts])
+
+    optimizers.register_step_pre_hook(before_step)
+    return optimizers
+
+
+@torch.no_grad()
+def finish_step(model: nn.Module) -> MoEMetrics:
+    """Reduce the step's counts and move the selection biases. One collective, no host sync.
+
+    The biases of torchtitan's own blocks move as there: by steps whose mean over experts is 0.
+
+    Returns:
+        The metrics of the step.
+    """
+    state = moe_state(model)
+    before = {
+        layer: layer.part("router").selection_bias.clone()
+        for layer in state.layers.values()
+        if isinstance(layer, TitanMoE) and layer.config.balance.bias_update_rate
+    }
+    metrics = state.finish_step()
+    for layer, old_E in before.items():
+        bias_E = layer.part("router").selection_bias
+        bias_E -= (bias_E - old_E).mean()
+    return metrics
+
+
+class MoEMetricsProcessor(MetricsProcessor):
+    """torchtitan's metrics with the load of the experts in the same log line.
+
+    `moe/load_max_over_mean` is the most loaded expert over the mean in the worst layer, and
+    `moe/load_max_over_mean_avg` the mean over layers; 1 is even. `moe/aux_loss` is the sum of the
+    auxiliary losses, `moe/drop_rate` the share of choices over capacity where there is one.
+    """
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Log as torchtitan does; at most three host syncs more."""
+        extra = dict(extra_metrics or {})
+        for metrics in getattr(self.optimizers, METRICS, ()):
+            extra |= load_metrics(metrics)
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+
+
+def load_metrics(metrics: MoEMetrics) -> dict[str, float]:
+    """Return the numbers that `MoEMetricsProcessor` logs."""
+    loads = list(metrics.load_max_over_mean().values())
+    numbers = {
+        "moe/load_max_over_mean": max(loads),
+        "moe/load_max_over_mean_avg": sum(loads) / len(loads),
+        "moe/aux_loss": metrics.total_aux_loss(),
+    }
+    drops = list(metrics.drop_rate().values())
+    return numbers | ({"moe/drop_rate": sum(drops) / len(drops)} if drops else {})
+
+
+def build_metrics_processor(
+    job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
+) -> MoEMetricsProcessor:
+    """Return the metrics processor; the signature is torchtitan's."""
+    return MoEMetricsProcessor(job_config, parallel_dims, tag)
