@@ -146,6 +146,20 @@ RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
         {"weights_on_input": True, "assignment": "expert_choice", "top_k": 1},
         ["weights_on_input (True)", 'assignment ("expert_choice")'],
     ),
+    (
+        {
+            "assignment": "balanced",
+            "expert_bias": True,
+            "balance": BalanceConfig(bias_update_rate=0.1),
+        },
+        ["balance.bias_update_rate (0.1)", 'assignment ("balanced")'],
+    ),
+    ({"group_experts": 3}, ["group_experts (3)", "top_groups (1)", "num_groups (1)"]),
+    ({"activation_limit": 3.0}, ["activation_limit", 'activation ("swiglu")']),
+    (
+        {"assignment": "expert_choice", "capacity": CapacityConfig(factor=1.0, drop="position")},
+        ['capacity.drop ("position")', 'assignment ("expert_choice")'],
+    ),
     ({"latent_dim": 64}, ["latent_dim (64)", "dim (64)"]),
     ({"num_shared_experts": 2}, ["num_shared_experts (2)", "shared_hidden_dim (0)"]),
 ]
@@ -159,7 +173,10 @@ RELATIONS += [
     for fields, pieces in (
         ({"score_function": "softmax"}, ["score_function ('softmax') = 'sigmoid'"]),
         ({"score_function": "sqrtsoftplus"}, ["score_function ('sqrtsoftplus') = 'sigmoid'"]),
-        ({"assignment": "balanced"}, ["assignment ('balanced') = 'learned'"]),
+        (
+            {"assignment": "biased", "assignment_std": 1.0},
+            ["assignment ('biased') = 'learned'"],
+        ),
         ({"num_groups": 4, "top_groups": 2}, ["top_groups (2) = 4"]),
         ({"top_k": 8}, ["top_k (8)", "num_experts (8)"]),
     )

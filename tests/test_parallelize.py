@@ -39,6 +39,7 @@ REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
     (dict(ep=8), dict(dispatcher="deepep"), r"dispatcher \('deepep'\) must be one of 'auto'"),
     (dict(ep=8), dict(experts="fast"), r"experts \('fast'\) must be one of 'auto'"),
     (dict(ep=8), dict(loss="average"), r"loss \('average'\) must be one of 'mean', 'sum'"),
+    (dict(ep=8), dict(overlap_shared=True), r"overlap_shared \(True\).*\('cpu'\) = 'cuda'"),
     (dict(ep=16), {}, r"num_experts \(8\) must be divisible by ParallelConfig.ep \(16\)"),
     (dict(etp=16, ep=1), {}, r"hidden_dim / etp \(4\) must be a multiple of 8 in torch.bfloat16"),
 ]

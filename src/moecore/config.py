@@ -242,6 +242,12 @@ class MoEConfig:
                 f"({self.group_experts}) of num_experts ({self.num_experts}) in a group, because "
                 "groups are ranked by so many of their best: use fewer groups"
             )
+        if self.top_groups == self.num_groups and self.group_experts != 2:
+            raise ValueError(
+                f"MoEConfig.group_experts ({self.group_experts}) must go with top_groups "
+                f"({self.top_groups}) < num_groups ({self.num_groups}), where groups are ranked: "
+                "drop it"
+            )
         if self.top_k > self.top_groups * experts_per_group:
             raise ValueError(
                 f"MoEConfig.top_k ({self.top_k}) must be <= the experts in top_groups "
@@ -294,6 +300,11 @@ class MoEConfig:
                         f"MoEConfig.{field_name} (True) must be False with assignment "
                         f'("{choice}"), which evens the experts out itself: drop one of the two'
                     )
+        if choice == "expert_choice" and self.capacity and self.capacity.drop != "probability":
+            raise ValueError(
+                f'MoEConfig.capacity.drop ("{self.capacity.drop}") must be "probability" with '
+                'assignment ("expert_choice"), where experts take their best tokens: drop it'
+            )
         if choice == "expert_choice" and self.score_order == "post":
             raise ValueError(
                 'MoEConfig.score_order ("post") must be "pre" with assignment ("expert_choice"), '
@@ -306,6 +317,12 @@ class MoEConfig:
             )
 
     def _check_experts(self) -> None:
+        clamp = (self.activation_limit, self.activation_alpha)
+        if self.activation != "clamped_swiglu" and clamp != (7.0, 1.702):
+            raise ValueError(
+                f"MoEConfig.activation_limit and activation_alpha {clamp} must go with activation "
+                f'("{self.activation}") = "clamped_swiglu": drop them'
+            )
         if self.weights_on_input and self.choices_per_token > 1:
             raise ValueError(
                 "MoEConfig.weights_on_input (True) must go with one expert per token, not top_k "
@@ -329,6 +346,12 @@ class MoEConfig:
 
     def _check_balance(self) -> None:
         balance = self.balance
+        if balance.bias_update_rate and self.assignment in ("balanced", "skewed"):
+            raise ValueError(
+                f"MoEConfig.balance.bias_update_rate ({balance.bias_update_rate}) must be 0 with "
+                f'assignment ("{self.assignment}"), which does not read the bias that would move: '
+                "drop it"
+            )
         if balance.bias_update_rate and not self.expert_bias:
             raise ValueError(
                 f"MoEConfig.balance.bias_update_rate ({balance.bias_update_rate}) must go "

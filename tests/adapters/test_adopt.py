@@ -49,6 +49,25 @@ def test_the_very_parameters_are_kept() -> None:
     assert layer(torch.randn(3, 32)).shape == (3, 32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_selection_bias_may_be_a_parameter(dtype: torch.dtype) -> None:
+    config = replace(CONFIG, expert_bias=True, score_function="sigmoid", top_k=1)
+    router, experts = tensors()
+    router["expert_bias"] = nn.Parameter(10.0 * torch.eye(8)[3].to(dtype))
+    layer = adopt(config, LAYOUT, router=router, experts=experts)
+    bias = layer.part("router").selection_bias
+    assert bias is not None and bias.dtype == torch.float32 and not bias.requires_grad
+    assert (layer.part("router")(torch.randn(5, 32)).expert_ids_TK == 3).all()
+
+
+def test_latent_experts_have_no_argument_yet() -> None:
+    router, experts = tensors()
+    with pytest.raises(
+        NotImplementedError, match=r"MoEConfig.latent_dim \(16\) must be 0 in adopt"
+    ):
+        adopt(replace(CONFIG, latent_dim=16), LAYOUT, router=router, experts=experts)
+
+
 def test_shared_module_and_layer_class() -> None:
     class WithNone(MoELayer):
         def forward(self, x: Tensor) -> Any:

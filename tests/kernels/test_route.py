@@ -474,5 +474,7 @@ def test_addresses_past_two_to_the_31() -> None:
 
 @pytest.mark.gpu
 def test_a_path_without_a_kernel_says_so() -> None:
-    with pytest.warns(UserWarning, match=r"routing in torch.float64 has no kernel: plain PyTorch"):
+    with pytest.warns(
+        UserWarning, match=r"routing to 4 experts in torch.float64 has no kernel: plain"
+    ):
         route(torch.zeros(2, 4, dtype=torch.float64, device="cuda"), None, replace(BASE, top_k=1))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moecore import MoEConfig
 from moecore.moe.router import Router, Routing
+from tests.moe import moe_cases
 
 BASE = MoEConfig(dim=16, hidden_dim=8, num_experts=12, top_k=3)
 CONFIGS = {
@@ -280,3 +281,22 @@ def test_zero_tokens(name: str) -> None:
     routing = make_router(config)(torch.zeros(0, 16))
     assert routing.expert_ids_TK.shape == routing.weights_TK.shape == (0, config.top_k)
     assert routing.logits_TE.shape == (0, 12)
+
+
+def test_assigned_state_keeps_the_selection_bias_in_fp32() -> None:
+    layer = moe_cases.make_layer(moe_cases.CONFIGS["sigmoid-groups-bias"])
+    state = {n: t.bfloat16() for n, t in layer.state_dict().items()}
+    layer.load_state_dict(state, assign=True)
+    assert layer.router.weight.dtype == torch.bfloat16
+    assert layer.router.selection_bias.dtype == torch.float32
+
+
+def test_nan_in_padding_reaches_no_gradient_of_the_routed_path() -> None:
+    layer = moe_cases.make_layer(replace(moe_cases.CONFIGS["softmax"], latent_dim=16))
+    x = torch.randn(2, 5, 32)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[1, 3:] = True
+    x[mask] = torch.nan
+    layer(x, mask)[~mask].sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name

@@ -38,6 +38,7 @@ def adopt(
     Raises:
         ValueError: when a tensor is missing or has another shape than the config says; when a
             shared gate comes without its name, without `shared`, or the other way round.
+        NotImplementedError: for latent experts.
     """
     if bool(layout.shared_gate) != (shared_gate is not None):
         raise ValueError(
@@ -48,6 +49,11 @@ def adopt(
         raise ValueError(
             f"shared_gate ({_class_name(shared_gate)}) must come with shared (None) in adopt: pass "
             "the block's shared module"
+        )
+    if config.latent_dim:
+        raise NotImplementedError(
+            f"MoEConfig.latent_dim ({config.latent_dim}) must be 0 in adopt: its two matrices have "
+            "no argument yet"
         )
     layer = layer_class(config, layout=layout, device="meta")
     if config.shared_hidden_dim and shared is None:
@@ -83,7 +89,8 @@ def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 f"{tuple(expected[name].shape)} that the adapter's config gives"
             )
         if module._parameters.pop(name, None) is None:
-            setattr(module, name, tensor.float())  # the selection bias: small steps need fp32
+            # The selection bias: small steps need fp32, and a Parameter would leave the buffers.
+            setattr(module, name, tensor.detach().float())
             continue
         # Registered anew, so that the block's order stays.
         parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach())

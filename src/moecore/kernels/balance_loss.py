@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.common import on_device, tl, triton, use_kernel, warn_plain
 from moecore.kernels.counts import MAX_EXPERTS
 
 
@@ -285,6 +285,7 @@ def balance_loss(
     if use_kernel(score_sums_BE) and is_small:
         factors = options.factors(E)
         return _balance_loss(score_sums_BE, z_sum, counts_BX, global_counts_E, factors)
+    warn_plain(score_sums_BE, f"balance losses of {E} experts in {score_sums_BE.dtype}")
     losses = balance_loss_ref(
         score_sums_BE, z_sum, counts_BX, options, global_counts_E=global_counts_E
     )

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.common import on_device, tl, triton, use_kernel, warn_plain
 
 # Bins of a program's histogram, and (balance.py) a row of a tile; more use the references.
 MAX_EXPERTS = 1024
@@ -121,6 +121,7 @@ def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
         _add_expert_counts(counts_BE, ids_TK, None, E)
     else:
+        warn_plain(ids_TK, f"counting {E} experts")
         add_expert_counts_ref(counts_BE, ids_TK)
 
 
@@ -162,6 +163,7 @@ def count_experts_and_tokens(
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
         _add_expert_counts(counts_BX, ids_TK, padding_mask_T, E)
         return counts_BX
+    warn_plain(ids_TK, f"counting {E} experts")
     add_expert_counts_ref(counts_BX[:, :E], ids_TK)
     if padding_mask_T is None:
         counts_BX[:, E] = T // max(B, 1)

@@ -33,6 +33,7 @@ from moecore.kernels.scores import check_score_function, exp, scores_ref, sqrtso
 SCORE_ORDERS = ("pre", "post")
 FWD_TILE, BWD_TILE = 1024, 512  # logits of one program: 32 and 16 registers per thread
 MAX_TOKENS = 64  # of one program, where E is small
+MAX_EXPERTS = 1024  # of a row, which one warp holds; more use the references
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -561,8 +562,9 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
             f"RouteOptions.group_experts ({options.group_experts}) must be <= the experts of a "
             f"group ({size}): lower group_experts or num_groups"
         )
-    if logits_TE.dtype == torch.float64 or not use_kernel(logits_TE):
-        warn_plain(logits_TE, f"routing in {logits_TE.dtype}")
+    is_small = logits_TE.dtype != torch.float64 and E <= MAX_EXPERTS
+    if not (is_small and use_kernel(logits_TE)):
+        warn_plain(logits_TE, f"routing to {E} experts in {logits_TE.dtype}")
         ids_TK, weights_TK = route_ref(logits_TE, bias_E, options)
         return ids_TK, weights_TK.float()
     return _route_op(

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import use_kernel
-from moecore.kernels.route import RouteOptions, launch_forward, route_backward
+from moecore.kernels.common import use_kernel, warn_plain
+from moecore.kernels.route import MAX_EXPERTS, RouteOptions, launch_forward, route_backward
 from moecore.kernels.scores import scores_ref
 
 
@@ -99,7 +99,11 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
     Returns:
         [T, K] fp32, differentiable in the logits; no host sync.
     """
-    if logits_TE.dtype == torch.float64 or not use_kernel(logits_TE):
+    is_small = logits_TE.dtype != torch.float64 and logits_TE.shape[1] <= MAX_EXPERTS
+    if not (is_small and use_kernel(logits_TE)):
+        warn_plain(
+            logits_TE, f"routing weights of {logits_TE.shape[1]} experts in {logits_TE.dtype}"
+        )
         return route_weights_ref(logits_TE, ids_TK, options).float()
     return _route_weights_op(
         logits_TE.float(),

@@ -28,7 +28,7 @@ from moecore.models.mtp import MTPLayer, shift_left
 from moecore.models.rotary import rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.moe.layer import MoELayer
-from moecore.moe.params import init_normal_, local_param
+from moecore.moe.params import clean_name, init_normal_, local_param
 
 INIT_STD = 0.02
 
@@ -201,7 +201,7 @@ class Decoder(nn.Module):
         """
         scale = 1.0 / math.sqrt(2 * self.config.num_layers)
         for path, module in self.named_modules():
-            key = _clean(path)
+            key = clean_name(path)
             if isinstance(module, MoELayer):
                 module.init_weights(std=INIT_STD, key=key, seed=seed)
                 for weight in _residual_weights(module):
@@ -332,11 +332,13 @@ class Decoder(nn.Module):
         return tokens_BT
 
     def _last_logits(self, window_BT: Tensor) -> Tensor:
-        """Logits after the last token; padded for tp, which causal attention does not notice."""
+        """Logits after the last token; padded for tp, with tokens that go to no expert."""
         T = window_BT.shape[1]
         tp = self.model.tp
         padding = 0 if tp is None else -T % tp.size
-        return self(F.pad(window_BT, (0, padding)))[:, T - 1]
+        mask_BT = torch.arange(T + padding, device=window_BT.device).expand(len(window_BT), -1) >= T
+        tokens_BT = F.pad(window_BT, (0, padding))
+        return self(tokens_BT, padding_mask_BT=mask_BT if padding else None)[:, T - 1]
 
     def _check(
         self, tokens_BT: Tensor, labels_BT: Tensor | None, padding_mask_BT: Tensor | None
@@ -374,8 +376,3 @@ def _residual_weights(layer: MoELayer) -> list[nn.Parameter]:
 
 def _local(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
-
-
-def _clean(path: str) -> str:
-    """The name of a module without those that torch.compile and checkpointing wrap around it."""
-    return path.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

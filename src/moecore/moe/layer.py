@@ -137,8 +137,11 @@ class MoELayer(nn.Module):
             padding_mask_T=_flat_mask(padding_mask, x),
         )
         shared = SharedRun(self._shared, x_TD, self.shared_stream)
-        routing = self.part("router")(x_TD, micro_batch)
-        y_TD = self._routed(_autocast(x_TD), routing)
+        routed_TD = x_TD
+        if micro_batch.padding_mask_T is not None:  # 0 * NaN would reach the router's gradient
+            routed_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
+        routing = self.part("router")(routed_TD, micro_batch)
+        y_TD = self._routed(_autocast(routed_TD), routing)
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait()
         y = y_TD.to(x.dtype).view(x.shape)

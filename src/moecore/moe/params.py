@@ -15,6 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def clean_name(name: str) -> str:
+    """Return a qualified name without what torch.compile, checkpointing and FSDP1 add to it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def local_param(param: Tensor) -> Tensor:

@@ -136,6 +136,13 @@ class Router(nn.Module):
             self._buffers[self.expert_bias_name] = bias.to(moved.device)
         return self
 
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Load like any module; with assign=True, too, the selection bias stays in fp32."""
+        key = prefix + self.expert_bias_name
+        if key in state_dict:
+            state_dict[key] = state_dict[key].float()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Fill the parameters, the same on every layout; biases become 0."""
         init_normal_(self.weight, std=std, key=f"{key}.weight", seed=seed)

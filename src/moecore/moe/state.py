@@ -116,6 +116,7 @@ class MoEState:
             ValueError: when a layer with auxiliary losses saw another number of micro-batches than
                 `set_num_micro_batches` said, so that their gradient had the wrong scale.
         """
+        self._check_micro_batches()
         layers = self.layers
         counts = {name: self._counts(layer) for name, layer in layers.items()}
         # Every rank packs every layer, counted or not: all reduce the same length. fp64 carries
@@ -139,18 +140,26 @@ class MoEState:
             metrics.aux_losses[name] = (losses / shares).float()
             if not skipped:
                 _move_bias(layer, chosen_E, counts[name].margins_EX)
-        trackers = {name: layer.tracker for name, layer in layers.items()}
+        self._reset()
+        return metrics
+
+    def _check_micro_batches(self) -> None:
+        """Raise before anything moves when auxiliary losses had the wrong scale."""
+        trackers = {name: layer.tracker for name, layer in self.layers.items()}
         seen = {n: t.num_micro_batches for n, t in trackers.items() if t.config.balance.needs_loss}
-        for tracker in trackers.values():
-            tracker.reset()
         for name, count in seen.items():
             if count not in (0, self.num_micro_batches):
+                self._reset()
                 raise ValueError(
                     f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
                     f"step, but {name} saw {count}: call moe_state(model).set_num_micro_batches"
-                    f"({count}), and finish_step() after every step"
+                    f"({count}), and finish_step() after every step; a layer that runs twice in "
+                    "one forward can have no auxiliary loss"
                 )
-        return metrics
+
+    def _reset(self) -> None:
+        for layer in self.layers.values():
+            layer.tracker.reset()
 
     def _counts(self, layer: Any) -> LoadCounts:
         """The layer's counts of this step; zeros when it has none."""

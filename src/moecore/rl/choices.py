@@ -51,7 +51,7 @@ def check_choices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, 
 
 
 def _check_ids(where: str, ids_TK: Tensor, layer: MoELayer) -> None:
-    config, K, E = layer.config, columns(layer), layer.config.num_experts
+    config, K, E = layer.config, layer.config.choices_per_token, layer.config.num_experts
     if ids_TK.ndim != 2 or ids_TK.shape[1] != K:
         raise ValueError(
             f"{where} {tuple(ids_TK.shape)} must have the shape [tokens, {K}]: K is top_k, or "
@@ -77,12 +77,6 @@ def _check_ids(where: str, ids_TK: Tensor, layer: MoELayer) -> None:
         raise ValueError(
             f"{where}[{token}] ({ids_TK[token].tolist()}) must not repeat an expert: record it anew"
         )
-
-
-def columns(layer: MoELayer) -> int:
-    """Return K, the ids of one token: top_k, or all experts where the experts choose."""
-    config = layer.config
-    return config.num_experts if config.assignment == "expert_choice" else config.top_k
 
 
 def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:

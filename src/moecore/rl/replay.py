@@ -12,14 +12,16 @@ Legend: T tokens of this rank, K experts per token, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.moe.layer import MoELayer
+from moecore.moe.params import clean_name
 from moecore.moe.router import Router
 from moecore.rl.choices import Choices, check_choices, engine_indices, own_choices
 from moecore.rl.tapes import Recorder, Replay, refuse_taken, remove
@@ -46,7 +48,7 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module, *, layers: Sequence[str] | None = None) -> None:
-        found = {_clean(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+        found = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
         if not found:
             raise ValueError(
                 f"model ({type(model).__name__}) must hold MoELayers: call "
@@ -131,16 +133,16 @@ class RouterReplay:
             strict: raise at the end when entries were not used.
 
         Raises:
-            ValueError: for choices that do not fit the layers (`check_choices`), when a router is
-                recorded or replayed already; inside, when a forward has no entry, or one of another
-                number of tokens.
+            ValueError: for choices that do not fit the layers (`check_choices`), on every rank when
+                they do not fit on one; when a router is recorded or replayed already; inside, when
+                a forward has no entry, or one of another number of tokens.
             RuntimeError: when entries are left at the end, unless another exception is on its way;
                 when a forward follows one that failed.
             NotImplementedError: for "route" where experts choose; inside, when a CUDA graph
                 captures a forward, and in backward for a recompute that belongs to no known forward
                 and nothing was selected.
         """
-        check_choices(choices, self.layers)
+        self._agree(lambda: check_choices(choices, self.layers))
         self._check_unrecorded(unrecorded)
         refuse_taken(self._routers)
         records = _on_devices(choices, self.layers)
@@ -154,6 +156,24 @@ class RouterReplay:
             run.close()
         if strict:
             run.check_all_used()
+
+    def _agree(self, check: Callable[[], None]) -> None:
+        """Run a check of this rank's data; raise on every rank when it fails on one."""
+        error: ValueError | None = None
+        try:
+            check()
+        except ValueError as caught:
+            error = caught
+        layer = next(iter(self.layers.values()))
+        group = layer.tracker.groups.global_batch
+        if group is not None:
+            device = layer.part("router").weight.device
+            failed = torch.tensor(int(error is not None), device=device)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+            if int(failed) and error is None:
+                raise ValueError("choices of another rank must fit its layers: see its error")
+        if error is not None:
+            raise error
 
     def select(self, forward: int | None) -> None:
         """Say which entry forwards use from now on, until `replay` ends; None = the next one.
@@ -234,7 +254,3 @@ def _on_devices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, Mo
         ]
         for name, layer in layers.items()
     }
-
-
-def _clean(name: str) -> str:
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
