@@ -2,6 +2,10 @@
 PY := .venv/bin/python
 READY := .venv/.ready
 
+# The whole suite: files side by side where pytest-xdist is, so each process computes on one core.
+ONE_THREAD := OMP_NUM_THREADS=1
+WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile')
+
 .DEFAULT_GOAL := help
 .PHONY: help venv test demo bench bench-docs lint format clean
 
@@ -13,8 +17,8 @@ help:  ## this list
 venv: $(READY)  ## create or update .venv
 
 test: $(READY)  ## run the CPU tests (those for GPUs: .venv/bin/python -m pytest -m gpu)
-	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q $(ARGS)
-	$(if $(ARGS),,CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels)
+	CUDA_VISIBLE_DEVICES= $(if $(ARGS),,$(ONE_THREAD)) $(PY) -m pytest -q $(if $(ARGS),$(ARGS),$(WORKERS))
+	$(if $(ARGS),,CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(ONE_THREAD) $(PY) -m pytest -q $(WORKERS) tests/kernels)
 
 demo: $(READY)  ## train the tiny preset into runs/demo
 	$(PY) examples/train.py --preset tiny --run-dir runs/demo $(ARGS)

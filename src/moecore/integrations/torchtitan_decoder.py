@@ -50,7 +50,9 @@ class TitanDecoderArgs(BaseModelArgs):
             )
         moe = self.config.moe
         if job_config.debug.moe_force_load_balance and moe is not None:
-            self.config = replace(self.config, moe=replace(moe, assignment="balanced"))
+            still = replace(moe.balance, bias_update_rate=0.0, bias_update="sign")
+            moe = replace(moe, assignment="balanced", balance=still)
+            self.config = replace(self.config, moe=moe)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the number of parameters and the FLOPs per token of forward and backward."""

@@ -159,7 +159,8 @@ def _config(block: MoE, update_bias: bool) -> MoEConfig:
             "a token travels once, so it cannot be weighted for each expert apart"
         )
     num_groups = router.num_expert_groups or 1
-    rate = block.load_balance_coeff if update_bias else None
+    forced = router._debug_force_load_balance  # its choice reads no bias: none is moved
+    rate = block.load_balance_coeff if update_bias and not forced else None
     return MoEConfig(
         dim=dim,
         hidden_dim=hidden_dim,
@@ -172,7 +173,7 @@ def _config(block: MoE, update_bias: bool) -> MoEConfig:
         top_groups=router.num_limited_groups if router.num_expert_groups else 1,
         expert_bias=block.load_balance_coeff is not None,
         router_bias=router.gate.bias is not None,
-        assignment="balanced" if router._debug_force_load_balance else "learned",
+        assignment="balanced" if forced else "learned",
         weights_on_input=block.score_before_experts,
         balance=BalanceConfig(bias_update_rate=rate or 0.0),
     )
