@@ -65,7 +65,8 @@ def parallelize_moe(
         recompute_fc1: keep only the experts' input for backward and run FC1 again there: one
             product more for 4KF bytes per token less (bf16). Not with "te", "sequential" or biases.
         overlap_shared: on GPUs run shared experts on a stream of their own while tokens travel to
-            the routed ones. Other devices have no streams: there it is refused.
+            the routed ones. Other devices have no streams: there it is refused. Experimental: no
+            measurement yet.
         balance: replaces the balance config of every MoE layer; None keeps each one's own.
         fsdp: FSDP2 choices.
         loss: "mean": each rank's loss is the mean over its own tokens, and gradients are the mean

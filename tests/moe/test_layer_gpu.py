@@ -289,3 +289,20 @@ def test_dropped_choices_read_nothing_uninitialised(num_tokens: int) -> None:
     assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()
     assert not y[0].any(), "a token without an expert gives zero"
     assert all(torch.isfinite(p.grad).all() for p in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+def test_shared_experts_on_a_stream_of_their_own_change_no_bit(num_backwards: int) -> None:
+    results = []
+    for stream in (None, torch.cuda.Stream()):
+        layer, x_TD = make(CONFIGS["sigmoid-groups"], 512, torch.bfloat16)
+        layer.shared_stream = stream
+        for i in range(num_backwards):
+            poison()
+            x = (x_TD + i).requires_grad_()
+            y = layer(x)
+            y.square().sum().backward()
+        grads = [p.grad for p in layer.parameters()]
+        results.append([y.detach(), x.grad, *grads])
+    for plain, aside in zip(*results, strict=True):
+        assert torch.equal(plain, aside)  # type: ignore[arg-type]
