@@ -31,6 +31,7 @@ from torch import Tensor
 
 from moecore import FSDPOptions, Meshes, build_meshes, clip_grad_norm_, moe_state, parallelize_moe
 from moecore.checkpoint import Saver, latest, load
+from moecore.checkpoint.agree import on_first_rank
 from moecore.models import Decoder
 
 CPU_RANKS = 2
@@ -153,9 +154,8 @@ def build_job(args: argparse.Namespace) -> Job:
 
 def resume(args: argparse.Namespace, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
     """Load the newest checkpoint of the run and return how many steps it has done."""
-    found = [latest(checkpoint_dir(args))]
-    dist.broadcast_object_list(found)  # a slow file system may show another one to another rank
-    newest = found[0]
+    # On one rank: a slow file system may show another one, or none, to another rank.
+    newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
     if newest is None:
         return 0
     extra = load(newest, model, optimizer)

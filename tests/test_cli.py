@@ -211,6 +211,8 @@ def test_prune(capsys, tmp_path):
         (("prune", "{home}/run", "--keep", "0"), "--keep (0) must be >= 1: the newest must stay"),
         (("prune", "{tmp}/none", "--keep", "1"), "must be a run: it is not there"),
         (("convert", "a", "b", "--max-shard-size", "5XB"), "'5XB' must be a size >= 1 such as"),
+        (("convert", "{home}/hf", "{tmp}/x", "--step", "-1"), "'-1' must be a whole number >= 0"),
+        (("convert", "{home}/hf", "{tmp}/x", "--step", "one"), "'one' must be a whole number >="),
         (("convert", "a", "b", "--dtype", "int8"), "invalid choice: 'int8'"),
         (("prune", "a"), "the following arguments are required: --keep"),
         ((), "the following arguments are required: COMMAND"),
@@ -226,7 +228,7 @@ def test_wrong_usage_is_2(args, message, home, capsys, tmp_path):
     ("args", "message"),
     [
         (("convert", "{home}/run", "{home}/hf", "--config", "{home}/hf"), "hf) must not exist yet"),
-        (("convert", "{home}/hf", "{home}/run", "--step", "3"), "step (3) must not be saved alrea"),
+        (("convert", "{home}/hf", "{home}/run"), "run) must be no run yet, but holds latest: cho"),
         (("inspect", "{tmp}/bin"), "pytorch_model.bin) must be safetensors, because unpickling"),
         (("convert", "{tmp}/bin", "{tmp}/x"), "must be given for model_type ('mixtral')"),
     ],

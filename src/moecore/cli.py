@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moecore.checkpoint.directory import latest, prune, whole_directories
+from moecore.checkpoint.directory import check_step, latest, prunable, prune, whole_directories
 from moecore.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.checkpoint.meter import Progress
 
@@ -73,7 +73,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = checkpoint.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_readers(commands)
+    _add_convert(commands)
+    remove = _command(commands, "prune", _prune, "remove old checkpoints of a run")
+    remove.add_argument("path", type=Path, help="the run")
+    remove.add_argument("--keep", type=int, required=True, help="how many of the newest stay, >= 1")
+    remove.add_argument("--dry-run", action="store_true", help="only say which would go")
+    return parser
 
+
+def _add_readers(commands: Any) -> None:
     inspect = _command(commands, "inspect", _inspect, "say what a checkpoint holds")
     inspect.add_argument("path", type=Path, help="step directory, run or Hugging Face directory")
     inspect.add_argument("--json", action="store_true", help="print one JSON object, all tensors")
@@ -93,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
         "--sizes", action="store_true", help="native: sizes and headers only, no hashing"
     )
 
+
+def _add_convert(commands: Any) -> None:
     convert = _command(
         commands,
         "convert",
@@ -102,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "only. Which way follows from the source. Optimizer state is not converted.",
     )
     convert.add_argument("source", type=Path, help="what to read")
-    convert.add_argument("target", type=Path, help="new directory; for native, the run")
+    convert.add_argument("target", type=Path, help="new directory; for native, a new run")
     convert.add_argument(
         "--config", type=Path, help="to Hugging Face: the model's config.json, or its directory"
     )
@@ -113,16 +124,10 @@ def _parser() -> argparse.ArgumentParser:
         default="per_expert",
         help="to Hugging Face: a tensor per expert, as published (default), or one for all",
     )
-    convert.add_argument("--step", type=int, default=0, help="to native: step (default 0)")
+    convert.add_argument("--step", type=_step, default=0, help="to native: step (default 0)")
     convert.add_argument(
         "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="default 5GB"
     )
-
-    remove = _command(commands, "prune", _prune, "remove old checkpoints of a run")
-    remove.add_argument("path", type=Path, help="the run")
-    remove.add_argument("--keep", type=int, required=True, help="how many of the newest stay, >= 1")
-    remove.add_argument("--dry-run", action="store_true", help="only say which would go")
-    return parser
 
 
 def _command(
@@ -272,12 +277,7 @@ def _prune(args: Any) -> int:
         raise UsageError(f"--keep ({args.keep}) must be >= 1: the newest must stay")
     if not args.path.is_dir():
         raise UsageError(f"path ({args.path}) must be a run: it is not there")
-    if args.dry_run:
-        newest = latest(args.path)
-        old = [p for p in whole_directories(args.path)[: -args.keep] if p != newest]
-    else:
-        old = prune(args.path, args.keep)
-    for path in old:
+    for path in (prunable if args.dry_run else prune)(args.path, args.keep):
         print(f"{'would remove' if args.dry_run else 'removed'} {path}")
     return 0
 
@@ -314,6 +314,17 @@ def _progress(what: str) -> Iterator[Progress | None]:
             bar.update(done - bar.n)
 
         yield show
+
+
+def _step(text: str) -> int:
+    try:
+        step = int(text)
+        check_step(step)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a whole number >= 0 and < 10**18"
+        ) from None
+    return step
 
 
 def _size(text: str) -> int:

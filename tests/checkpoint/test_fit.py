@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,16 +134,96 @@ def test_hyperparameters_keep_their_kind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"hyperparameter betas \(\(0.9, 0.999\)\) is a list"):
         load(path, *build({"a": 3}))
     optimizer.param_groups[0]["betas"] = (0.5, 0.6)
-    optimizer.param_groups[0]["foreach"] = True
     path = save(tmp_path, 2, model, optimizer)
     other, other_optimizer = build({"a": 3}, seed=1)
     load(path, other, other_optimizer)
     assert other_optimizer.param_groups[0]["betas"] == (0.5, 0.6)
-    assert other_optimizer.param_groups[0]["foreach"] is True
     capturable = torch.optim.AdamW(other.parameters(), lr=torch.tensor(3.0))
     rate = capturable.param_groups[0]["lr"]
     load(path, other, capturable)
     assert rate is capturable.param_groups[0]["lr"] and rate == pytest.approx(0.1)
+
+
+Options = dict[str, Any]
+
+
+def build_with(kind: type[torch.optim.Optimizer], **options: Any) -> Model:
+    """One layer that has taken a step."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False)})
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        ((SGD, {"momentum": 0.9}), (ADAMW, {}), r"optimizer \(AdamW\) is a SGD in the checkpoint"),
+        ((ADAMW, {}), (torch.optim.Adam, {}), r"optimizer \(Adam\) is a AdamW in the checkpoint"),
+        ((ADAMW, {}), (ADAMW, {"amsgrad": True}), r"amsgrad \(True\) is False in the checkpoint"),
+        ((ADAMW, {"amsgrad": True}), (ADAMW, {}), r"amsgrad \(False\) is True in the checkpoint"),
+        ((SGD, {}), (SGD, {"momentum": 0.9}), r"momentum \(0.9\) is 0 in the checkpoint"),
+    ],
+)
+def test_optimizer_with_other_state_is_refused(
+    tmp_path: Path,
+    saved: tuple[type[torch.optim.Optimizer], Options],
+    now: tuple[type[torch.optim.Optimizer], Options],
+    message: str,
+) -> None:
+    path = save(tmp_path, 1, *build_with(saved[0], **saved[1]))
+    model, optimizer = build_with(now[0], **now[1])
+    before = state_of(model, optimizer)
+    with pytest.raises(ValueError, match=f"1 differ: .*{message}"):
+        load(path, model, optimizer)
+    assert equal(before, state_of(model, optimizer))
+    with pytest.warns(UserWarning, match=message):
+        load(path, model, optimizer, strict=False)
+    assert optimizer.state_dict()["param_groups"][0].items() >= now[1].items()
+    slots = {name: value for name, value in before.items() if name != "a.weight"}
+    after = state_of(model, optimizer)
+    assert equal(slots, {name: value for name, value in after.items() if name != "a.weight"})
+    step(model, optimizer)
+
+
+def test_amounts_are_restored(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, *build_with(SGD, momentum=0.9, weight_decay=0.5))
+    model, optimizer = build_with(SGD, momentum=0.8)
+    load(path, model, optimizer)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_names_of_hyperparameters_must_agree(tmp_path: Path) -> None:
+    model, optimizer = build({"a": 3})
+    optimizer.param_groups[0]["theirs"] = 1
+    path = save(tmp_path, 1, model, optimizer)
+    model, optimizer = build({"a": 3})
+    optimizer.param_groups[0] |= {"mine": 2, "initial_lr": 1.0}  # the second is a scheduler's
+    with pytest.raises(ValueError, match="1 differ: optimizer hyperparameters mine, theirs are on"):
+        load(path, model, optimizer)
+
+
+@pytest.mark.parametrize("saved", [{"fused": True}, {"foreach": True}, {"capturable": True}])
+def test_how_a_step_is_computed_is_of_this_run(tmp_path: Path, saved: Options) -> None:
+    model, optimizer = build({"a": 3})
+    optimizer.param_groups[0] |= saved
+    path = save(tmp_path, 1, model, optimizer)
+    other, other_optimizer = build({"a": 3}, seed=1)
+    load(path, other, other_optimizer)
+    assert not any(other_optimizer.param_groups[0][name] for name in saved)
+    assert equal(state_of(model, optimizer), state_of(other, other_optimizer))
+    step(other, other_optimizer)
 
 
 def test_optimizer_state_that_does_not_fit_its_parameter(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ CRASH_POINTS = {
     "write": (directory, "_write"),
     "bytes": (os, "write"),
     "fsync": (os, "fsync"),
-    "sync": (directory, "_sync"),
+    "sync": (directory, "sync"),
     "rename": (Path, "rename"),
     "replace": (Path, "replace"),
     "remove": (directory.shutil, "rmtree"),

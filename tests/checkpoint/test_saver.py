@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from moecore.checkpoint import Saver, latest, load, read_manifest, storage, verify
+from moecore.checkpoint import Saver, latest, load, read_manifest, save, storage, verify
 from moecore.checkpoint.agree import gather
 from moecore.checkpoint.shard_file import ShardWriter
 from tests.checkpoint.kills import build, fill, loaded_step
@@ -120,6 +124,20 @@ def _no_space(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+def test_the_group_waits_as_long_as_the_default_one(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    dist.init_process_group(
+        "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
+    try:
+        with Saver(tmp_path, *build(1.0)) as saver:
+            assert saver._group is not None
+            backend = saver._group._get_backend(torch.device("cpu"))
+            assert backend.options._timeout == timedelta(seconds=77)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_progress_and_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "moecore.checkpoint")
     seen: list[tuple[int, int]] = []
@@ -167,15 +185,71 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     results["verify"] = gather(message_of(lambda: verify(root / "step-000003")))
     mine = "step-000001" if rank == 0 else "step-000003"
     results["paths"] = gather(message_of(lambda: load(root / mine, model)))
+    results["copy"] = gather(copy_fails_on_one(root / "copy", rank, model, optimizer))
+    results |= {name: gather(text) for name, text in unlike_ranks(root / "unlike", rank, model)}
+    results["resume"] = gather(resumed(root / "resume", rank, model, optimizer))
     other = torch.nn.Linear(3, 5 if rank == 0 else 6, bias=False)
     results["one rank's model"] = gather(message_of(lambda: load(root / "step-000001", other)))
     return results
 
 
+def copy_fails_on_one(
+    root: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[str, list[str]]:
+    """Rank 1 has no memory for its copies; nothing is left behind, and the next save is whole."""
+    with Saver(root, model, optimizer) as saver:
+        stage = saver._stage
+        if rank == 1:
+            saver._stage = _no_memory  # type: ignore[method-assign]
+        message = message_of(lambda: saver.save(1, wait=False))
+        saver._stage = stage  # type: ignore[method-assign]
+        left = [path.name for path in root.iterdir()]
+        saver.save(1, wait=False)
+    assert latest(root) == root / "step-000001"
+    return message, left
+
+
+class LocalError(Exception):
+    """Pickle cannot make it again."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+
+
+def _no_memory(*_: object) -> None:
+    raise LocalError("no pinned memory", 3)
+
+
+def unlike_ranks(root: Path, rank: int, model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Saves in which ranks differ; nothing may be written."""
+    for name, value in (("json", {"seen": rank}), ("tensor", {"at": torch.arange(rank, rank + 3)})):
+        yield f"extra {name}", message_of(lambda v=value: save(root, 1, model, None, v))
+    stage = torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(2, 2)})
+    yield "stages", message_of(lambda: save(root, 1, stage, None))
+    with Saver(root, model, None) as saver:
+        yield "saver", message_of(lambda: saver.save(1, {"seen": rank}, wait=False))
+    assert not root.exists()
+    save(root, 1, model, None, {"same": [1.5, float("nan")], "ids": torch.zeros(0, 2)})
+
+
+def resumed(root: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """The example looks for the newest checkpoint on rank 0 only; its error reaches all."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import train
+
+    (root / "checkpoints").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    if rank == 0:
+        (root / "checkpoints" / "latest").write_text("damaged")
+    else:
+        train.latest = _no_space
+    return message_of(lambda: train.resume(SimpleNamespace(run_dir=root, seed=0), model, optimizer))
+
+
 def message_of(action: Any) -> str:
     try:
         action()
-    except (ValueError, OSError) as error:
+    except (ValueError, NotImplementedError, RuntimeError, OSError) as error:
         return str(error)
     return ""
 
@@ -187,10 +261,16 @@ def test_two_ranks_learn_of_one_rank_s_error(tmp_path: Path) -> None:
     assert results["save"] == results["check"] and results["close"] == ""
     assert results["latest"] == str(tmp_path / "step-000003")
     assert torch.equal(results["weight"], torch.arange(15.0).reshape(5, 3))
+    assert results["copy"] == [("LocalError: no pinned memory", [])] * 2
     for name, wanted in (
         ("verify", "rank-00001.safetensors) must be as it was saved, but has 0 bytes"),
         ("paths", "must be the same on every rank, but rank 0 has step-000001"),
         ("one rank's model", "weight (5, 3) must be (6, 3) as in the model"),
+        ("extra json", "extra seen of rank 1 must equal that of rank 0"),
+        ("extra tensor", "extra at of rank 1 must equal that of rank 0"),
+        ("saver", "extra seen of rank 1 must equal that of rank 0"),
+        ("stages", "model.layer0.bias must be in the model of every rank to be saved, but is on"),
+        ("resume", "latest) must be '<checkpoint> <sha256 of its manifest>' but is 'damaged'"),
     ):
         assert all(wanted in message for message in results[name]), name
         assert results[name][0] == results[name][1] or name == "paths"

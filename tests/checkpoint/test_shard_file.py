@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from itertools import pairwise
@@ -135,6 +137,20 @@ def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"short")
         with pytest.raises(OSError, match="it was cut meanwhile"):
             file.read("x", torch.float32, (1000,), (0,), torch.empty(1000))
+
+
+def test_a_failed_header_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    before = set(os.listdir("/proc/self/fd")), threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", no_space)
+        with pytest.raises(OSError, match="No space left"):
+            shard_file.ShardWriter(tmp_path / "x", b"head", pinned=False, meter=Meter())
+    assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
 def test_wider_dtypes_come_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.checkpoint import latest, load, prune, read_manifest, save, set_latest
-from moecore.checkpoint.directory import POINTER, whole_directories
+from moecore.checkpoint.directory import POINTER, new_draft, publish, whole_directories
 from moecore.checkpoint.manifest import MANIFEST
 from moecore.checkpoint.state import split_halves
 from moecore.moe.balance import BalanceGroups
@@ -161,6 +162,24 @@ def test_rolled_back_run_replaces_later_steps(tmp_path: Path) -> None:
     path = latest(tmp_path)
     assert path == tmp_path / "step-000002"
     assert load(path, model, optimizer) == {"run": "second"}
+
+
+def test_only_a_rolled_back_run_replaces_a_step(tmp_path: Path) -> None:
+    model, optimizer = build()
+    for step in (1, 2, 3):
+        save(tmp_path, step, model, optimizer)
+    for step in (1, 2, 3):  # also those before the newest
+        with pytest.raises(ValueError, match=rf"step \({step}\) must not be saved already"):
+            save(tmp_path, step, model, optimizer)
+    draft = new_draft(tmp_path, 4)
+    other = tmp_path / "step-000004"
+    shutil.copytree(tmp_path / "step-000003", other)  # by another process, meanwhile
+    manifest = read_manifest(other)
+    manifest = replace(manifest, facts=replace(manifest.facts, step=4))
+    set_latest(other)
+    with pytest.raises(ValueError, match=r"step \(4\) must not be saved already"):
+        publish(draft, manifest, keep=0)
+    assert latest(tmp_path) == other
 
 
 def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
@@ -382,6 +401,18 @@ def _config_object(path: Path) -> None:
     save(path.parent, 2, *build_linear(4), config=3)
 
 
+def _int_keys(path: Path) -> None:
+    save(path.parent, 2, *build_linear(4), {"counts": {"a": {1: 2}}})
+
+
+def _tuple(path: Path) -> None:
+    save(path.parent, 2, *build_linear(4), {"place": [(1, 2)]})
+
+
+def _huge_step(path: Path) -> None:
+    save(path.parent, 10**18, *build_linear(4))
+
+
 def _mixed_keys(path: Path) -> None:
     save(path.parent, 2, *build_linear(4), {"counts": {1: 2, "a": 3}})
 
@@ -402,7 +433,10 @@ def _mixed_keys(path: Path) -> None:
         (_negative_step, r"step \(-1\) must be a whole number >= 0"),
         (_extra_object, r"extra thing \(object\) must be JSON-able or a tensor"),
         (_mixed_keys, r"extra counts \(dict\) must be JSON-able or a tensor"),
-        (_other_format, r"format \(99\) must be 2, or that of another moecore"),
+        (_int_keys, r"extra counts \(dict\) must be JSON-able or a tensor: JSON has lists for"),
+        (_tuple, r"extra place \(list\) must be JSON-able or a tensor: JSON has lists for tuples"),
+        (_huge_step, r"step \(1000000000000000000\) must be a whole number >= 0 and < 10\*\*18"),
+        (_other_format, r"format \(99\) must be 3, or that of another moecore"),
         (_unknown_verify, r"verify \('no'\) must be one of full, sizes"),
         (_config_object, r"config \(int\) must be a mapping or a dataclass instance"),
     ],

@@ -6,7 +6,9 @@ raises the same one and none waits for a rank that has given up.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +27,7 @@ def on_first_rank(action: Callable[[], T], group: Group = None) -> T:
         try:
             outcome[0] = action()
         except Exception as error:
-            outcome[1] = error
+            outcome[1] = _sendable(error)
     dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
@@ -38,12 +40,28 @@ def on_every_rank(action: Callable[[], T], group: Group = None) -> T:
     try:
         result = action()
     except Exception as caught:
-        error = caught
+        error = _sendable(caught)
     errors = gather(error, group)
     for first in errors:
         if first is not None:
             raise first
     return result
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return the error, or one with its text where pickle loses it: the others would wait."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def default_timeout() -> timedelta:
+    """Return how long a collective of the default group waits; a new group would not inherit it."""
+    group = dist.group.WORLD
+    assert group is not None, "asked for only with a process group"
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def gather(value: T, group: Group = None) -> list[T]:

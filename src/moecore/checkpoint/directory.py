@@ -71,7 +71,7 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     pointer = path.parent / f".{POINTER}.tmp"
     _write(pointer, f"{path.name} {digest}\n")
     pointer.replace(path.parent / POINTER)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def prune(root: str | os.PathLike[str], keep: int) -> list[Path]:
@@ -86,13 +86,35 @@ def prune(root: str | os.PathLike[str], keep: int) -> list[Path]:
     Raises:
         ValueError: when `keep` is wrong, or the pointer file is damaged; nothing is removed then.
     """
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise ValueError(f"keep ({keep!r}) must be a whole number >= 1: the newest must stay")
-    newest = latest(root)
-    old = [path for path in whole_directories(Path(root))[:-keep] if path != newest]
+    old = prunable(root, keep)
     for path in old:
         _remove(path)
     return old
+
+
+def prunable(root: str | os.PathLike[str], keep: int) -> list[Path]:
+    """Return what `prune` would remove; see there."""
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise ValueError(f"keep ({keep!r}) must be a whole number >= 1: the newest must stay")
+    newest = latest(root)
+    return [path for path in whole_directories(Path(root))[:-keep] if path != newest]
+
+
+def check_step(step: int) -> None:
+    """Raise ValueError for a step that no directory can be named after."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
+        raise ValueError(f"step ({step!r}) must be a whole number >= 0 and < 10**18")
+
+
+def check_unused(root: Path) -> None:
+    """Raise ValueError when a directory is a run already: it has checkpoints or drafts."""
+    if not root.is_dir():
+        return
+    for name in sorted(path.name for path in root.iterdir()):
+        if name == POINTER or name.startswith((".step-", "step-")):
+            raise ValueError(
+                f"root ({root}) must be no run yet, but holds {name}: choose another directory"
+            )
 
 
 def whole_directories(root: Path) -> list[Path]:
@@ -117,17 +139,11 @@ def new_draft(root: Path, step: int) -> Path:
     """Make an empty draft directory, after removing those that killed saves left behind.
 
     Raises:
-        ValueError: when the newest checkpoint is this step already, or may be.
+        ValueError: when this step is saved already and the run was not rolled back behind it.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = directory_of(root, step)
-    try:
-        taken = latest(root) == final
-    except ValueError as error:  # a run must be able to save although an older save is damaged
-        logger.warning("%s", error)
-        taken = is_whole(final)
-    if taken:
-        raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
+    _check_free(final)
     for leftover in root.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     draft = root / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
@@ -142,20 +158,38 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
         draft: from `new_draft`; the shard files are there and on disk.
         manifest: of it.
         keep: how many of the newest checkpoints stay; 0 = all.
+
+    Raises:
+        ValueError: when the step was saved by somebody else meanwhile; likewise as in `new_draft`.
     """
     root, final = draft.parent, directory_of(draft.parent, manifest.facts.step)
     _write(draft / MANIFEST, manifest.text)
-    _sync(draft)
-    if final.exists():  # of a run that was rolled back: the pointer names another one
+    sync(draft)
+    _check_free(final)
+    if final.exists():  # of a run that was rolled back, or not whole
         _remove(final)
     draft.rename(final)
-    _sync(root)
+    sync(root)
     set_latest(final)
     try:
         if keep:
             prune(root, keep)
     except OSError as error:  # the new one is safe, so the save has not failed
         logger.warning("old checkpoints under %s could not be removed: %s", root, error)
+
+
+def _check_free(final: Path) -> None:
+    """Raise for a whole checkpoint, unless the run was rolled back to one before it."""
+    if not is_whole(final):
+        return
+    try:
+        newest = latest(final.parent)
+        if newest is not None and (_step_of(newest) or 0) < (_step_of(final) or 0):
+            return
+    except ValueError as error:  # a run must be able to save although an older save is damaged
+        logger.warning("%s", error)
+    step = _step_of(final)
+    raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
 
 
 def discard(draft: Path) -> None:
@@ -206,7 +240,7 @@ def _write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(directory: Path) -> None:
+def sync(directory: Path) -> None:
     """Put the names in a directory on disk; a file's own fsync does not."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:

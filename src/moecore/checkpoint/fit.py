@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from moecore.checkpoint.state import (
     ModelView,
     group_problems,
     optimizer_state_to_fill,
+    option_problems,
     rng_tensors,
 )
 
@@ -153,7 +156,13 @@ def _compare_optimizer(
     if groups is None:
         fit.left_out.append("optimizer state is not in the checkpoint")
         return
+    now, before = type(optimizer).__name__, manifest.facts.optimizer_class
+    if now != before:  # its state means something else
+        fit.left_out.append(f"optimizer ({now}) is a {before} in the checkpoint")
+        return
+    options = _option_problems(optimizer, view, groups)
     problems = group_problems(optimizer, view, groups)
+    problems += dict.fromkeys(itertools.chain(*options.values()))
     fit.left_out += problems
     fit.groups = not problems
     mine = {view.name_of(p) for group in optimizer.param_groups for p in group["params"]}
@@ -167,11 +176,22 @@ def _compare_optimizer(
             fit.left_out.append(f"optimizer state of {name} is of no parameter of the optimizer")
         elif name not in fit.model:
             fit.left_out.append(f"optimizer state of {name} belongs to a tensor that differs")
+        elif options.get(name):
+            pass  # said above, once for all parameters
         elif wrong := [k for k, t in stored.items() if t.shape not in ((), weights[name].shape)]:
             found, shape = stored[wrong[0]].shape, weights[name].shape
             fit.left_out.append(f"optimizer state {wrong[0]} {found} must be {shape} or a scalar")
         else:
             _take_slots(fit, stored, weights[name], view.stored[name].dtype, cast=cast)
+
+
+def _option_problems(
+    optimizer: Optimizer, view: ModelView, groups: list[dict[str, Any]]
+) -> dict[str, list[str]]:
+    """Return name of each parameter on both sides -> what differs in its options."""
+    saved = {name: group for group in groups for name in group["params"]}
+    named = [(view.name_of(p), group) for group in optimizer.param_groups for p in group["params"]]
+    return {n: option_problems(group, saved[n]) for n, group in named if n in saved}
 
 
 def _take_slots(

@@ -7,6 +7,7 @@ what the format allows is neither written nor read.
     meshes                      [{mesh dim: size}] of the saved model's DTensors
     versions                    moecore, torch, python
     config, scheduler, extra    the caller's JSON
+    optimizer_class             name of its class, or null
     optimizer                   [{params: [name], hyperparameter: value}], or null
     files                       file name -> {size in bytes, sha256 of the whole file}
     tensors                     name -> {shape, dtype, chunks: [{file, key, offsets, sizes}]}
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 
 MANIFEST = "moecore.json"
-FORMAT = 2
+FORMAT = 3
 FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 DTYPE_NAMES = {
@@ -58,8 +59,8 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _MAX_BYTES = 2**62
 _FIELDS = {
-    *("format", "step", "world_size", "meshes", "versions", "config", "optimizer"),
-    *("scheduler", "extra", "files", "tensors", "sha256"),
+    *("format", "step", "world_size", "meshes", "versions", "config"),
+    *("optimizer_class", "optimizer", "scheduler", "extra", "files", "tensors", "sha256"),
 }
 
 
@@ -100,6 +101,7 @@ class Facts:
         meshes: the meshes of the model's DTensors, mesh dim -> size.
         versions: of moecore, torch and python.
         config: the caller's description of the model; None = none given.
+        optimizer_class: name of its class; None = no optimizer.
         optimizer: hyperparameters and parameter names of each group; None = no optimizer.
         scheduler: its state; None = none given.
         extra: the caller's values that are no tensors.
@@ -110,6 +112,7 @@ class Facts:
     meshes: list[dict[str, int]]
     versions: dict[str, str]
     config: dict[str, Any] | None
+    optimizer_class: str | None
     optimizer: list[dict[str, Any]] | None
     scheduler: dict[str, Any] | None
     extra: dict[str, Any]
@@ -235,6 +238,11 @@ def _facts(values: dict[str, Any]) -> Facts:
     _must(
         groups is None or (isinstance(groups, list) and all(map(_is_group, groups))),
         "optimizer must be null or a list of groups with the names of their parameters",
+    )
+    _must(
+        isinstance(values["optimizer_class"], str | None)
+        and (values["optimizer_class"] is None) == (groups is None),
+        "optimizer_class must be a string beside groups, and null without",
     )
     return Facts(**{name: values[name] for name in Facts.__dataclass_fields__})
 

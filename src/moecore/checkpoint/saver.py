@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore.checkpoint.agree import gather, on_every_rank
-from moecore.checkpoint.directory import directory_of
+from moecore.checkpoint.agree import default_timeout, gather, on_every_rank
+from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.meter import Meter, Progress
-from moecore.checkpoint.snapshot import Scheduler, Snapshot, take_snapshot
+from moecore.checkpoint.snapshot import Scheduler, Snapshot, check_alike, take_snapshot
 from moecore.checkpoint.store import begin, check_count, locals_of, write
 
 logger = logging.getLogger("moecore.checkpoint")
@@ -72,7 +72,9 @@ class Saver:
         self._scheduler, self._keep, self._config = scheduler, keep, config
         self._progress = progress
         # Of its own: a collective of the training in between would mix up the ranks' order.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=default_timeout())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
         self._copies: dict[str, Tensor] = {}
         self._running: Future[None] | None = None
@@ -102,19 +104,26 @@ class Saver:
         Raises:
             ValueError: for a wrong argument or after `close`, before anything is written.
             NotImplementedError: for state that has no place in a checkpoint, likewise.
+            RuntimeError: when a rank has no memory for the copies; the draft is removed.
             OSError: when a rank could not write; of the save before, or with `wait` of this one.
         """
-        check_count("step", step)
+        check_step(step)
         if self._closed:
             raise ValueError("Saver (closed) must be open to save: make another one")
         self._finish()
         snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)
+        check_alike(snapshot, self._group)
         draft = begin(self._root, step, self._group)
         if wait:
             self._write(draft, snapshot, locals_of(snapshot))
         else:
             started = time.perf_counter()
-            copies = self._stage(locals_of(snapshot))
+            try:
+                copies = on_every_rank(lambda: self._stage(locals_of(snapshot)), self._group)
+            except Exception:  # such as no host memory on one rank
+                if not dist.is_initialized() or dist.get_rank() == 0:
+                    discard(draft)
+                raise
             seconds = time.perf_counter() - started
             if not dist.is_initialized() or dist.get_rank() == 0:
                 logger.info("step %d: copied to host memory in %.3f s", step, seconds)

@@ -87,12 +87,16 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._sha256, self._size, self._meter = hashlib.sha256(), 0, meter
         self._hasher = ThreadPoolExecutor(1)
-        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         self._filled = 0
-        self._write(memoryview(header))
+        try:
+            self._write(memoryview(header))
+        except BaseException:  # nobody else can: there is no object yet
+            self.__exit__()
+            raise
 
     def __enter__(self) -> ShardWriter:
         return self

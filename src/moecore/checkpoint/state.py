@@ -33,6 +33,11 @@ from torch.optim import Optimizer
 from moecore.moe.experts import Experts
 
 StoredView = Callable[[Tensor], Tensor]
+OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}  # how to compute, not what
+# What schedulers add to a group, and set anew when they are built.
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+# Numbers that decide about no state, so that 0 may become another number.
+VALUES = {"lr", "betas", "weight_decay", "eps"} | OF_SCHEDULERS
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -169,12 +174,14 @@ def _layout(tensor: Tensor) -> object:
 def optimizer_groups(optimizer: Optimizer, model: ModelView) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group, JSON-able, with its parameters' names.
 
+    Those that are `OF_THE_RUN` are left out: another machine may want others.
+
     Raises:
         ValueError: when one cannot be kept as JSON.
     """
     groups = []
     for group in optimizer.param_groups:
-        values = {k: v for k, v in group.items() if k != "params"}
+        values = {k: v for k, v in group.items() if k != "params" and k not in OF_THE_RUN}
         values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
         check_json("optimizer hyperparameter", values)
         groups.append({"params": [model.name_of(p) for p in group["params"]], **values})
@@ -200,12 +207,37 @@ def group_problems(
     ]
 
 
+def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return how two groups differ in what decides about the state of a parameter.
+
+    Names of options must agree, and whether each is on: amsgrad or a momentum bring state that an
+    optimizer without them lacks. Its amount may differ.
+
+    Args:
+        group: of the optimizer.
+        saved: from the manifest.
+    """
+    ignored = OF_SCHEDULERS | OF_THE_RUN | {"params"}
+    odd = sorted((group.keys() - ignored) ^ (saved.keys() - OF_SCHEDULERS - {"params"}))
+    problems = []
+    if odd:
+        problems.append(
+            f"optimizer hyperparameters {', '.join(odd)} are on one side only, checkpoint or "
+            "optimizer"
+        )
+    return problems + [
+        f"optimizer hyperparameter {key} ({group[key]!r}) is {saved[key]!r} in the checkpoint"
+        for key in sorted(group.keys() & saved.keys() - VALUES - OF_THE_RUN - {"params"})
+        if isinstance(group[key], int | float | None) and bool(group[key]) != bool(saved[key])
+    ]
+
+
 def restore_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Set the hyperparameters of each group, in place; `group_problems` has found none."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             current = group.get(key)
-            if key == "params":
+            if key == "params" or key in OF_THE_RUN:
                 continue
             if isinstance(current, Tensor):
                 current.fill_(value)  # a captured graph reads this very tensor

@@ -26,7 +26,7 @@ from moecore.checkpoint.agree import (
     on_every_rank,
     on_first_rank,
 )
-from moecore.checkpoint.directory import directory_of, discard, new_draft
+from moecore.checkpoint.directory import check_step, directory_of, discard, new_draft
 from moecore.checkpoint.fit import (
     Fit,
     below,
@@ -38,7 +38,13 @@ from moecore.checkpoint.fit import (
 )
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.meter import Meter, Progress
-from moecore.checkpoint.snapshot import Scheduler, Snapshot, scheduler_state, take_snapshot
+from moecore.checkpoint.snapshot import (
+    Scheduler,
+    Snapshot,
+    check_alike,
+    scheduler_state,
+    take_snapshot,
+)
 from moecore.checkpoint.state import ModelView, restore_groups, restore_rng
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, check_how, verify_files
@@ -82,11 +88,12 @@ def save(
         NotImplementedError: for state that has no place in a checkpoint, likewise.
         OSError: when a rank could not write; nothing changed for `latest`.
     """
-    check_count("step", step)
+    check_step(step)
     check_count("keep", keep)
     snapshot = on_every_rank(
         lambda: take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
     )
+    check_alike(snapshot)
     draft = begin(Path(root), step)
     write(draft, snapshot, locals_of(snapshot), keep=keep, meter=Meter())
     return directory_of(Path(root), step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from moecore import BalanceConfig
 from moecore.checkpoint.hf.config import decoder_config_from_hf
 from moecore.models import preset
+from tests.checkpoint.fuzz import VALUES
 from tests.models.hf_pairs import PAIRS
 
 # The fields of the published files that say what the model computes.
@@ -271,6 +273,43 @@ def test_what_the_decoder_lacks_is_refused(base, change, message):
 def test_missing_fields_are_named(base, name):
     with pytest.raises(ValueError, match=rf"config.json {name} \(None\) must be given for model_"):
         decoder_config_from_hf(base | {name: None})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_attention_heads=0), r"num_attention_heads \(0\) must be a whole number >= 1"),
+        (dict(num_attention_heads="x"), r"num_attention_heads \('x'\) must be a whole number"),
+        (dict(num_hidden_layers=True), r"num_hidden_layers \(True\) must be a whole number from 1"),
+        (dict(decoder_sparse_step=0), r"decoder_sparse_step \(0\) must be a whole number from 1"),
+        (dict(rope_scaling=[1]), r"rope_scaling \(\[1\]\) must be an object"),
+        (dict(mlp_only_layers=3), r"mlp_only_layers \(3\) must be a list of whole numbers"),
+        (dict(rms_norm_eps="1e-6"), r"rms_norm_eps \('1e-6'\) must be a number"),
+        (dict(tie_word_embeddings="yes"), r"tie_word_embeddings \('yes'\) must be true or false"),
+    ],
+)
+def test_values_of_another_kind_are_named(change, message):
+    with pytest.raises(ValueError, match=f"config.json {message}.*: correct it"):
+        decoder_config_from_hf(QWEN3_30B | change)
+
+
+@pytest.mark.parametrize("base", [QWEN3_30B, QWEN2, MIXTRAL_8X7B, OLMOE_1B_7B, DEEPSEEK_V3])
+def test_fuzzed_values_are_errors_or_read(base):
+    """Every field, and every one below rope_scaling, with every odd value."""
+    outcomes = Counter()
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4} | (
+        base.get("rope_scaling") or {}
+    )
+    cases = [{name: value} for name in {**base, "rope_parameters": 0} for value in VALUES]
+    cases += [{"rope_scaling": rope | {name: value}} for name in rope for value in VALUES]
+    for case in cases:
+        try:
+            decoder_config_from_hf(base | case)
+            outcomes["read"] += 1
+        except (ValueError, NotImplementedError) as error:
+            assert "\n" not in str(error)
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > outcomes["read"] > 0
 
 
 def test_broken_files_are_errors(tmp_path):

@@ -111,6 +111,51 @@ def test_sources_that_do_not_fit(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
 
 
+@pytest.mark.parametrize("there", ["a checkpoint", "a draft"])
+def test_a_run_that_has_begun_is_left_alone(there, tmp_path):
+    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
+    run = tmp_path / "run"
+    if there == "a draft":
+        (run / ".step-000005.tmp-0123").mkdir(parents=True)
+    else:
+        save(run, 5, Decoder(CONFIG), None)
+    before = sorted(run.rglob("*"))
+    with pytest.raises(
+        ValueError, match=r"run\) must be no run yet, but holds .*step|latest: choo"
+    ):
+        hf_to_native(tmp_path / "hf", run)
+    assert sorted(run.rglob("*")) == before
+    with pytest.raises(ValueError, match=r"step \(-1\) must be a whole number >= 0"):
+        hf_to_native(tmp_path / "hf", tmp_path / "new", step=-1)
+    assert not (tmp_path / "new").exists()
+
+
+EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({EXPERT: torch.bfloat16}, "experts.w1 has parts in torch.bfloat16 and torch.float32: dty"),
+        ({"model.norm.weight": torch.int32}, r"norm.weight \(torch.int32\) must be a float tensor"),
+        ({EXPERT: torch.int64}, rf"{EXPERT} \(torch.int64\) must be a float tensor"),
+    ],
+)
+def test_nothing_is_cast_unasked(change, message, tmp_path):
+    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    state |= {name: state[name].to(dtype) for name, dtype in change.items()}
+    write_directory(tmp_path / "hf", state, TINY_JSON)
+    with pytest.raises(ValueError, match=message):
+        hf_to_native(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    if torch.bfloat16 in change.values():
+        hf_to_native(tmp_path / "hf", tmp_path / "run", dtype=torch.float32)
+    else:
+        with pytest.raises(ValueError, match="must be a float tensor"):
+            hf_to_native(tmp_path / "hf", tmp_path / "run", dtype=torch.float32)
+
+
 def test_incomplete_directories_change_nothing(tmp_path):
     export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
     state = load_file(tmp_path / "hf" / "model.safetensors")

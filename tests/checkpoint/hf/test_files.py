@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moecore.checkpoint.hf.files import HFFiles, listed
+from moecore.checkpoint.hf.files import CONFIG, INDEX, HFFiles, listed
 from moecore.checkpoint.hf.quant import dequantize_fp8, dequantize_mxfp4, find_sources
+from moecore.checkpoint.hf.verify import verify_hf
+from tests.checkpoint.fuzz import VALUES
 from tests.checkpoint.hf.dirs import (
     plain_fp8,
     plain_mxfp4,
@@ -266,6 +269,58 @@ def test_fuzzed_headers_are_errors_or_harmless(tmp_path):
             refused += 1
             assert "model.safetensors) " in str(error) and "\n" not in str(error)
     assert refused > 450
+
+
+def odd_cases(index: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Files with one odd value each."""
+    for value in VALUES:
+        yield CONFIG, OTHER | {"quantization_config": value}
+        yield CONFIG, OTHER | {"quantization_config": {"weight_block_size": value}}
+        yield CONFIG, OTHER | {"quantization_config": {"weight_block_size": [value, 1]}}
+        yield CONFIG, OTHER | {"num_experts": value, "num_hidden_layers": value}
+        yield INDEX, index | {"metadata": value}
+        yield INDEX, index | {"metadata": {"total_size": value}}
+        yield INDEX, index | {"weight_map": value}
+        yield INDEX, index | {"weight_map": {"b": value}}
+
+
+OTHER = {"model_type": "other", "num_experts": 1, "num_hidden_layers": 0}
+
+
+def test_fuzzed_index_and_quantisation_are_problems_or_harmless(tmp_path):
+    state = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "b": torch.ones(3)}
+    state["a.weight_scale_inv"] = torch.ones(1, 1)
+    write_directory(tmp_path, state, OTHER, num_shards=2)
+    assert verify_hf(tmp_path) == []
+    whole = {name: (tmp_path / name).read_text() for name in (CONFIG, INDEX)}
+    lengths = []
+    for name, values in odd_cases(json.loads(whole[INDEX])):
+        (tmp_path / name).write_text(json.dumps(values))
+        problems = verify_hf(tmp_path)
+        assert all("\n" not in problem for problem in problems), values
+        lengths.append(len(problems))
+        (tmp_path / name).write_text(whole[name])
+    assert sum(map(bool, lengths)) > len(lengths) / 2
+    (tmp_path / CONFIG).write_text(json.dumps(OTHER | {"quantization_config": [1]}))
+    assert verify_hf(tmp_path) == [
+        "config.json quantization_config ([1]) must be an object: correct it"
+    ]
+    (tmp_path / CONFIG).write_text(whole[CONFIG])
+    (tmp_path / INDEX).write_text(json.dumps(json.loads(whole[INDEX]) | {"metadata": None}))
+    assert verify_hf(tmp_path) == [f"{INDEX} metadata (None) must be an object"]
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path):
+    """After the headers it is an OSError, of the kind that crosses ranks."""
+    write_directory(tmp_path, {"a": torch.ones(4, 4)}, {})
+    with HFFiles(tmp_path) as files:
+        write_directory(tmp_path, {"b": torch.ones(4, 4)}, {})
+        with pytest.raises(OSError, match=r"must be as its header said: .*: it has changed mean"):
+            files.read("a", (slice(0, 2), slice(0, 4)))
+    with HFFiles(tmp_path) as files:
+        (tmp_path / "model.safetensors").write_bytes(b"short")
+        with pytest.raises(OSError, match="must be as its header said"):
+            files.read("b", (slice(0, 2), slice(0, 4)))
 
 
 def test_long_lists_are_cut():

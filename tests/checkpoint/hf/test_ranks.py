@@ -19,6 +19,7 @@ from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.checkpoint import save as save_native
 from moecore.checkpoint.hf import export as hf_export
+from moecore.checkpoint.hf import files as hf_files
 from moecore.checkpoint.hf.convert import native_to_hf
 from moecore.checkpoint.hf.export import export_hf
 from moecore.checkpoint.hf.load import load_hf
@@ -164,7 +165,7 @@ def errors_on_ranks(root: Path) -> dict[str, list[str]]:
     def message(action: Any) -> str:
         try:
             action()
-        except (ValueError, OSError) as error:
+        except (ValueError, IndexError, OSError) as error:
             return str(error)
         return ""
 
@@ -184,14 +185,52 @@ def errors_on_ranks(root: Path) -> dict[str, list[str]]:
                 lambda: export_hf(other, root / "broken", config=TINY_JSON, max_shard_bytes=40_000)
             )
         )
+    with odd_failure() if rank == 2 else nullcontext():
+        found["odd failure"] = all_reports(
+            message(
+                lambda: export_hf(other, root / "broken", config=TINY_JSON, max_shard_bytes=40_000)
+            )
+        )
     hidden = root / "qwen2-moe" if rank != 2 else root / "qwen3-hidden"
     hidden.mkdir(exist_ok=True)
     found["hidden"] = all_reports(message(lambda: load_hf(hidden, model)))
     found["unchanged"] = all_reports(
         all(bool(local_of(t).isnan().all()) for t in model.state_dict().values())
     )
+    with shrinking() if rank == 2 else nullcontext():
+        found["shrinking"] = all_reports(message(lambda: load_hf(root / "native", other)))
     found["left behind"] = all_reports(sorted(p.name for p in root.glob("*broken*")))
     return found
+
+
+@contextmanager
+def odd_failure() -> Iterator[None]:
+    """What is no OSError must not leave the others waiting either."""
+    add = hf_export.ShardWriter.add
+    hf_export.ShardWriter.add = lambda *_: [][0]  # type: ignore[assignment, return-value]
+    try:
+        yield
+    finally:
+        hf_export.ShardWriter.add = add  # type: ignore[method-assign]
+
+
+@contextmanager
+def shrinking() -> Iterator[None]:
+    """Let the tenth read of this rank find that the file has changed."""
+    reads: list[int] = []
+    read = hf_files.HFFiles.read
+
+    def failing(self: Any, name: str, box: Any) -> Tensor:
+        reads.append(1)
+        if len(reads) == 10:
+            raise OSError("has changed meanwhile")
+        return read(self, name, box)
+
+    hf_files.HFFiles.read = failing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        hf_files.HFFiles.read = read  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -215,9 +254,10 @@ def full_disk() -> Iterator[None]:
 
 def run_docs(root: Path) -> list[int]:
     """Run the code of docs/huggingface.md on a small model; return what each rank read."""
-    text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text()
     names: dict[str, Any] = {}
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert len(blocks) == 2, "docs/huggingface.md has lost an example"
     for block in blocks:
         block = block.replace('"hf/', f'"{root}/').replace('"cuda"', '"cpu"')
         exec(block.replace("ep=8", "ep=4"), names)
@@ -347,6 +387,8 @@ def test_every_rank_raises_and_nothing_changes(results):
     assert "norm_eps (1e-06) must be that of the decoder (0.001)" in errors["one rank"][0]
     assert len(set(errors["full disk"])) == 1
     assert "No space left on device" in errors["full disk"][0]
+    assert set(errors["odd failure"]) == {"list index out of range"}
+    assert set(errors["shrinking"]) == {"has changed meanwhile"}
     assert all("must be visible to every rank" in text for text in errors["hidden"])
     assert errors["unchanged"] == [True] * WORLD
     assert errors["left behind"] == [[]] * WORLD

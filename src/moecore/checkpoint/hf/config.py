@@ -12,6 +12,7 @@ taken, as in the preset.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,59 @@ HFConfig = str | os.PathLike[str] | Mapping[str, Any]
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # published; transformers'
 MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2
 PLAIN = ("default", None)
+MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, somebody wrote nonsense, and lists would not end
+
+
+def _count(least: int, most: int = MAX_COUNT) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most
+
+
+def _number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -1e30 < value < 1e30 and math.isfinite(value)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_count(0), value))
+
+
+KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        f"a whole number from 1 to {MAX_LAYERS}",
+        _count(1, MAX_LAYERS),
+        "num_hidden_layers decoder_sparse_step",
+    ),
+    (
+        f"a whole number from 0 to {MAX_LAYERS}",
+        _count(0, MAX_LAYERS),
+        "num_experts n_routed_experts first_k_dense_replace n_shared_experts "
+        "num_nextn_predict_layers num_mtp_layers",
+    ),
+    ("a whole number >= 0", _count(0), "q_lora_rank sliding_window"),
+    (
+        "a whole number >= 1",
+        _count(1),
+        "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim "
+        "max_position_embeddings intermediate_size moe_intermediate_size num_experts_per_tok "
+        "shared_expert_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
+        "v_head_dim n_group topk_group original_max_position_embeddings",
+    ),
+    (
+        "a number",
+        _number,
+        "rms_norm_eps rope_theta router_aux_loss_coef router_jitter_noise routed_scaling_factor "
+        "factor beta_fast beta_slow mscale mscale_all_dim partial_rotary_factor",
+    ),
+    (
+        "true or false",
+        lambda value: isinstance(value, bool),
+        "tie_word_embeddings norm_topk_prob use_sliding_window qkv_bias",
+    ),
+    ("an object", lambda value: isinstance(value, Mapping), "rope_scaling rope_parameters"),
+    ("a list of whole numbers >= 0", _counts, "mlp_only_layers"),
+    ("a list", lambda value: isinstance(value, list | tuple), "layer_types"),
+)
+KIND_OF = {name: (words, is_one) for words, is_one, names in KINDS for name in names.split()}
 
 
 def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
@@ -83,15 +137,22 @@ class Fields:
         """Return a field that has no default."""
         if self.values.get(name) is None:
             raise ValueError(
-                f"config.json {name} ({self.values.get(name)}) must be given for model_type "
+                f"config.json {name} (None) must be given for model_type "
                 f"({self.model_type!r}): add it"
             )
-        return self.values[name]
+        return self._checked(name, self.values[name])
 
     def get(self, name: str, default: Any) -> Any:
         """Return a field, or the default where it is missing or null."""
         value = self.values.get(name)
-        return default if value is None else value
+        return default if value is None else self._checked(name, value)
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return a value, or raise ValueError when it is not what this field holds."""
+        words, is_one = KIND_OF.get(name, ("", None))
+        if is_one is not None and not is_one(value):
+            raise ValueError(f"config.json {name} ({value!r:.40}) must be {words}: correct it")
+        return value
 
     def refuse(self, name: str, wrong: bool, value: Any = None) -> None:
         """Raise when the field asks for something that the decoder lacks."""
@@ -108,9 +169,13 @@ class Fields:
         old = self.get("rope_scaling", {})
         found = {"rope_theta": self.values.get("rope_theta"), **old}
         found |= self.get("rope_parameters", {})
-        found.setdefault("rope_type", found.pop("type", None))
+        kind = found.pop("type", None)
+        found.setdefault("rope_type", kind)
         if found["rope_theta"] is None:
-            self.need("rope_theta")
+            found["rope_theta"] = self.need("rope_theta")
+        for name, value in found.items():
+            if value is not None:
+                self._checked(name, value)
         partial = found.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
         self.refuse("partial_rotary_factor", partial != 1.0, partial)
         return found
@@ -223,7 +288,7 @@ def _deepseek_v3(fields: Fields) -> DecoderConfig:
     ):
         fields.refuse(name, fields.get(name, only) != only)
     num_layers, first = fields.need("num_hidden_layers"), fields.need("first_k_dense_replace")
-    num_mtp = next((fields.values[k] for k in MTP_KEYS if fields.values.get(k) is not None), 0)
+    num_mtp = next((fields.need(k) for k in MTP_KEYS if fields.values.get(k) is not None), 0)
     F_, shared = fields.need("moe_intermediate_size"), fields.get("n_shared_experts", 0)
     mla = MLAConfig(
         q_lora_rank=fields.get("q_lora_rank", 0),

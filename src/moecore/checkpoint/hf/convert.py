@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.checkpoint.directory import directory_of, discard, new_draft, publish
+from moecore.checkpoint.directory import (
+    check_step,
+    check_unused,
+    directory_of,
+    discard,
+    new_draft,
+    publish,
+)
 from moecore.checkpoint.hf.collect import Item
 from moecore.checkpoint.hf.config import HFConfig, decoder_config_from_hf, read_config
 from moecore.checkpoint.hf.export import (
@@ -55,6 +62,7 @@ from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWriter, layout_of
 from moecore.checkpoint.snapshot import versions
 from moecore.checkpoint.verify import verify
+from moecore.models.config import DecoderConfig
 
 PREFIX = "model."  # of the model's tensors in a native checkpoint
 
@@ -123,7 +131,7 @@ def hf_to_native(
 
     Args:
         path: the Hugging Face directory; quantised weights are dequantised.
-        root: directory of the run; the checkpoint becomes its latest.
+        root: directory of a new run, without checkpoints or drafts; this one becomes its latest.
         step: of the checkpoint.
         dtype: of all float tensors but the router's selection bias, which is fp32; None keeps what
             is stored, and makes quantised weights bf16.
@@ -131,36 +139,30 @@ def hf_to_native(
         progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a broken directory, or one that does not hold what its config says.
+        ValueError: for a wrong argument, a run that has begun, a broken directory, or one that does
+            not hold what its config says.
         NotImplementedError: when the native decoder cannot express the model.
         OSError: when a file could not be read or written; `latest` did not change then.
     """
-    path = Path(path)
+    path, root, meter = Path(path), Path(root), Meter(progress)
+    check_step(step)
+    check_unused(root)
     config = decoder_config_from_hf(path)
-    meter = Meter(progress)
     with HFFiles(path) as files:
-        quantization = read_json(path / CONFIG).get("quantization_config")
-        sources, problems = find_sources(files, quantization)
-        plan = hf_plan(config, find_layout(sources))
-        problems += plan_problems(sources, plan, hf_copies(config))
-        if not problems:
-            problems = copy_problems(files, sources, hf_copies(config))
-        if problems:
-            raise ValueError(
-                f"path ({path}) must hold what its config.json says: {listed(problems)}: correct "
-                "one of them"
-            )
+        sources, plan = _checked_plan(path, files, config, dtype)
         facts = Facts(
             step=step,
             world_size=1,
             meshes=[],
             versions=versions(),
             config=asdict(config),
+            optimizer_class=None,
             optimizer=None,
             scheduler=None,
             extra={},
         )
-        draft = new_draft(Path(root), step)
+        check_unused(root)  # reading took time, and a draft of somebody else's would be removed
+        draft = new_draft(root, step)
         try:
             manifest = _write_native(
                 draft, facts, plan, sources, files, dtype, max_file_bytes, meter
@@ -169,7 +171,43 @@ def hf_to_native(
         except BaseException:
             discard(draft)
             raise
-    return directory_of(Path(root), step)
+    return directory_of(root, step)
+
+
+def _checked_plan(
+    path: Path, files: HFFiles, config: DecoderConfig, dtype: torch.dtype | None
+) -> tuple[dict[str, Source], dict[str, Recipe]]:
+    """Return what a directory holds and what its decoder is made of; raise if they differ."""
+    quantization = read_json(path / CONFIG).get("quantization_config")
+    sources, problems = find_sources(files, quantization)
+    plan = hf_plan(config, find_layout(sources))
+    problems += plan_problems(sources, plan, hf_copies(config))
+    if not problems:
+        problems = _dtype_problems(sources, plan, dtype)
+        problems += copy_problems(files, sources, hf_copies(config))
+    if problems:
+        raise ValueError(
+            f"path ({path}) must hold what its config.json says: {listed(problems)}: correct "
+            "one of them"
+        )
+    return sources, plan
+
+
+def _dtype_problems(
+    sources: Mapping[str, Source], plan: Mapping[str, Recipe], dtype: torch.dtype | None
+) -> list[str]:
+    """What would be cast without having been asked for."""
+    problems = []
+    for name, recipe in plan.items():
+        parts = [sources[piece.name] for piece in recipe.pieces]
+        odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
+        problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
+        kept = {str(_native_dtype(name, source, dtype)) for source in parts}
+        if len(kept) > 1 and not odd:
+            problems.append(
+                f"{name} has parts in {' and '.join(sorted(kept))}: dtype must name one"
+            )
+    return problems
 
 
 def _write_native(

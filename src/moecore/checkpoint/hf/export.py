@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.checkpoint.agree import check_visible, on_every_rank, on_first_rank
+from moecore.checkpoint.directory import sync
 from moecore.checkpoint.hf.collect import Collector, Item, RankCollector, rank_and_world
 from moecore.checkpoint.hf.config import HFConfig
 from moecore.checkpoint.hf.export_config import export_config
@@ -229,7 +230,7 @@ def _write_shards(
     an error a rank goes on sending and receiving, because the others wait for it.
     """
     rank, world = rank_and_world()
-    error: OSError | None = None
+    error: Exception | None = None
     for first in range(0, len(shards), world):
         wave = shards[first : first + world]
         layouts = [_layout(shard) for shard in wave]
@@ -258,7 +259,7 @@ class _Output:
     """
 
     def __init__(self, stack: ExitStack, meter: Meter) -> None:
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         self._stack, self._meter = stack, meter
         self._writer: ShardWriter | None = None
 
@@ -282,7 +283,7 @@ class _Output:
     def _keep_error(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # of any kind: the others wait for what this rank sends
             self.error, self._writer = error, None
 
 
@@ -312,11 +313,11 @@ def _publish(draft: Path, path: Path, shards: list[list[Item]], config: dict[str
         }
         metadata = {"total_size": sum(sizes.values())}
         _write_json(draft / INDEX, {"metadata": metadata, "weight_map": weight_map})
-    _sync(draft)
+    sync(draft)
     if path.exists():
         raise OSError(f"path ({path}) appeared meanwhile: choose another")
     draft.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def _make(draft: Path) -> Path:
@@ -335,15 +336,6 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
         out.write("\n")
         out.flush()
         os.fsync(out.fileno())
-
-
-def _sync(directory: Path) -> None:
-    """Put the names in a directory on disk; a file's own fsync does not."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _raise(error: Exception | None) -> None:

@@ -83,14 +83,21 @@ class HFFiles:
             box: one slice with start and stop per dim.
 
         Raises:
-            OSError: when the file is gone.
+            OSError: when the file is gone, or no longer what its header said.
         """
         entry = self.tensors[name]
-        if entry.file not in self._open:
-            self._open[entry.file] = _open(self.path / entry.file)
-        stored = self._open[entry.file].get_slice(name)
-        # A scalar has no slice; and a copy, because the file may be mapped into memory.
-        value = stored[box] if box else self._open[entry.file].get_tensor(name)
+        try:
+            if entry.file not in self._open:
+                file = self.path / entry.file
+                self._open[entry.file] = safe_open(file, framework="pt", device="cpu")
+            stored = self._open[entry.file].get_slice(name)
+            # A scalar has no slice; and a copy, because the file may be mapped into memory.
+            value = stored[box] if box else self._open[entry.file].get_tensor(name)
+        except SafetensorError as error:
+            raise OSError(
+                f"path ({self.path / entry.file}) must be as its header said: {_line(error)}: it "
+                "has changed meanwhile"
+            ) from None
         self.bytes_read += value.numel() * value.element_size()
         return value
 

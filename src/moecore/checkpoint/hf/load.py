@@ -70,13 +70,22 @@ class LoadReport:
 
 @dataclass(slots=True)
 class _Plan:
-    """What goes where, and what speaks against it."""
+    """What goes where, what speaks against it, and (buffer, value) that no file holds."""
 
     targets: dict[str, Tensor]
     recipes: dict[str, Recipe]
     missing: list[str]
     left_over: list[str]
     problems: list[str]
+    buffers: list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """As of `load_hf`."""
+
+    strict: bool
+    cast: bool
 
 
 @torch.no_grad()
@@ -107,34 +116,16 @@ def load_hf(
     Raises:
         ValueError: on every rank, listing what does not fit, before anything is written.
         NotImplementedError: for a model whose Hugging Face names are not known.
-        OSError: when a file could not be read; the model may then be part old, part new.
+        OSError: on every rank, when one could not read; the model may then be part old, part new.
     """
-    started = time.monotonic()
+    started, options = time.monotonic(), _Options(strict, cast)
     path = Path(path)
     table, config = _first_rank_reads(path)
     with HFFiles(path, table) as files:
         sources, problems = find_sources(files, config.get("quantization_config"))
-
-        def fitted() -> tuple[_Plan, list[tuple[Tensor, Tensor]]]:
-            if not (path / CONFIG).is_file():
-                raise ValueError(
-                    f"path ({path}) must be visible to every rank: use a shared file system"
-                )
-            plan = _make_plan(model, sources, problems, strict, cast, files)
-            if plan.problems:
-                raise ValueError(
-                    f"path ({path}) must fit the model: {listed(plan.problems)}: correct the "
-                    "model's config or the files"
-                )
-            return plan, _fresh_buffers(model)
-
-        plan, buffers = on_every_rank(fitted)
+        plan = on_every_rank(lambda: _fitting_plan(path, model, sources, problems, options, files))
         compared = files.bytes_read
-        for name, recipe in plan.recipes.items():
-            _fill(plan.targets[name], recipe, sources, files)
-        for buffer, value in buffers:
-            buffer.copy_(value)
-        _tie_again(model, plan.targets)
+        on_every_rank(lambda: _fill_all(model, plan, sources, files))
         read = files.bytes_read - compared
     used = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
     return LoadReport(
@@ -157,12 +148,32 @@ def _first_rank_reads(path: Path) -> tuple[dict[str, StoredTensor], dict[str, An
     return on_first_rank(action)
 
 
+def _fitting_plan(
+    path: Path,
+    model: nn.Module,
+    sources: Mapping[str, Source],
+    problems: list[str],
+    options: _Options,
+    files: HFFiles,
+) -> _Plan:
+    """Return what goes where; raise ValueError with all that does not fit."""
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"path ({path}) must be visible to every rank: use a shared file system")
+    plan = _make_plan(model, sources, problems, options, files)
+    if plan.problems:
+        raise ValueError(
+            f"path ({path}) must fit the model: {listed(plan.problems)}: correct the model's "
+            "config or the files"
+        )
+    plan.buffers += _fresh_buffers(model)
+    return plan
+
+
 def _make_plan(
     model: nn.Module,
     sources: Mapping[str, Source],
     problems: list[str],
-    strict: bool,
-    cast: bool,
+    options: _Options,
     files: HFFiles,
 ) -> _Plan:
     targets = model_tensors(model)
@@ -172,16 +183,16 @@ def _make_plan(
     _drop_copies(targets, recipes, copies)
     wanted = {piece.name for recipe in recipes.values() for piece in recipe.pieces}
     left_over = [name for name in sources if name not in wanted and name not in copies]
-    plan = _Plan(targets, {}, [], left_over, list(problems))
+    plan = _Plan(targets, {}, [], left_over, list(problems), [])
     for name, recipe in recipes.items():
         absent = [p.name for p in recipe.pieces if p.name not in sources]
-        if len(absent) == len(recipe.pieces) and not strict:
+        if len(absent) == len(recipe.pieces) and not options.strict:
             plan.missing.append(name)
             continue
         plan.problems += [f"{hf_name} is missing" for hf_name in absent]
-        plan.problems += _tensor_problems(targets[name], recipe, sources, cast)
+        plan.problems += _tensor_problems(targets[name], recipe, sources, options.cast)
         plan.recipes[name] = recipe
-    if strict:
+    if options.strict:
         objected = _objected(left_over, first_ignored_layer(model))
         plan.problems += [f"{name} is no tensor of the model" for name in objected]
     if not plan.problems:
@@ -256,6 +267,14 @@ def _dtype_problem(source: Source, wanted: torch.dtype, cast: bool) -> str:
     if cast or source.quantized or torch.promote_types(source.dtype, wanted) == wanted:
         return ""
     return f"does not fit into {wanted} exactly (cast=True rounds)"
+
+
+def _fill_all(model: nn.Module, plan: _Plan, sources: Mapping[str, Source], files: HFFiles) -> None:
+    for name, recipe in plan.recipes.items():
+        _fill(plan.targets[name], recipe, sources, files)
+    for buffer, value in plan.buffers:
+        buffer.copy_(value)
+    _tie_again(model, plan.targets)
 
 
 def _fill(target: Tensor, recipe: Recipe, sources: Mapping[str, Source], files: HFFiles) -> None:

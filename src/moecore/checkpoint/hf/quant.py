@@ -187,10 +187,18 @@ def find_sources(
     Args:
         files: the directory.
         quantization: `quantization_config` of config.json, or None.
+
+    Raises:
+        ValueError: when that is no object.
     """
+    if not isinstance(quantization, Mapping | None):
+        raise ValueError(
+            f"config.json quantization_config ({quantization!r:.40}) must be an object: correct it"
+        )
     stored, problems = files.tensors, list[str]()
     sources: dict[str, Source] = {}
-    block = tuple((quantization or {}).get("weight_block_size") or (128, 128))
+    size = (quantization or {}).get("weight_block_size") or (128, 128)
+    block = tuple(size) if isinstance(size, list | tuple) else (size,)
     for name, entry in stored.items():
         if name.endswith((SCALE, "_scales")):
             values = name.removesuffix(SCALE)

@@ -10,12 +10,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
-from moecore.checkpoint.hf.config import decoder_config_from_hf
+from moecore.checkpoint.hf.config import KIND_OF, decoder_config_from_hf
 from moecore.checkpoint.hf.files import CONFIG, INDEX, HFFiles, read_json
 from moecore.checkpoint.hf.names import Recipe, find_layout, hf_copies, hf_plan
 from moecore.checkpoint.hf.quant import Source, find_sources
@@ -117,7 +117,10 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
     there = {p.name for p in path.glob("model*.safetensors")}
     problems += [f"{name} holds no tensor of the checkpoint" for name in sorted(there - used)]
     if (path / INDEX).is_file():
-        total = read_json(path / INDEX).get("metadata", {}).get("total_size")
+        metadata = read_json(path / INDEX).get("metadata", {})
+        if not isinstance(metadata, dict):
+            return [*problems, f"{INDEX} metadata ({metadata!r:.40}) must be an object"]
+        total = metadata.get("total_size")
         stored = sum(entry.nbytes for entry in files.tensors.values())
         if total is not None and total != stored:
             problems.append(f"{INDEX} total_size ({total}) must be {stored}, that of the tensors")
@@ -126,7 +129,7 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
 
 def _missing_experts(sources: Mapping[str, Source], config: Mapping[str, Any]) -> list[str]:
     """Experts of a layer that others have, or that the config counts."""
-    want = next((config[key] for key in EXPERT_KEYS if isinstance(config.get(key), int)), 0)
+    want = next((config[key] for key in EXPERT_KEYS if _is_layers(config.get(key))), 0)
     problems = []
     found: dict[tuple[str, str], set[int]] = {}
     for name, source in sources.items():
@@ -145,6 +148,11 @@ def _missing_experts(sources: Mapping[str, Source], config: Mapping[str, Any]) -
 def _missing_layers(sources: Mapping[str, Source], config: Mapping[str, Any]) -> list[str]:
     found = {int(match[1]) for name in sources if (match := LAYER.match(name))}
     num_layers = config.get("num_hidden_layers")
-    if not isinstance(num_layers, int):
+    if not _is_layers(num_layers):
         return []
     return [f"layer {i} is missing" for i in range(num_layers) if i not in found]
+
+
+def _is_layers(value: Any) -> TypeGuard[int]:
+    """Whether it is a number of layers or experts that can be; a huge one would list for hours."""
+    return KIND_OF["num_experts"][1](value)
