@@ -155,7 +155,6 @@ RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
         ["balance.bias_update_rate (0.1)", 'assignment ("balanced")'],
     ),
     ({"group_experts": 3}, ["group_experts (3)", "top_groups (1)", "num_groups (1)"]),
-    ({"activation_limit": 3.0}, ["activation_limit", 'activation ("swiglu")']),
     (
         {"assignment": "expert_choice", "capacity": CapacityConfig(factor=1.0, drop="position")},
         ['capacity.drop ("position")', 'assignment ("expert_choice")'],

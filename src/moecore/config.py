@@ -317,12 +317,6 @@ class MoEConfig:
             )
 
     def _check_experts(self) -> None:
-        clamp = (self.activation_limit, self.activation_alpha)
-        if self.activation != "clamped_swiglu" and clamp != (7.0, 1.702):
-            raise ValueError(
-                f"MoEConfig.activation_limit and activation_alpha {clamp} must go with activation "
-                f'("{self.activation}") = "clamped_swiglu": drop them'
-            )
         if self.weights_on_input and self.choices_per_token > 1:
             raise ValueError(
                 "MoEConfig.weights_on_input (True) must go with one expert per token, not top_k "
