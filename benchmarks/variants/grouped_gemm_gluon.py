@@ -564,5 +564,5 @@ def launch_arguments(a, b, ids, R, tmap, *, gather, b_nk, epi, w=None, h=None, c
 def pingpong(*args, cfg, **kw):
     result, arguments = launch_arguments(*args, cfg=cfg, **kw)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    mg_kernel[(sms,)](*arguments, num_warps=4 if cfg[1] == 128 else 8)
+    mg_kernel[(sms,)](*arguments, num_warps=4 if cfg[0] * cfg[1] <= 128 * 128 else 8)
     return result

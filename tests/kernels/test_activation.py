@@ -315,26 +315,28 @@ def test_no_sync_same_bits_capture_and_compile() -> None:
     h, w, da = inputs(4096, 768, options, device="cuda", dtype=torch.bfloat16)
     num_rows = count(4001, "cuda")
 
-    def both(h: Tensor) -> list[Tensor]:
+    def both(h: Tensor, w: Tensor) -> list[Tensor]:
         a = weighted_activation(h, w, num_rows, options)
         return [a, *torch.autograd.grad(a, (h, w), da)]
 
     h.requires_grad_(), w.requires_grad_()
-    expected = both(h)
+    expected = both(h, w)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        repeats = [both(h) for _ in range(3)]
+        repeats = [both(h, w) for _ in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for repeat in repeats:
         assert all(torch.equal(x, y) for x, y in zip(repeat, expected, strict=True))
 
     graph = torch.cuda.CUDAGraph()
-    static = torch.zeros_like(h).requires_grad_()
+    # Of its own: h and w, in graphs that `expected` keeps, are bound to the stream of those.
+    static_h, static_w = (torch.zeros_like(t).requires_grad_() for t in (h, w))
     with torch.cuda.graph(graph):
-        captured = both(static)
+        captured = both(static_h, static_w)
     with torch.no_grad():
-        static.copy_(h)
+        static_h.copy_(h)
+        static_w.copy_(w)
     graph.replay()
     assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
     compiled = torch.compile(weighted_activation, fullgraph=True)

@@ -1,7 +1,8 @@
 """route: every choice exactly that of the reference, ties and NaN included; weights and gradients.
 
 Exact choices need logits on a coarse grid: two scores then are equal in both implementations, or
-far apart, while random ones may differ in the last bit and swap places.
+far apart, while random ones may differ in the last bit and swap places. Then a choice must be one
+that rounding explains, and such rows at most twice as many as plain PyTorch has.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moecore.kernels.route import RouteOptions, _route_op, route, route_ref
+from tests.kernels.choices import is_possible
 
 BASE = RouteOptions(
     top_k=3,
@@ -54,6 +56,7 @@ CASES = {
     "balanced-post": (5, replace(POST, balanced=True), False),
 }
 SLOW = ("deepseek", "many")  # for the interpreter
+ONE_CHOICE = ("one-expert", "all-experts", "balanced", "balanced-post")
 
 
 def num_tokens(name: str, device: str) -> int:
@@ -248,6 +251,18 @@ def test_reference_compiles_without_breaks() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ONE_CHOICE])
+def test_another_choice_is_not_possible(name: str) -> None:
+    """Of `choices.py`: it sees the best expert missing, and two slots exchanged."""
+    logits, bias = inputs(name, "cpu", grid=False)
+    options = CASES[name][1]
+    ids = route_ref(logits, bias, options)[0]
+    assert is_possible(ids, logits, bias, options).all()
+    more = route_ref(logits, bias, replace(options, top_k=options.top_k + 1))[0]
+    for wrong in (more[:, 1:], more[:, [1, 0, *range(2, options.top_k)]]):
+        assert not is_possible(wrong, logits, bias, options).any()
+
+
 # --------------------------------------------------------------------------- kernel
 
 
@@ -276,8 +291,10 @@ def test_weights_and_gradient_against_fp64(name: str, grid: bool, device: str) -
     found = with_gradient(logits, bias, options, ref=False)
     plain = with_gradient(logits, bias, options, ref=True)
     exact = with_gradient(logits.double(), bias, options, ref=True)
-    same = (found[0] == exact[0]).all(-1) & (plain[0] == exact[0]).all(-1)
-    assert same.float().mean() > (0.999 if device == "cuda" else 0.98)
+    differs, plain_differs = ((ids != exact[0]).any(-1) for ids in (found[0], plain[0]))
+    assert differs.float().mean() <= 2 * plain_differs.float().mean() + 1e-3
+    assert options.balanced or is_possible(found[0], logits, bias, options).all()
+    same = ~(differs | plain_differs)
     for a, b, e in zip(found[1:], plain[1:], exact[1:], strict=True):
         ours, theirs = row_errors(a, e)[same], row_errors(b, e)[same]
         scale = float(e.abs().max())

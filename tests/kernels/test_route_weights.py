@@ -43,6 +43,18 @@ def test_own_choices_get_their_own_bits(name: str, device: str) -> None:
     assert torch.equal(first.grad, second.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["all-groups", "softmax-raw-bias", "groups-of-two", "post"])
+def test_bits_do_not_depend_on_the_address(name: str, device: str) -> None:
+    """Logits that are not aligned are loaded in other pieces, so other lanes hold them."""
+    options = CASES[name][1]
+    logits, bias = inputs(name, device, grid=False)
+    moved = torch.cat([logits.new_zeros(1), logits.flatten()])[1:].view(logits.shape)
+    ids, weights = route(logits, bias, options)
+    moved_ids, moved_weights = route(moved, bias, options)
+    assert torch.equal(ids, moved_ids) and torch.equal(weights, moved_weights)
+    assert torch.equal(weights, route_weights(moved, ids, options))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, for rows without a choice
 @pytest.mark.parametrize("num_columns", [1, 3, 7])
 @pytest.mark.parametrize("name", OPTIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -280,10 +281,11 @@ def test_dropped_choices_read_nothing_uninitialised(num_tokens: int) -> None:
     layer, x = make(config, num_tokens, torch.bfloat16)
     x = x[0].requires_grad_()
     routing = layer.router(x)
-    routing.expert_ids_TK[:, 1:] = -1
-    routing.expert_ids_TK[0] = -1
+    ids_TK = routing.expert_ids_TK.clone()  # backward needs the ones that were chosen
+    ids_TK[:, 1:] = -1
+    ids_TK[0] = -1
     poison()
-    inp = layer.dispatcher.dispatch(x, routing)
+    inp = layer.dispatcher.dispatch(x, replace(routing, expert_ids_TK=ids_TK))
     y = layer.experts(inp)
     y.sum().backward()
     assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()

@@ -12,9 +12,12 @@ The weight is applied before FC2, so FC2's output is not needed: dweight[r] = <d
 Letters: S source rows, R expert rows (capacity), e experts, D model dim, F hidden dim, C columns of
 H (2F for gated activations, else F).
 
-Two sets of products: "triton" (this package's kernels; rows are gathered while they are loaded, the
-activation of a gated FC1 sits in its epilogue) and "torch" (torch's grouped product around gathers
-in memory). 18 * R * D * F floating-point operations forward and backward when gated.
+Two sets of products: "triton" (this package's kernels; a gated activation and its backward sit in
+epilogues) and "torch" (torch's grouped product around gathers in memory). 18 * R * D * F
+floating-point operations forward and backward when gated.
+
+"triton" gathers rows while a product loads them, or beforehand where that is faster: a gather moves
+R * D elements whatever F is, the product that it speeds up grows with F. See GATHER_FIRST below.
 
 Source: Megatron-Core's memory-efficient permutation (arXiv:2603.07685) for the place of the weight.
 """
@@ -33,12 +36,22 @@ from moecore.kernels.activation import (
     weighted_activation,
     weighted_activation_bwd,
 )
-from moecore.kernels.common import use_kernel
+from moecore.kernels.common import has_hopper_kernels, use_kernel
 from moecore.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped_wgrad import grouped_wgrad
-from moecore.kernels.rows import gather_rows, sum_rows, sum_rows_ref
+from moecore.kernels.pingpong import (
+    map_row_tiles,
+    pingpong_activation,
+    pingpong_activation_bwd,
+    pingpong_gemm,
+)
+from moecore.kernels.rows import gather_rows, gather_used_rows, sum_rows, sum_rows_ref
 
 Products = Literal["triton", "torch"]
+
+# Smallest F for which rows are gathered before the product: "gather first" in docs/log.md.
+GATHER_FIRST_FC1 = 512
+GATHER_FIRST_FC2_GRAD = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,30 +114,64 @@ def expert_mlp_ref(
 
 
 class _Products:
-    """The five products of the two weights, one set or the other.
+    """The products of the two weights and the activation between them, one set or the other.
 
     Args:
         triton: whose kernels.
         row_ids_R, slots_SK, offsets_e: as in `ExpertRows`.
+        options: the activation.
     """
 
     def __init__(
-        self, triton: bool, row_ids_R: Tensor, slots_SK: Tensor, offsets_e: Tensor
+        self,
+        triton: bool,
+        row_ids_R: Tensor,
+        slots_SK: Tensor,
+        offsets_e: Tensor,
+        options: ActivationOptions,
     ) -> None:
-        self.triton = triton
+        self.triton, self.options = triton, options
         self.index = (row_ids_R, slots_SK, offsets_e[-1])
         self.row_ids_R, self.offsets_e = row_ids_R, offsets_e
+        hopper = triton and has_hopper_kernels(row_ids_R.device)
+        self.tiles = map_row_tiles(offsets_e, row_ids_R.shape[0]) if hopper else None
+
+    def fc1(self, x_SD: Tensor, w1_eCD: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return H and the weighted activation."""
+        if not (self.triton and self.options.gated):
+            h_RC = self.source_rows(self.source(x_SD), w1_eCD.transpose(1, 2))
+            return h_RC, weighted_activation(h_RC, weights_R, self.index[2], self.options)
+        if self.tiles is None or w1_eCD.shape[1] < 2 * GATHER_FIRST_FC1 or not x_SD.shape[0]:
+            where = (self.row_ids_R, weights_R, self.offsets_e)
+            return grouped_gemm_activation(x_SD, w1_eCD, *where, self.options)
+        x_RD = gather_used_rows(x_SD, *self.index)
+        return pingpong_activation(x_RD, w1_eCD, self.tiles, weights_R, self.options)
+
+    def activation_bwd(
+        self, dy: Tensor, w2_eDF: Tensor, h_RC: Tensor, weights_R: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dh, dweights and the weighted activation again; `dy` comes from `source`."""
+        if self.tiles is None or not self.options.gated or not dy.shape[0]:
+            da_RF = self.source_rows(dy, w2_eDF)
+            return weighted_activation_bwd(h_RC, da_RF, weights_R, self.index[2], self.options)
+        row_ids_R: Tensor | None = self.row_ids_R
+        if w2_eDF.shape[2] >= GATHER_FIRST_FC2_GRAD:
+            dy, row_ids_R = gather_used_rows(dy, *self.index), None
+        where = (self.tiles, h_RC, weights_R, self.offsets_e)
+        return pingpong_activation_bwd(dy, w2_eDF, *where, self.options, row_ids_R=row_ids_R)
 
     def rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
         """Each expert row times its expert's matrix."""
         if not a_RK.shape[0]:
             return a_RK.new_empty(0, b_eKN.shape[2])
+        if self.tiles is not None:
+            return pingpong_gemm(a_RK, b_eKN, self.tiles)
         if self.triton:
             return grouped_gemm(a_RK, b_eKN, self.offsets_e)
         return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)
 
     def source(self, x_SK: Tensor) -> Tensor:
-        """Source rows as the next two verbs want them: as they are, or gathered once for both."""
+        """Source rows as the other verbs want them: as they are, or gathered once for all."""
         return x_SK if self.triton else gather_rows(x_SK, *self.index)
 
     def source_rows(self, source: Tensor, b_eKN: Tensor) -> Tensor:
@@ -158,22 +205,6 @@ def _activation_options(kind: str, limit: float, alpha: float, inter: bool) -> A
     return ActivationOptions(kind=kind, limit=limit, alpha=alpha, interleaved=inter)
 
 
-def _fc1(
-    products: _Products,
-    x_SD: Tensor,
-    w1_eCD: Tensor,
-    weights_R: Tensor,
-    options: ActivationOptions,
-) -> tuple[Tensor, Tensor]:
-    """Return H and the weighted activation."""
-    if products.triton and options.gated:
-        return grouped_gemm_activation(
-            x_SD, w1_eCD, products.row_ids_R, weights_R, products.offsets_e, options
-        )
-    h_RC = products.source_rows(products.source(x_SD), w1_eCD.transpose(1, 2))
-    return h_RC, weighted_activation(h_RC, weights_R, products.index[2], options)
-
-
 @torch.library.custom_op("moecore::expert_mlp", mutates_args=())
 def _expert_mlp(
     x_SD: Tensor,
@@ -193,9 +224,9 @@ def _expert_mlp(
     keep_h: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return y_SD and h_RC (empty unless kept)."""
-    products = _Products(triton, row_ids_R, slots_SK, offsets_e)
     options = _activation_options(kind, limit, alpha, interleaved)
-    h_RC, a_RF = _fc1(products, x_SD, w1_eCD, weights_R, options)
+    products = _Products(triton, row_ids_R, slots_SK, offsets_e, options)
+    h_RC, a_RF = products.fc1(x_SD, w1_eCD, weights_R)
     y_RD = products.rows(a_RF, w2_eDF.transpose(1, 2))
     y_SD = sum_rows(y_RD, *products.index)
     return y_SD, h_RC if keep_h else h_RC.new_empty(0)
@@ -228,8 +259,8 @@ def _expert_mlp_bwd(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx, dw1, dw2 and dweights; empty where not wanted or added to a main gradient."""
-    products = _Products(triton, row_ids_R, slots_SK, offsets_e)
     options = _activation_options(kind, limit, alpha, interleaved)
+    products = _Products(triton, row_ids_R, slots_SK, offsets_e, options)
     want_x, want_w1, want_w2, want_weights = wanted
     dh_RC, dweights_R = h_RC, weights_R  # replaced where anybody wants them
     dx_SD, dw1, dw2 = (x_SD.new_empty(0) for _ in range(3))
@@ -237,11 +268,7 @@ def _expert_mlp_bwd(
     if not h_RC.numel():
         h_RC = products.source_rows(products.source(x_SD), w1_eCD.transpose(1, 2))
     if want_x or want_w1 or want_weights:
-        da_RF = products.source_rows(dy, w2_eDF)
-        dh_RC, dweights_R, a_RF = weighted_activation_bwd(
-            h_RC, da_RF, weights_R, products.index[2], options
-        )
-        del da_RF
+        dh_RC, dweights_R, a_RF = products.activation_bwd(dy, w2_eDF, h_RC, weights_R)
     else:
         a_RF = weighted_activation(h_RC, weights_R, products.index[2], options)
     if want_w2:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import on_device, tl, triton, use_kernel, warn_plain
-from moecore.kernels.scores import check_score_function, exp, scores_ref, sqrtsoftplus
+from moecore.kernels.scores import check_score_function, exp, row_sums, scores_ref, sqrtsoftplus
 
 SCORE_ORDERS = ("pre", "post")
 FWD_TILE, BWD_TILE = 1024, 512  # logits of one program: 32 and 16 registers per thread
@@ -133,6 +133,8 @@ def _select(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> 
 
 
 def _best_first(x: Tensor) -> Tensor:
+    # PyTorch's sort on CUDA may place a NaN below -inf when its sign bit is set.
+    x = x.masked_fill(x.isnan(), torch.nan)
     return x.sort(dim=-1, descending=True, stable=True).indices
 
 
@@ -189,7 +191,7 @@ def _row_scores(
     else:
         top = tl.max(x, axis=1, keep_dims=True)
         exps = exp(x - top)
-        factor = tl.div_rn(1.0, tl.sum(exps, axis=1, keep_dims=True))
+        factor = tl.div_rn(1.0, row_sums(exps))
         scores = exps * factor
     return scores, top, factor
 
@@ -200,7 +202,7 @@ def _softmax_of_chosen(picked, in_k):
     exps = tl.where(in_k, picked, float("-inf"))
     exps = exp(picked - tl.max(exps, axis=1, keep_dims=True))
     exps = tl.where(in_k, exps, 0.0)
-    total = tl.sum(exps, axis=1, keep_dims=True)
+    total = row_sums(exps)
     return tl.div_rn(exps, tl.where(total == 0.0, 1.0, total))
 
 
@@ -319,7 +321,7 @@ def _route_fwd_kernel(
         w, _ = _score(picked, top, factor, FUNCTION)
         w = tl.where(in_k, w, 0.0)
         if NORMALIZE:
-            w = tl.div_rn(w, tl.sum(w, axis=1, keep_dims=True) + 1e-20)
+            w = tl.div_rn(w, row_sums(w) + 1e-20)
     if not GIVEN:
         tl.store(ids + rows * K + slots, chosen, mask=in_k)
     tl.store(weights + rows * K + slots, w * scale, mask=here & (slots < K))
@@ -455,6 +457,7 @@ def launch_forward(
             GP=GP,
             SP=SP,
             num_warps=1,
+            enable_fp_fusion=False,  # Note [same bits] of scores.py
         )
 
 
@@ -499,6 +502,7 @@ def route_backward(
             KP=triton.next_power_of_2(K),
             EP=EP,
             num_warps=1,
+            enable_fp_fusion=False,  # Note [same bits] of scores.py
         )
     return dlogits_TE
 

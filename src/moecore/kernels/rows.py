@@ -82,6 +82,7 @@ def _gather_rows_fwd_kernel(
     BLOCK_D: tl.constexpr,
     FILL_R: tl.constexpr,
     FILL_D: tl.constexpr,
+    CLEAR: tl.constexpr,  # zeros from num_rows on; else those rows stay as they are
 ):
     pid = tl.program_id(0)
     if pid < num_fill:
@@ -101,7 +102,7 @@ def _gather_rows_fwd_kernel(
                 other=-1,
             )
             named += tl.sum((slots == rows[:, None]).to(tl.int32), axis=1)
-        fill = exists & (named == 0)
+        fill = (exists if CLEAR else used) & (named == 0)
         if tl.max(fill.to(tl.int32), axis=0) > 0:
             for start in range(0, D, FILL_D):
                 columns = start + tl.arange(0, FILL_D)
@@ -168,7 +169,7 @@ def _sum_rows_fwd_kernel(
 
 
 def _launch_gather(
-    x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
+    x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None, *, clear: bool
 ) -> Tensor:
     (S, D), K, R = x_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
     out_RD = x_SD.new_empty(R, D)
@@ -190,6 +191,7 @@ def _launch_gather(
             BLOCK_K=min(FILL_CHOICES, triton.next_power_of_2(K)),
             FILL_R=FILL_ROWS,
             FILL_D=128 // x_SD.element_size(),
+            CLEAR=clear,
             **block,
         )
     return out_RD
@@ -216,7 +218,7 @@ def _gather_rows(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
     if x_SD.dtype in KERNEL_DTYPES and x_SD.shape[0] and use_kernel(x_SD, slots_SK):
-        return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows)
+        return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=True)
     return gather_rows_ref(x_SD, row_ids_R, slots_SK, num_rows)
 
 
@@ -271,6 +273,20 @@ def gather_rows(
         num_rows that no slot names are copies whose gradient is not used.
     """
     return _gather_rows(x_SD, row_ids_R, slots_SK, num_rows)
+
+
+def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
+    """Return what `gather_rows` does, but nothing from num_rows on: a large capacity costs nothing.
+
+    GPU only, 16-bit floats or fp32. No autograd, no host sync.
+
+    Args:
+        x_SD, row_ids_R, slots_SK, num_rows: as in `gather_rows`; S > 0.
+
+    Returns:
+        [R, D], dtype of x_SD; rows from num_rows on are uninitialised.
+    """
+    return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 
 
 def sum_rows(

@@ -11,6 +11,13 @@ log(2) and 1, softplus(x) is u * r for x < 0 and x + u * r else. The square root
 h * sqrt(r): neither exp(x) nor a logarithm near 1 is ever formed, so that score and slope keep
 their digits down to exp(x / 2), where softplus in fp32 is 0 and its square root has no slope.
 
+Note [same bits]. Equal logits of a row must get equal scores, whichever lane holds them, and a
+choice its recorded weights, whichever kernel works them out. Two things would break that. A
+product that the compiler fuses into the sum after it: of the two lanes that add their terms to
+one another, each would round only its partner's. So `route`'s kernels are launched with
+enable_fp_fusion=False. And a sum in the order of the layout, which follows alignment: so scores
+and weights are summed by `row_sums`, (x0 + x1) + (x2 + x3), in every layout.
+
 Source: DeepSeek-V4 for sqrtsoftplus.
 """
 
@@ -47,6 +54,14 @@ def check_score_function(name: str, score_function: str) -> None:
     if score_function not in SCORE_FUNCTIONS:
         shown = ", ".join(repr(known) for known in SCORE_FUNCTIONS)
         raise ValueError(f"{name} ({score_function!r}) must be one of {shown}")
+
+
+@triton.jit
+def row_sums(x):
+    """Return [rows, 1], the sums of x [rows, a power of two] in one order: Note [same bits]."""
+    if x.shape[1] > 1:
+        x = row_sums(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2))
+    return x
 
 
 @triton.jit

@@ -1,0 +1,107 @@
+"""The buffers of an exchange: what lies where in each rank's memory, and one rank's end of it.
+
+Each rank owns one buffer that all ranks of the group can write: four regions, side by side.
+
+    rows     [2 slots, S, D]  dtype of the rows
+    ids      [2 slots, S, K]  int32
+    weights  [2 slots, S, K]  fp32
+    flags    [2 slots, G, chunks]  int32, zero at first
+
+Letters: G ranks, C capacity (most tokens of any rank), S = G * C source rows, D columns, K choices.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import tl, triton
+
+EXCHANGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_RANKS = 31  # bits of an int32 that name ranks
+ROUNDS = 8  # chunks per push program: more end sooner after the last store, fewer wait less
+ALIGNMENT = 256
+
+# Regions of a buffer, and words of an exchange's state and report.
+AT_ROWS, AT_IDS, AT_WEIGHTS, AT_FLAGS = (tl.constexpr(i) for i in range(4))
+OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i in range(5))
+NUM_WORDS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeLayout:
+    """What all ranks agree on: sizes, and with them where everything lies in a rank's buffer.
+
+    Attributes:
+        num_ranks: G.
+        capacity: C, most tokens of any rank; at least 1.
+        dim: D, of rows that are multiples of 16 bytes.
+        top_k: K.
+        dtype: of the rows.
+        num_push, num_receive: programs of one launch.
+    """
+
+    num_ranks: int
+    capacity: int
+    dim: int
+    top_k: int
+    dtype: torch.dtype
+    num_push: int
+    num_receive: int
+
+    @property
+    def source_rows(self) -> int:
+        """S."""
+        return self.num_ranks * self.capacity
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per flag."""
+        per_round = triton.cdiv(self.capacity, ROUNDS * self.num_push)
+        return min(64, max(8, triton.next_power_of_2(per_round)))
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of each rank."""
+        return -(-self.capacity // self.chunk)
+
+    @property
+    def region_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes of rows, ids, weights (2 slots each) and flags, rounded up to `ALIGNMENT`."""
+        slots = 2 * self.source_rows
+        choices = slots * self.top_k * 4
+        flags = 2 * self.num_ranks * self.num_chunks * 4
+        sizes = (slots * self.dim * self.dtype.itemsize, choices, choices, flags)
+        rows, ids, weights, ends = (-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
+        return rows, ids, weights, ends
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one rank's buffer."""
+        return sum(self.region_bytes)
+
+    def regions(self, base: int) -> list[int]:
+        """Return the addresses of a buffer's four regions."""
+        sizes = self.region_bytes
+        return [base + sum(sizes[:i]) for i in range(4)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangePort:
+    """One rank's end of an exchange.
+
+    Attributes:
+        layout: the same on all ranks.
+        rank: of this end.
+        bases: int64 [4, G] on the device, addresses of every rank's regions as seen here.
+        state: int32 [NUM_WORDS] on the device, zero at first.
+        report: int32 [NUM_WORDS] in memory that host and device see; errors are written here too.
+        timeout_ns: how long a receiver waits for a peer.
+    """
+
+    layout: ExchangeLayout
+    rank: int
+    bases: Tensor
+    state: Tensor
+    report: Tensor
+    timeout_ns: int
