@@ -1,7 +1,7 @@
 """Each grouped product of a layer alone, against `torch`'s on rows that already lie gathered.
 
-So a ratio of 1 means that the op's gather (and, for FC1, its activation) cost nothing. Every
-product is 2 R M N FLOP; `fraction` is of a large dense product's rate.
+So a ratio of 1 means that what the op does besides (a gather, the activation, its backward) costs
+nothing. Every product is 2 R M N FLOP; `fraction` is of a large dense product's rate.
 
 Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K,
 C = 2F columns of FC1.
@@ -9,9 +9,8 @@ C = 2F columns of FC1.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import torch
 from torch import Tensor
 
 from benchmarks.harness import Call
@@ -19,28 +18,62 @@ from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore._compat import grouped_mm
+from moecore.kernels import activation, grouped_gemm, grouped_wgrad, pingpong
+from moecore.kernels.common import has_hopper_kernels
 
 ROUTINGS = ("learned",)  # bench_layer.py times the bare products under all of them
+SWIGLU = activation.ActivationOptions(kind="swiglu")
 
 
 class Operands:
-    """Rows and weights of one layer's products."""
+    """Rows and weights of one layer's products, and the products; references without Hopper."""
 
     def __init__(self, inputs: Inputs) -> None:
         s = inputs.shape
         self.x_TD, self.row_ids_R, self.offsets_E = inputs.x_TD, inputs.index[0], inputs.offsets_E
-        self.weights_R = inputs.weights_R
+        self.weights_R, self.h_RC = inputs.weights_R, inputs.h_RC
         self.x_RD = self.x_TD.index_select(0, self.row_ids_R)
         self.w1_ECD = 0.02 * inputs.random(s.num_experts, 2 * s.hidden_dim, s.dim)
         self.w2_EDF = 0.02 * inputs.random(s.num_experts, s.dim, s.hidden_dim)
         self.a_RF = inputs.random(s.rows, s.hidden_dim)
+        self.has_kernels = has_hopper_kernels(self.x_TD.device)
+        if self.has_kernels:
+            self.tiles = pingpong.map_row_tiles(self.offsets_E, s.rows)
 
-    def gemm(self, a: Tensor, b: Tensor, **rows: Tensor) -> Call:
-        """The op, or its reference where there is no GPU."""
-        from moecore.kernels import grouped_gemm as module
+    def rows(self, a: Tensor, b: Tensor) -> Call:
+        """Expert rows times matrices."""
+        if self.has_kernels:
+            return lambda: pingpong.pingpong_gemm(a, b, self.tiles)
+        return lambda: grouped_gemm.grouped_gemm_ref(a, b, self.offsets_E)
 
-        op = module.grouped_gemm if a.is_cuda else module.grouped_gemm_ref
-        return lambda: op(a, b, self.offsets_E, **rows)
+    def fc1(self, gather: bool) -> Call:
+        """FC1 and the weighted activation."""
+        where = (self.row_ids_R, self.weights_R, self.offsets_E, SWIGLU)
+        if not self.has_kernels:
+            return lambda: grouped_gemm.grouped_gemm_activation_ref(self.x_TD, self.w1_ECD, *where)
+        if gather:
+            return lambda: grouped_gemm.grouped_gemm_activation(self.x_TD, self.w1_ECD, *where)
+        args = (self.x_RD, self.w1_ECD, self.tiles, self.weights_R, SWIGLU)
+        return lambda: pingpong.pingpong_activation(*args)
+
+    def fc2_bwd(self, gather: bool) -> Call:
+        """FC2's input gradient and the activation's backward."""
+        row_ids_R = self.row_ids_R if gather else None
+        dy = self.x_TD if gather else self.x_RD
+        if self.has_kernels:
+            args = (dy, self.w2_EDF, self.tiles, self.h_RC, self.weights_R, self.offsets_E, SWIGLU)
+            return lambda: pingpong.pingpong_activation_bwd(*args, row_ids_R=row_ids_R)
+
+        def plain() -> tuple[Tensor, ...]:
+            da_RF = grouped_gemm.grouped_gemm_ref(
+                dy, self.w2_EDF, self.offsets_E, row_ids_R=row_ids_R
+            )
+            num_rows = self.offsets_E[-1]
+            return activation.weighted_activation_bwd_ref(
+                self.h_RC, da_RF, self.weights_R, num_rows, SWIGLU
+            )
+
+        return plain
 
     def bare(self, a: Tensor, b: Tensor) -> Call:
         """The bare product of torch."""
@@ -53,83 +86,104 @@ def _work(run: Call, plain: Call, shape: Shape, columns: int) -> Work:
     return Work(run, plain, num_flops=flops, baseline="bare grouped_mm")
 
 
-def grouped_gemm_fc1(inputs: Inputs) -> Work:
-    """Source rows gathered while loaded, times w1^T."""
+def _fc1(inputs: Inputs, gather: bool) -> Work:
     o = Operands(inputs)
-    w1_EDC = o.w1_ECD.transpose(1, 2)
-    run = o.gemm(o.x_TD, w1_EDC, row_ids_R=o.row_ids_R)
-    return _work(run, o.bare(o.x_RD, w1_EDC), inputs.shape, 2 * inputs.shape.hidden_dim)
-
-
-def grouped_gemm_activation(inputs: Inputs) -> Work:
-    """FC1 again, with the weighted activation as a second output."""
-    from moecore.kernels import grouped_gemm as module
-    from moecore.kernels.activation import ActivationOptions
-
-    o = Operands(inputs)
-    op = module.grouped_gemm_activation if o.x_TD.is_cuda else module.grouped_gemm_activation_ref
-    options = ActivationOptions(kind="swiglu")
-    args: Any = (o.x_TD, o.w1_ECD, o.row_ids_R, o.weights_R, o.offsets_E, options)
     plain = o.bare(o.x_RD, o.w1_ECD.transpose(1, 2))
-    return _work(lambda: op(*args), plain, inputs.shape, 2 * inputs.shape.hidden_dim)
+    return _work(o.fc1(gather), plain, inputs.shape, 2 * inputs.shape.hidden_dim)
 
 
-def grouped_gemm_fc2(inputs: Inputs) -> Work:
+def fc1(inputs: Inputs) -> Work:
+    """Gathered rows times w1^T, with the weighted activation as a second output."""
+    return _fc1(inputs, gather=False)
+
+
+def fc1_gather(inputs: Inputs) -> Work:
+    """The same with source rows gathered while loaded."""
+    return _fc1(inputs, gather=True)
+
+
+def fc2(inputs: Inputs) -> Work:
     """Activated rows times w2^T."""
     o = Operands(inputs)
     w2_EFD = o.w2_EDF.transpose(1, 2)
-    run, plain = o.gemm(o.a_RF, w2_EFD), o.bare(o.a_RF, w2_EFD)
-    return _work(run, plain, inputs.shape, inputs.shape.hidden_dim)
-
-
-def grouped_gemm_fc2_dgrad(inputs: Inputs) -> Work:
-    """The output's gradient, gathered while loaded, times w2."""
-    o = Operands(inputs)
-    run = o.gemm(o.x_TD, o.w2_EDF, row_ids_R=o.row_ids_R)
-    return _work(run, o.bare(o.x_RD, o.w2_EDF), inputs.shape, inputs.shape.hidden_dim)
-
-
-def grouped_gemm_fc1_dgrad(inputs: Inputs) -> Work:
-    """The gradient of H times w1."""
-    o = Operands(inputs)
-    run, plain = o.gemm(inputs.h_RC, o.w1_ECD), o.bare(inputs.h_RC, o.w1_ECD)
-    return _work(run, plain, inputs.shape, 2 * inputs.shape.hidden_dim)
-
-
-def grouped_wgrad_fc2(inputs: Inputs) -> Work:
-    """The output's gradient, gathered while loaded, times the activated rows, by expert."""
-    from moecore.kernels import grouped_wgrad as module
-
-    o = Operands(inputs)
-    args = (o.x_TD, o.a_RF, o.row_ids_R, o.offsets_E)
-    plain = o.bare(o.x_RD.T, o.a_RF)
-    return _work(lambda: module.grouped_wgrad(*args), plain, inputs.shape, inputs.shape.hidden_dim)
-
-
-def grouped_wgrad_fc1(inputs: Inputs) -> Work:
-    """The gradient of H times the source rows, gathered while loaded, by expert."""
-    from moecore.kernels import grouped_wgrad as module
-
-    o = Operands(inputs)
-    args = (o.x_TD, inputs.h_RC, o.row_ids_R, o.offsets_E)
-    plain = o.bare(inputs.h_RC.T, o.x_RD)
     return _work(
-        lambda: module.grouped_wgrad(*args, transposed=True),
-        plain,
-        inputs.shape,
-        2 * inputs.shape.hidden_dim,
+        o.rows(o.a_RF, w2_EFD), o.bare(o.a_RF, w2_EFD), inputs.shape, inputs.shape.hidden_dim
     )
 
 
+def _fc2_bwd(inputs: Inputs, gather: bool) -> Work:
+    o = Operands(inputs)
+    return _work(o.fc2_bwd(gather), o.bare(o.x_RD, o.w2_EDF), inputs.shape, inputs.shape.hidden_dim)
+
+
+def fc2_dgrad(inputs: Inputs) -> Work:
+    """The output's gradient, gathered rows, times w2; dH, dweights and the activation again."""
+    return _fc2_bwd(inputs, gather=False)
+
+
+def fc2_dgrad_gather(inputs: Inputs) -> Work:
+    """The same with source rows gathered while loaded."""
+    return _fc2_bwd(inputs, gather=True)
+
+
+def fc1_dgrad(inputs: Inputs) -> Work:
+    """The gradient of H times w1."""
+    o = Operands(inputs)
+    run, plain = o.rows(o.h_RC, o.w1_ECD), o.bare(o.h_RC, o.w1_ECD)
+    return _work(run, plain, inputs.shape, 2 * inputs.shape.hidden_dim)
+
+
+def _fc2_wgrad(inputs: Inputs, gather: bool) -> Work:
+    o = Operands(inputs)
+    dy, row_ids_R = (o.x_TD, o.row_ids_R) if gather else (o.x_RD, None)
+    args = (dy, o.a_RF, o.offsets_E)
+    run = lambda: grouped_wgrad.grouped_wgrad(*args, row_ids_R=row_ids_R)  # noqa: E731
+    return _work(run, o.bare(o.x_RD.T, o.a_RF), inputs.shape, inputs.shape.hidden_dim)
+
+
+def fc2_wgrad(inputs: Inputs) -> Work:
+    """The output's gradient, gathered rows, times the activated rows, by expert."""
+    return _fc2_wgrad(inputs, gather=False)
+
+
+def fc2_wgrad_gather(inputs: Inputs) -> Work:
+    """The same with source rows gathered while loaded."""
+    return _fc2_wgrad(inputs, gather=True)
+
+
+def _fc1_wgrad(inputs: Inputs, gather: bool) -> Work:
+    o = Operands(inputs)
+    x, row_ids_R = (o.x_TD, o.row_ids_R) if gather else (o.x_RD, None)
+    args = (x, o.h_RC, o.offsets_E)
+    run = lambda: grouped_wgrad.grouped_wgrad(  # noqa: E731
+        *args, row_ids_R=row_ids_R, transposed=True
+    )
+    return _work(run, o.bare(o.h_RC.T, o.x_RD), inputs.shape, 2 * inputs.shape.hidden_dim)
+
+
+def fc1_wgrad(inputs: Inputs) -> Work:
+    """The gradient of H times gathered source rows, by expert."""
+    return _fc1_wgrad(inputs, gather=False)
+
+
+def fc1_wgrad_gather(inputs: Inputs) -> Work:
+    """The same with source rows gathered while loaded."""
+    return _fc1_wgrad(inputs, gather=True)
+
+
 GEMM, WGRAD = "tests/kernels/test_grouped_gemm.py", "tests/kernels/test_grouped_wgrad.py"
+PINGPONG = "tests/kernels/test_pingpong.py" if torch.cuda.is_available() else GEMM
 OPS = (
-    Op(grouped_gemm_fc1, GEMM),
-    Op(grouped_gemm_activation, GEMM),
-    Op(grouped_gemm_fc2, GEMM),
-    Op(grouped_gemm_fc2_dgrad, GEMM),
-    Op(grouped_gemm_fc1_dgrad, GEMM),
-    Op(grouped_wgrad_fc2, WGRAD),
-    Op(grouped_wgrad_fc1, WGRAD),
+    Op(fc1, PINGPONG),
+    Op(fc1_gather, GEMM),
+    Op(fc2, PINGPONG),
+    Op(fc2_dgrad, PINGPONG),
+    Op(fc2_dgrad_gather, PINGPONG),
+    Op(fc1_dgrad, PINGPONG),
+    Op(fc2_wgrad, WGRAD),
+    Op(fc2_wgrad_gather, WGRAD),
+    Op(fc1_wgrad, WGRAD),
+    Op(fc1_wgrad_gather, WGRAD),
 )
 
 

@@ -1,16 +1,19 @@
 """Times, kept and peak bytes, kernel launches and host syncs of a call: how every row is measured.
 
-Variants run in turn (A B C A B C ...), so that a drift of the clocks hits all of them alike; the
-median counts, with the 20th and 80th percentile beside it. On a GPU each call is timed by two CUDA
-events, and nothing waits for the device between calls: the host runs ahead as it does in training.
-Before each call a buffer larger than the L2 is read, so that no variant finds its inputs there
-(reading, because a written buffer would still be on its way to memory while the clock runs).
+Every round runs each variant once, in an order of its own: a drift of the clocks hits all of them
+alike, and so does what ran before (a GPU at its power limit is slower after a hot variant than
+after a cool one). The median counts, with the 20th and 80th percentile beside it. On a GPU each
+call is timed by two CUDA events, and nothing waits for the device between calls: the host runs
+ahead as it does in training. Before each call a buffer larger than the L2 is read, so that no
+variant finds its inputs there (reading, because a written buffer would still be on its way to
+memory while the clock runs).
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import time
 import warnings
 import weakref
@@ -95,7 +98,7 @@ def time_variants(
     prepare: Callable[[str], Any] = lambda name: None,
     lead_ms: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time the variants in turn.
+    """Time the variants, each once a round, in orders that are the same in every run.
 
     Args:
         variants: name -> call.
@@ -111,10 +114,12 @@ def time_variants(
     clock = _GpuClock(device, lead_ms) if device.type == "cuda" else _HostClock()
     rounds = _warm_up(variants, clock, effort, prepare)
     spans: dict[str, list[Any]] = {name: [] for name in variants}
+    order, shuffle = list(variants), random.Random(0).shuffle
     for _ in range(rounds):
-        for name, call in variants.items():
+        shuffle(order)
+        for name in order:
             prepare(name)
-            spans[name].append(clock.span(call))
+            spans[name].append(clock.span(variants[name]))
     clock.wait()
     timings = {}
     for name, call in variants.items():

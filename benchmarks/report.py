@@ -38,7 +38,8 @@ Without a GPU `pytest benchmarks` is a smoke test of the harness and keeps no re
 How to read the rows:
 
 - Everything is bf16, one GPU. `fwd` is a training forward, `fwd+bwd` adds gradients of input,
-  weights and router. Times are medians; variants and baselines run in turn in the same rounds.
+  weights and router. Times are medians; variants and baselines run in the same rounds, in
+  changing order.
 - `two` and `six grouped_mm` are the bare grouped matmuls of a forward, and of forward and backward,
   on the layer's own routing with rows already gathered. The ratio to them is the layer's overhead.
 - TFLOP/s count 6 T K D F for a forward and 18 T K D F for both: matrix products alone.

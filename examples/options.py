@@ -6,12 +6,14 @@ import argparse
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 from data import VOCAB_SIZE
 
 from moecore import ParallelConfig
 from moecore.models import DecoderConfig, preset
+from moecore.moe.backends import ExpertBackend
 
 DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -25,6 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--run-dir", type=Path, default=Path("runs/demo"), help="checkpoints and metrics go here")
     add("--preset", default="tiny", help="which decoder, see moecore.models.PRESETS")
+    add("--experts", default="auto", choices=get_args(ExpertBackend), help="how experts multiply")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE", help='text, or jsonl "text"')
     add("--steps", type=whole, default=400, help="optimizer steps of the whole run")
     add("--schedule-steps", type=whole, help="steps of the LR schedule (None = --steps)")

@@ -127,7 +127,8 @@ def build_job(args: argparse.Namespace) -> Job:
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
 
     model = Decoder(config, device="meta")
-    parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=DTYPES[dtype]))
+    fsdp = FSDPOptions(param_dtype=DTYPES[dtype])
+    parallelize_moe(model, meshes, experts=args.experts, fsdp=fsdp)
     model.to_empty(device=device)
     model.init_weights(args.seed)  # the same weights on every layout
     moe_state(model).set_num_micro_batches(args.grad_accum)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from benchmarks import harness
@@ -23,22 +25,32 @@ def test_percentile_interpolates_between_ordered_values() -> None:
         harness.percentile([], 0.5)
 
 
-def test_variants_run_in_turn_after_two_rounds_of_warm_up() -> None:
-    log: list[str] = []
-    harness.time_variants(
-        {"a": lambda: log.append("a"), "b": lambda: log.append("b")},
-        device=CPU,
-        effort=THREE_ROUNDS,
-        prepare=lambda name: log.append(f"prepare {name}"),
-    )
-    assert log == ["prepare a", "a", "prepare b", "b"] * 5
+def test_every_round_runs_each_variant_once_in_an_order_of_its_own() -> None:
+    logs: list[list[str]] = []
+    for _ in range(2):
+        log: list[str] = []
+        harness.time_variants(
+            {name: partial(log.append, name) for name in "abcd"},
+            device=CPU,
+            effort=Effort(seconds=0.0, least=6, most=6, warm_up_s=0.0),
+            prepare=lambda name, log=log: log.append(f"prepare {name}"),
+        )
+        logs.append(log)
+    pairs = list(zip(logs[0][::2], logs[0][1::2], strict=True))
+    assert all(before == f"prepare {name}" for before, name in pairs)
+    rounds = [tuple(name for _, name in pairs[i : i + 4]) for i in range(0, len(pairs), 4)]
+    assert len(rounds) == 2 + 6, "two rounds of warm-up, then six"
+    assert all(sorted(names) == list("abcd") for names in rounds)
+    assert len(set(rounds)) > 2, "what ran before must not always be the same"
+    assert logs[0] == logs[1], "the orders are the same in every run"
 
 
 def test_a_timing_is_median_and_percentiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 1.0, 9.0, 9.0, 3.0, 30.0, 1.0, 10.0, 2.0, 20.0])  # a, b; two warm-ups
-    monkeypatch.setattr(harness._HostClock, "span", lambda self, call: next(times))
+    # The first two of each are warm-up.
+    times = {"a": iter([1.0, 9.0, 3.0, 1.0, 2.0]), "b": iter([1.0, 9.0, 30.0, 10.0, 20.0])}
+    monkeypatch.setattr(harness._HostClock, "span", lambda self, call: next(times[call()]))
     found = harness.time_variants(
-        {"a": lambda: None, "b": lambda: None}, device=CPU, effort=THREE_ROUNDS
+        {"a": lambda: "a", "b": lambda: "b"}, device=CPU, effort=THREE_ROUNDS
     )
     assert (found["a"].ms, found["a"].repeats, found["a"].host_ms) == (2.0, 3, None)
     assert (found["a"].p20, found["a"].p80) == pytest.approx((1.4, 2.6))

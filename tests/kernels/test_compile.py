@@ -225,6 +225,7 @@ def test_compiles_for_hopper_without_spills(
 
 def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]) -> None:
     """A transposed tile stored value by value would take longer than its product."""
-    wgrad.grouped_wgrad(bf16(T, D), bf16(T * K, 2 * F), ints(T * K), ints(E), transposed=True)
+    args = (bf16(T, D), bf16(T * K, 2 * F), ints(E))
+    wgrad.grouped_wgrad(*args, row_ids_R=ints(T * K), transposed=True)
     (kernel,) = compiled.values()
     assert "stmatrix.sync.aligned.m8n8.x4.trans" in kernel.asm["ptx"]

@@ -22,7 +22,7 @@ SIZES = [(24, 40), (128, 256), (200, 392)]
 def make(
     counts: list[int], M: int, N: int, device: str, dtype: torch.dtype, scale: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Source rows, expert rows (zero past the last one in use), row ids and offsets."""
+    """Source rows, expert rows (zero past the last one in use), offsets and row ids."""
     torch.manual_seed(0)
     offsets = (torch.tensor(counts) * scale).cumsum(0).int()
     used = int(offsets[-1])
@@ -30,7 +30,20 @@ def make(
     x, y = torch.randn(S, M).to(dtype), torch.randn(R, N).to(dtype)
     y[used:] = 0
     row_ids = torch.randint(0, S, (R,), dtype=torch.int32)
-    return x.to(device), y.to(device), row_ids.to(device), offsets.to(device)
+    return x.to(device), y.to(device), offsets.to(device), row_ids.to(device)
+
+
+Case = tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]
+
+
+def gathered(case: tuple[Tensor, Tensor, Tensor, Tensor], gather: bool) -> Case:
+    """Arguments and row ids, or rows that are gathered already; nobody's rows hold NaN."""
+    x, y, offsets, row_ids = case
+    if gather:
+        return (x, y, offsets), row_ids
+    x = x.index_select(0, row_ids)
+    x[int(offsets[-1]) :] = float("nan")
+    return (x, y, offsets), None
 
 
 def test_worked_example() -> None:
@@ -38,21 +51,24 @@ def test_worked_example() -> None:
     x = torch.tensor([[1.0], [2.0]])
     y = torch.tensor([[3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
     row_ids, offsets = (torch.tensor(v, dtype=torch.int32) for v in ([0, 1, 0], [1, 3]))
-    found = grouped_wgrad_ref(x, y, row_ids, offsets)
+    found = grouped_wgrad_ref(x, y, offsets, row_ids_R=row_ids)
     assert found.tolist() == [[[3, 4]], [[17, 20]]]
-    assert torch.equal(grouped_wgrad_ref(x, y, row_ids, offsets, transposed=True), found.mT)
+    assert torch.equal(
+        grouped_wgrad_ref(x, y, offsets, row_ids_R=row_ids, transposed=True), found.mT
+    )
+    assert grouped_wgrad_ref(y, y, offsets).tolist()[0] == [[9, 12], [12, 16]]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gather", [False, True], ids=["contiguous", "gather"])
 @pytest.mark.parametrize("name", COUNTS)
-def test_path_without_hopper(name: str, transposed: bool) -> None:
-    args = make(COUNTS[name], 24, 40, "cpu", torch.float32)
-    expected = grouped_wgrad_ref(*args, transposed=transposed)
-    torch.testing.assert_close(
-        grouped_wgrad(*args, transposed=transposed), expected, rtol=1e-4, atol=1e-4
-    )
+def test_path_without_hopper(name: str, gather: bool, transposed: bool) -> None:
+    args, row_ids = gathered(make(COUNTS[name], 24, 40, "cpu", torch.float32), gather)
+    how = {"row_ids_R": row_ids, "transposed": transposed}
+    expected = grouped_wgrad_ref(*args, **how)
+    torch.testing.assert_close(grouped_wgrad(*args, **how), expected, rtol=1e-4, atol=1e-4)
     main = torch.ones_like(expected)
-    assert grouped_wgrad(*args, transposed=transposed, main_grad=main) is main
+    assert grouped_wgrad(*args, **how, main_grad=main) is main
     torch.testing.assert_close(main, 1 + expected, rtol=1e-4, atol=1e-4)
 
 
@@ -60,17 +76,21 @@ def test_path_without_hopper(name: str, transposed: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("M, N", SIZES)
+@pytest.mark.parametrize("gather", [False, True], ids=["contiguous", "gather"])
 @pytest.mark.parametrize("name", COUNTS)
-def test_kernel(name: str, M: int, N: int, transposed: bool, dtype: torch.dtype) -> None:
+def test_kernel(
+    name: str, gather: bool, M: int, N: int, transposed: bool, dtype: torch.dtype
+) -> None:
     poison = torch.full((1 << 26,), float("nan"), device="cuda")
     del poison
-    args = make(COUNTS[name], M, N, "cuda", dtype, scale=3)
-    found = grouped_wgrad(*args, transposed=transposed)
-    again = grouped_wgrad(*args, transposed=transposed)
+    args, row_ids = gathered(make(COUNTS[name], M, N, "cuda", dtype, scale=3), gather)
+    how = {"row_ids_R": row_ids, "transposed": transposed}
+    found = grouped_wgrad(*args, **how)
+    again = grouped_wgrad(*args, **how)
     assert torch.equal(found, again)
-    x, y, row_ids, offsets = args
-    exact = grouped_wgrad_ref(x.double(), y.double(), row_ids, offsets, transposed=transposed)
-    plain = grouped_wgrad_ref(*args, transposed=transposed)
+    x, y, offsets = args
+    exact = grouped_wgrad_ref(x.double(), y.double(), offsets, **how)
+    plain = grouped_wgrad_ref(*args, **how)
     ours, theirs = (found.double() - exact).norm(dim=2), (plain.double() - exact).norm(dim=2)
     floor = 1e-6 * exact.norm(dim=2).max()
     assert ours.norm() <= 2 * theirs.norm() + floor
@@ -81,16 +101,18 @@ def test_kernel(name: str, M: int, N: int, transposed: bool, dtype: torch.dtype)
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("M, N", SIZES)
+@pytest.mark.parametrize("gather", [False, True], ids=["contiguous", "gather"])
 def test_kernel_adds_to_main_gradients(
-    M: int, N: int, transposed: bool, main_dtype: torch.dtype
+    gather: bool, M: int, N: int, transposed: bool, main_dtype: torch.dtype
 ) -> None:
-    args = make(COUNTS["mixed"], M, N, "cuda", torch.bfloat16)
-    x, y, row_ids, offsets = args
-    exact = grouped_wgrad_ref(x.double(), y.double(), row_ids, offsets, transposed=transposed)
+    args, row_ids = gathered(make(COUNTS["mixed"], M, N, "cuda", torch.bfloat16), gather)
+    how = {"row_ids_R": row_ids, "transposed": transposed}
+    x, y, offsets = args
+    exact = grouped_wgrad_ref(x.double(), y.double(), offsets, **how)
     main = torch.randn(exact.shape, device="cuda").to(main_dtype)
     expected = main.double() + 2 * exact
     for _ in range(2):
-        assert grouped_wgrad(*args, transposed=transposed, main_grad=main) is main
+        assert grouped_wgrad(*args, **how, main_grad=main) is main
     bound = 1e-5 if main_dtype == torch.float32 else 1e-2
     assert (main.double() - expected).norm() <= bound * expected.norm()
 
@@ -102,24 +124,24 @@ def test_kernel_reads_rows_past_2_to_the_31_elements() -> None:
     row_ids = torch.tensor([S - 1, 0, S - 2, 1], dtype=torch.int32, device="cuda")
     y = torch.randn(4, N, device="cuda", dtype=torch.bfloat16)
     offsets = torch.tensor([1, 4], dtype=torch.int32, device="cuda")
-    found = grouped_wgrad(x, y, row_ids, offsets)
-    expected = grouped_wgrad_ref(x, y, row_ids, offsets)
+    found = grouped_wgrad(x, y, offsets, row_ids_R=row_ids)
+    expected = grouped_wgrad_ref(x, y, offsets, row_ids_R=row_ids)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu
 def test_kernel_never_syncs_and_replays_in_a_graph() -> None:
-    x, y, row_ids, offsets = make([70, 0, 130], 128, 256, "cuda", torch.bfloat16)
-    grouped_wgrad(x, y, row_ids, offsets)
+    x, y, offsets, row_ids = make([70, 0, 130], 128, 256, "cuda", torch.bfloat16)
+    grouped_wgrad(x, y, offsets, row_ids_R=row_ids)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = grouped_wgrad(x, y, row_ids, offsets)
+            out = grouped_wgrad(x, y, offsets, row_ids_R=row_ids)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for counts in ([70, 0, 130], [0, 199, 1]):
         offsets.copy_(torch.tensor(counts).cumsum(0))
         graph.replay()
-        assert torch.equal(out, grouped_wgrad(x, y, row_ids, offsets))
+        assert torch.equal(out, grouped_wgrad(x, y, offsets, row_ids_R=row_ids))

@@ -49,9 +49,10 @@ from moecore.kernels.rows import gather_rows, gather_used_rows, sum_rows, sum_ro
 
 Products = Literal["triton", "torch"]
 
-# Smallest F for which rows are gathered before the product: "gather first" in docs/log.md.
-GATHER_FIRST_FC1 = 512
-GATHER_FIRST_FC2_GRAD = 1024
+# Smallest F for which rows are gathered before a product: "gather first" in docs/log.md.
+GATHER_FIRST_FC1 = 512  # X, for FC1
+GATHER_FIRST_DY = 1024  # dY, for FC2's input gradient and weight gradient
+GATHER_FIRST_WGRAD = 2048  # X, for FC1's weight gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +114,14 @@ def expert_mlp_ref(
     return sum_rows_ref(torch.cat(parts), rows.row_ids_R, rows.slots_SK, None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Source rows, gathered in expert order where `row_ids_R` is None."""
+
+    rows: Tensor
+    row_ids_R: Tensor | None
+
+
 class _Products:
     """The products of the two weights and the activation between them, one set or the other.
 
@@ -133,32 +142,44 @@ class _Products:
         self.triton, self.options = triton, options
         self.index = (row_ids_R, slots_SK, offsets_e[-1])
         self.row_ids_R, self.offsets_e = row_ids_R, offsets_e
-        hopper = triton and has_hopper_kernels(row_ids_R.device)
+        hopper = triton and row_ids_R.shape[0] and has_hopper_kernels(row_ids_R.device)
         self.tiles = map_row_tiles(offsets_e, row_ids_R.shape[0]) if hopper else None
 
-    def fc1(self, x_SD: Tensor, w1_eCD: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
+    def source(self, x_SK: Tensor, *, gather: bool = False) -> _Source:
+        """Rows for the verbs below; "triton" gathers them beforehand only where told to."""
+        if not self.triton:
+            return _Source(gather_rows(x_SK, *self.index), None)
+        if gather and self.tiles is not None and x_SK.shape[0]:
+            return _Source(gather_used_rows(x_SK, *self.index), None)
+        return _Source(x_SK, self.row_ids_R)
+
+    def fc1(self, x: _Source, w1_eCD: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return H and the weighted activation."""
         if not (self.triton and self.options.gated):
-            h_RC = self.source_rows(self.source(x_SD), w1_eCD.transpose(1, 2))
+            h_RC = self.product(x, w1_eCD.transpose(1, 2))
             return h_RC, weighted_activation(h_RC, weights_R, self.index[2], self.options)
-        if self.tiles is None or w1_eCD.shape[1] < 2 * GATHER_FIRST_FC1 or not x_SD.shape[0]:
-            where = (self.row_ids_R, weights_R, self.offsets_e)
-            return grouped_gemm_activation(x_SD, w1_eCD, *where, self.options)
-        x_RD = gather_used_rows(x_SD, *self.index)
-        return pingpong_activation(x_RD, w1_eCD, self.tiles, weights_R, self.options)
+        if x.row_ids_R is None:
+            return pingpong_activation(x.rows, w1_eCD, self._tiles(), weights_R, self.options)
+        where = (x.row_ids_R, weights_R, self.offsets_e)
+        return grouped_gemm_activation(x.rows, w1_eCD, *where, self.options)
 
     def activation_bwd(
-        self, dy: Tensor, w2_eDF: Tensor, h_RC: Tensor, weights_R: Tensor
+        self, dy: _Source, w2_eDF: Tensor, h_RC: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dh, dweights and the weighted activation again; `dy` comes from `source`."""
-        if self.tiles is None or not self.options.gated or not dy.shape[0]:
-            da_RF = self.source_rows(dy, w2_eDF)
+        """Return dh, dweights and the weighted activation again."""
+        if self.tiles is None or not self.options.gated or not dy.rows.shape[0]:
+            da_RF = self.product(dy, w2_eDF)
             return weighted_activation_bwd(h_RC, da_RF, weights_R, self.index[2], self.options)
-        row_ids_R: Tensor | None = self.row_ids_R
-        if w2_eDF.shape[2] >= GATHER_FIRST_FC2_GRAD:
-            dy, row_ids_R = gather_used_rows(dy, *self.index), None
         where = (self.tiles, h_RC, weights_R, self.offsets_e)
-        return pingpong_activation_bwd(dy, w2_eDF, *where, self.options, row_ids_R=row_ids_R)
+        return pingpong_activation_bwd(
+            dy.rows, w2_eDF, *where, self.options, row_ids_R=dy.row_ids_R
+        )
+
+    def product(self, source: _Source, b_eKN: Tensor) -> Tensor:
+        """The source row of each expert row times its expert's matrix."""
+        if source.row_ids_R is None:
+            return self.rows(source.rows, b_eKN)
+        return grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
 
     def rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
         """Each expert row times its expert's matrix."""
@@ -170,35 +191,30 @@ class _Products:
             return grouped_gemm(a_RK, b_eKN, self.offsets_e)
         return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)
 
-    def source(self, x_SK: Tensor) -> Tensor:
-        """Source rows as the other verbs want them: as they are, or gathered once for all."""
-        return x_SK if self.triton else gather_rows(x_SK, *self.index)
-
-    def source_rows(self, source: Tensor, b_eKN: Tensor) -> Tensor:
-        """The source row of each expert row times its expert's matrix."""
-        if self.triton:
-            return grouped_gemm(source, b_eKN, self.offsets_e, row_ids_R=self.row_ids_R)
-        return self.rows(source, b_eKN)
-
     def weight_grad(
-        self, source: Tensor, y_RN: Tensor, transposed: bool, main_grad: Tensor | None
+        self, source: _Source, y_RN: Tensor, transposed: bool, main_grad: Tensor | None
     ) -> Tensor:
         """[e, M, N] or transposed; added to `main_grad` where there is one."""
+        x = source.rows
         if self.triton:
             return grouped_wgrad(
-                source,
+                x,
                 y_RN,
-                self.row_ids_R,
                 self.offsets_e,
+                row_ids_R=source.row_ids_R,
                 transposed=transposed,
                 main_grad=main_grad,
             )
-        left, right = (y_RN, source) if transposed else (source, y_RN)
-        if not source.shape[0]:
+        left, right = (y_RN, x) if transposed else (x, y_RN)
+        if not x.shape[0]:
             sizes = (self.offsets_e.shape[0], left.shape[1], right.shape[1])
-            return source.new_zeros(sizes) if main_grad is None else main_grad
+            return x.new_zeros(sizes) if main_grad is None else main_grad
         out = grouped_mm(left.t(), right, offs=self.offsets_e)
         return out if main_grad is None else main_grad.add_(out)
+
+    def _tiles(self) -> Tensor:
+        assert self.tiles is not None  # `source` gathers for no other products
+        return self.tiles
 
 
 def _activation_options(kind: str, limit: float, alpha: float, inter: bool) -> ActivationOptions:
@@ -226,7 +242,10 @@ def _expert_mlp(
     """Return y_SD and h_RC (empty unless kept)."""
     options = _activation_options(kind, limit, alpha, interleaved)
     products = _Products(triton, row_ids_R, slots_SK, offsets_e, options)
-    h_RC, a_RF = products.fc1(x_SD, w1_eCD, weights_R)
+    hidden_dim = w2_eDF.shape[2]
+    x = products.source(x_SD, gather=options.gated and hidden_dim >= GATHER_FIRST_FC1)
+    h_RC, a_RF = products.fc1(x, w1_eCD, weights_R)
+    del x
     y_RD = products.rows(a_RF, w2_eDF.transpose(1, 2))
     y_SD = sum_rows(y_RD, *products.index)
     return y_SD, h_RC if keep_h else h_RC.new_empty(0)
@@ -264,9 +283,10 @@ def _expert_mlp_bwd(
     want_x, want_w1, want_w2, want_weights = wanted
     dh_RC, dweights_R = h_RC, weights_R  # replaced where anybody wants them
     dx_SD, dw1, dw2 = (x_SD.new_empty(0) for _ in range(3))
-    dy = products.source(dy_SD.contiguous())
+    gathers = options.gated and w2_eDF.shape[2] >= GATHER_FIRST_DY
+    dy = products.source(dy_SD.contiguous(), gather=gathers)
     if not h_RC.numel():
-        h_RC = products.source_rows(products.source(x_SD), w1_eCD.transpose(1, 2))
+        h_RC = products.product(products.source(x_SD), w1_eCD.transpose(1, 2))
     if want_x or want_w1 or want_weights:
         dh_RC, dweights_R, a_RF = products.activation_bwd(dy, w2_eDF, h_RC, weights_R)
     else:
@@ -278,7 +298,8 @@ def _expert_mlp_bwd(
     if want_x:
         dx_SD = sum_rows(products.rows(dh_RC, w1_eCD), *products.index)
     if want_w1:
-        grad = products.weight_grad(products.source(x_SD), dh_RC, True, main_grad1)
+        x = products.source(x_SD, gather=w2_eDF.shape[2] >= GATHER_FIRST_WGRAD)
+        grad = products.weight_grad(x, dh_RC, True, main_grad1)
         dw1 = grad if main_grad1 is None else dw1
     return dx_SD, dw1, dw2, dweights_R if want_weights else weights_R.new_empty(0)
 

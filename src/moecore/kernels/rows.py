@@ -276,15 +276,9 @@ def gather_rows(
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Return what `gather_rows` does, but nothing from num_rows on: a large capacity costs nothing.
+    """Return what `gather_rows` does, with rows from num_rows on uninitialised: capacity is free.
 
-    GPU only, 16-bit floats or fp32. No autograd, no host sync.
-
-    Args:
-        x_SD, row_ids_R, slots_SK, num_rows: as in `gather_rows`; S > 0.
-
-    Returns:
-        [R, D], dtype of x_SD; rows from num_rows on are uninitialised.
+    For kernels of this package: S > 0, a GPU, 16-bit floats or fp32. No autograd, no host sync.
     """
     return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
 

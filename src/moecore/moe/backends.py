@@ -2,12 +2,13 @@
 
     (ExpertInput, ExpertWeights) -> y_SD
 
-"triton"      moecore's kernels, gathers fused into the loads; keeps X and H; no host sync
+"triton"      moecore's kernels for Hopper; keeps X and H; no host sync
 "torch"       torch's grouped product, moecore's row movers; keeps X and H; no host sync in bf16
               on Hopper and datacenter Blackwell, where that product has none
 "te"          Transformer Engine's grouped linear; keeps what that keeps; one host sync
 "sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
-"auto"        "torch", until the whole layer has been measured with "triton"
+"auto"        "triton" for gated experts that it can multiply, else "torch": it was faster at every
+              shape of docs/benchmarks.md
 
 With "triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it,
 too (`kernels/grouped_wgrad.py`).
@@ -127,8 +128,8 @@ def run_experts(
     Raises:
         ValueError: when the backend cannot multiply matrices of this size, dtype or layout.
     """
-    if name == "auto":  # until the whole layer has been measured ("auto" in docs/log.md)
-        name = "torch"
+    if name == "auto":
+        name = "triton" if _suits_triton(inp.rows_SD, weights, config) else "torch"
     if name == "sequential":
         return _sequential(inp, weights, config)
     if name == "triton":  # te_experts checks for itself
@@ -153,6 +154,22 @@ def run_experts(
     )
     matrices = (weights.w1_eCD, weights.w2_eDF)
     return expert_mlp(inp.rows_SD, *matrices, rows, options, main_grads=weights.main_grads)
+
+
+def _suits_triton(rows_SD: Tensor, weights: ExpertWeights, config: MoEConfig) -> bool:
+    """Whether "triton" computes these experts, in the form in which it was measured."""
+    matrices = (weights.w1_eCD, weights.w2_eDF)
+    dtypes = {t.dtype for t in (rows_SD, *matrices)}
+    return (
+        has_hopper_kernels(rows_SD.device)
+        and config.gated
+        and not weights.interleaved
+        and weights.b1_eC is None
+        and weights.b2_eD is None
+        and dtypes in ({torch.bfloat16}, {torch.float16})
+        and all(m.is_contiguous() for m in matrices)
+        and not any(size % 8 for size in weights.w2_eDF.shape[1:])
+    )
 
 
 def _with_biases(inp: ExpertInput, weights: ExpertWeights, config: MoEConfig) -> Tensor:

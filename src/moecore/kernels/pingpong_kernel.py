@@ -1,0 +1,451 @@
+"""The kernel behind `pingpong.py`: three epilogues, rows contiguous or gathered. Hopper only.
+
+Letters: S source rows, R expert rows (capacity), M N K the sizes of one product, F hidden dim.
+
+    loading warps     fill a ring of stages with blocks of a and b     (_produce)
+    warp group 0, 1   take turns: one multiplies, the other stores     (_consume)
+
+A stage is full when its TMA and copies have arrived, and empty when the group that has the turn has
+multiplied it. Which rows a tile covers comes from a map made beforehand (`map_row_tiles`).
+"""
+
+from functools import partial
+
+from moecore.kernels.activation import activate, activate_with_gradients
+from moecore.kernels.common import async_load, gl, gluon, hopper, tma_load
+
+
+@gluon.jit
+def _locate(
+    tile,  # number of the tile
+    num_row_tiles,
+    num_n,  # column tiles
+    map_ptr,
+    GROUP_M: gl.constexpr,
+    FIELDS: gl.constexpr,
+):
+    """Return expert, first row, end of its rows, column tile; GROUP_M row tiles share weights."""
+    width = GROUP_M * num_n
+    first = tile // width * GROUP_M
+    size = gl.minimum(num_row_tiles - first, GROUP_M)
+    inside = tile % width
+    at = map_ptr + (1 + first + inside % size) * FIELDS
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), inside // size
+
+
+@gluon.jit
+def _produce(
+    a_ptr,  # [S or R, K]
+    a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
+    b_desc,  # [e * N, K] as blocks [*, BLOCK_K], or [e * K, N] as blocks [BLOCK_K, BLOCK_N]
+    row_ids_ptr,  # [R] int32; unused without GATHER
+    map_ptr,
+    a_smem,  # [STAGES, BLOCK_M, BLOCK_K]
+    b_smem,  # [STAGES, BLOCK_N, BLOCK_K] or [STAGES, BLOCK_K, BLOCK_N]
+    full,  # barriers: a stage has its data
+    empty,  # barriers: a stage has been read
+    K,
+    N,
+    num_row_tiles,
+    num_n,
+    EPILOGUE: gl.constexpr,
+    GATHER: gl.constexpr,
+    B_IS_NK: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr,
+):
+    K = K // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    in_tile = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    in_step = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    WIDTH: gl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
+    ELEMENTS: gl.constexpr = BLOCK_N if GATHER else BLOCK_M + BLOCK_N
+    step = 0
+    for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
+        expert, row, end, n = _locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        if GATHER:
+            in_rows = row + in_tile < end
+            source = gl.load(row_ids_ptr + row + in_tile, mask=in_rows, other=0).to(gl.int64)
+            a_rows = a_ptr + (source * K)[:, None] + in_step[None, :]
+        for k in range(0, K, BLOCK_K):
+            stage = step % STAGES
+            bar = full.index(stage)
+            b = b_smem.index(stage)
+            hopper.mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            hopper.mbarrier.expect(bar, ELEMENTS * BLOCK_K * 2)
+            if EPILOGUE == 1:  # gate columns, then the up columns that belong to them
+                first = expert * 2 * N + n * WIDTH
+                tma_load(b_desc, [first, k], bar, b.slice(0, WIDTH, 0))
+                tma_load(b_desc, [first + N, k], bar, b.slice(WIDTH, WIDTH, 0))
+            elif B_IS_NK:
+                tma_load(b_desc, [expert * N + n * WIDTH, k], bar, b)
+            else:
+                tma_load(b_desc, [expert * K + k, n * WIDTH], bar, b)
+            if GATHER:
+                mask = in_rows[:, None] & (k + in_step < K)[None, :]
+                async_load(a_smem.index(stage), a_rows + k, mask)
+                hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                tma_load(a_desc, [row, k], bar, a_smem.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _halves(x):
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _store(
+    out_ptr,
+    x,  # [BLOCK_M, columns]
+    row,
+    end,
+    column,
+    num_columns,
+    row_stride,
+):
+    """Write a block, 16 bytes a thread and access."""
+    LANES: gl.constexpr = x.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    x = gl.convert_layout(x.to(out_ptr.dtype.element_ty), layout)
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
+    gl.store(at, x, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
+
+
+@gluon.jit
+def _store_activation(
+    total_MN,  # gate columns, then up columns
+    weights_ptr,
+    h_ptr,
+    out_ptr,
+    row,
+    end,
+    column,
+    F,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+):
+    gate, up = _halves(total_MN)
+    rows = row + gl.arange(0, gate.shape[0], gl.SliceLayout(1, gate.type.layout))
+    weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
+    gate = gate.to(h_ptr.dtype.element_ty)
+    up = up.to(h_ptr.dtype.element_ty)
+    _store(h_ptr, gate, row, end, column, F, 2 * F)
+    _store(h_ptr + F, up, row, end, column, F, 2 * F)
+    # The activation reads h as it is stored: the backward recomputes it from there.
+    a = activate(gate.to(gl.float32), up.to(gl.float32), KIND, LIMIT, ALPHA)
+    _store(out_ptr, a * weights[:, None], row, end, column, F, F)
+
+
+@gluon.jit
+def _store_activation_bwd(
+    total_MN,  # da
+    da_smem,  # [4, BLOCK_M, BLOCK_N / 4]: a loop over quarters needs few registers
+    weights_ptr,
+    h_ptr,
+    dh_ptr,
+    out_ptr,
+    dweights_ptr,  # [BLOCK_M] and on: this column tile's part
+    row,
+    end,
+    column,
+    F,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+):
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    left, right = _halves(total_MN.to(dtype))
+    part0, part1 = _halves(left)
+    part2, part3 = _halves(right)
+    da_smem.index(0).store(part0)
+    da_smem.index(1).store(part1)
+    da_smem.index(2).store(part2)
+    da_smem.index(3).store(part3)
+    BLOCK_M: gl.constexpr = total_MN.shape[0]
+    PART: gl.constexpr = total_MN.shape[1] // 4
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // PART, PART // 8], [gl.num_warps(), 1], [1, 0]
+    )
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    in_rows = rows < end
+    weights = gl.load(weights_ptr + rows, mask=in_rows, other=0.0)
+    dweights = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, layout))
+    for i in range(4):
+        columns = column + i * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
+        mask = in_rows[:, None] & (columns < F)[None, :]
+        at = (rows.to(gl.int64) * (2 * F))[:, None] + columns[None, :]
+        gate = gl.load(h_ptr + at, mask=mask, other=0.0).to(gl.float32)
+        up = gl.load(h_ptr + at + F, mask=mask, other=0.0).to(gl.float32)
+        da = da_smem.index(i).load(layout).to(gl.float32)
+        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
+        dweights += gl.sum(gl.where(mask, da * a, 0.0), 1)
+        out = out_ptr + (rows.to(gl.int64) * F)[:, None] + columns[None, :]
+        gl.store(out, (a * weights[:, None]).to(dtype), mask=mask)
+        da = da * weights[:, None]
+        gl.store(dh_ptr + at, (da * da_dgate).to(dtype), mask=mask)
+        gl.store(dh_ptr + at + F, (da * da_dup).to(dtype), mask=mask)
+    gl.store(dweights_ptr + rows, dweights, mask=in_rows)
+
+
+@gluon.jit
+def _consume(
+    GROUP: gl.constexpr,
+    turn,  # two barriers: a group's turn to multiply
+    da_smem,
+    map_ptr,
+    weights_ptr,
+    h_ptr,
+    out_ptr,
+    dh_ptr,
+    dweights_ptr,
+    R,
+    a_smem,
+    b_smem,
+    full,
+    empty,
+    K,
+    N,
+    num_row_tiles,
+    num_n,
+    EPILOGUE: gl.constexpr,
+    B_IS_NK: gl.constexpr,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr,
+):
+    """Multiply and store every other tile: group 0 the first, group 1 the second, and so on."""
+    N = N // 8 * 8  # as above
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    WIDTH: gl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
+    num_k = gl.cdiv(K, BLOCK_K)
+    step = GROUP * num_k
+    parity = 1 - GROUP
+    first = gl.program_id(0) + GROUP * gl.num_programs(0)
+    for tile in range(first, num_row_tiles * num_n, 2 * gl.num_programs(0)):
+        _, row, end, n = _locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+        # Not before the other group has read its last stage: a barrier tells even phases from odd
+        # ones only, so a group that waits too early takes the other's data for its own.
+        hopper.mbarrier.wait(turn.index(GROUP), parity)
+        parity = 1 - parity
+        for i in range(num_k):
+            stage = step % STAGES
+            hopper.mbarrier.wait(full.index(stage), step // STAGES & 1)
+            hopper.fence_async_shared()  # gathered rows came through the generic proxy
+            b = b_smem.index(stage)
+            if B_IS_NK:
+                b = b.permute((1, 0))
+            total_MN = hopper.warpgroup_mma(a_smem.index(stage), b, total_MN, is_async=True)
+            total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
+            before = empty.index((step + STAGES - 1) % STAGES)
+            hopper.mbarrier.arrive(before, count=1, pred=i > 0)
+            step += 1
+        hopper.mbarrier.arrive(turn.index(1 - GROUP), count=1)
+        total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
+        hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        step += num_k  # the other group's
+        column = n * WIDTH
+        if EPILOGUE == 0:
+            left, right = _halves(total_MN.to(out_ptr.dtype.element_ty))
+            _store(out_ptr, left, row, end, column, N, N)
+            _store(out_ptr, right, row, end, column + BLOCK_N // 2, N, N)
+        elif EPILOGUE == 1:
+            _store_activation(
+                total_MN, weights_ptr, h_ptr, out_ptr, row, end, column, N, KIND, LIMIT, ALPHA
+            )
+        else:
+            _store_activation_bwd(
+                total_MN,
+                da_smem,
+                weights_ptr,
+                h_ptr,
+                dh_ptr,
+                out_ptr,
+                dweights_ptr + n.to(gl.int64) * R,
+                row,
+                end,
+                column,
+                N,
+                KIND,
+                LIMIT,
+                ALPHA,
+            )
+
+
+@partial(gluon.jit, do_not_specialize=["R"])
+def pingpong_kernel(
+    a_ptr,  # [S or R, K]
+    a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
+    b_desc,  # see _produce
+    row_ids_ptr,  # [R] int32; unused without GATHER
+    map_ptr,  # see _map_row_tiles_kernel
+    weights_ptr,  # [R] fp32; unused by PLAIN, as what follows
+    h_ptr,  # [R, 2F]; out for ACTIVATION, in for ACTIVATION_BWD
+    out_ptr,  # [R, N]; rows past the last offset stay as they are, in all outputs
+    dh_ptr,  # [R, 2F], out
+    dweights_ptr,  # [column tiles, R] fp32, out
+    R,
+    K,
+    N,
+    EPILOGUE: gl.constexpr,
+    GATHER: gl.constexpr,
+    B_IS_NK: gl.constexpr,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Compute one of the three products of `pingpong.py`."""
+    dtype: gl.constexpr = b_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    if B_IS_NK:
+        b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+    else:
+        b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
+    bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    for i in gl.static_range(STAGES):
+        # One arrival for the TMA, one for each producing thread's copies.
+        hopper.mbarrier.init(full.index(i), count=129 if GATHER else 1)
+        hopper.mbarrier.init(empty.index(i), count=1)
+    hopper.mbarrier.init(turn.index(0), count=1)
+    hopper.mbarrier.init(turn.index(1), count=1)
+    if EPILOGUE == 2:
+        staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        da0 = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N // 4], staged)
+        da1 = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N // 4], staged)
+    else:
+        da0: gl.constexpr = None
+        da1: gl.constexpr = None
+    WIDTH: gl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
+    num_n = gl.cdiv(N, WIDTH)
+    num_row_tiles = gl.load(map_ptr)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    0,
+                    turn,
+                    da0,
+                    map_ptr,
+                    weights_ptr,
+                    h_ptr,
+                    out_ptr,
+                    dh_ptr,
+                    dweights_ptr,
+                    R,
+                    a_smem,
+                    b_smem,
+                    full,
+                    empty,
+                    K,
+                    N,
+                    num_row_tiles,
+                    num_n,
+                    EPILOGUE,
+                    B_IS_NK,
+                    KIND,
+                    LIMIT,
+                    ALPHA,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    STAGES,
+                    FIELDS,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    1,
+                    turn,
+                    da1,
+                    map_ptr,
+                    weights_ptr,
+                    h_ptr,
+                    out_ptr,
+                    dh_ptr,
+                    dweights_ptr,
+                    R,
+                    a_smem,
+                    b_smem,
+                    full,
+                    empty,
+                    K,
+                    N,
+                    num_row_tiles,
+                    num_n,
+                    EPILOGUE,
+                    B_IS_NK,
+                    KIND,
+                    LIMIT,
+                    ALPHA,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    STAGES,
+                    FIELDS,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    a_ptr,
+                    a_desc,
+                    b_desc,
+                    row_ids_ptr,
+                    map_ptr,
+                    a_smem,
+                    b_smem,
+                    full,
+                    empty,
+                    K,
+                    N,
+                    num_row_tiles,
+                    num_n,
+                    EPILOGUE,
+                    GATHER,
+                    B_IS_NK,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    STAGES,
+                    FIELDS,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
