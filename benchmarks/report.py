@@ -50,6 +50,7 @@ How to read the rows:
 - Routing: `learned` is a random router on random tokens, `even` deals tokens out in turn, `skewed`
   biases the router until the hottest expert has {SKEW:g} times the mean load, or {SKEW_ROOM} E / K
   times it where that is less (no expert can have more than E / K). `hottest` is what was reached.
+- `te` and `transformers` are measured with `learned` alone.
 - A `transformers` row is the Qwen3-MoE block of transformers with its grouped_mm experts.
 """
 

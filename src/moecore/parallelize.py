@@ -7,6 +7,7 @@ The one place that knows every room. Order matters: expert and tensor sharding f
 from __future__ import annotations
 
 import hashlib
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args
@@ -27,11 +28,15 @@ from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import Dispatcher, ExpertPlacement
 from moecore.moe.dispatch.local import LocalDispatcher
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.dispatch.symmetric import Exchanges, NVLinkOptions, find_problem
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.moe.state import MoEState
 
-DispatcherName = Literal["auto", "local", "alltoall", "allgather"]
+logger = logging.getLogger("moecore.parallelize")
+
+DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
 LossConvention = Literal["mean", "sum"]
 STATE_NAME = "_moecore_state"
 
@@ -41,6 +46,7 @@ def parallelize_moe(
     meshes: Meshes,
     *,
     dispatcher: DispatcherName = "auto",
+    nvlink: NVLinkOptions | None = None,
     experts: ExpertBackend = "auto",
     recompute_fc1: bool = False,
     overlap_shared: bool = False,
@@ -59,7 +65,9 @@ def parallelize_moe(
     Args:
         model: any module that holds MoELayers or MoE blocks with an adapter.
         meshes: from `build_meshes`.
-        dispatcher: how tokens travel; "auto" is local without ep and etp, else alltoall.
+        dispatcher: how tokens travel; "auto" is local without ep and etp, nvlink where the ep x
+            etp ranks are one host's GPUs with peer access, else alltoall; logged once, with why.
+        nvlink: sizes and times of the nvlink dispatcher.
         experts: how the experts' matrices are multiplied: "auto", "triton", "torch", "te" or
             "sequential", the oracle (see `moe/backends.py`).
         recompute_fc1: keep only the experts' input for backward and run FC1 again there: one
@@ -95,13 +103,18 @@ def parallelize_moe(
     for name, layer in layers.items():
         _check_layer(name, layer, meshes)
         _configure(layer, meshes, experts, recompute_fc1, balance, options)
+    dispatcher = _choose_dispatcher(meshes, dispatcher)
     _check_equal_weights(model, meshes.device_type)
 
     if meshes.parallel.tp > 1:
         cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
     stream = torch.cuda.Stream() if overlap_shared else None
+    exchanges = None
+    if dispatcher == "nvlink" and meshes.dispatch_group is not None:
+        ep = meshes.parallel.ep
+        exchanges = Exchanges(meshes.dispatch_group, ep=ep, options=nvlink)
     for layer in layers.values():
-        _place_experts(layer, meshes, dispatcher)
+        _place_experts(layer, meshes, dispatcher, exchanges)
         if layer.layout.shared in layer._modules:
             layer.shared_stream = stream
     shard_model(model, meshes, options, loss=loss)
@@ -138,7 +151,7 @@ def _check_request(model: nn.Module, meshes: Meshes, dispatcher: str, loss: str)
         if value not in choices:
             shown = ", ".join(repr(c) for c in choices)
             raise ValueError(f"{name} ({value!r}) must be one of {shown}")
-    if dispatcher in ("alltoall", "allgather") and p.ep * p.etp == 1:
+    if dispatcher in ("alltoall", "allgather", "nvlink") and p.ep * p.etp == 1:
         warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=3)
     if dispatcher == "local" and p.ep * p.etp > 1:
         raise ValueError(
@@ -253,23 +266,45 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _place_experts(layer: MoELayer, meshes: Meshes, dispatcher: DispatcherName) -> None:
+def _choose_dispatcher(meshes: Meshes, name: DispatcherName) -> DispatcherName:
+    """Return the dispatcher that "auto" means here; refuse nvlink where it can not work.
+
+    Collective on GPUs for "auto" and "nvlink".
+    """
+    group = meshes.dispatch_group
+    if name not in ("auto", "nvlink") or group is None:
+        return "local" if group is None else name
+    problem = find_problem(group, meshes.device_type)
+    if name == "nvlink" and problem is not None:
+        raise ValueError(f"dispatcher ('nvlink') {problem}")
+    chosen: DispatcherName = "nvlink" if problem is None else "alltoall"
+    if name == "auto" and dist.get_rank() == 0:
+        why = "peer access among all GPUs of the group"
+        if problem is not None:
+            why = f"'nvlink' {problem.partition(': ')[0]}"
+        logger.info("dispatcher 'auto' is %r: %s", chosen, why)
+    return chosen
+
+
+def _place_experts(
+    layer: MoELayer, meshes: Meshes, dispatcher: DispatcherName, exchanges: Exchanges | None
+) -> None:
     p = meshes.parallel
     if p.ep * p.etp > 1:
         experts = layer.part("experts")
         assert isinstance(experts, Experts)
         experts.shard(meshes.expert["ep", "etp"])
-    layer.dispatcher = _make_dispatcher(layer.config.num_experts, meshes, dispatcher)
+    layer.dispatcher = _make_dispatcher(layer.config.num_experts, meshes, dispatcher, exchanges)
 
 
-def _make_dispatcher(num_experts: int, meshes: Meshes, name: DispatcherName) -> Dispatcher:
+def _make_dispatcher(
+    num_experts: int, meshes: Meshes, name: DispatcherName, exchanges: Exchanges | None
+) -> Dispatcher:
     p, group = meshes.parallel, meshes.dispatch_group
     if group is None:
         return LocalDispatcher(num_experts)
     placement = ExpertPlacement(group=group, num_experts=num_experts, ep=p.ep, etp=p.etp)
-    classes: dict[str, Any] = {
-        "auto": AllToAllDispatcher,
-        "alltoall": AllToAllDispatcher,
-        "allgather": AllGatherDispatcher,
-    }
+    if exchanges is not None:
+        return NVLinkDispatcher(placement, exchanges)
+    classes: dict[str, Any] = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
     return classes[name](placement)

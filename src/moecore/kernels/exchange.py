@@ -38,7 +38,6 @@ from moecore.kernels.exchange_port import (
     AT_ROWS,
     AT_WEIGHTS,
     ERROR_BEFORE,
-    NEEDED_ROWS,
     OPERATION,
     ExchangePort,
 )
@@ -143,8 +142,9 @@ def _spread_kernel(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     PAIRS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    PUSH_D: tl.constexpr,
+    TAKE_ROWS: tl.constexpr,
+    TAKE_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
     THREADS: tl.constexpr,
@@ -156,29 +156,12 @@ def _spread_kernel(
         if pid < NUM_PUSH:
             for chunk in range(pid, num_chunks, NUM_PUSH):
                 if CHOICES:
-                    find_peers(
-                        ids_ptr, peers_ptr, chunk, num_tokens, num_local, G, ETP, K, CHUNK, BLOCK_K
-                    )
+                    sizes = (chunk, num_tokens, num_local)
+                    find_peers(ids_ptr, peers_ptr, *sizes, G, ETP, K, CHUNK, BLOCK_K)
+                from_ptrs = (x_ptr, ids_ptr, weights_ptr, peers_ptr, bases_ptr)
+                place = (chunk, num_tokens, capacity, slot + rank * capacity, rank)
                 push_pairs(
-                    x_ptr,
-                    ids_ptr,
-                    weights_ptr,
-                    peers_ptr,
-                    bases_ptr,
-                    chunk,
-                    num_tokens,
-                    capacity,
-                    slot + rank * capacity,
-                    rank,
-                    False,
-                    CHOICES,
-                    G,
-                    D,
-                    K,
-                    CHUNK,
-                    PAIRS,
-                    BLOCK_D,
-                    BLOCK_K,
+                    *from_ptrs, *place, False, CHOICES, G, D, K, CHUNK, PAIRS, PUSH_D, BLOCK_K
                 )
                 flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
                 notify(bases_ptr, flag, operation, G, BLOCK_G)
@@ -191,56 +174,17 @@ def _spread_kernel(
             left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
             for item in range(pid - FIRST, num_chunks * G, NUM_RECEIVE):
                 chunk, source = item // G, (item + rank) % G
-                arrived = wait(
-                    bases_ptr,
-                    state_ptr,
-                    report_ptr,
-                    operation,
-                    source,
-                    chunk,
-                    num_chunks,
-                    rank,
-                    left,
-                    0,
-                    1,
-                    G,
-                    THREADS,
-                    SPIN,
-                )
+                ptrs, whose = (bases_ptr, state_ptr, report_ptr), (source, chunk, num_chunks, rank)
+                arrived = wait(*ptrs, operation, *whose, left, 0, 1, G, THREADS, SPIN)
                 left = tl.where(arrived, left, 0)
                 row = source.to(tl.int64) * capacity
                 if CHOICES:
-                    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-                    receive_choices(
-                        bases_ptr,
-                        out_ids_ptr,
-                        out_weights_ptr,
-                        used_ptr,
-                        tokens,
-                        row,
-                        slot,
-                        capacity,
-                        arrived,
-                        rank,
-                        G,
-                        K,
-                        CHUNK,
-                        BLOCK_K,
-                    )
+                    out_ptrs = (out_ids_ptr, out_weights_ptr, used_ptr)
+                    there = (chunk, row, slot, capacity, arrived, rank)
+                    receive_choices(bases_ptr, *out_ptrs, *there, G, K, CHUNK, BLOCK_K)
+                here = (chunk, row, slot, capacity)
                 if arrived:
-                    copy_rows(
-                        base,
-                        out_ptr,
-                        used_ptr,
-                        chunk * CHUNK,
-                        row,
-                        slot,
-                        capacity,
-                        D,
-                        CHUNK,
-                        TILE_ROWS,
-                        BLOCK_D,
-                    )
+                    copy_rows(base, out_ptr, used_ptr, *here, D, CHUNK, TAKE_ROWS, TAKE_D)
         finish(state_ptr, operation)
 
 
@@ -271,8 +215,9 @@ def _reduce_kernel(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     PAIRS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    PUSH_D: tl.constexpr,
+    TAKE_ROWS: tl.constexpr,
+    TAKE_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
     THREADS: tl.constexpr,
@@ -283,17 +228,13 @@ def _reduce_kernel(
     if PUSH:
         if pid < NUM_PUSH:
             for chunk in range(pid, num_chunks, NUM_PUSH):
+                from_ptrs = (dweights_ptr, used_ptr, bases_ptr)
+                place = (chunk, num_tokens, capacity, slot + rank * capacity, rank)
                 push_pairs(
                     y_ptr,
                     None,
-                    dweights_ptr,
-                    used_ptr,
-                    bases_ptr,
-                    chunk,
-                    num_tokens,
-                    capacity,
-                    slot + rank * capacity,
-                    rank,
+                    *from_ptrs,
+                    *place,
                     True,
                     CHOICES,
                     G,
@@ -301,7 +242,7 @@ def _reduce_kernel(
                     K,
                     CHUNK,
                     PAIRS,
-                    BLOCK_D,
+                    PUSH_D,
                     BLOCK_K,
                 )
                 flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
@@ -315,58 +256,22 @@ def _reduce_kernel(
             weights = tl.load(bases_ptr + AT_WEIGHTS * G + rank).to(tl.pointer_type(tl.float32))
             left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
             for chunk in range(pid - FIRST, num_chunks, NUM_RECEIVE):
-                arrived = wait(
-                    bases_ptr,
-                    state_ptr,
-                    report_ptr,
-                    operation,
-                    0,
-                    chunk,
-                    num_chunks,
-                    rank,
-                    left,
-                    1,
-                    G,
-                    G,
-                    THREADS,
-                    SPIN,
-                )
+                ptrs, whose = (bases_ptr, state_ptr, report_ptr), (0, chunk, num_chunks, rank)
+                arrived = wait(*ptrs, operation, *whose, left, 1, G, G, THREADS, SPIN)
                 left = tl.where(arrived, left, 0)
-                where = (chunk, num_tokens, slot, capacity)
-                add_parts(base, out_ptr, peers_ptr, *where, G, D, CHUNK, TILE_ROWS, BLOCK_D)
+                place = (peers_ptr, chunk, num_tokens, slot, capacity)
+                add_parts(base, out_ptr, *place, G, D, CHUNK, TAKE_ROWS, TAKE_D)
                 if CHOICES:
-                    add_parts(
-                        weights, out_dweights_ptr, peers_ptr, *where, G, K, CHUNK, CHUNK, BLOCK_K
-                    )
+                    add_parts(weights, out_dweights_ptr, *place, G, K, CHUNK, CHUNK, BLOCK_K)
         finish(state_ptr, operation)
 
 
-@triton.jit
-def _limit_rows_kernel(
-    offsets_ptr,  # [e] int32
-    out_ptr,  # [e] int32, out
-    state_ptr,  # [NUM_WORDS] int32
-    report_ptr,  # [NUM_WORDS] int32
-    num_rows,  # R
-    NUM_LOCAL: tl.constexpr,
-    BINS: tl.constexpr,  # power of two >= NUM_LOCAL
-):
-    experts = tl.arange(0, BINS)
-    offsets = tl.load(offsets_ptr + experts, mask=experts < NUM_LOCAL, other=0)
-    tl.store(out_ptr + experts, tl.minimum(offsets, num_rows), mask=experts < NUM_LOCAL)
-    needed = tl.max(offsets, axis=0)
-    most = tl.maximum(needed, tl.load(state_ptr + NEEDED_ROWS))
-    if needed > num_rows:
-        tl.store(state_ptr + NEEDED_ROWS, most)
-        tl.store(report_ptr + NEEDED_ROWS, most)
-
-
-def _tiles(port: ExchangePort) -> dict[str, Any]:
-    """Return the sizes that both kernels take from the layout."""
+def _options(port: ExchangePort, parts: int) -> dict[str, Any]:
+    """Return the constants of a kernel whose receiver holds `parts` rows of each token at once."""
     layout = port.layout
     elements = TILE_BYTES // layout.dtype.itemsize
-    block_d = next(n for n in (4096, 2048, 1024, 512, 256, 16) if _fits(n, layout.dim))
-    pairs = min(elements // block_d, triton.next_power_of_2(layout.chunk * layout.num_ranks))
+    pairs, push_d = _tile(elements, layout.chunk * layout.num_ranks, layout.dim)
+    take_rows, take_d = _tile(elements // parts, layout.chunk, layout.dim)
     return dict(
         NUM_PUSH=layout.num_push,
         NUM_RECEIVE=layout.num_receive,
@@ -375,7 +280,9 @@ def _tiles(port: ExchangePort) -> dict[str, Any]:
         K=layout.top_k,
         CHUNK=layout.chunk,
         PAIRS=pairs,
-        BLOCK_D=block_d,
+        PUSH_D=push_d,
+        TAKE_ROWS=take_rows,
+        TAKE_D=take_d,
         BLOCK_K=min(MAX_BLOCK_K, triton.next_power_of_2(layout.top_k)),
         BLOCK_G=triton.next_power_of_2(layout.num_ranks),
         THREADS=32 * NUM_WARPS,
@@ -384,9 +291,19 @@ def _tiles(port: ExchangePort) -> dict[str, Any]:
     )
 
 
-def _fits(block: int, num_columns: int) -> bool:
-    """Whether blocks of columns leave at most an eighth idle; 16 always does."""
-    return block == 16 or triton.cdiv(num_columns, block) * block * 8 <= num_columns * 9
+def _tile(elements: int, most_rows: int, num_columns: int) -> tuple[int, int]:
+    """Return rows and columns of a tile: powers of two, few idle columns, then many elements.
+
+    Example, 32768 elements, 7168 columns: 32 rows of 1024 (none idle) of many, 8 of 4096 of eight.
+    """
+    fits = (
+        n for n in (4096, 2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9
+    )
+    block = next(fits, min(256, triton.next_power_of_2(num_columns)))
+    rows = min(triton.next_power_of_2(most_rows), elements // block)
+    while block < num_columns and 2 * block * rows <= elements:
+        block *= 2
+    return rows, block
 
 
 def _grid(port: ExchangePort, half: Half) -> tuple[int]:
@@ -459,7 +376,6 @@ def spread(
 def _launch_spread(
     port: ExchangePort, tensors: tuple[Any, ...], num_local: int, etp: int, half: Half
 ) -> None:
-    tiles = _tiles(port)
     with on_device(port.state):
         _spread_kernel[_grid(port, half)](
             *tensors,
@@ -469,8 +385,7 @@ def _launch_spread(
             RECEIVE=half != "push",
             CHOICES=tensors[1] is not None,
             ETP=etp,
-            TILE_ROWS=min(tiles["PAIRS"], tiles["CHUNK"]),
-            **tiles,
+            **_options(port, parts=1),
         )
 
 
@@ -496,11 +411,9 @@ def reduce(
     Returns:
         [T, D], rounded once, zero for a token that went nowhere; and [T, K] fp32 or None.
     """
-    tiles, T = _tiles(port), peers_T.shape[0]
+    T = peers_T.shape[0]
     out_TD = y_SD.new_empty(T, port.layout.dim)
     out_TK = None if dweights_SK is None else dweights_SK.new_empty(T, port.layout.top_k)
-    # Four parts of a token are in flight at once, so a tile has a quarter of the rows.
-    rows = min(max(1, tiles["PAIRS"] // 4), tiles["CHUNK"])
     with on_device(port.state):
         _reduce_kernel[_grid(port, half)](
             *(y_SD, dweights_SK, peers_T, used_S, out_TD, out_TK),
@@ -508,26 +421,6 @@ def reduce(
             PUSH=half != "receive",
             RECEIVE=half != "push",
             CHOICES=dweights_SK is not None,
-            TILE_ROWS=rows,
-            **tiles,
+            **_options(port, parts=4),
         )
     return out_TD, out_TK
-
-
-def limit_rows(port: ExchangePort, offsets_e: Tensor, num_rows: int) -> Tensor:
-    """Return the offsets cut at R rows; more is recorded in state and report. No host sync.
-
-    Args:
-        port: this rank's end.
-        offsets_e: int32 running sum of rows per expert.
-        num_rows: R.
-    """
-    out_e = torch.empty_like(offsets_e)
-    e = offsets_e.shape[0]
-    with on_device(offsets_e):
-        _limit_rows_kernel[(1,)](
-            *(offsets_e, out_e, port.state, port.report, num_rows),
-            NUM_LOCAL=e,
-            BINS=triton.next_power_of_2(e),
-        )
-    return out_e

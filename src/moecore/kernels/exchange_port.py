@@ -24,8 +24,9 @@ ALIGNMENT = 256
 
 # Regions of a buffer, and words of an exchange's state and report.
 AT_ROWS, AT_IDS, AT_WEIGHTS, AT_FLAGS = (tl.constexpr(i) for i in range(4))
-OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i in range(5))
 NUM_WORDS = 8
+ERROR_WORD, ERROR_BEFORE_WORD, NEEDED_WORD = 2, 3, 4
+OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i in range(5))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

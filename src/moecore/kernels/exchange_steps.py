@@ -183,11 +183,12 @@ def wait(
     addresses = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
     late = _latest(addresses, ranks, operation + 1, SPIN)
     if SPIN:
-        start = _now(lanes)
-        waited = start - start
-        while (late >= 0) & (waited < timeout):
-            late = _latest(addresses, ranks, operation + 1, SPIN)
-            waited = _now(lanes) - start
+        if late >= 0:
+            start = _now(lanes)
+            waited = start - start
+            while (late >= 0) & (waited < timeout):
+                late = _latest(addresses, ranks, operation + 1, SPIN)
+                waited = _now(lanes) - start
     if late >= 0:
         found = 1 + late * 2 + KIND
         if tl.atomic_cas(state_ptr + ERROR, 0, found) == 0:
@@ -216,7 +217,7 @@ def receive_choices(
     ids_ptr,  # [S, K] int32, out
     weights_ptr,  # [S, K] fp32, out
     used_ptr,  # [S] int32, out
-    tokens,  # [CHUNK] int32
+    chunk,
     row,  # int64, source row of its rank's token 0
     slot,  # int64, first row of the slot
     capacity,  # C
@@ -230,6 +231,7 @@ def receive_choices(
     """Copy the ids and weights of a chunk out of the buffer, and find its used rows."""
     ids_base = tl.load(bases_ptr + AT_IDS * G + rank).to(tl.pointer_type(tl.int32))
     weights_base = tl.load(bases_ptr + AT_WEIGHTS * G + rank).to(tl.pointer_type(tl.float32))
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     rows = row + tokens
     exists = tokens < capacity
     used = tl.zeros([CHUNK], dtype=tl.int32)
@@ -238,11 +240,11 @@ def receive_choices(
         inside = exists[:, None] & (choices < K)[None, :]
         where = rows[:, None] * K + choices[None, :]
         from_ids = ids_base + slot * K + where
-        ids = tl.load(from_ids, mask=inside & arrived, other=-1, cache_modifier=".cg")
         from_weights = weights_base + slot * K + where
-        weights = tl.load(from_weights, mask=ids >= 0, other=0.0, cache_modifier=".cg")
+        ids = tl.load(from_ids, mask=inside & arrived, other=-1, cache_modifier=".cg")
+        weights = tl.load(from_weights, mask=inside & arrived, other=0.0, cache_modifier=".cg")
         tl.store(ids_ptr + where, ids, mask=inside)
-        tl.store(weights_ptr + where, weights, mask=inside)
+        tl.store(weights_ptr + where, tl.where(ids >= 0, weights, 0.0), mask=inside)
         used = tl.maximum(used, tl.max((ids >= 0).to(tl.int32), axis=1))
     tl.store(used_ptr + rows, used, mask=exists)
     tl.debug_barrier()
@@ -308,7 +310,7 @@ def copy_rows(
     base,  # region of the buffer
     out_ptr,  # [S, D]
     used_ptr,  # [S] int32
-    start_token,
+    chunk,
     row,  # int64, source row of its rank's token 0
     slot,  # int64, first row of the slot
     capacity,  # C
@@ -320,7 +322,7 @@ def copy_rows(
     """Copy the used rows of a chunk out of the buffer."""
     for start in range(0, CHUNK, TILE_ROWS):
         inside = start + tl.arange(0, TILE_ROWS)
-        tokens = start_token + inside
+        tokens = chunk * CHUNK + inside
         rows = row + tokens
         exists = (inside < CHUNK) & (tokens < capacity)
         used = tl.load(used_ptr + rows, mask=exists, other=0, cache_modifier=".cg") != 0

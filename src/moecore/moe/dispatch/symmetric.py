@@ -1,0 +1,385 @@
+"""Buffers that every rank of a group can write, who owns them, and what went wrong in them.
+
+`Exchanges` belongs to a model: all its layers share one `Exchange` per (D, K, dtype), which is made
+at first use, by all ranks together. Its buffer lives until `close()`, or until the last user of the
+owner is gone. Only the making and `check` wait for the device.
+
+Memory comes from torch's symmetric memory (CUDA backend, no multicast): 2 * G * C rows per rank and
+exchange, C the most tokens of any rank.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.kernels import exchange as kernels
+from moecore.kernels.common import HAS_TRITON, INTERPRET, num_sms, on_device
+from moecore.kernels.exchange_port import (
+    ERROR_WORD,
+    EXCHANGE_DTYPES,
+    MAX_RANKS,
+    NEEDED_WORD,
+    NUM_WORDS,
+    ExchangeLayout,
+    ExchangePort,
+)
+from moecore.kernels.limit_rows import limit_rows
+
+KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NVLinkOptions:
+    """Choices of the `nvlink` dispatcher.
+
+    Attributes:
+        max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
+        capacity_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
+            rank would give; more rows than that are an error. None = room for every routing.
+        num_sms: programs of one operation, of which half push and half receive; None = one per
+            multiprocessor.
+        timeout_s: seconds that a rank waits for another one before it is an error.
+    """
+
+    max_tokens: int | None = None
+    capacity_factor: float | None = None
+    num_sms: int | None = None
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_tokens", 1), ("num_sms", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"NVLinkOptions.{name} ({value}) must be >= {least}, or None")
+        for name in ("capacity_factor", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"NVLinkOptions.{name} ({value}) must be > 0 and finite")
+
+
+class Exchange:
+    """One rank's end of an exchange, and the operations over it; see `kernels/exchange.py`.
+
+    All ranks of the group run the same operations in the same order; on one rank they are ordered
+    by their streams (one stream, or streams that wait for each other). No operation syncs.
+
+    Args:
+        port: buffers and sizes.
+        group: the ranks.
+        options: for messages.
+        balanced_rows: expert rows of a rank with balanced routing and C tokens on every rank.
+        memory: what must live as long as the port.
+    """
+
+    def __init__(
+        self,
+        port: ExchangePort,
+        group: dist.ProcessGroup,
+        options: NVLinkOptions,
+        *,
+        balanced_rows: int,
+        memory: Any,
+    ) -> None:
+        self.port = port
+        self.group = group
+        self.options = options
+        self.balanced_rows = balanced_rows
+        self._memory = memory
+
+    @property
+    def layout(self) -> ExchangeLayout:
+        """Sizes, the same on all ranks."""
+        return self.port.layout
+
+    def spread_choices(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
+    ) -> kernels.SpreadChoices:
+        """Send tokens with their choices to the ranks that own the experts; return what came."""
+        sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
+        return kernels.spread_choices(self.port, *sent, num_local=num_local, etp=etp)
+
+    def spread(self, x_TD: Tensor, peers_T: Tensor, used_S: Tensor) -> Tensor:
+        """Send rows where their tokens went; return rows_SD."""
+        return kernels.spread(self.port, x_TD.contiguous(), peers_T, used_S)
+
+    def reduce(
+        self, y_SD: Tensor, peers_T: Tensor, used_S: Tensor, dweights_SK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send partial sums home; return their sums [T, D] and those of the weights' gradients."""
+        if dweights_SK is not None:
+            dweights_SK = dweights_SK.contiguous()
+        return kernels.reduce(self.port, y_SD.contiguous(), peers_T, used_S, dweights_SK)
+
+    def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
+        """Return the offsets cut at `num_rows`; more is an error of the next `check`."""
+        return limit_rows(offsets_e, num_rows, self.port.state, self.port.report)
+
+    def poll(self) -> None:
+        """Raise what has gone wrong so far, as far as the host can see without waiting.
+
+        Too many rows are an error once. A late rank stays one: nobody knows which operations it
+        missed, so nothing waits for it any more, until `Exchanges.close` and new buffers.
+
+        Raises:
+            RuntimeError: when a rank did not come in time, or expert rows did not fit.
+        """
+        words = self.port.report.tolist()
+        error, needed = words[ERROR_WORD], words[NEEDED_WORD]
+        if error:
+            raise RuntimeError(self._late(error - 1))
+        if needed:
+            self.port.report[NEEDED_WORD] = 0
+            self.port.state[NEEDED_WORD].zero_()
+            raise RuntimeError(self._overflow(needed))
+
+    def check(self) -> None:
+        """Raise what has gone wrong in all operations so far. One host sync.
+
+        Raises:
+            RuntimeError: see `poll`.
+        """
+        if self.port.state.is_cuda:
+            torch.cuda.synchronize(self.port.state.device)  # report is written by the device
+        self.poll()
+
+    def _late(self, code: int) -> str:
+        late = dist.get_global_rank(self.group, code // 2)
+        me = dist.get_global_rank(self.group, self.port.rank)
+        return (
+            f"rank {late} must come to a {KINDS[code % 2]} within NVLinkOptions.timeout_s "
+            f"({self.port.timeout_ns / 1e9:g} s), but rank {me} waited in vain: look at rank "
+            f"{late}, then call close(); results since then are not valid"
+        )
+
+    def _overflow(self, needed: int) -> str:
+        me = dist.get_global_rank(self.group, self.port.rank)
+        return (
+            f"NVLinkOptions.capacity_factor ({self.options.capacity_factor}) must be >= "
+            f"{needed / self.balanced_rows:.4g} for the {needed} expert rows of rank {me}: raise "
+            "it, or leave it None; results since then are not valid"
+        )
+
+
+class Exchanges:
+    """The exchanges of a model: owns their buffers.
+
+    Args:
+        group: the ranks among which tokens travel.
+        ep: number of expert blocks of the group.
+        options: sizes and times.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, ep: int, options: NVLinkOptions | None = None
+    ) -> None:
+        self.group = group
+        self.ep = ep
+        self.options = options or NVLinkOptions()
+        self._made: dict[tuple[int, int, torch.dtype], Exchange] = {}
+
+    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
+        """Return the exchange for these tokens; made, by all ranks together, at first use.
+
+        Raises:
+            ValueError: for a dtype or a row size that can not travel, for ranks that disagree, and
+                for more tokens than there is room for, before anything is sent.
+            RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
+        """
+        key, T = (x_TD.shape[1], top_k, x_TD.dtype), x_TD.shape[0]
+        exchange = self._made.get(key)
+        if exchange is None:
+            exchange = self._made[key] = self._make(x_TD, top_k)
+        exchange.poll()
+        capacity = exchange.layout.capacity
+        if capacity < T:
+            raise ValueError(
+                f"number of tokens ({T}) must be <= the capacity of the exchange ({capacity}): set "
+                "NVLinkOptions.max_tokens to the most tokens of any rank"
+            )
+        return exchange
+
+    def check(self) -> None:
+        """Raise what has gone wrong on this rank so far; call it at the end of a step.
+
+        One host sync per exchange.
+
+        Raises:
+            RuntimeError: when a rank did not come in time, or expert rows did not fit.
+        """
+        for exchange in self._made.values():
+            exchange.check()
+
+    def close(self) -> None:
+        """Free all buffers; collective. A later `get` makes new ones, of other sizes if need be.
+
+        Raises:
+            RuntimeError: when an operation went wrong; the buffers are free then, too.
+        """
+        try:
+            self.check()
+        finally:
+            if self._made:
+                dist.barrier(self.group)  # nobody may free what another rank still writes
+            self._made.clear()
+
+    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
+        T, D = x_TD.shape
+        if not x_TD.is_cuda:
+            raise ValueError(
+                f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
+                "use 'alltoall'"
+            )
+        if x_TD.dtype not in EXCHANGE_DTYPES or D * x_TD.dtype.itemsize % 16:
+            raise ValueError(
+                f"rows ({D} x {x_TD.dtype}) must be fp32, bf16 or fp16 and multiples of 16 bytes "
+                "for dispatcher ('nvlink'): pad the model dim or use 'alltoall'"
+            )
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
+                "one step first"
+            )
+        programs = self.options.num_sms or num_sms(x_TD.device)
+        push = num_push(programs)
+        mine = (self.options.max_tokens or T, D, top_k, EXCHANGE_DTYPES.index(x_TD.dtype), programs)
+        layout = ExchangeLayout(
+            num_ranks=self.group.size(),
+            capacity=max(1, _agree(mine, x_TD.device, self.group)),
+            dim=D,
+            top_k=top_k,
+            dtype=x_TD.dtype,
+            num_push=push,
+            num_receive=programs - push,
+        )
+        balanced = layout.source_rows * top_k // self.ep
+        with on_device(x_TD):
+            port, memory = _allocate(layout, self.group, x_TD.device, self.options.timeout_s)
+        return Exchange(port, self.group, self.options, balanced_rows=balanced, memory=memory)
+
+
+def num_push(programs: int) -> int:
+    """Return how many of an operation's programs push; the others receive."""
+    return programs // 2
+
+
+def _agree(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> int:
+    """Return the most tokens of any rank; all else must be equal. One collective and host sync."""
+    all_ranks = [
+        torch.empty(len(mine), dtype=torch.int64, device=device) for _ in range(group.size())
+    ]
+    dist.all_gather(all_ranks, torch.tensor(mine, device=device), group=group)
+    rows = torch.stack(all_ranks).tolist()
+    for g, row in enumerate(rows):
+        if row[1:] != rows[0][1:]:
+            raise ValueError(
+                f"(D, K, dtype, num_sms) of rank {dist.get_global_rank(group, g)} ({row[1:]}) must "
+                f"equal those of rank {dist.get_global_rank(group, 0)} ({rows[0][1:]}): give all "
+                "ranks of a dispatch group the same layers and options"
+            )
+    return max(row[0] for row in rows)
+
+
+def _allocate(
+    layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
+) -> tuple[ExchangePort, Any]:
+    """Return this rank's port and what keeps its memory alive. Collective."""
+    size = (layout.num_bytes,)
+    buffer, handle = _symmetric_buffer(layout.num_bytes, group, device)
+    buffer.zero_()  # the flags
+    peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
+    addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
+    port = ExchangePort(
+        layout=layout,
+        rank=dist.get_rank(group),
+        bases=addresses.T.contiguous().to(device),
+        state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
+        report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
+        timeout_ns=round(timeout_s * 1e9),
+    )
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # nobody may raise a flag that another rank is yet to clear
+    return port, (buffer, handle)
+
+
+def _symmetric_buffer(
+    num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Tensor, Any]:
+    """Return this rank's buffer and the handle that knows those of the others. Collective."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    # Not `symmetric_memory.empty`, which cuts a pool: offsets in it may differ between ranks once
+    # one of them has freed a buffer later than the others.
+    allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
+    buffer = allocate((num_bytes,), (1,), torch.uint8, device)
+    return buffer, symmetric_memory.rendezvous(buffer, group)
+
+
+def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """Return why tokens of this group can not travel by stores into peers' memory; None = they can.
+
+    "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
+
+    Args:
+        group: the ranks.
+        device_type: of the model.
+    """
+    if device_type != "cuda":
+        return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
+    if not HAS_TRITON or INTERPRET:
+        return "must have Triton for its kernels: install triton or use 'alltoall'"
+    if group.size() > MAX_RANKS:
+        return f"must have ep * etp ({group.size()}) <= {MAX_RANKS}: use 'alltoall'"
+    mine = _peer_problem(group) or _memory_problem(group)
+    problems: list[Any] = [None] * group.size()
+    dist.all_gather_object(problems, mine, group=group)
+    return next((p for p in problems if p), None)
+
+
+def _peer_problem(group: dist.ProcessGroup) -> str | None:
+    """Look at hosts and peer access; the answer is the same on all ranks that see all GPUs."""
+    device = torch.cuda.current_device()
+    here = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    places: list[Any] = [None] * group.size()
+    dist.all_gather_object(places, (_host(), str(_properties(device).uuid)), group=group)
+    hosts = len({host for host, _ in places})
+    if hosts > 1:
+        return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"
+    for g, (_, uuid) in enumerate(places):
+        rank = dist.get_global_rank(group, g)
+        if uuid not in here:
+            return (
+                f"must see the GPU of rank {rank} on every rank: make all GPUs of the host visible "
+                "to each process, or use 'alltoall'"
+            )
+        if here[uuid] != device and not torch.cuda.can_device_access_peer(device, here[uuid]):
+            me = dist.get_global_rank(group, dist.get_rank(group))
+            return f"must have peer access from rank {me} to rank {rank}: use 'alltoall'"
+    return None
+
+
+def _memory_problem(group: dist.ProcessGroup) -> str | None:
+    """Make a small symmetric buffer. Every rank comes here, or none: hosts and GPUs are fine."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        _symmetric_buffer(1024, group, device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        return f"must have torch's symmetric memory, which fails here ({reason}): use 'alltoall'"
+    return None
+
+
+def _properties(index: int) -> Any:
+    return torch.cuda.get_device_properties(index)
+
+
+def _host() -> str:
+    """One name per running kernel: hosts may share a name, containers of one host need not."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()

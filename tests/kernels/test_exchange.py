@@ -1,0 +1,371 @@
+"""Exchange of rows: references by hand, kernels against references bit for bit, late ranks.
+
+One process plays all ranks: their buffers lie in one memory, and every rank's push half runs before
+any rank's receive half. On a GPU the ranks also run at once, on streams of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moecore.kernels import exchange
+from moecore.kernels.exchange import SpreadChoices, peers_ref, reduce_ref, spread_ref
+from moecore.kernels.exchange_port import (
+    ALIGNMENT,
+    ERROR_BEFORE_WORD,
+    ERROR_WORD,
+    NEEDED_WORD,
+    NUM_WORDS,
+    ExchangeLayout,
+    ExchangePort,
+)
+from moecore.kernels.limit_rows import limit_rows, limit_rows_ref
+
+# --------------------------------------------------------------------------- references, by hand
+
+
+def test_worked_example_of_peers() -> None:
+    ids = torch.tensor([[0, 1], [1, 3], [-1, -1]], dtype=torch.int32)
+    assert peers_ref(ids, 2, 2, 2).tolist() == [3, 15, 0]
+
+
+def test_worked_example_of_spread_and_reduce() -> None:
+    """Two ranks of two tokens; rank 0's token 1 goes to both, its token 0 only to rank 1."""
+    peers = torch.tensor([[2, 3], [1, 0]], dtype=torch.int32)
+    x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
+    assert spread_ref(x, peers, 0, -1.0).tolist() == [[-1], [2], [3], [-1]]
+    assert spread_ref(x, peers, 1, -1.0).tolist() == [[1], [2], [-1], [-1]]
+    nan = float("nan")
+    y = torch.tensor([[[nan], [10.0], [20.0], [nan]], [[30.0], [40.0], [nan], [nan]]])
+    assert reduce_ref(y, peers[0], 0).tolist() == [[30], [50]]
+    assert reduce_ref(y, peers[1], 1).tolist() == [[20], [0]]
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 5), st.integers(0, 10**6))
+def test_reduce_is_the_gradient_of_spread(blocks: int, etp: int, C: int, seed: int) -> None:
+    G, num_local = blocks * etp, 2
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, blocks * num_local, (G, C, 2), generator=generator, dtype=torch.int32)
+    peers = torch.stack([peers_ref(i, num_local, blocks, etp) for i in ids])
+    x = torch.randn(G, C, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(G, G * C, 3, generator=generator, dtype=torch.float64)
+    rows = torch.stack([spread_ref(x, peers, g) for g in range(G)])
+    for p in range(G):
+        for g in range(G):
+            for t in range(C):
+                experts = [int(e) for e in ids[g, t] if e >= 0]
+                needed = any(e // num_local == p // etp for e in experts)
+                assert torch.equal(rows[p, g * C + t], x[g, t] if needed else torch.zeros(3))
+    (grad,) = torch.autograd.grad(rows, x, y)
+    home = torch.stack([reduce_ref(y, peers[g], g) for g in range(G)])
+    torch.testing.assert_close(home, grad)
+
+
+def test_layout_and_tiles() -> None:
+    layout = ExchangeLayout(
+        num_ranks=8,
+        capacity=4096,
+        dim=7168,
+        top_k=8,
+        dtype=torch.bfloat16,
+        num_push=66,
+        num_receive=66,
+    )
+    assert (layout.source_rows, layout.chunk, layout.num_chunks) == (32768, 8, 512)
+    assert replace(layout, num_push=12).chunk == 64 and replace(layout, capacity=3).num_chunks == 1
+    regions = [*layout.regions(1 << 40), (1 << 40) + layout.num_bytes]
+    sizes = [b - a for a, b in itertools.pairwise(regions)]
+    assert sizes[:3] == [2 * 32768 * 7168 * 2, 2 * 32768 * 8 * 4, 2 * 32768 * 8 * 4]
+    assert sizes[3] >= 2 * 8 * 512 * 4 and all(r % ALIGNMENT == 0 for r in regions)
+    assert exchange._tile(32768, 64, 7168) == (32, 1024)
+    assert exchange._tile(32768, 8, 7168) == (8, 4096)
+    assert exchange._tile(32768, 512, 24) == (512, 32)
+
+
+# --------------------------------------------------------------------------- kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    tokens: tuple[int, ...]  # of each rank
+    capacity: int
+    etp: int = 1
+    num_experts: int = 8
+    top_k: int = 3
+    dim: int = 32
+    dtype: torch.dtype = torch.float32
+    programs: int = 2  # of each half
+    dropped: float = 0.2
+
+
+CASES = {
+    "uneven": Case(tokens=(13, 0, 5, 9), capacity=13),
+    "etp": Case(tokens=(3, 17, 0, 6), capacity=20, etp=2),
+    "more choices than local experts": Case(tokens=(7, 9), capacity=9, top_k=7),
+    "all experts are columns, few chosen": Case(
+        tokens=(5, 9), capacity=9, num_experts=40, top_k=40, dropped=0.96
+    ),
+    "three ranks, odd columns": Case(
+        tokens=(6, 1, 8), capacity=8, num_experts=6, top_k=2, dim=104, dtype=torch.float16
+    ),
+    "several chunks": Case(tokens=(40, 64, 33, 50), capacity=65, programs=1, dim=264),
+    "one rank": Case(tokens=(11,), capacity=16),
+    "everything dropped": Case(tokens=(4, 4), capacity=4, dropped=1.1),
+    "no tokens": Case(tokens=(0, 0, 0, 0), capacity=1),
+}
+
+
+class World:
+    """All ranks of an exchange in one memory; what nobody writes is NaN.
+
+    Args:
+        case: sizes.
+        device: of all buffers.
+    """
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device, self.G = case, device, len(case.tokens)
+        self.layout = ExchangeLayout(
+            num_ranks=self.G,
+            capacity=case.capacity,
+            dim=case.dim,
+            top_k=case.top_k,
+            dtype=case.dtype,
+            num_push=case.programs,
+            num_receive=case.programs,
+        )
+        size = self.layout.num_bytes
+        self.buffers = [
+            torch.full((size + ALIGNMENT,), 255, dtype=torch.uint8, device=device)
+            for _ in range(self.G)
+        ]
+        # An interpreted kernel reads any address; 16-byte accesses of a GPU want aligned ones.
+        starts = [-(-b.data_ptr() // ALIGNMENT) * ALIGNMENT for b in self.buffers]
+        for buffer, start in zip(self.buffers, starts, strict=True):
+            flags = self.layout.regions(start - buffer.data_ptr())[3]
+            buffer[flags : flags + self.layout.region_bytes[3]] = 0
+        bases = torch.tensor([self.layout.regions(s) for s in starts]).T.contiguous().to(device)
+        self.starts = [s - b.data_ptr() for s, b in zip(starts, self.buffers, strict=True)]
+        self.ports = [
+            ExchangePort(
+                layout=self.layout,
+                rank=r,
+                bases=bases,
+                state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
+                report=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
+                timeout_ns=5 * 10**8,
+            )
+            for r in range(self.G)
+        ]
+        self.num_local = case.num_experts // (self.G // case.etp)
+
+    def slot(self, rank: int, slot: int) -> Tensor:
+        """Return the receive buffer of a rank, [S, D]."""
+        S, D = self.layout.source_rows, self.layout.dim
+        start = self.starts[rank]
+        rows = self.buffers[rank][start : start + self.layout.region_bytes[0]].view(self.case.dtype)
+        return rows[: 2 * S * D].view(2, S, D)[slot]
+
+    def padded(self, tensors: list[Tensor], fill: float) -> Tensor:
+        """Return [G, C, ...] with `fill` past each rank's tokens."""
+        shape = (self.G, self.case.capacity, *tensors[0].shape[1:])
+        out = tensors[0].new_full(shape, fill)
+        for row, tensor in zip(out, tensors, strict=True):
+            row[: tensor.shape[0]] = tensor
+        return out
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: list[Tensor]
+    ids: list[Tensor]
+    weights: list[Tensor]
+    y: list[Tensor]
+    dweights: list[Tensor]
+
+
+def inputs_of(world: World, seed: int) -> Inputs:
+    case, S = world.case, world.layout.source_rows
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    # Other token counts in every round.
+    counts = [min(case.capacity, n + seed) if n else 0 for n in case.tokens]
+    ids = []
+    for n in counts:
+        choices = random(n, case.num_experts).argsort(1)[:, : case.top_k].to(torch.int32)
+        drop = torch.rand(choices.shape, generator=generator) < case.dropped
+        ids.append(choices.masked_fill(drop, -1).to(world.device))
+    return Inputs(
+        x=[random(n, case.dim).to(world.device, case.dtype) for n in counts],
+        ids=ids,
+        weights=[random(n, case.top_k).to(world.device) for n in counts],
+        y=[random(S, case.dim).to(world.device, case.dtype) for _ in counts],
+        dweights=[random(S, case.top_k).to(world.device) for _ in counts],
+    )
+
+
+def check_dispatch(
+    world: World, inp: Inputs, peers: list[Tensor], came: list[SpreadChoices]
+) -> None:
+    case, blocks = world.case, world.G // world.case.etp
+    expected = [peers_ref(i, world.num_local, blocks, case.etp) for i in inp.ids]
+    assert all(torch.equal(a, b) for a, b in zip(peers, expected, strict=True))
+    peers_GC = world.padded(peers, 0)
+    for r, got in enumerate(came):
+        used_S = (peers_GC >> r & 1).flatten()
+        assert torch.equal(got.used_S, used_S)
+        used, sent = used_S.bool(), (world.padded(inp.x, 0), peers_GC)
+        assert torch.equal(got.rows_SD[used], spread_ref(*sent, r)[used])
+        ids_SK = spread_ref(world.padded(inp.ids, -1), peers_GC, r, -1)
+        assert torch.equal(got.ids_SK, ids_SK)
+        weights_SK = spread_ref(world.padded(inp.weights, 0), peers_GC, r)
+        assert torch.equal(got.weights_SK, weights_SK.where(ids_SK >= 0, 0))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_references(name: str, device: str) -> None:
+    world = World(CASES[name], device)
+    ports, sizes = world.ports, dict(num_local=world.num_local, etp=world.case.etp)
+    for n in range(3):
+        inp = inputs_of(world, n)
+        tokens = list(zip(ports, inp.x, inp.ids, inp.weights, strict=True))
+        peers = [exchange.spread_choices(*t, **sizes, half="push").peers_T for t in tokens]
+        came = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens]
+        check_dispatch(world, inp, peers, came)
+        if n == 0:  # later rounds find rows of earlier ones, in both slots
+            for r, got in enumerate(came):
+                assert world.slot(r, 0)[got.used_S == 0].isnan().all()
+                assert world.slot(r, 1).isnan().all()
+        used = [got.used_S for got in came]
+
+        sums = [
+            (p, y, *w) for p, y, w in zip(ports, inp.y, zip(peers, used, strict=True), strict=True)
+        ]
+        for with_grads in (True, False):
+            grads = inp.dweights if with_grads else [None] * world.G
+            for s, g in zip(sums, grads, strict=True):
+                exchange.reduce(*s, g, half="push")
+            for r, (s, g) in enumerate(zip(sums, grads, strict=True)):
+                out, out_grads = exchange.reduce(*s, g, half="receive")
+                assert torch.equal(out, reduce_ref(torch.stack(inp.y), peers[r], r))
+                if g is None:
+                    assert out_grads is None
+                else:
+                    right = reduce_ref(torch.stack(inp.dweights), peers[r], r)
+                    assert torch.equal(out_grads, right)  # type: ignore[arg-type]
+            if n == 0 and with_grads and any(p.any() for p in peers):
+                second = torch.stack([world.slot(r, 1) for r in range(world.G)])
+                assert not second.isnan().all(), "operations take turns in two slots"
+
+        back = list(zip(ports, inp.x, peers, used, strict=True))
+        for b in back:
+            exchange.spread(*b, half="push")
+        for r, b in enumerate(back):
+            rows_SD, mask = exchange.spread(*b, half="receive"), used[r].bool()
+            right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
+            assert torch.equal(rows_SD[mask], right[mask])
+        assert [int(p.state[0]) for p in ports] == [4 * (n + 1)] * world.G
+        assert not any(p.state[1:].any() or p.report.any() for p in ports)
+
+
+def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
+    """Ranks 0 and 1 wait for 2, whose error word stays empty; the first error is kept."""
+    world = World(Case(tokens=(5, 4, 6), capacity=6, num_experts=6), device)
+    ports, inp = world.ports, inputs_of(world, 0)
+    sizes = dict(num_local=world.num_local, etp=1)
+    tokens = list(zip(ports, inp.x, inp.ids, inp.weights, strict=True))
+    for t in tokens[:2]:
+        exchange.spread_choices(*t, **sizes, half="push")
+    late = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens[:2]]
+    for r, got in enumerate(late):
+        found = 1 + 2 * 2  # spread, rank 2
+        assert int(ports[r].state[ERROR_WORD]) == int(ports[r].report[ERROR_WORD]) == found
+        assert int(ports[r].state[ERROR_BEFORE_WORD]) == found
+        C = world.case.capacity
+        assert (got.ids_SK[2 * C :] == -1).all() and not got.used_S[2 * C :].any()
+        assert got.used_S[: 2 * C].any()
+    exchange.reduce(ports[0], inp.y[0], late[0].peers_T, late[0].used_S, half="receive")
+    assert int(ports[0].report[ERROR_WORD]) == 1 + 2 * 2, "the first error stays"
+    assert int(ports[0].state[0]) == 2 and not ports[2].report.any()
+
+
+@pytest.mark.parametrize("kind", ["spread", "reduce"])
+def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: str) -> None:
+    """Rank 1 comes after the timeout; two operations on, in the same slot, it is late again."""
+    world = World(Case(tokens=(5, 4), capacity=5, num_experts=4, top_k=2), device)
+    inp, port = inputs_of(world, 0), world.ports[0]
+    ones = [torch.full((n,), 3, dtype=torch.int32, device=device) for n in (5, 4)]
+    used = torch.ones(world.layout.source_rows, dtype=torch.int32, device=device)
+
+    def run(rank: int, half: exchange.Half) -> None:
+        if kind == "spread":
+            exchange.spread(world.ports[rank], inp.x[rank], ones[rank], used, half=half)
+        else:
+            exchange.reduce(world.ports[rank], inp.y[rank], ones[rank], used, half=half)
+
+    for n in range(3):
+        run(0, "push")
+        run(0, "receive")
+        assert int(port.report[ERROR_WORD]) == 1 + 1 * 2 + (kind == "reduce"), n
+        if n == 0:
+            run(1, "push")
+        port.state[ERROR_WORD] = port.report[ERROR_WORD] = 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["uneven", "etp", "several chunks", "no tokens"])
+def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
+    case = replace(CASES[name], dtype=torch.bfloat16, dim=512)
+    world = World(case, "cuda")
+    streams = [torch.cuda.Stream() for _ in world.ports]
+    sizes = dict(num_local=world.num_local, etp=case.etp)
+    for n in range(20):
+        inp = inputs_of(world, n)
+        torch.cuda.synchronize()
+        came = []
+        for r, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(100_000 * ((r * 7 + n) % 5))
+                tokens = (inp.x[r], inp.ids[r], inp.weights[r])
+                came.append(exchange.spread_choices(world.ports[r], *tokens, **sizes))
+        torch.cuda.synchronize()
+        check_dispatch(world, inp, [c.peers_T for c in came], came)
+        home = []
+        for r, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                where = (came[r].peers_T, came[r].used_S)
+                home.append(exchange.reduce(world.ports[r], inp.y[r], *where)[0])
+        torch.cuda.synchronize()
+        for r, y in enumerate(home):
+            assert torch.equal(y, reduce_ref(torch.stack(inp.y), came[r].peers_T, r))
+        assert not any(p.report.any() for p in world.ports)
+
+
+# --------------------------------------------------------------------------- capacity
+
+
+@pytest.mark.parametrize("where", ["reference", "kernel"])
+def test_offsets_are_cut_and_the_need_is_kept(where: str, device: str) -> None:
+    state, report = (torch.zeros(NUM_WORDS, dtype=torch.int32, device=device) for _ in range(2))
+    cut = limit_rows_ref if where == "reference" else limit_rows
+    for offsets, limit, expected, needed in (
+        ([3, 3, 7], 7, [3, 3, 7], 0),
+        ([3, 3, 7], 5, [3, 3, 5], 7),
+        ([1, 2, 6], 5, [1, 2, 5], 7),
+        ([4, 8, 9], 5, [4, 5, 5], 9),
+    ):
+        offsets_e = torch.tensor(offsets, dtype=torch.int32, device=device)
+        assert cut(offsets_e, limit, state, report).tolist() == expected
+        assert offsets_e.tolist() == offsets
+        assert int(state[NEEDED_WORD]) == int(report[NEEDED_WORD]) == needed

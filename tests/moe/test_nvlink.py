@@ -1,0 +1,285 @@
+"""The nvlink dispatcher without GPUs: rules, errors, and autograd over emulated exchanges."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore.kernels.exchange_port import ERROR_WORD, NEEDED_WORD
+from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.base import ExpertPlacement
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.dispatch.symmetric import Exchanges, NVLinkOptions, find_problem
+from moecore.moe.router import Routing
+from tests.moe import test_dispatch_ranks as ranks
+from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchanges
+from tests.ranks import run_ranks
+
+# --------------------------------------------------------------------------- rules
+
+
+@pytest.fixture
+def group(no_group_left: None) -> Iterator[dist.ProcessGroup]:
+    """Four ranks of which this process is number 1; nothing communicates."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+
+
+def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
+    options = dict(max_tokens=8, timeout_s=2.0) | options
+    exchanges = EmulatedExchanges(group, ep=4, options=NVLinkOptions(**options))
+    made = exchanges.get(torch.zeros(3, 16), 2)
+    assert isinstance(made, EmulatedExchange)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be >= 1"),
+        (dict(num_sms=1), r"NVLinkOptions.num_sms \(1\) must be >= 2"),
+        (dict(capacity_factor=0.0), r"NVLinkOptions.capacity_factor \(0.0\) must be > 0"),
+        (dict(timeout_s=float("inf")), r"NVLinkOptions.timeout_s \(inf\) must be > 0 and finite"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NVLinkOptions(**options)
+
+
+def test_asking_for_it_where_it_can_not_work_is_one_line(group: dist.ProcessGroup) -> None:
+    meshes = build_meshes(ParallelConfig(ep=4), "cpu")
+    model = nn.Sequential(MoELayer(MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)))
+    with pytest.raises(
+        ValueError, match=r"dispatcher \('nvlink'\) must go with device_type \('cp"
+    ) as e:
+        parallelize_moe(model, meshes, dispatcher="nvlink")
+    assert "\n" not in str(e.value) and "use 'alltoall'" in str(e.value)
+    assert find_problem(group, "cpu") is not None
+
+
+def test_auto_says_what_it_chose_and_why(
+    no_group_left: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    meshes = build_meshes(ParallelConfig(ep=4), "cpu")
+    config = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
+    model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))
+    with caplog.at_level(logging.INFO, logger="moecore"):
+        parallelize_moe(model, meshes)
+    assert all(isinstance(layer.dispatcher, AllToAllDispatcher) for layer in model)
+    (line,) = [r.getMessage() for r in caplog.records if "dispatcher" in r.getMessage()]
+    assert (
+        line
+        == "dispatcher 'auto' is 'alltoall': 'nvlink' must go with device_type ('cpu') = 'cuda'"
+    )
+
+
+def test_tokens_on_a_cpu_are_refused(group: dist.ProcessGroup) -> None:
+    with pytest.raises(ValueError, match=r"device of the tokens \(cpu\) must be a GPU"):
+        Exchanges(group, ep=4).get(torch.zeros(3, 16), 2)
+
+
+def test_more_tokens_than_room_are_refused_before_anything_is_sent(
+    group: dist.ProcessGroup,
+) -> None:
+    exchanges = EmulatedExchanges(group, ep=4, options=NVLinkOptions(max_tokens=8))
+    made = exchanges.get(torch.zeros(8, 16), 2)
+    assert exchanges.get(torch.zeros(0, 16), 2) is made, "one exchange for all layers"
+    assert exchanges.get(torch.zeros(8, 16), 3) is not made
+    with pytest.raises(ValueError, match=r"number of tokens \(9\) must be <= .*exchange \(8\)"):
+        exchanges.get(torch.zeros(9, 16), 2)
+    exchanges.close()
+    assert exchanges.get(torch.zeros(8, 16), 2) is not made
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [(1 + 3 * 2, "rank 3 must come to a dispatch"), (1 + 1, "rank 0 must come to a combine")],
+)
+def test_a_late_rank_is_an_error_until_closed(
+    code: int, what: str, group: dist.ProcessGroup
+) -> None:
+    exchanges = EmulatedExchanges(group, ep=4, options=NVLinkOptions(max_tokens=8, timeout_s=2.0))
+    x = torch.zeros(3, 16)
+    exchanges.get(x, 2).port.report[ERROR_WORD] = code
+    message = what + r".*timeout_s \(2 s\), but rank 1 waited"
+    for use in (lambda: exchanges.get(x, 2), exchanges.check, exchanges.close):
+        with pytest.raises(RuntimeError, match=message):
+            use()
+    exchanges.get(x, 2)
+
+
+def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGroup) -> None:
+    exchange = exchange_of(group, capacity_factor=1.25)
+    assert exchange.balanced_rows == 4 * 8 * 2 // 4
+    offsets = exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
+    assert offsets.tolist() == [9, 20] and int(exchange.port.state[NEEDED_WORD]) == 24
+    with pytest.raises(
+        RuntimeError, match=r"capacity_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
+    ):
+        exchange.check()
+    exchange.check()
+
+
+def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:
+    place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
+    exchanges = EmulatedExchanges(group, ep=4, options=NVLinkOptions(max_tokens=8))
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    routing = Routing(
+        expert_ids_TK=ids,
+        weights_TK=torch.zeros(3, 2, dtype=torch.float64),
+        logits_TE=torch.empty(0),
+        chosen_ids_TK=ids,
+    )
+    with pytest.raises(ValueError, match=r"weights_TK \(torch.float64\) must be torch.float32"):
+        NVLinkDispatcher(place, exchanges).dispatch(torch.zeros(3, 16), routing)
+
+
+# --------------------------------------------------------------------------- over ranks
+
+MAX_TOKENS = 20
+
+
+def dispatcher_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
+    options = NVLinkOptions(max_tokens=MAX_TOKENS, **options)
+    return NVLinkDispatcher(place, EmulatedExchanges(place.group, ep=place.ep, options=options))
+
+
+def against_reference_and_alltoall() -> dict[str, tuple[float, bool]]:
+    """Return the worst error against the reference, and whether all equals alltoall bit for bit."""
+    found = {}
+    for tokens, counts in ranks.TOKENS.items():
+        for routing, config in ranks.ROUTINGS.items():
+            expected = ranks.run_reference(config, counts, torch.float32)
+            for folding in ranks.FOLDINGS:
+                args = (counts, torch.float32)
+                ours = ranks.run_layer(config, folding, "nvlink", *args)
+                other = ranks.run_layer(config, folding, "alltoall", *args)
+                worst = max(ranks.row_errors(ours[k], expected[k])[1] for k in expected)
+                same = all(torch.equal(ours[k], other[k]) for k in expected)
+                found[f"{tokens}/{routing}/{folding}"] = (worst, same)
+    return found
+
+
+def sharded_layer(folding: str, **options: Any) -> tuple[MoELayer, list[str]]:
+    """Return a layer over emulated exchanges, and the list of operations that it runs."""
+    meshes, place = ranks.placement(folding)
+    config = replace(ranks.CONFIG, fc1_bias=False, fc2_bias=False)
+    layer = ranks.make_layer(config)
+    layer.part("experts").shard(meshes.expert["ep", "etp"])
+    layer.dispatcher = dispatcher = dispatcher_of(place, **options)
+    exchange = dispatcher.exchanges.get(torch.zeros(0, config.dim), config.top_k)
+    assert isinstance(exchange, EmulatedExchange)
+    return layer, exchange.operations
+
+
+def gradients(layer: MoELayer, xs: list[Tensor], recompute: bool) -> list[Tensor]:
+    """All micro-batches forward, then all backward; outputs and gradients."""
+    layer.zero_grad()
+    xs = [x.detach().requires_grad_() for x in xs]
+    ys = [checkpoint(layer, x, use_reentrant=False) if recompute else layer(x) for x in xs]
+    for y in ys:
+        y.backward(ranks.weights_of(y))
+    grads = [p.grad for p in layer.parameters()]
+    return [*(y.detach() for y in ys), *(x.grad for x in xs), *grads]  # type: ignore[misc]
+
+
+def recompute_and_accumulate() -> dict[str, Any]:
+    layer, operations = sharded_layer("ep2-etp2")
+    counts = ((5, 0, 11, 3), (7, 20, 1, 0))
+    xs = [ranks.tokens_of(c, torch.float32)[dist.get_rank()] for c in counts]
+    plain = gradients(layer, xs, recompute=False)
+    in_flight = list(operations)
+    operations.clear()
+    again = gradients(layer, xs, recompute=True)
+    recomputed = list(operations)
+    with torch.no_grad():
+        evaluated = layer(xs[0])
+    return {
+        "same": equal(plain, again),
+        "in flight": in_flight,
+        "recomputed": recomputed,
+        "eval": torch.equal(evaluated, plain[0]),
+    }
+
+
+def capacity() -> dict[str, Any]:
+    """Factor 8 / 3 is the worst case of 8 experts on 4 ranks and K = 3; a small one overflows."""
+    x = ranks.tokens_of((20, 20, 20, 20), torch.float32)[dist.get_rank()]
+    whole, _ = sharded_layer("ep4")
+    roomy, _ = sharded_layer("ep4", capacity_factor=2.0)
+    tight, _ = sharded_layer("ep4", capacity_factor=0.3)
+    same = equal(gradients(whole, [x], False), gradients(roomy, [x], False))
+    rows = []
+    for layer in (whole, roomy, tight):
+        inp = layer.dispatcher.dispatch(x, layer.router(x))
+        rows.append((inp.row_ids_R.numel(), int(inp.offsets_e[-1])))
+    message = ""
+    try:
+        tight.dispatcher.exchanges.check()  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        message = str(error)
+    needed = int(rows[0][1])
+    return {"same": same, "rows": rows, "message": message, "needed": needed}
+
+
+def equal(ones: list[Tensor], others: list[Tensor]) -> bool:
+    def local(t: Tensor) -> Tensor:
+        return t.to_local() if isinstance(t, DTensor) else t
+
+    return all(torch.equal(local(a), local(b)) for a, b in zip(ones, others, strict=True))
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    ranks.DISPATCHERS["nvlink"] = dispatcher_of  # type: ignore[assignment]
+    return {
+        "errors": against_reference_and_alltoall(),
+        "steps": recompute_and_accumulate(),
+        "capacity": capacity(),
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_ranks(4, worker)
+
+
+def test_equals_reference_and_alltoall_bit_for_bit(results: dict[str, Any]) -> None:
+    found = results["errors"]
+    assert len(found) == len(ranks.TOKENS) * len(ranks.ROUTINGS) * len(ranks.FOLDINGS)
+    assert not {k: e for k, (e, _) in found.items() if not e <= 1e-5}
+    assert not [k for k, (_, same) in found.items() if not same]
+
+
+def test_recompute_accumulation_and_eval_give_the_same_bits(results: dict[str, Any]) -> None:
+    steps = results["steps"]
+    assert steps["same"] and steps["eval"]
+    forward, backward = ["spread_choices", "reduce"], ["spread", "reduce"]
+    assert steps["in flight"] == forward * 2 + backward * 2
+    assert steps["recomputed"] == forward * 2 + (forward + backward) * 2
+
+
+def test_capacity_is_static_and_overflow_is_an_error(results: dict[str, Any]) -> None:
+    found = results["capacity"]
+    assert found["same"]
+    (whole, used), (roomy, also), (tight, cut) = found["rows"]
+    assert (whole, roomy, tight) == (4 * 20 * 2, 4 * 20 * 3 // 4 * 2, 4 * 20 * 3 // 4 * 3 // 10)
+    assert used == also > cut == tight
+    factor = found["needed"] / (4 * 20 * 3 // 4)
+    assert (
+        f"capacity_factor (0.3) must be >= {factor:.4g} for the {used} expert rows of rank 0"
+        in (found["message"])
+    )

@@ -1,0 +1,335 @@
+"""The nvlink dispatcher over real GPUs: alltoall's bits, stress, graphs, no sync, late ranks.
+
+One rank per GPU of the host, spawned once. Experts are a few row moves without a sum over columns,
+so that every bit of forward and gradients can be compared.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
+from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.rows import gather_rows, sum_rows
+from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.base import Dispatcher, ExpertPlacement
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.dispatch.symmetric import Exchanges, NVLinkOptions, find_problem
+from moecore.moe.router import Routing
+from tests.ranks import run_ranks
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs of one host"),
+]
+
+ROUNDS = 2000
+MOST_TOKENS = 384
+EXPERTS_PER_RANK = 4
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    dim: int
+    top_k: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+SHAPES = {
+    "bf16": Shape(256, 4),
+    "long rows, K > e": Shape(7168, 6),
+    "fp32, one choice": Shape(72, 1, torch.float32),
+}
+MAIN = SHAPES["bf16"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    dy_TD: Tensor
+
+
+def foldings() -> dict[str, tuple[int, int]]:
+    """Name -> (ep, etp) for all GPUs of this host."""
+    found = {"ep": (NUM_GPUS, 1)}
+    if NUM_GPUS % 4 == 0:
+        found |= {"ep x etp": (NUM_GPUS // 2, 2), "half the ranks": (NUM_GPUS // 2, 1)}
+    return found
+
+
+@cache
+def place_of(ep: int, etp: int) -> ExpertPlacement:
+    group = build_meshes(ParallelConfig(ep=ep, etp=etp), "cuda").dispatch_group
+    assert group is not None
+    return ExpertPlacement(group=group, num_experts=ep * EXPERTS_PER_RANK, ep=ep, etp=etp)
+
+
+def nvlink_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
+    options = dict(max_tokens=MOST_TOKENS, timeout_s=TIMEOUT_S) | options
+    exchanges = Exchanges(place.group, ep=place.ep, options=NVLinkOptions(**options))
+    return NVLinkDispatcher(place, exchanges)
+
+
+def batch_of(place: ExpertPlacement, shape: Shape, num_tokens: int, seed: int) -> Batch:
+    """Random tokens; skewed choices of which a tenth is dropped. No host sync."""
+    seed = seed * NUM_GPUS + dist.get_rank()
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device="cuda")
+
+    T, E, K = num_tokens, place.num_experts, shape.top_k
+    popular_E = torch.linspace(0, seed % 3, E, device="cuda")
+    ids_TK = (draw(T, E) + popular_E).topk(K, dim=1).indices.to(torch.int32)
+    ids_TK = ids_TK.masked_fill(draw(T, K) > 1.28, -1)
+    return Batch(
+        x_TD=draw(T, shape.dim).to(shape.dtype),
+        ids_TK=ids_TK,
+        weights_TK=draw(T, K),
+        dy_TD=draw(T, shape.dim).to(shape.dtype),
+    )
+
+
+def run(dispatcher: Dispatcher, batch: Batch) -> list[Tensor]:
+    """Return y, dx and dweights of experts that multiply the first column by the weight."""
+    x_TD = batch.x_TD.detach().requires_grad_()
+    weights_TK = batch.weights_TK.detach().requires_grad_()
+    routing = Routing(
+        expert_ids_TK=batch.ids_TK,
+        weights_TK=weights_TK,
+        logits_TE=batch.weights_TK,
+        chosen_ids_TK=batch.ids_TK,
+    )
+    inp = dispatcher.dispatch(x_TD, routing)
+    where = (inp.row_ids_R, inp.slots_SK, inp.num_rows)
+    rows_RD = gather_rows(inp.rows_SD, *where)
+    first_R1 = (rows_RD[:, :1] * inp.weights_R[:, None]).to(rows_RD.dtype)
+    y_RD = torch.cat([first_R1, rows_RD[:, 1:]], dim=1)
+    y_TD = dispatcher.combine(sum_rows(y_RD, *where), inp.plan)
+    return [y_TD, *torch.autograd.grad(y_TD, (x_TD, weights_TK), batch.dy_TD)]
+
+
+def differ(ours: list[Tensor], others: list[Tensor]) -> Tensor:
+    """Return on the device whether any bit differs."""
+    return torch.stack([(a != b).any() for a, b in zip(ours, others, strict=True)]).any()
+
+
+def same_bits() -> dict[str, bool]:
+    """Every folding and shape, in the same buffers several times over."""
+    found = {}
+    for name, degrees in foldings().items():
+        place = place_of(*degrees)
+        other = AllToAllDispatcher(place)
+        for shape_name, shape in SHAPES.items():
+            ours, bad = nvlink_of(place), torch.zeros((), dtype=torch.bool, device="cuda")
+            for i, num_tokens in enumerate((MOST_TOKENS, 1, 0, 37)):
+                num_tokens = 0 if (i + dist.get_rank()) % 4 == 3 else num_tokens
+                batch = batch_of(place, shape, num_tokens, i)
+                bad |= differ(run(ours, batch), run(other, batch))
+            ours.exchanges.check()
+            found[f"{name}, {shape_name}"] = not bool(bad)
+            ours.exchanges.close()
+    return found
+
+
+def stress() -> dict[str, Any]:
+    """Return how many of `ROUNDS` differed from alltoall, and the seconds that it took."""
+    place = place_of(NUM_GPUS, 1)
+    ours, other = nvlink_of(place), AllToAllDispatcher(place)
+    mine = random.Random(dist.get_rank())
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    start = time.perf_counter()
+    for i in range(ROUNDS):
+        num_tokens = 0 if mine.random() < 0.2 else mine.randint(1, MOST_TOKENS)
+        batch = batch_of(place, MAIN, num_tokens, i)
+        if mine.random() < 0.3:
+            torch.cuda._sleep(mine.randint(1, 400_000))
+        if mine.random() < 0.02:
+            time.sleep(mine.random() * 0.01)
+        wrong += differ(run(ours, batch), run(other, batch))
+    ours.exchanges.check()
+    seconds = time.perf_counter() - start
+    dist.all_reduce(wrong)
+    return {"wrong": int(wrong), "seconds": seconds}
+
+
+def replays() -> bool:
+    """Two layers in one graph; tokens and routing change between replays."""
+    place = place_of(NUM_GPUS, 1)
+    ours = nvlink_of(place, capacity_factor=3.0)
+    static = [batch_of(place, MAIN, 200, seed) for seed in (0, 1)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for batch in static:
+            run(ours, batch)
+    torch.cuda.current_stream().wait_stream(side)
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = [t for batch in static for t in run(ours, batch)]
+    good = True
+    for i in range(6):
+        for j, batch in enumerate(static):
+            fresh = batch_of(place, MAIN, 200, 10 * i + j)
+            for name in ("x_TD", "ids_TK", "weights_TK", "dy_TD"):
+                getattr(batch, name).copy_(getattr(fresh, name))
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        eager = [t for batch in static for t in run(ours, batch)]
+        good = good and not bool(differ(replayed, eager))
+    ours.exchanges.check()
+    return good
+
+
+@contextmanager
+def syncs_are_errors() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def without_sync() -> bool:
+    place = place_of(NUM_GPUS, 1)
+    ours = nvlink_of(place)
+    batch = batch_of(place, MAIN, 100, 0)
+    run(ours, batch)
+    with syncs_are_errors():
+        run(ours, batch)
+    ours.exchanges.check()
+    return True
+
+
+def absent_rank() -> tuple[str, float]:
+    """The last rank stays away from one dispatch; return rank 0's error and its seconds."""
+    place = place_of(NUM_GPUS, 1)
+    ours = nvlink_of(place, timeout_s=1.0)
+    batch = batch_of(place, MAIN, 50, 0)
+    run(ours, batch)
+    ours.exchanges.check()
+    dist.barrier()
+    message, start = "", time.perf_counter()
+    if dist.get_rank() != NUM_GPUS - 1:
+        try:
+            run(ours, batch)
+            run(ours, batch)  # waits no more, for nobody
+            ours.exchanges.check()
+        except RuntimeError as error:
+            message = str(error)
+    seconds = time.perf_counter() - start
+    dist.barrier()  # nobody frees what another rank still writes
+    return message, seconds
+
+
+def overflow() -> list[str]:
+    """Every token wants rank 0's experts; return each rank's error."""
+    place = place_of(NUM_GPUS, 1)
+    ours = nvlink_of(place, capacity_factor=1.0)
+    batch = batch_of(place, MAIN, MOST_TOKENS, 0)
+    batch.ids_TK.copy_(torch.arange(MAIN.top_k, device="cuda").expand_as(batch.ids_TK))
+    run(ours, batch)
+    message = ""
+    try:
+        ours.exchanges.check()
+    except RuntimeError as error:
+        message = str(error)
+    found: list[Any] = [None] * NUM_GPUS
+    dist.all_gather_object(found, message)
+    return found
+
+
+def whole_layer() -> dict[str, float]:
+    """Return how far output and gradients of a layer are from those over alltoall."""
+    place = place_of(NUM_GPUS, 1)
+    meshes = build_meshes(ParallelConfig(ep=NUM_GPUS), "cuda")
+    config = MoEConfig(dim=256, hidden_dim=128, num_experts=place.num_experts, top_k=4)
+    torch.manual_seed(0)
+    layer = MoELayer(config, device="cuda", dtype=torch.bfloat16)
+    layer.part("experts").shard(meshes.expert["ep", "etp"])
+    backend = "triton" if has_hopper_kernels(torch.device("cuda", dist.get_rank())) else "torch"
+    layer.part("experts").set_backend(backend)
+    x = torch.randn(300 + dist.get_rank(), 256, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for dispatcher in (nvlink_of(place), AllToAllDispatcher(place)):
+        layer.dispatcher = dispatcher
+        layer.zero_grad()
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        y.backward(torch.cos(x.detach()))
+        grads = {n: p.grad for n, p in layer.named_parameters()}
+        local = {n: g.to_local() if hasattr(g, "to_local") else g for n, g in grads.items()}
+        results.append({"y": y.detach(), "x": x.grad, **local})
+    ours, other = results
+    return {n: float((ours[n] - t).float().norm() / t.float().norm()) for n, t in other.items()}
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    problem = find_problem(dist.group.WORLD, "cuda")  # type: ignore[arg-type]
+    assert problem is None, f"dispatcher ('nvlink') {problem}"
+    parts = (same_bits, without_sync, replays, whole_layer, stress, overflow, absent_rank)
+    found: dict[str, Any] = {}
+    for part in parts:
+        start = time.perf_counter()
+        found[part.__name__] = part()
+        if rank == 0:
+            print(f"{part.__name__}: {time.perf_counter() - start:.1f} s, {found[part.__name__]}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_ranks(NUM_GPUS, worker, device_type="cuda")
+
+
+def test_equals_alltoall_bit_for_bit(results: dict[str, Any]) -> None:
+    found = results["same_bits"]
+    assert len(found) == len(foldings()) * len(SHAPES)
+    assert all(found.values()), found
+
+
+def test_stress_with_delays_has_no_wrong_bit(results: dict[str, Any]) -> None:
+    assert results["stress"]["wrong"] == 0
+
+
+def test_replayed_graph_equals_eager_though_the_routing_changes(results: dict[str, Any]) -> None:
+    assert results["replays"]
+
+
+def test_never_syncs_with_the_host(results: dict[str, Any]) -> None:
+    assert results["without_sync"]
+
+
+def test_whole_layer_agrees_with_alltoall(results: dict[str, Any]) -> None:
+    """Products may be tiled otherwise for another capacity: a rounding, not more."""
+    found = results["whole_layer"]
+    assert len(found) >= 5 and all(error < 5e-3 for error in found.values()), found
+
+
+def test_an_absent_rank_is_named_within_the_timeout(results: dict[str, Any]) -> None:
+    message, seconds = results["absent_rank"]
+    assert f"rank {NUM_GPUS - 1} must come to a" in message and "rank 0 waited" in message
+    assert seconds < 10
+
+
+def test_overflow_names_rank_and_factor(results: dict[str, Any]) -> None:
+    first, *others = results["overflow"]
+    assert f"must be >= {NUM_GPUS:.4g} for the" in first and "rank 0" in first
+    assert not any(others)
