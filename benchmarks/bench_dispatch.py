@@ -1,185 +1,112 @@
 """Dispatch and combine over NVLink against NCCL, and the whole expert-parallel layer.
 
     torchrun --nproc-per-node 8 -m benchmarks.bench_dispatch --out DIR
+    torchrun --nproc-per-node 8 -m benchmarks.bench_dispatch --sweep
 
-Rows `dispatch` (tokens in, ExpertInput ready) and `combine`, per number of SMs, with the baseline
-`nccl`: one all_to_all_single of the expanded rows (one per token and choice, already sorted), in
-the same rounds. Rows `ep_layer_fwd_bwd`: the layer with dispatcher nvlink, against the same layer
-with alltoall. Before each timed call a tiny all-reduce lets all ranks start at once; of each round
-the slowest rank counts. `gbps` is what one rank sends to others, each token once per rank.
+Rows of one expert-parallel degree each; the first of `--ep` in full, the others short (even routing
+and all SMs, the first shape):
 
-`--sweep` tries how the programs are divided instead, on the first shape.
+    dispatch          tokens in, ExpertInput ready; per number of SMs. Baseline `nccl`: one
+    combine           all_to_all_single of the expanded rows (one per token and choice, already
+                      sorted), in the same rounds
+    ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall
+    ep_experts_fwd_bwd  its experts alone, on the rows that they received
+    ep_exposed        the first less the second, round by round: all that is not experts, which is
+                      communication that nothing hides, index, router and balance
+
+Before each timed call a tiny all-reduce lets all ranks start at once; of each round the slowest
+rank counts. `gbps` is of what the busiest rank sends or gets. `peak` is above
+weights, input and the exchange's own buffers, which all layers share and which are printed.
+
+`--sweep` tries how the programs are divided instead, on the first shape (`dispatch_sweep.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
+import functools
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from benchmarks import harness, records
+from benchmarks.dispatch_cases import (
+    SHAPES,
+    Call,
+    Shape,
+    compile_ahead,
+    layout_of,
+    nccl_call,
+    nvlink_of,
+    place_of,
+    poisoned,
+    routing_of,
+    time_in_turn,
+    timing_of,
+)
+from benchmarks.dispatch_sweep import sweep
 from benchmarks.records import Environment, Row
-from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
-from moecore.kernels import exchange, exchange_port
+from moecore import MoEConfig, MoELayer, NVLinkOptions, ParallelConfig, build_meshes
 from moecore.mesh import Meshes
-from moecore.moe.dispatch import symmetric
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.base import ExpertPlacement
-from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.symmetric import Exchanges, NVLinkOptions
+from moecore.moe.dispatch.base import Dispatcher, ExpertPlacement
+from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.router import Routing
 
-Call = Callable[[], Any]
-
-LEAD_CYCLES = 2_000_000  # about 1 ms, in which the host queues the call
 AGREEMENT = 0.02  # of the layer over nvlink with the layer over alltoall, relative
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    name: str
-    tokens: int
-    dim: int
-    hidden_dim: int
-    num_experts: int
-    top_k: int
-
-    @property
-    def flops(self) -> int:
-        """Forward + backward of one rank's tokens."""
-        return 18 * self.tokens * self.top_k * self.dim * self.hidden_dim
-
-
-SHAPES = {
-    "dsv3": Shape(name="dsv3", tokens=4096, dim=7168, hidden_dim=2048, num_experts=256, top_k=8),
-    "qwen3-30b": Shape(
-        name="qwen3-30b", tokens=16384, dim=2048, hidden_dim=768, num_experts=128, top_k=8
-    ),
-    "tiny": Shape(name="tiny", tokens=256, dim=256, hidden_dim=128, num_experts=16, top_k=4),
-}
-
-
-def place_of(shape: Shape, meshes: Meshes) -> ExpertPlacement:
-    assert meshes.dispatch_group is not None
-    ep, etp = meshes.parallel.ep, meshes.parallel.etp
-    return ExpertPlacement(
-        group=meshes.dispatch_group, num_experts=shape.num_experts, ep=ep, etp=etp
-    )
-
-
-def nvlink_of(place: ExpertPlacement, options: NVLinkOptions) -> NVLinkDispatcher:
-    return NVLinkDispatcher(place, Exchanges(place.group, ep=place.ep, options=options))
-
-
-def routing_of(shape: Shape, skewed: bool) -> Routing:
-    """Random choices; skewed ones prefer the first experts."""
-    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
-    scores_TE = torch.rand(shape.tokens, shape.num_experts, generator=generator, device="cuda")
-    if skewed:
-        scores_TE += torch.linspace(1, 0, shape.num_experts, device="cuda") ** 4
-    weights_TK, ids_TK = scores_TE.topk(shape.top_k, dim=1)
-    ids_TK = ids_TK.to(torch.int32)
-    return Routing(
-        expert_ids_TK=ids_TK, weights_TK=weights_TK, logits_TE=scores_TE, chosen_ids_TK=ids_TK
-    )
-
-
-def time_in_turn(calls: dict[str, Call], rounds: int) -> dict[str, harness.Timing]:
-    """Time the calls in turn on all ranks; of each round the slowest rank counts."""
-    flush = torch.ones(harness.FLUSH_BYTES // 4, device="cuda")
-    token = torch.zeros(1, device="cuda")
-    spans: dict[str, list[Any]] = {name: [] for name in calls}
-    for i, (name, call) in itertools.product(range(-3, rounds), calls.items()):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.sum()
-        torch.cuda._sleep(LEAD_CYCLES)
-        dist.all_reduce(token)
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        if i >= 0:
-            spans[name].append(start.elapsed_time(stop))
-    times = torch.tensor(list(spans.values()), device="cuda")
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return {
-        name: harness.Timing(
-            ms=harness.percentile(row, 0.5),
-            p20=harness.percentile(row, 0.2),
-            p80=harness.percentile(row, 0.8),
-            repeats=rounds,
-        )
-        for name, row in zip(calls, times.tolist(), strict=True)
-    }
-
-
-def nccl_call(place: ExpertPlacement, routing: Routing, x_TD: Tensor) -> Call:
-    """One all-to-all of a row per choice, with the splits known and the rows sorted before."""
-    owner_N = routing.expert_ids_TK.flatten() // place.num_local
-    sent_P = torch.bincount(owner_N, minlength=place.ep)
-    received_P = torch.empty_like(sent_P)
-    dist.all_to_all_single(received_P, sent_P, group=place.group)
-    rows_ND = x_TD.repeat_interleave(routing.expert_ids_TK.shape[1], 0)
-    out = x_TD.new_empty(int(received_P.sum()), x_TD.shape[1])
-    splits = (received_P.tolist(), sent_P.tolist())
-    return lambda: dist.all_to_all_single(out, rows_ND, *splits, group=place.group)
-
-
 def bench_moves(
-    shape: Shape, meshes: Meshes, skewed: bool, args: argparse.Namespace
+    shape: Shape, meshes: Meshes, num_sms: Iterable[int], rounds: int, *, skewed: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of dispatch and combine alone."""
-    place, routing = place_of(shape, meshes), routing_of(shape, skewed)
+    place, routing = place_of(shape, meshes), routing_of(shape, skewed=skewed)
     x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
     calls: dict[str, Call] = {"nccl": nccl_call(place, routing, x_TD)}
     others = {"alltoall": AllToAllDispatcher(place)}
     nvlinks = {
         f"nvlink-{n}" if n else "nvlink": nvlink_of(place, NVLinkOptions(num_sms=n or None))
-        for n in args.num_sms
+        for n in num_sms
     }
     gathered: dict[str, Tensor] = {}
     for name, dispatcher in (others | nvlinks).items():
         inp = dispatcher.dispatch(x_TD, routing)
-        home_TD = dispatcher.combine(_poisoned(inp.rows_SD, inp.slots_SK), inp.plan)
+        home_TD = dispatcher.combine(poisoned(inp.rows_SD, inp.slots_SK), inp.plan)
         gathered[name] = home_TD.clone()
         calls[f"dispatch {name}"] = lambda d=dispatcher: d.dispatch(x_TD, routing)
         calls[f"combine {name}"] = lambda d=dispatcher, i=inp: d.combine(i.rows_SD, i.plan)
     for name, home_TD in gathered.items():
         assert torch.equal(home_TD, gathered["alltoall"]), f"{name} differs: no numbers"
-    timings = time_in_turn(calls, args.rounds)
-    ranks_T = _ranks_per_token(place, routing)
-    sent = int(ranks_T.sum()) * shape.dim * x_TD.element_size()
+    timings = {name: timing_of(times) for name, times in time_in_turn(calls, rounds).items()}
+    moved = _busiest_rows(place, routing) * shape.dim * x_TD.element_size()
     for key, timing in timings.items():
         op, _, name = key.partition(" ")
         if name.startswith("nvlink") or name == "alltoall":
             syncs = harness.count_syncs(calls[key], device=x_TD.device)
             fields = records.timing_fields(timing, baseline="nccl", ms=timings["nccl"].ms)
-            yield fields | dict(op=op, backend=name, gbps=sent / timing.ms / 1e6, syncs=syncs)
+            yield fields | dict(op=op, backend=name, gbps=moved / timing.ms / 1e6, syncs=syncs)
     for dispatcher in nvlinks.values():
         dispatcher.exchanges.close()
 
 
-def _poisoned(rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
-    """NaN in holes: nobody may read them."""
-    return rows_SD.masked_fill((slots_SK < 0).all(1, keepdim=True), float("nan"))
-
-
-def _ranks_per_token(place: ExpertPlacement, routing: Routing) -> Tensor:
-    """Return how many other ranks need each token."""
+def _busiest_rows(place: ExpertPlacement, routing: Routing) -> int:
+    """Return the most rows that one rank sends to others, or gets from them."""
     owner_TK = routing.expert_ids_TK // place.num_local
-    ranks = torch.arange(place.ep, device="cuda")
-    needs_TP = (owner_TK[:, :, None] == ranks).any(1)
-    needs_TP[:, dist.get_rank(place.group) // place.etp] = False
-    return needs_TP.sum(1) * place.etp
+    blocks = torch.arange(place.ep, device=owner_TK.device)
+    sent_P = (owner_TK[:, :, None] == blocks).any(1).sum(0)
+    sent_G = sent_P.repeat_interleave(place.etp)
+    all_ranks = [torch.empty_like(sent_G) for _ in range(place.group.size())]
+    dist.all_gather(all_ranks, sent_G, group=place.group)
+    sent_GG = torch.stack(all_ranks).fill_diagonal_(0)
+    return int(torch.maximum(sent_GG.sum(0), sent_GG.sum(1)).max())
 
 
 def make_layer(shape: Shape, meshes: Meshes) -> MoELayer:
@@ -195,63 +122,104 @@ def make_layer(shape: Shape, meshes: Meshes) -> MoELayer:
     layer.to_empty(device="cuda")
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in layer.parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            local.normal_(0, 0.02)
+        for weight in _local_weights(layer):
+            weight.normal_(0, 0.02)
     layer.part("experts").set_backend("triton")
     return layer
 
 
-def bench_layer(shape: Shape, meshes: Meshes, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield rows of the whole layer, forward and backward."""
+def _local_weights(layer: MoELayer) -> list[Tensor]:
+    """Return this rank's parts of all parameters."""
+    return [p.to_local() if isinstance(p, DTensor) else p for p in layer.parameters()]
+
+
+def bench_layer(
+    shape: Shape, meshes: Meshes, factor: float, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of the whole layer and of its experts alone, forward and backward."""
     place, layer = place_of(shape, meshes), make_layer(shape, meshes)
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     tokens = dict(generator=generator, device="cuda", dtype=torch.bfloat16)
     x_TD = torch.randn(shape.tokens, shape.dim, **tokens).requires_grad_()
     dy_TD = torch.randn(shape.tokens, shape.dim, **tokens)
-    options = NVLinkOptions(capacity_factor=args.capacity_factor)
-    dispatchers = {"nvlink": nvlink_of(place, options), "alltoall": AllToAllDispatcher(place)}
+    nvlink = nvlink_of(place, NVLinkOptions(capacity_factor=factor))
+    dispatchers: dict[str, Dispatcher] = {"nvlink": nvlink, "alltoall": AllToAllDispatcher(place)}
 
     def step(name: str) -> Tensor:
         layer.dispatcher = dispatchers[name]
-        for tensor in (x_TD, *layer.parameters()):
-            tensor.grad = None
+        layer.zero_grad()
+        x_TD.grad = None
         y_TD = layer(x_TD)
         y_TD.backward(dy_TD)
         return y_TD.detach()
 
     found = {name: (step(name), x_TD.grad) for name in dispatchers}
-    dispatchers["nvlink"].exchanges.check()
+    nvlink.exchanges.check()
     for ours, right in zip(found["nvlink"], found["alltoall"], strict=True):
         error = float((ours.float() - right.float()).norm() / right.float().norm())
         assert error < AGREEMENT, f"nvlink differs from alltoall by {error:.3g}: no numbers"
     del found
     calls: dict[str, Call] = {name: lambda n=name: step(n) for name in dispatchers}
-    timings = time_in_turn(calls, args.rounds)
-    for name, timing in timings.items():
-        yield records.timing_fields(timing, baseline="alltoall", ms=timings["alltoall"].ms) | dict(
-            op="ep_layer_fwd_bwd",
-            backend=name,
-            tflops=shape.flops / timing.ms / 1e9,
-            syncs=harness.count_syncs(calls[name], device=x_TD.device),
-            peak_bytes=harness.measure_peak(calls[name], device=x_TD.device),
-        )
-    dispatchers["nvlink"].exchanges.close()
+    alone = {f"experts {n}": experts_call(layer, d, x_TD) for n, d in dispatchers.items()}
+    times = time_in_turn(calls | alone, rounds)
+    del alone
+    for name, call in calls.items():
+        layer.dispatcher = dispatchers[name]
+        memory = memory_fields(layer, call, x_TD)
+        yield from layer_rows(shape, times, name, memory)
+    buffers = nvlink.exchanges.get(x_TD, shape.top_k).layout.num_bytes
+    if dist.get_rank() == 0:
+        print(f"buffers of nvlink, shared by all layers: {records.size(buffers)}", flush=True)
+    nvlink.exchanges.close()
 
 
-def sweep(shape: Shape, meshes: Meshes, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield rows of dispatch and combine with other divisions of the programs."""
-    usual = (symmetric.num_push, exchange_port.ROUNDS, exchange.NUM_WARPS, exchange.TILE_BYTES)
-    tried = [(1 / 2, 8, 16), (1 / 3, 8, 16), (2 / 3, 8, 16), (1 / 2, 4, 16), (1 / 2, 16, 16)]
-    for share, rounds, warps in [*tried, (1 / 2, 8, 8)]:
-        symmetric.num_push = lambda programs, s=share: round(programs * s)
-        exchange_port.ROUNDS = rounds
-        exchange.NUM_WARPS, exchange.TILE_BYTES = warps, warps * 32 * 8 * 16
-        for fields in bench_moves(shape, meshes, False, args):
-            if fields["backend"] != "alltoall":
-                tag = f"{fields['backend']} push {share:.2f} rounds {rounds} warps {warps}"
-                yield fields | dict(backend=tag)
-    symmetric.num_push, exchange_port.ROUNDS, exchange.NUM_WARPS, exchange.TILE_BYTES = usual
+def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
+    """Return forward and backward of the experts on the rows that the dispatcher brings."""
+    experts = layer.part("experts")
+    with torch.no_grad():
+        inp = dispatcher.dispatch(x_TD.detach(), layer.part("router")(x_TD, MicroBatch()))
+    leaves = (inp.rows_SD.requires_grad_(), inp.weights_R.requires_grad_())
+    dy_SD = torch.randn_like(inp.rows_SD)
+
+    def call() -> None:
+        experts.zero_grad()
+        for leaf in leaves:
+            leaf.grad = None
+        experts(inp).backward(dy_SD)
+
+    return call
+
+
+def memory_fields(layer: MoELayer, step: Call, x_TD: Tensor) -> dict[str, Any]:
+    """Return syncs and bytes of a step, and what its forward keeps."""
+    fields = dict(
+        syncs=harness.count_syncs(step, device=x_TD.device),
+        peak_bytes=harness.measure_peak(step, device=x_TD.device),
+    )
+    forward = functools.partial(layer, x_TD)
+    saved = harness.measure_saved(forward, parameters=_local_weights(layer), inputs=[x_TD])
+    return fields | dict(saved_bytes=saved.hook_bytes)
+
+
+def layer_rows(
+    shape: Shape, times: dict[str, list[float]], name: str, memory: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one dispatcher."""
+    whole, experts = timing_of(times[name]), timing_of(times[f"experts {name}"])
+    other = timing_of(times["alltoall"])
+    timing = records.timing_fields(whole, baseline="alltoall", ms=other.ms)
+    yield (
+        timing
+        | memory
+        | dict(op="ep_layer_fwd_bwd", backend=name, tflops=shape.flops / whole.ms / 1e9)
+    )
+    yield records.timing_fields(experts) | dict(
+        op="ep_experts_fwd_bwd", backend=name, tflops=shape.flops / experts.ms / 1e9
+    )
+    pairs = zip(times[name], times[f"experts {name}"], strict=True)
+    exposed = timing_of([a - b for a, b in pairs])
+    timing = records.timing_fields(exposed, baseline="layer", ms=whole.ms)
+    yield timing | dict(op="ep_exposed", backend=name)
 
 
 def report(args: argparse.Namespace, rows: Iterator[dict[str, Any]], **fields: Any) -> None:
@@ -263,36 +231,61 @@ def report(args: argparse.Namespace, rows: Iterator[dict[str, Any]], **fields: A
             records.append(args.out, args.environment, made)
 
 
+def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
+    """Measure one expert-parallel degree."""
+    meshes = build_meshes(ParallelConfig(ep=ep), "cuda")
+    shapes = [SHAPES[name] for name in (args.shapes[:1] if short else args.shapes)]
+    num_sms, routings = ([0], ["even"]) if short else (args.num_sms, ["even", "skewed"])
+    layouts = [(layout_of(s, ep, n), s.num_experts // ep) for s in shapes for n in num_sms]
+    compile_ahead(layouts, backward=not args.no_layer)
+    for shape in shapes:
+        label = f"{shape.name}-ep{ep}"
+        for routing in routings:
+            with torch.no_grad():
+                rows = bench_moves(shape, meshes, num_sms, args.rounds, skewed=routing == "skewed")
+                report(args, rows, shape=label, routing=routing)
+        if not args.no_layer:
+            rows = bench_layer(shape, meshes, args.capacity_factor, args.layer_rounds)
+            report(args, rows, shape=label, routing="learned")
+
+
+def _command(out: Path | None, world: int) -> str:
+    """Return what was typed, without where the records go."""
+    typed = [word for word in sys.argv[1:] if word not in ("--out", str(out), f"--out={out}")]
+    module = ["-m", "benchmarks.bench_dispatch"]
+    return shlex.join(["torchrun", "--nproc-per-node", str(world), *module, *typed])
+
+
 def main() -> None:
-    """Run all benchmarks asked for on the ranks of torchrun."""
+    """Run what was asked for on the ranks of torchrun."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--out", type=Path, help="folder of the records; not with --sweep")
     parser.add_argument("--shapes", nargs="+", default=["dsv3", "qwen3-30b"], choices=SHAPES)
     parser.add_argument("--num-sms", nargs="+", type=int, default=[0, 24], help="0 = all")
-    parser.add_argument("--ep", nargs="+", type=int, default=[0], help="0 = all ranks")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--ep", nargs="+", type=int, help="first in full; default: all ranks")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--layer-rounds", type=int, default=10)
     parser.add_argument("--capacity-factor", type=float, default=2.0, help="of the layer")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--no-layer", action="store_true")
     args = parser.parse_args()
-    command = shlex.join(["torchrun", "-m", "benchmarks.bench_dispatch", *sys.argv[1:]])
-    args.environment = dataclasses.replace(Environment.here(), command=command)
+    if args.out is None and not args.sweep:
+        parser.error("--out must be given without --sweep")
     build_meshes(ParallelConfig(), "cuda")  # starts the process group
-    for ep, name in itertools.product(args.ep, args.shapes):
-        shape, meshes = (
-            SHAPES[name],
-            build_meshes(ParallelConfig(ep=ep or dist.get_world_size()), "cuda"),
-        )
-        label = f"{name}-ep{meshes.parallel.ep}"
-        if args.sweep:
-            report(args, sweep(shape, meshes, args), shape=label, routing="even")
-            break
+    world = dist.get_world_size()
+    here = Environment.here()
+    gpus, command = f"{world} x {here.gpu}", _command(args.out, world)
+    args.environment = dataclasses.replace(here, gpu=gpus, command=command)
+    degrees = args.ep or [world]
+    if args.sweep:
+        meshes = build_meshes(ParallelConfig(ep=degrees[0]), "cuda")
         with torch.no_grad():
-            for routing in ("even", "skewed"):
-                rows = bench_moves(shape, meshes, routing == "skewed", args)
-                report(args, rows, shape=label, routing=routing)
-        if not args.no_layer:
-            report(args, bench_layer(shape, meshes, args), shape=label, routing="learned")
+            for line in sweep(SHAPES[args.shapes[0]], meshes, args.num_sms, args.rounds):
+                if dist.get_rank() == 0:
+                    print(line, flush=True)
+    else:
+        for i, ep in enumerate(degrees):
+            bench_degree(args, ep, short=i > 0)
     dist.destroy_process_group()
 
 

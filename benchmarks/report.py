@@ -28,6 +28,7 @@ Written by `make bench-docs` from the records in `benchmarks/results/`; edit nei
 
     pytest benchmarks                          # on a GPU: all shapes, rows appended to the records
     pytest benchmarks --shape dsv3-32e --backend triton --quick
+    torchrun --nproc-per-node 8 -m benchmarks.bench_dispatch --out benchmarks/results --ep 8 4 2
     make bench-docs                            # this page, from the records
 
 A benchmark gives no number unless the tests of its op are green on the same machine: the first run
@@ -37,9 +38,9 @@ Without a GPU `pytest benchmarks` is a smoke test of the harness and keeps no re
 
 How to read the rows:
 
-- Everything is bf16, one GPU. `fwd` is a training forward, `fwd+bwd` adds gradients of input,
-  weights and router. Times are medians; variants and baselines run in the same rounds, in
-  changing order.
+- Everything is bf16, and one GPU where no number of them is named. `fwd` is a training forward,
+  `fwd+bwd` adds gradients of input, weights and router. Times are medians; variants and baselines
+  run in the same rounds, in changing order.
 - `two` and `six grouped_mm` are the bare grouped matmuls of a forward, and of forward and backward,
   on the layer's own routing with rows already gathered. The ratio to them is the layer's overhead.
 - TFLOP/s count 6 T K D F for a forward and 18 T K D F for both: matrix products alone.
@@ -55,6 +56,7 @@ How to read the rows:
 """
 
 BACKENDS = ("triton", "torch", "te", "transformers")
+MOVES = ("dispatch", "combine")
 SHAPE_HEADER = ("shape", "T", "D", "F", "E", "K")
 
 
@@ -168,7 +170,8 @@ def _quotient(a: float | None, b: float | None) -> str | None:
 def _kernels(records: list[Record]) -> str:
     header = ("op", "shape", "us", "GB/s", "TFLOP/s", "of ceiling", "plain torch us", "speedup")
     header += ("launches",)
-    found = [r for r in records if not r["op"].startswith(("layer_", "ceiling_"))]
+    others = ("layer_", "ceiling_", "ep_", *MOVES)
+    found = [r for r in records if not r["op"].startswith(others)]
     order = list(dict.fromkeys(r["op"] for r in found))
     rows = [
         [
@@ -186,6 +189,34 @@ def _kernels(records: list[Record]) -> str:
     ]
     note = "GB/s count the fewest bytes that the op must move; the formulas are in "
     note += "`benchmarks/bench_kernels.py`.\n\n"
+    return note + table(header, rows) if rows else ""
+
+
+def _expert_parallel(records: list[Record]) -> str:
+    """Moves of tokens between ranks, and layers whose experts lie on several."""
+    header = ("shape", "routing", "op", "backend", "ms (p20-p80)", "GB/s", "TFLOP/s", "against")
+    header += ("its ms", "ratio", "saved GiB", "peak GiB", "syncs")
+    found = [r for r in records if r["op"] in MOVES or r["op"].startswith("ep_")]
+    order = list(dict.fromkeys(r["shape"] for r in found))
+    rows = [
+        [
+            *(r[k] for k in ("shape", "routing", "op", "backend")),
+            f"{r['ms']:.3f} ({r['p20']:.3f}-{r['p80']:.3f})",
+            _number(r.get("gbps"), ".0f"),
+            _number(r.get("tflops"), ".0f"),
+            r.get("baseline"),
+            _number(r.get("baseline_ms"), ".3f"),
+            _number(r.get("ratio"), ".3f"),
+            _gib(r.get("saved_bytes")),
+            _gib(r.get("peak_bytes")),
+            r.get("syncs"),
+        ]
+        for r in sorted(found, key=lambda r: order.index(r["shape"]))
+    ]
+    note = (
+        "What each op is: `benchmarks/bench_dispatch.py`. `nvlink-24` has 24 SMs instead of all.\n"
+    )
+    note += "Of each round the slowest rank counts, for GB/s the rank that sends or gets most.\n\n"
     return note + table(header, rows) if rows else ""
 
 
@@ -220,6 +251,7 @@ SECTIONS: tuple[tuple[str, Callable[[list[Record]], str]], ...] = (
     ("Whole layer", _layers),
     ("Skew", _skew),
     ("Kernels", _kernels),
+    ("Expert parallelism", _expert_parallel),
     ("Ceilings of the machine", _ceilings),
 )
 

@@ -301,6 +301,7 @@ def train(
         if i in (1, 3):
             after = whole(dict(named(model.state_dict().items())))
             found |= {f"after/{OPTIMIZERS[i]}/{n}": t.clone() for n, t in after.items()}
+    state.check()
     return found
 
 

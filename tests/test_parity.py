@@ -2,6 +2,7 @@
 
     python -m pytest tests/test_parity.py            8 gloo ranks on CPU
     python -m pytest tests/test_parity.py -m gpu     the same cases over NCCL on 8 GPUs
+    python -m pytest tests/test_parity.py -m gpu -k nvlink     the cases that need GPUs, alone
 
 Losses, every gradient, its norm, auxiliary losses, counts, parameters after two SGD and two AdamW
 steps: fp32 within 1e-5 of each tensor's scale, bf16 at most twice as wrong as one process in bf16.
@@ -89,6 +90,30 @@ BF16_CASES = [
         fsdp=BF16,
     ),
 ]
+# Stores into peers' memory: on GPUs only.
+NVLINK_CASES = [
+    case(8, "dp_shard=8", "ep=8 edp_shard=1", model="sigmoid", dispatcher="nvlink", accumulate=2),
+    case(8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="biases", dispatcher="nvlink"),
+    case(
+        8,
+        "dp_shard=4 tp=2",
+        "ep=4 edp_shard=2",
+        model="gated-shared",
+        dispatcher="nvlink",
+        recompute=True,
+    ),
+]
+NVLINK_BF16_CASES = [
+    case(
+        8,
+        "dp_shard=8",
+        "ep=8 edp_shard=1",
+        model="balanced",
+        dispatcher="nvlink",
+        bf16=True,
+        fsdp=BF16,
+    ),
+]
 TAMPERED = [
     case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", tamper="-no-gradient-scale"),
     case(8, "dp_shard=2 tp=4", "ep=4 edp_shard=2", tamper="-wrong-group"),
@@ -97,6 +122,11 @@ TAMPERED = [
 
 def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, Any]:
     return {c.name: run_case(c, device) for c in cases}
+
+
+def need_eight_gpus() -> None:
+    if torch.cuda.device_count() < 8:
+        pytest.skip(f"needs 8 GPUs, this host has {torch.cuda.device_count()}")
 
 
 def run_all(device_type: str) -> dict[str, Any]:
@@ -117,9 +147,14 @@ def cpu_results() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gpu_results() -> dict[str, Any]:
-    if torch.cuda.device_count() < 8:
-        pytest.skip(f"needs 8 GPUs, this host has {torch.cuda.device_count()}")
+    need_eight_gpus()
     return run_all("cuda")
+
+
+@pytest.fixture(scope="module")
+def nvlink_results() -> dict[str, Any]:
+    need_eight_gpus()
+    return run_ranks(8, worker, NVLINK_CASES + NVLINK_BF16_CASES, device_type="cuda")
 
 
 def failures(errors: dict[str, float]) -> dict[str, float]:
@@ -177,3 +212,17 @@ def test_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus(
 @pytest.mark.parametrize("c", TAMPERED, ids=lambda c: c.name)
 def test_notices_tampering_on_gpus(c: Case, gpu_results: dict[str, Any]) -> None:
     assert len(failures(gpu_results[c.name])) > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c", NVLINK_CASES, ids=lambda c: c.name)
+def test_nvlink_equals_one_process_on_gpus(c: Case, nvlink_results: dict[str, Any]) -> None:
+    check(nvlink_results[c.name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c", NVLINK_BF16_CASES, ids=lambda c: c.name)
+def test_nvlink_in_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus(
+    c: Case, nvlink_results: dict[str, Any]
+) -> None:
+    check_bf16(nvlink_results[c.name])

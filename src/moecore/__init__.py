@@ -3,6 +3,7 @@
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig, ParallelConfig
 from moecore.fsdp import FSDPOptions, clip_grad_norm_
 from moecore.mesh import Meshes, build_meshes
+from moecore.moe.dispatch.symmetric import NVLinkOptions
 from moecore.moe.layer import MoELayer
 from moecore.parallelize import moe_state, parallelize_moe
 
@@ -15,6 +16,7 @@ __all__ = [
     "Meshes",
     "MoEConfig",
     "MoELayer",
+    "NVLinkOptions",
     "ParallelConfig",
     "build_meshes",
     "clip_grad_norm_",

@@ -65,9 +65,11 @@ def parallelize_moe(
     Args:
         model: any module that holds MoELayers or MoE blocks with an adapter.
         meshes: from `build_meshes`.
-        dispatcher: how tokens travel; "auto" is local without ep and etp, nvlink where the ep x
-            etp ranks are one host's GPUs with peer access, else alltoall; logged once, with why.
-        nvlink: sizes and times of the nvlink dispatcher.
+        dispatcher: how tokens travel; "auto" is local without ep and etp; nvlink where the ep x
+            etp ranks are one host's GPUs with peer access and `nvlink` has a capacity factor
+            (without one each layer keeps room for every routing: up to ep times the memory); else
+            alltoall. Logged once, with why. See docs/dispatchers.md.
+        nvlink: sizes and times of the nvlink dispatcher; with dispatcher "nvlink" or "auto".
         experts: how the experts' matrices are multiplied: "auto", "triton", "torch", "te" or
             "sequential", the oracle (see `moe/backends.py`).
         recompute_fc1: keep only the experts' input for backward and run FC1 again there: one
@@ -92,7 +94,7 @@ def parallelize_moe(
         NotImplementedError: for cp > 1, pp > 1, and tp > 1 on models without
             `apply_tensor_parallel(tp_mesh)`.
     """
-    _check_request(model, meshes, dispatcher, loss)
+    _check_request(model, meshes, dispatcher, nvlink, loss)
     if overlap_shared and meshes.device_type != "cuda":
         raise ValueError(
             f"overlap_shared (True) must go with device_type ({meshes.device_type!r}) = 'cuda', "
@@ -103,7 +105,7 @@ def parallelize_moe(
     for name, layer in layers.items():
         _check_layer(name, layer, meshes)
         _configure(layer, meshes, experts, recompute_fc1, balance, options)
-    dispatcher = _choose_dispatcher(meshes, dispatcher)
+    dispatcher = _choose_dispatcher(meshes, dispatcher, nvlink)
     _check_equal_weights(model, meshes.device_type)
 
     if meshes.parallel.tp > 1:
@@ -123,7 +125,7 @@ def parallelize_moe(
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,
         data_ranks=meshes.data_ranks,
     )
-    setattr(model, STATE_NAME, MoEState(layers, groups, loss=loss))
+    setattr(model, STATE_NAME, MoEState(layers, groups, loss=loss, exchanges=exchanges))
     return model
 
 
@@ -142,7 +144,9 @@ def moe_state(model: nn.Module) -> MoEState:
     return state
 
 
-def _check_request(model: nn.Module, meshes: Meshes, dispatcher: str, loss: str) -> None:
+def _check_request(
+    model: nn.Module, meshes: Meshes, dispatcher: str, nvlink: NVLinkOptions | None, loss: str
+) -> None:
     p = meshes.parallel
     for name, value, choices in (
         ("dispatcher", dispatcher, get_args(DispatcherName)),
@@ -151,6 +155,11 @@ def _check_request(model: nn.Module, meshes: Meshes, dispatcher: str, loss: str)
         if value not in choices:
             shown = ", ".join(repr(c) for c in choices)
             raise ValueError(f"{name} ({value!r}) must be one of {shown}")
+    if nvlink is not None and dispatcher not in ("auto", "nvlink"):
+        raise ValueError(
+            f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink' or 'auto': "
+            "drop it"
+        )
     if dispatcher in ("alltoall", "allgather", "nvlink") and p.ep * p.etp == 1:
         warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=3)
     if dispatcher == "local" and p.ep * p.etp > 1:
@@ -266,15 +275,20 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _choose_dispatcher(meshes: Meshes, name: DispatcherName) -> DispatcherName:
+def _choose_dispatcher(
+    meshes: Meshes, name: DispatcherName, options: NVLinkOptions | None
+) -> DispatcherName:
     """Return the dispatcher that "auto" means here; refuse nvlink where it can not work.
 
-    Collective on GPUs for "auto" and "nvlink".
+    Collective on GPUs for "nvlink", and for "auto" with a capacity factor.
     """
     group = meshes.dispatch_group
     if name not in ("auto", "nvlink") or group is None:
         return "local" if group is None else name
-    problem = find_problem(group, meshes.device_type)
+    problem = None
+    if name == "auto" and meshes.device_type == "cuda":
+        problem = _memory_problem(meshes, options or NVLinkOptions())
+    problem = problem or find_problem(group, meshes.device_type)
     if name == "nvlink" and problem is not None:
         raise ValueError(f"dispatcher ('nvlink') {problem}")
     chosen: DispatcherName = "nvlink" if problem is None else "alltoall"
@@ -284,6 +298,17 @@ def _choose_dispatcher(meshes: Meshes, name: DispatcherName) -> DispatcherName:
             why = f"'nvlink' {problem.partition(': ')[0]}"
         logger.info("dispatcher 'auto' is %r: %s", chosen, why)
     return chosen
+
+
+def _memory_problem(meshes: Meshes, options: NVLinkOptions) -> str | None:
+    """Return why nvlink must be asked for by name: its shapes are static, so its room is too."""
+    if options.capacity_factor is not None:
+        return None
+    ep = meshes.parallel.ep
+    return (
+        "must have NVLinkOptions.capacity_factor (None), or every layer keeps room for any "
+        f"routing, up to ep ({ep}) times the expert rows of a balanced one: set it, 2.0 say"
+    )
 
 
 def _place_experts(

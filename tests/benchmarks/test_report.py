@@ -84,6 +84,18 @@ def test_kernels_show_bandwidth_and_speedup() -> None:
     assert "| gather_rows | qwen3-30b | 500 | 3900 | - | 91% | 1000 | 2.000 | 1 |" in page
 
 
+def test_moves_between_ranks_have_a_table_of_their_own() -> None:
+    fields = dict(shape="dsv3-ep8", ms=0.8, p20=0.75, p80=0.85, baseline="nccl", baseline_ms=1.6)
+    fields |= dict(ratio=0.5, gbps=340.0, tflops=None, saved_bytes=None, syncs=0)
+    page = report.make_page([layer_row("even", "nvlink", op="dispatch", **fields)])
+    row = "| dsv3-ep8 | even | dispatch | nvlink | 0.800 (0.750-0.850) | 340 | - | nccl | 1.600 "
+    assert row + "| 0.500 | - | - | 0 |\n" in page
+    assert "### Kernels" not in page and "### Whole layer" not in page
+    page = report.make_page([layer_row(backend="nvlink", op="ep_layer_fwd_bwd", shape="dsv3-ep8")])
+    assert "| dsv3-ep8 | learned | ep_layer_fwd_bwd | nvlink | 12.000 (" in page
+    assert "### Kernels" not in page and "### Whole layer" not in page
+
+
 def test_plot_and_its_digest(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"

@@ -81,6 +81,7 @@ def test_layout_and_tiles() -> None:
     )
     assert (layout.source_rows, layout.chunk, layout.num_chunks) == (32768, 8, 512)
     assert replace(layout, num_push=12).chunk == 64 and replace(layout, capacity=3).num_chunks == 1
+    assert replace(layout, num_push=16).chunk == 32 and replace(layout, rounds=4).chunk == 16
     regions = [*layout.regions(1 << 40), (1 << 40) + layout.num_bytes]
     sizes = [b - a for a, b in itertools.pairwise(regions)]
     assert sizes[:3] == [2 * 32768 * 7168 * 2, 2 * 32768 * 8 * 4, 2 * 32768 * 8 * 4]

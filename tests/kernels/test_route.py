@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moecore.kernels.route import RouteOptions, _route_op, route, route_ref
+from moecore.kernels.route import RouteOptions, route, route_ref
 from tests.kernels.choices import is_possible
 
 BASE = RouteOptions(
@@ -425,7 +425,7 @@ def test_custom_op_contract(device: str) -> None:
     args = (logits, bias, 6, "sigmoid", "pre", True, 2.5, 8, 3, 2, False)
     # Not its AOT dispatch check, which cannot add up an int and a float output: see the next test.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_route_op, args, test_utils=utils)
+    torch.library.opcheck(torch.ops.moecore.route.default, args, test_utils=utils)
 
 
 def test_compiles_without_breaks(device: str) -> None:

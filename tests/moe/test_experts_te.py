@@ -222,6 +222,32 @@ def test_activations_with_a_stand_in(stand_in: None, activation: Any) -> None:
     assert_equal(run(config, routing, who="te", **options), expected)
 
 
+@pytest.mark.parametrize("config", [BASE, BIASES], ids=["plain", "biases"])
+def test_rows_without_a_choice_and_their_gradients_are_not_read(
+    stand_in: None, config: MoEConfig
+) -> None:
+    """Holes of a dispatcher are uninitialised, in its rows and in the gradient it gives."""
+    ids, weights, how = routing_case("some dropped", 10, config)
+    holes = (ids < 0).all(1)
+    assert holes.sum() == 1
+    found = []
+    for fill in (0.0, float("nan")):
+        module = make_experts(config, how["num_local"]).double()
+        generator = torch.Generator().manual_seed(3)
+        x, dy = (torch.randn(10, config.dim, generator=generator).double() for _ in range(2))
+        x[holes], dy[holes] = fill, fill
+        x.requires_grad_()
+        index = build_index(ids, weights.double().requires_grad_(), **how)
+        inp = ExpertInput(x, *index, index.offsets_e[-1], None)
+        b1, b2 = (getattr(module, name, None) for name in ("b1", "b2"))
+        y = te_experts(inp, (module.w1, b1), (module.w2, b2), module.config, False)
+        y.backward(dy)
+        grads = {n: p.grad for n, p in module.named_parameters()}
+        found.append({"y": y.detach(), "x": x.grad, **grads})
+    assert_equal(found[1], found[0])
+    assert all(t is not None and t.isfinite().all() for t in found[1].values())
+
+
 # --------------------------------------------------------------------------- index and errors
 
 

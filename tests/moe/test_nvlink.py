@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,24 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore import (
+    MoEConfig,
+    MoELayer,
+    NVLinkOptions,
+    ParallelConfig,
+    build_meshes,
+    moe_state,
+    parallelize,
+    parallelize_moe,
+)
 from moecore.kernels.exchange_port import ERROR_WORD, NEEDED_WORD
+from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.symmetric import Exchanges, NVLinkOptions, find_problem
+from moecore.moe.dispatch.symmetric import Exchanges, find_problem, num_push
 from moecore.moe.router import Routing
+from moecore.moe.state import MoEState
 from tests.moe import test_dispatch_ranks as ranks
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchanges
 from tests.ranks import run_ranks
@@ -87,6 +99,48 @@ def test_auto_says_what_it_chose_and_why(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "factor", "chosen"),
+    [("auto", None, "alltoall"), ("auto", 2.0, "nvlink"), ("nvlink", None, "nvlink")],
+)
+def test_auto_takes_nvlink_only_with_a_capacity_factor(
+    name: Any,
+    factor: float | None,
+    chosen: str,
+    no_group_left: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    monkeypatch.setattr(parallelize, "find_problem", lambda group, device_type: None)
+    meshes: Any = SimpleNamespace(
+        dispatch_group=dist.group.WORLD, device_type="cuda", parallel=ParallelConfig(ep=4)
+    )
+    options = None if factor is None else NVLinkOptions(capacity_factor=factor)
+    with caplog.at_level(logging.INFO, logger="moecore"):
+        assert parallelize._choose_dispatcher(meshes, name, options) == chosen
+    lines = [r.getMessage() for r in caplog.records]
+    if name == "nvlink":
+        assert not lines
+    elif factor is None:
+        assert "'auto' is 'alltoall': 'nvlink' must have NVLinkOptions.capacity_factor" in lines[0]
+        assert "up to ep (4) times the expert rows of a balanced one" in lines[0]
+    else:
+        assert lines == ["dispatcher 'auto' is 'nvlink': peer access among all GPUs of the group"]
+
+
+def test_options_for_another_dispatcher_are_refused(no_group_left: None) -> None:
+    meshes = build_meshes(ParallelConfig(), "cpu")
+    model = nn.Sequential(MoELayer(MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)))
+    with pytest.raises(ValueError, match=r"nvlink \(NVLinkOptions.*\) must go with dispatcher"):
+        parallelize_moe(model, meshes, dispatcher="alltoall", nvlink=NVLinkOptions())
+
+
+@pytest.mark.parametrize(("programs", "push"), [(2, 1), (3, 2), (4, 3), (24, 16), (132, 88)])
+def test_most_programs_push_and_at_least_one_receives(programs: int, push: int) -> None:
+    assert num_push(programs) == push < programs
+
+
 def test_tokens_on_a_cpu_are_refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"device of the tokens \(cpu\) must be a GPU"):
         Exchanges(group, ep=4).get(torch.zeros(3, 16), 2)
@@ -132,6 +186,39 @@ def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGro
     ):
         exchange.check()
     exchange.check()
+
+
+def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
+    no_group_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late ranks and overflows, from the owner that all layers share; nothing has moved then."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    monkeypatch.setattr(parallelize, "find_problem", lambda group, device_type: None)
+    monkeypatch.setattr(parallelize, "Exchanges", EmulatedExchanges)
+    meshes = build_meshes(ParallelConfig(ep=4), "cpu")
+    config = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
+    model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))
+    options = NVLinkOptions(max_tokens=8, capacity_factor=1.25, timeout_s=2.0)
+    parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=options)
+    state = moe_state(model)
+    exchanges = state.exchanges
+    assert exchanges is not None and exchanges.options is options
+    assert all(layer.dispatcher.exchanges is exchanges for layer in model)
+    state.check()
+    exchange = exchanges.get(torch.zeros(3, 32), 2)
+    state.check()
+    reset = []
+    monkeypatch.setattr(state, "_reset", lambda: reset.append(1))
+    for end in (state.finish_step, state.check):
+        exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
+        with pytest.raises(RuntimeError, match=r"must be >= 1.5 for the 24 expert rows of rank 1"):
+            end()
+        state.check()
+    exchange.port.report[ERROR_WORD] = 1 + 3 * 2
+    for end in (state.finish_step, state.check):
+        with pytest.raises(RuntimeError, match=r"rank 3 must come to a dispatch .*\(2 s\)"):
+            end()
+    assert not reset, "an error comes before anything moves"
 
 
 def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:
@@ -228,8 +315,9 @@ def capacity() -> dict[str, Any]:
         inp = layer.dispatcher.dispatch(x, layer.router(x))
         rows.append((inp.row_ids_R.numel(), int(inp.offsets_e[-1])))
     message = ""
+    exchanges = tight.dispatcher.exchanges  # type: ignore[attr-defined]
     try:
-        tight.dispatcher.exchanges.check()  # type: ignore[attr-defined]
+        MoEState({"tight": tight}, BalanceGroups(), exchanges=exchanges).finish_step()
     except RuntimeError as error:
         message = str(error)
     needed = int(rows[0][1])

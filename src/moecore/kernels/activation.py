@@ -14,13 +14,22 @@ Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import all_used, on_device, tl, triton, use_kernel
+from moecore.kernels.common import (
+    all_used,
+    cdiv,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+)
+from moecore.kernels.ops import Op
 
 GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu")
 PLAIN_KINDS = ("gelu", "relu", "relu2", "silu")
@@ -190,10 +199,11 @@ FWD_TILE = 2048
 BWD_TILE = 1024
 
 
+@cache
 def _blocks(num_columns: int, tile: int) -> dict[str, int]:
     """Return the tile: a power of two of columns with at most 1/8 idle where that can be."""
     fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
-    block_F = next(fits, min(128, max(16, triton.next_power_of_2(num_columns))))
+    block_F = next(fits, min(128, max(16, next_power_of_2(num_columns))))
     return {"BLOCK_R": tile // block_F, "BLOCK_F": block_F}
 
 
@@ -428,8 +438,7 @@ def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict
     }
 
 
-@torch.library.custom_op("moecore::weighted_activation", mutates_args=())
-def _weighted_activation(
+def _forward(
     h_RC: Tensor,
     weights_R: Tensor | None,
     num_rows: Tensor | None,
@@ -443,7 +452,7 @@ def _weighted_activation(
     if not R or not F_:
         return a_RF
     blocks = _blocks(F_, FWD_TILE)
-    grid = (triton.cdiv(R, blocks["BLOCK_R"]) * triton.cdiv(F_, blocks["BLOCK_F"]),)
+    grid = (cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"]),)
     weights_R = None if weights_R is None else weights_R.contiguous()
     constants = _constants(kind, limit, alpha, interleaved)
     with on_device(h_RC):
@@ -453,8 +462,7 @@ def _weighted_activation(
     return a_RF
 
 
-@torch.library.custom_op("moecore::weighted_activation_bwd", mutates_args=())
-def _weighted_activation_bwd(
+def _backward(
     h_RC: Tensor,
     da_RF: Tensor,
     weights_R: Tensor | None,
@@ -473,7 +481,7 @@ def _weighted_activation_bwd(
     weights_R = None if weights_R is None else weights_R.contiguous()
     constants = _constants(kind, limit, alpha, interleaved)
     with on_device(h_RC):
-        _weighted_activation_bwd_kernel[(triton.cdiv(R, blocks["BLOCK_R"]),)](
+        _weighted_activation_bwd_kernel[(cdiv(R, blocks["BLOCK_R"]),)](
             h_RC.contiguous(),
             da_RF.contiguous(),
             weights_R,
@@ -499,14 +507,15 @@ def _empty_gradients(h_RC: Tensor, kind: str, with_output: bool) -> tuple[Tensor
     return h_RC.new_empty(h_RC.shape), h_RC.new_empty(h_RC.shape[0], dtype=torch.float32), a_RF
 
 
-@_weighted_activation.register_fake
-def _(h_RC, weights_R, num_rows, kind, limit, alpha, interleaved):  # type: ignore[no-untyped-def]
+def _forward_fake(h_RC, weights_R, num_rows, kind, limit, alpha, interleaved):  # type: ignore[no-untyped-def]
     return _empty_output(h_RC, kind)
 
 
-@_weighted_activation_bwd.register_fake
-def _(h_RC, da_RF, weights_R, num_rows, kind, limit, alpha, interleaved, with_output):  # type: ignore[no-untyped-def]
+def _backward_fake(h_RC, da_RF, weights_R, num_rows, kind, limit, alpha, interleaved, with_output):  # type: ignore[no-untyped-def]
     return _empty_gradients(h_RC, kind, with_output)
+
+
+_weighted_activation_bwd = Op("weighted_activation_bwd", _backward, _backward_fake)
 
 
 def _save_inputs(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -522,7 +531,13 @@ def _weighted_activation_backward(ctx, da_RF):  # type: ignore[no-untyped-def]
     return *grads, None, None, None, None, None
 
 
-_weighted_activation.register_autograd(_weighted_activation_backward, setup_context=_save_inputs)
+_weighted_activation = Op(
+    "weighted_activation",
+    _forward,
+    _forward_fake,
+    setup_context=_save_inputs,
+    backward=_weighted_activation_backward,
+)
 
 
 def weighted_activation_bwd(

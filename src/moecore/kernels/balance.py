@@ -19,8 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import num_sms, on_device, tl, triton, use_kernel, warn_plain
+from moecore.kernels.common import (
+    cdiv,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+    warn_plain,
+)
 from moecore.kernels.counts import MAX_EXPERTS, check_padding_mask
+from moecore.kernels.ops import Op
 from moecore.kernels.scores import check_score_function, scores_ref, sqrtsoftplus
 
 
@@ -203,12 +213,11 @@ def _bytes(mask_T: Tensor | None) -> Tensor | None:
 
 def _tile(num_experts: int) -> tuple[int, int]:
     """Return BLOCK_T and BLOCK_E of a tile of logits."""
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     return max(1, min(256, TILE // block_e)), block_e
 
 
-@torch.library.custom_op("moecore::balance_statistics", mutates_args=())
-def _balance_statistics(
+def _statistics(
     logits_TE: Tensor, padding_mask_T: Tensor | None, num_sequences: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
     (T, E), B = logits_TE.shape, num_sequences
@@ -217,7 +226,7 @@ def _balance_statistics(
     logits_TE, num_rows = logits_TE.contiguous(), T // B
     block_t, block_e = _tile(E)
     num_parts = max(1, PROGRAMS_PER_SM * num_sms(logits_TE.device) // B)
-    num_parts = min(num_parts, triton.cdiv(num_rows, block_t))
+    num_parts = min(num_parts, cdiv(num_rows, block_t))
     score_parts = logits_TE.new_empty(B * num_parts, E)
     z_parts = logits_TE.new_empty(B * num_parts)
     score_sums_BE, z_sum = logits_TE.new_empty(B, E), logits_TE.new_empty(())
@@ -235,7 +244,7 @@ def _balance_statistics(
             BLOCK_E=block_e,
         )
         block_e = min(block_e, 16)
-        balance_statistics_fwd_reduce_kernel[(B * triton.cdiv(E, block_e) + 1,)](
+        balance_statistics_fwd_reduce_kernel[(B * cdiv(E, block_e) + 1,)](
             score_parts,
             z_parts,
             score_sums_BE,
@@ -249,13 +258,11 @@ def _balance_statistics(
     return score_sums_BE, z_sum
 
 
-@_balance_statistics.register_fake
-def _(logits_TE, padding_mask_T, num_sequences, score_function):
+def _statistics_fake(logits_TE, padding_mask_T, num_sequences, score_function):
     return logits_TE.new_empty(num_sequences, logits_TE.shape[1]), logits_TE.new_empty(())
 
 
-@torch.library.custom_op("moecore::balance_statistics_bwd", mutates_args=())
-def _balance_statistics_bwd(
+def _statistics_bwd(
     logits_TE: Tensor,
     padding_mask_T: Tensor | None,
     dscore_sums_BE: Tensor,
@@ -268,7 +275,7 @@ def _balance_statistics_bwd(
     if not T:
         return dlogits_TE
     block_t, block_e = _tile(E)
-    num_tiles = triton.cdiv(T // B, block_t)
+    num_tiles = cdiv(T // B, block_t)
     with on_device(logits_TE):
         balance_statistics_bwd_kernel[(B * num_tiles,)](
             logits_TE,
@@ -286,9 +293,11 @@ def _balance_statistics_bwd(
     return dlogits_TE
 
 
-@_balance_statistics_bwd.register_fake
-def _(logits_TE, padding_mask_T, dscore_sums_BE, dz_sum, score_function):
+def _statistics_bwd_fake(logits_TE, padding_mask_T, dscore_sums_BE, dz_sum, score_function):
     return logits_TE.new_empty(logits_TE.shape)
+
+
+_balance_statistics_bwd = Op("balance_statistics_bwd", _statistics_bwd, _statistics_bwd_fake)
 
 
 def _save_statistics(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -304,7 +313,13 @@ def _statistics_backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tu
     return dlogits_TE, None, None, None
 
 
-_balance_statistics.register_autograd(_statistics_backward, setup_context=_save_statistics)
+_balance_statistics = Op(
+    "balance_statistics",
+    _statistics,
+    _statistics_fake,
+    setup_context=_save_statistics,
+    backward=_statistics_backward,
+)
 
 
 def balance_statistics(

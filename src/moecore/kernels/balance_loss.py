@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel, warn_plain
+from moecore.kernels.common import next_power_of_2, on_device, tl, triton, use_kernel, warn_plain
 from moecore.kernels.counts import MAX_EXPERTS
+from moecore.kernels.ops import Op
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,13 +188,12 @@ def balance_loss_bwd_kernel(
 
 def _loss_launch(num_sequences: int, num_experts: int) -> dict[str, int]:
     """Return the launch arguments that forward and backward share; one program does it all."""
-    block_e = triton.next_power_of_2(num_experts)
-    block_b = min(triton.next_power_of_2(num_sequences), LOSS_TILE // block_e)
+    block_e = next_power_of_2(num_experts)
+    block_b = min(next_power_of_2(num_sequences), LOSS_TILE // block_e)
     return {"E": num_experts, "BLOCK_B": block_b, "BLOCK_E": block_e, "num_warps": 8}
 
 
-@torch.library.custom_op("moecore::balance_loss", mutates_args=())
-def _balance_loss(
+def _loss(
     score_sums_BE: Tensor,
     z_sum: Tensor,
     counts_BX: Tensor,
@@ -212,13 +212,11 @@ def _balance_loss(
     return losses
 
 
-@_balance_loss.register_fake
-def _(score_sums_BE, z_sum, counts_BX, global_counts_E, factors):
+def _loss_fake(score_sums_BE, z_sum, counts_BX, global_counts_E, factors):
     return z_sum.new_empty(4)
 
 
-@torch.library.custom_op("moecore::balance_loss_bwd", mutates_args=())
-def _balance_loss_bwd(
+def _loss_bwd(
     dlosses: Tensor, counts_BX: Tensor, global_counts_E: Tensor | None, factors: list[float]
 ) -> tuple[Tensor, Tensor]:
     B, E = counts_BX.shape[0], counts_BX.shape[1] - 1
@@ -233,9 +231,11 @@ def _balance_loss_bwd(
     return dscores, dz
 
 
-@_balance_loss_bwd.register_fake
-def _(dlosses, counts_BX, global_counts_E, factors):
+def _loss_bwd_fake(dlosses, counts_BX, global_counts_E, factors):
     return dlosses.new_empty(counts_BX.shape[0], counts_BX.shape[1] - 1), dlosses.new_empty(())
+
+
+_balance_loss_bwd = Op("balance_loss_bwd", _loss_bwd, _loss_bwd_fake)
 
 
 def _save_loss(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -249,7 +249,9 @@ def _loss_backward(ctx: Any, dlosses: Tensor) -> tuple:
     return dscores if needs_scores else None, dz if needs_z else None, None, None, None
 
 
-_balance_loss.register_autograd(_loss_backward, setup_context=_save_loss)
+_balance_loss = Op(
+    "balance_loss", _loss, _loss_fake, setup_context=_save_loss, backward=_loss_backward
+)
 
 
 def balance_loss(

@@ -75,9 +75,38 @@ def has_hopper_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+_HERE = nullcontext()
+
+
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)
+
+
+# Triton has both, but each call from the host costs it microseconds.
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up, of positive b."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two >= n, 1 for n < 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
+    """Return how TMA reads or writes a bf16 or fp16 tensor in blocks."""
+    return GluonDescriptor.from_tensor(x, list(block), _shared_layout(x.dtype, block))
+
+
+@functools.cache
+def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
+    gluon_dtype = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
 
 
 @functools.cache

@@ -14,7 +14,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel, warn_plain
+from moecore.kernels.common import (
+    cdiv,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+    warn_plain,
+)
+from moecore.kernels.ops import Op
 
 # Bins of a program's histogram, and (balance.py) a row of a tile; more use the references.
 MAX_EXPERTS = 1024
@@ -80,15 +89,14 @@ def expert_counts_fwd_kernel(
             tl.atomic_add(out + E, num_real.to(tl.int64), mask=num_real > 0, sem="relaxed")
 
 
-@torch.library.custom_op("moecore::add_expert_counts", mutates_args=("counts_BX",))
-def _add_expert_counts(
+def _add_counts(
     counts_BX: Tensor, ids_TK: Tensor, padding_mask_T: Tensor | None, num_experts: int
 ) -> None:
     (B, width), (T, K) = counts_BX.shape, ids_TK.shape
     if not T * K:
         return
     num_tokens = T // B
-    num_blocks = triton.cdiv(num_tokens * K, BLOCK)
+    num_blocks = cdiv(num_tokens * K, BLOCK)
     with on_device(ids_TK):
         expert_counts_fwd_kernel[(B * num_blocks,)](
             ids_TK.contiguous(),
@@ -99,15 +107,19 @@ def _add_expert_counts(
             num_blocks,
             E=num_experts,
             WIDTH=width,
-            BINS=max(32, triton.next_power_of_2(num_experts)),
+            BINS=max(32, next_power_of_2(num_experts)),
             BLOCK=BLOCK,
             num_warps=8,
         )
 
 
-@_add_expert_counts.register_fake
-def _(counts_BX, ids_TK, padding_mask_T, num_experts):
+def _add_counts_fake(counts_BX, ids_TK, padding_mask_T, num_experts):
     return None
+
+
+_add_expert_counts = Op(
+    "add_expert_counts", _add_counts, _add_counts_fake, mutates_args=("counts_BX",)
+)
 
 
 def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, on_device, tl, triton
+from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, triton
 from moecore.kernels.exchange_port import (
     AT_ROWS,
     AT_WEIGHTS,
@@ -52,8 +52,7 @@ from moecore.kernels.exchange_steps import (
     wait,
 )
 
-NUM_WARPS = 16
-TILE_BYTES = NUM_WARPS * 32 * 8 * 16  # eight 16-byte accesses in flight per thread
+TILE_BYTES_PER_WARP = 32 * 8 * 16  # eight 16-byte accesses in flight per thread
 MAX_BLOCK_K = 32
 
 Half = Literal["both", "push", "receive"]
@@ -269,7 +268,7 @@ def _reduce_kernel(
 def _options(port: ExchangePort, parts: int) -> dict[str, Any]:
     """Return the constants of a kernel whose receiver holds `parts` rows of each token at once."""
     layout = port.layout
-    elements = TILE_BYTES // layout.dtype.itemsize
+    elements = layout.num_warps * TILE_BYTES_PER_WARP // layout.dtype.itemsize
     pairs, push_d = _tile(elements, layout.chunk * layout.num_ranks, layout.dim)
     take_rows, take_d = _tile(elements // parts, layout.chunk, layout.dim)
     return dict(
@@ -283,11 +282,11 @@ def _options(port: ExchangePort, parts: int) -> dict[str, Any]:
         PUSH_D=push_d,
         TAKE_ROWS=take_rows,
         TAKE_D=take_d,
-        BLOCK_K=min(MAX_BLOCK_K, triton.next_power_of_2(layout.top_k)),
-        BLOCK_G=triton.next_power_of_2(layout.num_ranks),
-        THREADS=32 * NUM_WARPS,
+        BLOCK_K=min(MAX_BLOCK_K, next_power_of_2(layout.top_k)),
+        BLOCK_G=next_power_of_2(layout.num_ranks),
+        THREADS=32 * layout.num_warps,
         SPIN=not INTERPRET,
-        num_warps=NUM_WARPS,
+        num_warps=layout.num_warps,
     )
 
 
@@ -299,8 +298,8 @@ def _tile(elements: int, most_rows: int, num_columns: int) -> tuple[int, int]:
     fits = (
         n for n in (4096, 2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9
     )
-    block = next(fits, min(256, triton.next_power_of_2(num_columns)))
-    rows = min(triton.next_power_of_2(most_rows), elements // block)
+    block = next(fits, min(256, next_power_of_2(num_columns)))
+    rows = min(next_power_of_2(most_rows), elements // block)
     while block < num_columns and 2 * block * rows <= elements:
         block *= 2
     return rows, block

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import tl, triton
+from moecore.kernels.common import cdiv, next_power_of_2, tl
 
 EXCHANGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_RANKS = 31  # bits of an int32 that name ranks
-ROUNDS = 8  # chunks per push program: more end sooner after the last store, fewer wait less
 ALIGNMENT = 256
 
 # Regions of a buffer, and words of an exchange's state and report.
@@ -40,6 +39,9 @@ class ExchangeLayout:
         top_k: K.
         dtype: of the rows.
         num_push, num_receive: programs of one launch.
+        rounds: chunks per push program, as near as powers of two come: with more a launch ends
+            sooner after its last store, with fewer it waits less.
+        num_warps: of a program.
     """
 
     num_ranks: int
@@ -49,6 +51,8 @@ class ExchangeLayout:
     dtype: torch.dtype
     num_push: int
     num_receive: int
+    rounds: int = 8
+    num_warps: int = 16
 
     @property
     def source_rows(self) -> int:
@@ -58,8 +62,8 @@ class ExchangeLayout:
     @property
     def chunk(self) -> int:
         """Tokens per flag."""
-        per_round = triton.cdiv(self.capacity, ROUNDS * self.num_push)
-        return min(64, max(8, triton.next_power_of_2(per_round)))
+        per_round = cdiv(self.capacity, self.rounds * self.num_push)
+        return min(64, max(8, next_power_of_2(per_round)))
 
     @property
     def num_chunks(self) -> int:

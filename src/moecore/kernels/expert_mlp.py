@@ -23,6 +23,7 @@ Source: Megatron-Core's memory-efficient permutation (arXiv:2603.07685) for the 
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -39,13 +40,19 @@ from moecore.kernels.activation import (
 from moecore.kernels.common import has_hopper_kernels, use_kernel
 from moecore.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped_wgrad import grouped_wgrad
+from moecore.kernels.ops import Op
 from moecore.kernels.pingpong import (
     map_row_tiles,
     pingpong_activation,
     pingpong_activation_bwd,
     pingpong_gemm,
 )
-from moecore.kernels.rows import gather_rows, gather_used_rows, sum_rows, sum_rows_ref
+from moecore.kernels.rows import (
+    gather_rows_plain,
+    gather_used_rows,
+    sum_rows_plain,
+    sum_rows_ref,
+)
 
 Products = Literal["triton", "torch"]
 
@@ -148,7 +155,7 @@ class _Products:
     def source(self, x_SK: Tensor, *, gather: bool = False) -> _Source:
         """Rows for the verbs below; "triton" gathers them beforehand only where told to."""
         if not self.triton:
-            return _Source(gather_rows(x_SK, *self.index), None)
+            return _Source(gather_rows_plain(x_SK, *self.index), None)
         if gather and self.tiles is not None and x_SK.shape[0]:
             return _Source(gather_used_rows(x_SK, *self.index), None)
         return _Source(x_SK, self.row_ids_R)
@@ -217,12 +224,12 @@ class _Products:
         return self.tiles
 
 
+@cache
 def _activation_options(kind: str, limit: float, alpha: float, inter: bool) -> ActivationOptions:
     return ActivationOptions(kind=kind, limit=limit, alpha=alpha, interleaved=inter)
 
 
-@torch.library.custom_op("moecore::expert_mlp", mutates_args=())
-def _expert_mlp(
+def _forward(
     x_SD: Tensor,
     w1_eCD: Tensor,
     w2_eDF: Tensor,
@@ -247,18 +254,16 @@ def _expert_mlp(
     h_RC, a_RF = products.fc1(x, w1_eCD, weights_R)
     del x
     y_RD = products.rows(a_RF, w2_eDF.transpose(1, 2))
-    y_SD = sum_rows(y_RD, *products.index)
+    y_SD = sum_rows_plain(y_RD, *products.index)
     return y_SD, h_RC if keep_h else h_RC.new_empty(0)
 
 
-@_expert_mlp.register_fake
-def _(x_SD, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
+def _forward_fake(x_SD, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
     h_shape = (weights_R.shape[0], w1_eCD.shape[1]) if rest[-1] else (0,)
     return torch.empty_like(x_SD), x_SD.new_empty(h_shape)
 
 
-@torch.library.custom_op("moecore::expert_mlp_bwd", mutates_args=("main_grad1", "main_grad2"))
-def _expert_mlp_bwd(
+def _gradients(
     dy_SD: Tensor,
     x_SD: Tensor,
     h_RC: Tensor,
@@ -296,7 +301,7 @@ def _expert_mlp_bwd(
         dw2 = grad if main_grad2 is None else dw2
     del a_RF, dy
     if want_x:
-        dx_SD = sum_rows(products.rows(dh_RC, w1_eCD), *products.index)
+        dx_SD = sum_rows_plain(products.rows(dh_RC, w1_eCD), *products.index)
     if want_w1:
         x = products.source(x_SD, gather=w2_eDF.shape[2] >= GATHER_FIRST_WGRAD)
         grad = products.weight_grad(x, dh_RC, True, main_grad1)
@@ -304,13 +309,17 @@ def _expert_mlp_bwd(
     return dx_SD, dw1, dw2, dweights_R if want_weights else weights_R.new_empty(0)
 
 
-@_expert_mlp_bwd.register_fake
-def _(dy_SD, x_SD, h_RC, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
+def _gradients_fake(dy_SD, x_SD, h_RC, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
     main_grads, wanted = rest[3:5], rest[-1]
     made = [wanted[0], *(w and m is None for w, m in zip(wanted[1:3], main_grads, strict=True))]
     shapes = [t.shape if m else (0,) for t, m in zip((x_SD, w1_eCD, w2_eDF), made, strict=True)]
     dweights_R = weights_R.new_empty(weights_R.shape if wanted[3] else (0,))
     return *(x_SD.new_empty(shape) for shape in shapes), dweights_R
+
+
+_expert_mlp_bwd = Op(
+    "expert_mlp_bwd", _gradients, _gradients_fake, mutates_args=("main_grad1", "main_grad2")
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -328,7 +337,7 @@ def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, .
         return (None,) * 15
     x_SD, w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e, h_RC = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:4])
-    grads = torch.ops.moecore.expert_mlp_bwd(
+    grads = _expert_mlp_bwd(
         dy_SD,
         x_SD,
         h_RC,
@@ -347,7 +356,7 @@ def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, .
     return *found, *(None,) * 11
 
 
-_expert_mlp.register_autograd(_backward, setup_context=_save)
+_expert_mlp = Op("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_backward)
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.activation import ActivationOptions, activate, weighted_activation_ref
-from moecore.kernels.common import INTERPRET, TensorDescriptor, num_sms, on_device, tl, triton
+from moecore.kernels.common import (
+    INTERPRET,
+    TensorDescriptor,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+)
 
 NO_TILE = tl.constexpr(2147483647)
 
@@ -375,7 +383,7 @@ def grouped_gemm_activation(
 def _shared(c: TileConfig, num_experts: int) -> dict[str, int]:
     """The compile-time arguments that both kernels take."""
     return {
-        "E_POW2": triton.next_power_of_2(num_experts),
+        "E_POW2": next_power_of_2(num_experts),
         "BLOCK_M": c.block_m,
         "BLOCK_K": c.block_k,
         "GROUP_M": c.group_m,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moecore._compat import grouped_mm
-from moecore.kernels.common import GluonDescriptor, gl, has_hopper_kernels, num_sms, on_device
+from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
 from moecore.kernels.grouped_wgrad_kernel import grouped_wgrad_kernel
 
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M = 128, 256, 64, 3, 8
@@ -49,15 +49,6 @@ def grouped_wgrad_ref(
     return torch.stack(out).to(x.dtype)
 
 
-def _descriptor(x: Tensor, block: list[int]) -> GluonDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _gluon_dtype(x))
-    return GluonDescriptor.from_tensor(x, block, layout)
-
-
-def _gluon_dtype(x: Tensor) -> gl.dtype:
-    return gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-
-
 def launch_arguments(
     x: Tensor,
     y_RN: Tensor,
@@ -70,20 +61,20 @@ def launch_arguments(
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the kernel's arguments and its compile-time ones."""
     M, N = x.shape[1], y_RN.shape[1]
-    block = [1, BLOCK_N, BLOCK_M] if transposed else [1, BLOCK_M, BLOCK_N]
+    block = (1, BLOCK_N, BLOCK_M) if transposed else (1, BLOCK_M, BLOCK_N)
     args = (
         x,
-        _descriptor(x, [BLOCK_K, BLOCK_M]),
-        _descriptor(y_RN, [BLOCK_K, BLOCK_N]),
+        gluon_descriptor(x, (BLOCK_K, BLOCK_M)),
+        gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N)),
         offsets_e if row_ids_R is None else row_ids_R,
         offsets_e,
-        None if add else _descriptor(out, block),
+        None if add else gluon_descriptor(out, block),
         out,
         offsets_e.shape[0],
         M,
         N,
     )
-    constants = {
+    constants: dict[str, object] = {
         "GATHER": row_ids_R is not None,
         "ADD": add,
         "TRANSPOSED": transposed,

@@ -27,7 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.ops import Op
 
 BLOCK_N = 128  # pairs of one program; place compares all pairs of a block with each other
 BLOCK_B = 2048  # blocks of pairs that scan takes at once
@@ -209,17 +210,16 @@ def _build_index_bwd_kernel(
     tl.store(dpairs_ptr + pairs, grads, mask=pairs < num_pairs)
 
 
-@torch.library.custom_op("moecore::build_index", mutates_args=())
-def _build_index(
+def _index(
     ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, R, device = ids_SK.numel(), capacity, ids_SK.device
     row_ids_R, weights_R, slots_SK, offsets_e = _empty(ids_SK, weights_SK, num_local, R)
-    B = triton.cdiv(N, BLOCK_N)
+    B = cdiv(N, BLOCK_N)
     ids_SK, weights_SK = ids_SK.contiguous(), weights_SK.contiguous()
     table_Be = torch.empty(B, num_local, dtype=torch.int32, device=device)
     totals_e = torch.empty(num_local, dtype=torch.int32, device=device)
-    sizes = dict(NUM_LOCAL=num_local, BINS=max(32, triton.next_power_of_2(num_local)))
+    sizes = dict(NUM_LOCAL=num_local, BINS=max(32, next_power_of_2(num_local)))
     with on_device(ids_SK):
         if N:
             _build_index_fwd_count_kernel[(B,)](
@@ -228,7 +228,7 @@ def _build_index(
         _build_index_fwd_scan_kernel[(num_local,)](
             table_Be, totals_e, B, NUM_LOCAL=num_local, BLOCK_B=BLOCK_B, num_warps=8
         )
-        _build_index_fwd_layout_kernel[(num_local + triton.cdiv(R, BLOCK_R),)](
+        _build_index_fwd_layout_kernel[(num_local + cdiv(R, BLOCK_R),)](
             totals_e,
             offsets_e,
             row_ids_R,
@@ -259,13 +259,12 @@ def _build_index(
     return row_ids_R, weights_R, slots_SK, offsets_e
 
 
-@torch.library.custom_op("moecore::build_index_bwd", mutates_args=())
-def _build_index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
+def _index_bwd(dweights_R: Tensor, slots_SK: Tensor) -> Tensor:
     dweights_SK = torch.empty_like(slots_SK, dtype=dweights_R.dtype)
     N = slots_SK.numel()
     if N:
         with on_device(slots_SK):
-            _build_index_bwd_kernel[(triton.cdiv(N, 1024),)](
+            _build_index_bwd_kernel[(cdiv(N, 1024),)](
                 dweights_R.contiguous(), slots_SK, dweights_SK, N, BLOCK=1024
             )
     return dweights_SK
@@ -277,14 +276,15 @@ def _empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> tuple[
     return integers(R), weights_R, integers(tuple(ids_SK.shape)), integers(num_local)
 
 
-@_build_index.register_fake
-def _(ids_SK, weights_SK, first, num_local, multiple, capacity):  # type: ignore[no-untyped-def]
+def _index_fake(ids_SK, weights_SK, first, num_local, multiple, capacity):  # type: ignore[no-untyped-def]
     return _empty(ids_SK, weights_SK, num_local, capacity)
 
 
-@_build_index_bwd.register_fake
-def _(dweights_R, slots_SK):  # type: ignore[no-untyped-def]
+def _index_bwd_fake(dweights_R, slots_SK):  # type: ignore[no-untyped-def]
     return torch.empty_like(slots_SK, dtype=dweights_R.dtype)
+
+
+_build_index_bwd = Op("build_index_bwd", _index_bwd, _index_bwd_fake)
 
 
 def _save_slots(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -299,7 +299,13 @@ def _build_index_backward(ctx, _, dweights_R, *rest):  # type: ignore[no-untyped
     return None, dweights_SK, None, None, None, None
 
 
-_build_index.register_autograd(_build_index_backward, setup_context=_save_slots)
+_build_index = Op(
+    "build_index",
+    _index,
+    _index_fake,
+    setup_context=_save_slots,
+    backward=_build_index_backward,
+)
 
 
 def build_index(
@@ -356,7 +362,8 @@ def build_index(
             f"expert rows ({R}) and choices ({ids_SK.numel()}) must be <= {MAX_ROWS}, what int32 "
             "counts: split the batch"
         )
-    options = dict(first=first, num_local=num_local, multiple=multiple, capacity=R)
     if weights_SK.dtype == torch.float32 and use_kernel(ids_SK, weights_SK):
-        return ExpertIndex(*_build_index(ids_SK, weights_SK, **options))
-    return build_index_ref(ids_SK, weights_SK, **options)
+        return ExpertIndex(*_build_index(ids_SK, weights_SK, first, num_local, multiple, R))
+    return build_index_ref(
+        ids_SK, weights_SK, first=first, num_local=num_local, multiple=multiple, capacity=R
+    )

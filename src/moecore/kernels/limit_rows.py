@@ -8,7 +8,7 @@ kept where the host looks later. One launch of one program.
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel
+from moecore.kernels.common import next_power_of_2, on_device, tl, triton, use_kernel
 from moecore.kernels.exchange_port import NEEDED_ROWS, NEEDED_WORD
 
 
@@ -61,6 +61,6 @@ def limit_rows(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) 
         _limit_rows_kernel[(1,)](
             *(offsets_e, out_e, state, report, num_rows),
             NUM_LOCAL=e,
-            BINS=triton.next_power_of_2(e),
+            BINS=next_power_of_2(e),
         )
     return out_e

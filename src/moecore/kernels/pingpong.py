@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.activation import ActivationOptions
-from moecore.kernels.common import GluonDescriptor, gl, num_sms, on_device, tl, triton
+from moecore.kernels.common import (
+    cdiv,
+    gluon_descriptor,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+)
 from moecore.kernels.pingpong_kernel import pingpong_kernel
 
 PLAIN, ACTIVATION, ACTIVATION_BWD = 0, 1, 2
@@ -97,8 +105,10 @@ def _finish_bwd_kernel(
         rows = (pid - CLEARED) * BLOCK + tl.arange(0, BLOCK)
         used = rows < num_rows
         total = tl.zeros([BLOCK], tl.float32)
-        for part in range(num_parts):
-            total += tl.load(parts_ptr + part.to(tl.int64) * R + rows, mask=used, other=0.0)
+        part = parts_ptr + rows
+        for _ in range(num_parts):
+            total += tl.load(part, mask=used, other=0.0)
+            part += R
         tl.store(dweights_ptr + rows, total, mask=rows < R)
 
 
@@ -113,24 +123,18 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> Tensor:
         int32 [1 + most row tiles, MAP_FIELDS]; the first word counts the row tiles.
     """
     e = offsets_e.shape[0]
-    tiles = offsets_e.new_empty(1 + triton.cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
+    tiles = offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
     with on_device(offsets_e):
         _map_row_tiles_kernel[(e,)](
             offsets_e,
             tiles,
             e,
-            E_POW2=triton.next_power_of_2(e),
+            E_POW2=next_power_of_2(e),
             BLOCK_M=BLOCK_M,
             FIELDS=MAP_FIELDS,
             BLOCK=32,
         )
     return tiles
-
-
-def _descriptor(x: Tensor, block: list[int]) -> GluonDescriptor:
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return GluonDescriptor.from_tensor(x, block, layout)
 
 
 def launch_arguments(
@@ -151,8 +155,8 @@ def launch_arguments(
     width = BLOCK_N // 2 if epilogue == ACTIVATION else BLOCK_N
     args = (
         a,
-        _descriptor(a, [BLOCK_M, BLOCK_K]),
-        _descriptor(flat, [width, BLOCK_K] if b_is_NK else [BLOCK_K, BLOCK_N]),
+        gluon_descriptor(a, (BLOCK_M, BLOCK_K)),
+        gluon_descriptor(flat, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)),
         tiles if row_ids_R is None else row_ids_R,
         tiles,
         *outputs,
@@ -270,13 +274,13 @@ def pingpong_activation_bwd(
     dweights_R = torch.empty_like(weights_R)
     if not R:
         return dh_RC, dweights_R, a_RF
-    parts = weights_R.new_empty(triton.cdiv(F, BLOCK_N), R)
+    parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
     outputs = (weights_R, h_RC, a_RF, dh_RC, parts)
     found = launch_arguments(dy, w2_eDF, tiles, row_ids_R, R, F, ACTIVATION_BWD, options, *outputs)
     _launch(dy, *found)
     e = offsets_e.shape[0]
     with on_device(dy):
-        _finish_bwd_kernel[(CLEARED_ROWS + triton.cdiv(R, ROWS_PER_SUM),)](
+        _finish_bwd_kernel[(CLEARED_ROWS + cdiv(R, ROWS_PER_SUM),)](
             parts,
             offsets_e,
             dweights_R,

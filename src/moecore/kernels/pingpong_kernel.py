@@ -338,13 +338,13 @@ def pingpong_kernel(
         hopper.mbarrier.init(empty.index(i), count=1)
     hopper.mbarrier.init(turn.index(0), count=1)
     hopper.mbarrier.init(turn.index(1), count=1)
-    if EPILOGUE == 2:
+    if EPILOGUE != 2:
+        da0: gl.constexpr = None
+        da1: gl.constexpr = None
+    else:
         staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
         da0 = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N // 4], staged)
         da1 = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N // 4], staged)
-    else:
-        da0: gl.constexpr = None
-        da1: gl.constexpr = None
     WIDTH: gl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
     num_n = gl.cdiv(N, WIDTH)
     num_row_tiles = gl.load(map_ptr)

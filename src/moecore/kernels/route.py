@@ -27,7 +27,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import on_device, tl, triton, use_kernel, warn_plain
+from moecore.kernels.common import (
+    cdiv,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+    warn_plain,
+)
+from moecore.kernels.ops import Op
 from moecore.kernels.scores import check_score_function, exp, row_sums, scores_ref, sqrtsoftplus
 
 SCORE_ORDERS = ("pre", "post")
@@ -384,8 +393,7 @@ def _tokens_per_program(tile: int, num_columns: int) -> int:
     return max(1, min(MAX_TOKENS, tile // num_columns))
 
 
-@torch.library.custom_op("moecore::route", mutates_args=())
-def _route_op(
+def _route(
     logits_TE: Tensor,
     bias_E: Tensor | None,
     top_k: int,
@@ -432,10 +440,10 @@ def launch_forward(
     if T == 0:
         return
     G = options.num_groups if options.top_groups < options.num_groups else 1
-    GP, SP, KP = (triton.next_power_of_2(n) for n in (G, E // G, K))
+    GP, SP, KP = (next_power_of_2(n) for n in (G, E // G, K))
     BT = _tokens_per_program(FWD_TILE, max(GP * SP, KP))
     with on_device(logits_TE):
-        _route_fwd_kernel[(triton.cdiv(T, BT),)](
+        _route_fwd_kernel[(cdiv(T, BT),)](
             logits_TE,
             bias_E,
             ids_TK,
@@ -461,14 +469,14 @@ def launch_forward(
         )
 
 
-@_route_op.register_fake
-def _(logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+def _route_fake(
+    logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *rest: Any
+) -> tuple[Tensor, Tensor]:
     shape = (logits_TE.shape[0], top_k)
     return logits_TE.new_empty(shape, dtype=torch.int32), logits_TE.new_empty(shape)
 
 
-@torch.library.custom_op("moecore::route_bwd", mutates_args=())
-def route_backward(
+def _route_bwd(
     logits_TE: Tensor,
     ids_TK: Tensor,
     dweights_TK: Tensor,
@@ -477,16 +485,15 @@ def route_backward(
     normalize: bool,
     scale: float,
 ) -> Tensor:
-    """Return dlogits of `route` and `route_weights`; an id of -1 is no choice."""
     logits_TE, dweights_TK = logits_TE.contiguous(), dweights_TK.contiguous()
     (T, E), K = logits_TE.shape, ids_TK.shape[1]
     dlogits_TE = torch.empty_like(logits_TE)
     if T == 0:
         return dlogits_TE
-    EP = triton.next_power_of_2(E)
+    EP = next_power_of_2(E)
     BT = _tokens_per_program(BWD_TILE, EP)
     with on_device(logits_TE):
-        _route_bwd_kernel[(triton.cdiv(T, BT),)](
+        _route_bwd_kernel[(cdiv(T, BT),)](
             logits_TE,
             ids_TK,
             dweights_TK,
@@ -499,7 +506,7 @@ def route_backward(
             POST=score_order == "post",
             NORMALIZE=normalize,
             BT=BT,
-            KP=triton.next_power_of_2(K),
+            KP=next_power_of_2(K),
             EP=EP,
             num_warps=1,
             enable_fp_fusion=False,  # Note [same bits] of scores.py
@@ -507,9 +514,12 @@ def route_backward(
     return dlogits_TE
 
 
-@route_backward.register_fake
-def _(logits_TE: Tensor, *rest: Any) -> Tensor:
+def _route_bwd_fake(logits_TE: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
+
+
+# dlogits of `route` and `route_weights`; an id of -1 is no choice.
+route_backward = Op("route_bwd", _route_bwd, _route_bwd_fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -527,7 +537,7 @@ def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[T
     return (dlogits_TE, *(None,) * 10)
 
 
-_route_op.register_autograd(_backward, setup_context=_setup_context)
+_route_op = Op("route", _route, _route_fake, setup_context=_setup_context, backward=_backward)
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import use_kernel, warn_plain
+from moecore.kernels.ops import Op
 from moecore.kernels.route import MAX_EXPERTS, RouteOptions, launch_forward, route_backward
 from moecore.kernels.scores import scores_ref
 
@@ -38,8 +39,7 @@ def route_weights_ref(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) 
     return weights_TK * options.scale
 
 
-@torch.library.custom_op("moecore::route_weights", mutates_args=())
-def _route_weights_op(
+def _route_weights(
     logits_TE: Tensor,
     ids_TK: Tensor,
     score_function: str,
@@ -64,8 +64,7 @@ def _route_weights_op(
     return weights_TK
 
 
-@_route_weights_op.register_fake
-def _(logits_TE: Tensor, ids_TK: Tensor, *rest: Any) -> Tensor:
+def _route_weights_fake(logits_TE: Tensor, ids_TK: Tensor, *rest: Any) -> Tensor:
     return logits_TE.new_empty(ids_TK.shape)
 
 
@@ -83,7 +82,13 @@ def _backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
     return (dlogits_TE, *(None,) * 7)
 
 
-_route_weights_op.register_autograd(_backward, setup_context=_setup_context)
+_route_weights_op = Op(
+    "route_weights",
+    _route_weights,
+    _route_weights_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
 
 
 def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> Tensor:

@@ -28,14 +28,24 @@ dweight of an fp32 weight gets all three. dx is then one bf16 matmul of torch, t
 side along its inner dim, rounded as that of any bf16 linear layer.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, num_sms, on_device, tl, triton, use_kernel
+from moecore.kernels.common import (
+    INTERPRET,
+    cdiv,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+)
+from moecore.kernels.ops import Op
 
 CHUNK = 512  # terms of one accumulator: see Note [chains]
 SPLIT_TOKENS = 2048  # fewest tokens of one program of dweight
@@ -202,10 +212,10 @@ def _split(v: Tensor, parts: tuple[int, ...], *, side_by_side: bool) -> Tensor:
         shape = (len(parts) * out_rows, columns)
         part_stride = out_rows * columns
     out = v.new_empty(shape, dtype=torch.bfloat16)
-    BC = min(128, triton.next_power_of_2(out_columns))
+    BC = min(128, next_power_of_2(out_columns))
     BR = SPLIT_BLOCK // BC
     with on_device(v):
-        _split_kernel[(triton.cdiv(out_rows, BR), triton.cdiv(out_columns, BC))](
+        _split_kernel[(cdiv(out_rows, BR), cdiv(out_columns, BC))](
             v,
             out,
             rows,
@@ -226,15 +236,15 @@ def _padded(num_experts: int) -> int:
     return -(-num_experts // 8) * 8
 
 
+@cache
 def _tile(num_experts: int, num_parts: int) -> dict[str, Any]:
     """BN is halved where a second accumulator needs the registers."""
     most = 128 if num_parts == 1 else 64
-    BN = min(most, max(16, triton.next_power_of_2(num_experts)))
+    BN = min(most, max(16, next_power_of_2(num_experts)))
     return dict(BM=128, BN=BN, BK=64, CHUNK=CHUNK, WIDEN=INTERPRET, num_warps=8, num_stages=3)
 
 
-@torch.library.custom_op("moecore::router_logits", mutates_args=())
-def _router_logits_op(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+def _router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
     x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
     (T, D), E = x_TD.shape, weight_ED.shape[0]
     logits_TE = x_TD.new_empty((T, E), dtype=torch.float32)
@@ -244,7 +254,7 @@ def _router_logits_op(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) ->
     if weight_ED.dtype == torch.float32:
         parts, P, rows = _split(weight_ED, (0, 1, 2), side_by_side=False), 3, _padded(E)
     tile = _tile(E, P)
-    grid = (triton.cdiv(T, tile["BM"]) * triton.cdiv(E, tile["BN"]),)
+    grid = (cdiv(T, tile["BM"]) * cdiv(E, tile["BN"]),)
     with on_device(x_TD):
         _product_kernel[grid](
             x_TD,
@@ -264,13 +274,11 @@ def _router_logits_op(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) ->
     return logits_TE
 
 
-@_router_logits_op.register_fake
-def _(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+def _router_logits_fake(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
     return x_TD.new_empty((x_TD.shape[0], weight_ED.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("moecore::router_logits_bwd", mutates_args=())
-def _router_logits_bwd_op(
+def _router_logits_bwd(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; an empty tensor for the one that nobody needs."""
@@ -291,11 +299,13 @@ def _router_logits_bwd_op(
     return dx_TD, dweight_ED
 
 
-@_router_logits_bwd_op.register_fake
-def _(
+def _router_logits_bwd_fake(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     return _empty_gradients(x_TD, weight_ED, need_dx, need_dweight)
+
+
+_router_logits_bwd_op = Op("router_logits_bwd", _router_logits_bwd, _router_logits_bwd_fake)
 
 
 def _empty_gradients(
@@ -310,10 +320,10 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
     (T, D), E = x_TD.shape, dweight_ED.shape[0]
     P = 3 if dweight_ED.dtype == torch.float32 else 2
     tile = _tile(E, P)
-    tiles = triton.cdiv(D, tile["BM"]) * triton.cdiv(E, tile["BN"])
-    wanted = triton.cdiv(2 * num_sms(x_TD.device), tiles)
+    tiles = cdiv(D, tile["BM"]) * cdiv(E, tile["BN"])
+    wanted = cdiv(2 * num_sms(x_TD.device), tiles)
     num_splits = max(1, min(wanted, T // SPLIT_TOKENS))
-    split_size = triton.cdiv(T, num_splits)
+    split_size = cdiv(T, num_splits)
     splits = x_TD.new_empty((num_splits, E, D), dtype=torch.float32)
     with on_device(x_TD):
         _product_kernel[(tiles, num_splits)](
@@ -331,7 +341,7 @@ def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
             B_STRIDE=dlogits.stride(0),
             **tile,
         )
-        _sum_splits_kernel[(triton.cdiv(E * D, SUM_BLOCK),)](
+        _sum_splits_kernel[(cdiv(E * D, SUM_BLOCK),)](
             splits, dweight_ED, num_splits, E * D, BLOCK=SUM_BLOCK
         )
 
@@ -354,7 +364,13 @@ def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
     return dx_TD if need_dx else None, dweight_ED if need_dweight else None, dbias_E
 
 
-_router_logits_op.register_autograd(_backward, setup_context=_setup_context)
+_router_logits_op = Op(
+    "router_logits",
+    _router_logits,
+    _router_logits_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:

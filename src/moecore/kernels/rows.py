@@ -17,12 +17,21 @@ still looked at, one index load each in both kernels, and the fill reads 4 * R *
 references make K passes over [S, D] for a sum.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import all_used, on_device, tl, triton, use_kernel
+from moecore.kernels.common import (
+    all_used,
+    cdiv,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+)
+from moecore.kernels.ops import Op
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
@@ -56,13 +65,14 @@ def sum_rows_ref(
     return out_SD.to(y_RD.dtype)
 
 
+@cache
 def column_block(num_columns: int, itemsize: int) -> dict[str, int]:
     """Return the columns of one program, and its warps for one 16-byte access per thread.
 
     The most columns, up to 2048, that leave at most 1/8 idle.
     """
     fits = (n for n in (2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9)
-    block = next(fits, min(256, max(16, triton.next_power_of_2(num_columns))))
+    block = next(fits, min(256, max(16, next_power_of_2(num_columns))))
     return {"BLOCK_D": block, "num_warps": max(2, min(8, block * itemsize // 512))}
 
 
@@ -176,9 +186,9 @@ def _launch_gather(
     if not R or not D:
         return out_RD
     block = column_block(D, x_SD.element_size())
-    num_fill = triton.cdiv(R, FILL_ROWS)
+    num_fill = cdiv(R, FILL_ROWS)
     with on_device(x_SD):
-        _gather_rows_fwd_kernel[(num_fill + S * triton.cdiv(D, block["BLOCK_D"]),)](
+        _gather_rows_fwd_kernel[(num_fill + S * cdiv(D, block["BLOCK_D"]),)](
             x_SD.contiguous(),
             row_ids_R.contiguous(),
             slots_SK.contiguous(),
@@ -188,7 +198,7 @@ def _launch_gather(
             num_fill,
             D=D,
             K=K,
-            BLOCK_K=min(FILL_CHOICES, triton.next_power_of_2(K)),
+            BLOCK_K=min(FILL_CHOICES, next_power_of_2(K)),
             FILL_R=FILL_ROWS,
             FILL_D=128 // x_SD.element_size(),
             CLEAR=clear,
@@ -204,7 +214,7 @@ def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
         return out_SD
     block = column_block(D, y_RD.element_size())
     with on_device(y_RD):
-        _sum_rows_fwd_kernel[(S * triton.cdiv(D, block["BLOCK_D"]),)](
+        _sum_rows_fwd_kernel[(S * cdiv(D, block["BLOCK_D"]),)](
             y_RD.contiguous(), slots_SK.contiguous(), out_SD, D=D, K=K, **block
         )
     return out_SD
@@ -213,29 +223,29 @@ def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
 # The references run inside the ops too: plain autograd would add 16-bit rows in 16 bits.
 
 
-@torch.library.custom_op("moecore::gather_rows", mutates_args=())
-def _gather_rows(
+def gather_rows_plain(
     x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
 ) -> Tensor:
+    """Return what `gather_rows` does, without autograd: for use inside other operations."""
     if x_SD.dtype in KERNEL_DTYPES and x_SD.shape[0] and use_kernel(x_SD, slots_SK):
         return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=True)
     return gather_rows_ref(x_SD, row_ids_R, slots_SK, num_rows)
 
 
-@torch.library.custom_op("moecore::sum_rows", mutates_args=())
-def _sum_rows(y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None) -> Tensor:
+def sum_rows_plain(
+    y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
+) -> Tensor:
+    """Return what `sum_rows` does, without autograd: for use inside other operations."""
     if y_RD.dtype in KERNEL_DTYPES and use_kernel(y_RD, slots_SK):
         return _launch_sum(y_RD, slots_SK)
     return sum_rows_ref(y_RD, row_ids_R, slots_SK, num_rows)
 
 
-@_gather_rows.register_fake
-def _(x_SD, row_ids_R, slots_SK, num_rows):  # type: ignore[no-untyped-def]
+def _gather_rows_fake(x_SD, row_ids_R, slots_SK, num_rows):  # type: ignore[no-untyped-def]
     return x_SD.new_empty(row_ids_R.shape[0], x_SD.shape[1])
 
 
-@_sum_rows.register_fake
-def _(y_RD, row_ids_R, slots_SK, num_rows):  # type: ignore[no-untyped-def]
+def _sum_rows_fake(y_RD, row_ids_R, slots_SK, num_rows):  # type: ignore[no-untyped-def]
     return y_RD.new_empty(slots_SK.shape[0], y_RD.shape[1])
 
 
@@ -251,8 +261,20 @@ def _sum_rows_backward(ctx, dout_SD):  # type: ignore[no-untyped-def]
     return _gather_rows(dout_SD, *ctx.saved_tensors), None, None, None
 
 
-_gather_rows.register_autograd(_gather_rows_backward, setup_context=_save_index)
-_sum_rows.register_autograd(_sum_rows_backward, setup_context=_save_index)
+_gather_rows = Op(
+    "gather_rows",
+    gather_rows_plain,
+    _gather_rows_fake,
+    setup_context=_save_index,
+    backward=_gather_rows_backward,
+)
+_sum_rows = Op(
+    "sum_rows",
+    sum_rows_plain,
+    _sum_rows_fake,
+    setup_context=_save_index,
+    backward=_sum_rows_backward,
+)
 
 
 def gather_rows(

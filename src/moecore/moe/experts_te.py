@@ -81,7 +81,9 @@ def te_experts(
         weights_eS = weights_Q.new_zeros(mask_Se.T.shape)
         weights_eS = weights_eS.masked_scatter(mask_Se.T.bool(), weights_Q)
         wide = weights_Q.dtype
-        return torch.addmm(y_SD.to(wide), weights_eS.T, b2_eD.to(wide)).to(y_SD.dtype)
+        y_SD = torch.addmm(y_SD.to(wide), weights_eS.T, b2_eD.to(wide)).to(y_SD.dtype)
+        # Rows without a choice have no defined gradient, and 0 * NaN would reach that of b2.
+        return torch.where(mask_Se.any(1)[:, None], y_SD, 0)
 
 
 def _te() -> Any:

@@ -1,5 +1,8 @@
 """The balance record of a model: what one optimizer step routed, and the expert biases' next step.
 
+It also ends the step of the exchanges over which tokens traveled: what went wrong in them is raised
+here, since nothing in forward or backward waits to see it.
+
 Legend: E experts, X columns of one layer's counts.
 """
 
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.moe.balance import LOSS_NAMES, BalanceGroups, LoadCounts
+from moecore.moe.dispatch.symmetric import Exchanges
 from moecore.moe.quantile import solve_bias
 
 
@@ -66,14 +70,21 @@ class MoEState:
         layers: name -> layer, every MoELayer of the model.
         groups: who counts together.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
+        exchanges: of dispatcher "nvlink"; None with any other.
     """
 
     def __init__(
-        self, layers: Mapping[str, Any], groups: BalanceGroups, *, loss: str = "mean"
+        self,
+        layers: Mapping[str, Any],
+        groups: BalanceGroups,
+        *,
+        loss: str = "mean",
+        exchanges: Exchanges | None = None,
     ) -> None:
         self.layers = layers
         self.groups = groups
         self.loss = loss
+        self.exchanges = exchanges
         for layer in layers.values():
             layer.tracker.groups = groups
         self.set_num_micro_batches(1)
@@ -115,7 +126,12 @@ class MoEState:
         Raises:
             ValueError: when a layer with auxiliary losses saw another number of micro-batches than
                 `set_num_micro_batches` said, so that their gradient had the wrong scale.
+            RuntimeError: when an exchange went wrong on this rank, as far as the host can see
+                without waiting; `check` waits. Before anything moves, and before the collective:
+                other ranks may not know, so let the process end.
         """
+        if self.exchanges is not None:
+            self.exchanges.poll()
         self._check_micro_batches()
         layers = self.layers
         counts = {name: self._counts(layer) for name, layer in layers.items()}
@@ -142,6 +158,18 @@ class MoEState:
                 _move_bias(layer, chosen_E, counts[name].margins_EX)
         self._reset()
         return metrics
+
+    def check(self) -> None:
+        """Raise what went wrong on this rank while tokens traveled. One host sync per exchange.
+
+        Only dispatcher "nvlink" has something to find: with any other this returns at once.
+
+        Raises:
+            RuntimeError: names the rank that did not come in time, or the rank whose expert rows
+                did not fit and the capacity factor that would have been enough.
+        """
+        if self.exchanges is not None:
+            self.exchanges.check()
 
     def _check_micro_batches(self) -> None:
         """Raise before anything moves when auxiliary losses had the wrong scale."""

@@ -32,6 +32,7 @@ from moecore.kernels.exchange_port import (
 )
 from moecore.kernels.limit_rows import limit_rows
 
+PUSH_SHARE = 2 / 3
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
 
 
@@ -43,8 +44,8 @@ class NVLinkOptions:
         max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
         capacity_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
             rank would give; more rows than that are an error. None = room for every routing.
-        num_sms: programs of one operation, of which half push and half receive; None = one per
-            multiprocessor.
+        num_sms: programs of one operation, of which two thirds push and one third receives; None =
+            one per multiprocessor.
         timeout_s: seconds that a rank waits for another one before it is an error.
     """
 
@@ -205,13 +206,22 @@ class Exchanges:
             )
         return exchange
 
-    def check(self) -> None:
-        """Raise what has gone wrong on this rank so far; call it at the end of a step.
-
-        One host sync per exchange.
+    def poll(self) -> None:
+        """Raise what has gone wrong on this rank, as far as the host can see without waiting.
 
         Raises:
             RuntimeError: when a rank did not come in time, or expert rows did not fit.
+        """
+        for exchange in self._made.values():
+            exchange.poll()
+
+    def check(self) -> None:
+        """Raise what has gone wrong on this rank so far; call it at the end of a step.
+
+        One host sync per exchange; all but the first find the device idle.
+
+        Raises:
+            RuntimeError: see `poll`.
         """
         for exchange in self._made.values():
             exchange.check()
@@ -247,7 +257,6 @@ class Exchanges:
                 "one step first"
             )
         programs = self.options.num_sms or num_sms(x_TD.device)
-        push = num_push(programs)
         mine = (self.options.max_tokens or T, D, top_k, EXCHANGE_DTYPES.index(x_TD.dtype), programs)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
@@ -255,18 +264,21 @@ class Exchanges:
             dim=D,
             top_k=top_k,
             dtype=x_TD.dtype,
-            num_push=push,
-            num_receive=programs - push,
+            num_push=num_push(programs),
+            num_receive=programs - num_push(programs),
         )
         balanced = layout.source_rows * top_k // self.ep
         with on_device(x_TD):
-            port, memory = _allocate(layout, self.group, x_TD.device, self.options.timeout_s)
+            port, memory = make_port(layout, self.group, x_TD.device, self.options.timeout_s)
         return Exchange(port, self.group, self.options, balanced_rows=balanced, memory=memory)
 
 
 def num_push(programs: int) -> int:
-    """Return how many of an operation's programs push; the others receive."""
-    return programs // 2
+    """Return how many of an operation's programs push; the others receive.
+
+    Two thirds: a push goes over the links, a receive stays in local memory.
+    """
+    return round(programs * PUSH_SHARE)
 
 
 def _agree(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> int:
@@ -286,7 +298,7 @@ def _agree(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup
     return max(row[0] for row in rows)
 
 
-def _allocate(
+def make_port(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> tuple[ExchangePort, Any]:
     """Return this rank's port and what keeps its memory alive. Collective."""

@@ -1,0 +1,202 @@
+"""What the benchmarks of expert parallelism share: shapes, routings, clock, kernels made ahead.
+
+All of it runs on every rank of torchrun, each with one GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import harness
+from moecore.kernels import exchange
+from moecore.kernels.common import num_sms
+from moecore.kernels.exchange_port import NUM_WORDS, ExchangeLayout, ExchangePort
+from moecore.mesh import Meshes
+from moecore.moe.dispatch.base import ExpertPlacement
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.dispatch.symmetric import Exchanges, NVLinkOptions, num_push
+from moecore.moe.router import Routing
+
+Call = Callable[[], Any]
+
+LEAD_CYCLES = 2_000_000  # about 1 ms, in which the host queues the call
+WARM_UP = 3  # rounds that do not count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """One MoE layer and the tokens of one rank."""
+
+    name: str
+    tokens: int
+    dim: int
+    hidden_dim: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def flops(self) -> int:
+        """Forward + backward of one rank's tokens."""
+        return 18 * self.tokens * self.top_k * self.dim * self.hidden_dim
+
+
+SHAPES = {
+    "dsv3": Shape(name="dsv3", tokens=4096, dim=7168, hidden_dim=2048, num_experts=256, top_k=8),
+    "qwen3-30b": Shape(
+        name="qwen3-30b", tokens=16384, dim=2048, hidden_dim=768, num_experts=128, top_k=8
+    ),
+    "tiny": Shape(name="tiny", tokens=256, dim=256, hidden_dim=128, num_experts=16, top_k=4),
+}
+
+
+def place_of(shape: Shape, meshes: Meshes) -> ExpertPlacement:
+    """Return which rank owns which experts."""
+    assert meshes.dispatch_group is not None
+    ep, etp = meshes.parallel.ep, meshes.parallel.etp
+    return ExpertPlacement(
+        group=meshes.dispatch_group, num_experts=shape.num_experts, ep=ep, etp=etp
+    )
+
+
+def nvlink_of(place: ExpertPlacement, options: NVLinkOptions) -> NVLinkDispatcher:
+    """Return a dispatcher with exchanges of its own."""
+    return NVLinkDispatcher(place, Exchanges(place.group, ep=place.ep, options=options))
+
+
+def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
+    """Return the layout that `nvlink_of` gets for bf16 tokens; 0 programs = one per SM."""
+    programs = programs or num_sms(torch.device("cuda"))
+    return ExchangeLayout(
+        num_ranks=num_ranks,
+        capacity=shape.tokens,
+        dim=shape.dim,
+        top_k=shape.top_k,
+        dtype=torch.bfloat16,
+        num_push=num_push(programs),
+        num_receive=programs - num_push(programs),
+    )
+
+
+def routing_of(shape: Shape, *, skewed: bool = False) -> Routing:
+    """Random choices; skewed ones prefer the first experts."""
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    scores_TE = torch.rand(shape.tokens, shape.num_experts, generator=generator, device="cuda")
+    if skewed:
+        scores_TE += torch.linspace(1, 0, shape.num_experts, device="cuda") ** 4
+    weights_TK, ids_TK = scores_TE.topk(shape.top_k, dim=1)
+    ids_TK = ids_TK.to(torch.int32)
+    return Routing(
+        expert_ids_TK=ids_TK, weights_TK=weights_TK, logits_TE=scores_TE, chosen_ids_TK=ids_TK
+    )
+
+
+def poisoned(rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
+    """NaN in holes: nobody may read them."""
+    return rows_SD.masked_fill((slots_SK < 0).all(1, keepdim=True), float("nan"))
+
+
+def nccl_call(place: ExpertPlacement, routing: Routing, x_TD: Tensor) -> Call:
+    """One all-to-all of a row per choice, with the splits known and the rows sorted before."""
+    owner_N = routing.expert_ids_TK.flatten() // place.num_local
+    sent_P = torch.bincount(owner_N, minlength=place.ep)
+    received_P = torch.empty_like(sent_P)
+    dist.all_to_all_single(received_P, sent_P, group=place.group)
+    rows_ND = x_TD.repeat_interleave(routing.expert_ids_TK.shape[1], 0)
+    out = x_TD.new_empty(int(received_P.sum()), x_TD.shape[1])
+    splits = (received_P.tolist(), sent_P.tolist())
+    return lambda: dist.all_to_all_single(out, rows_ND, *splits, group=place.group)
+
+
+def time_in_turn(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Return milliseconds by call and round, of the slowest rank; calls run in turn."""
+    flush = torch.ones(harness.FLUSH_BYTES // 4, device="cuda")
+    token = torch.zeros(1, device="cuda")
+    spans: dict[str, list[Any]] = {name: [] for name in calls}
+    for i, (name, call) in itertools.product(range(-WARM_UP, rounds), calls.items()):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.sum()
+        torch.cuda._sleep(LEAD_CYCLES)
+        dist.all_reduce(token)
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        if i >= 0:
+            spans[name].append(start.elapsed_time(stop))
+    times = torch.tensor(list(spans.values()), device="cuda")
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return dict(zip(calls, times.tolist(), strict=True))
+
+
+def timing_of(times: Sequence[float]) -> harness.Timing:
+    """Return median and percentiles."""
+    ms, p20, p80 = (harness.percentile(times, share) for share in (0.5, 0.2, 0.8))
+    return harness.Timing(ms=ms, p20=p20, p80=p80, repeats=len(times))
+
+
+def compile_ahead(layouts: Iterable[tuple[ExchangeLayout, int]], *, backward: bool) -> None:
+    """Compile the exchange's kernels, each on one rank, into the cache that all ranks share.
+
+    Args:
+        layouts: with the number of experts per rank.
+        backward: also the kernels of a backward.
+    """
+    jobs = [job for layout, e in layouts for job in _jobs(layout, e, backward)]
+    with _only_compiling():
+        for job in jobs[dist.get_rank() :: dist.get_world_size()]:
+            job()
+    dist.barrier()
+
+
+def _jobs(layout: ExchangeLayout, num_local: int, backward: bool) -> list[Call]:
+    """Return one call per kernel of an exchange. Compiling reads no value of the tensors."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    port = ExchangePort(
+        layout=layout,
+        rank=dist.get_rank(),
+        bases=empty(4, layout.num_ranks, dtype=torch.int64),
+        state=empty(NUM_WORDS),
+        report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
+        timeout_ns=round(NVLinkOptions().timeout_s * 1e9),
+    )
+    x, marks = empty(16, layout.dim, dtype=layout.dtype), empty(16)
+    ids, weights = empty(16, layout.top_k), empty(16, layout.top_k, dtype=torch.float32)
+    sizes = dict(num_local=num_local, etp=1)
+    jobs = [
+        lambda: exchange.spread_choices(port, x, ids, weights, **sizes),
+        lambda: exchange.reduce(port, x, marks, marks),
+    ]
+    if backward:
+        jobs += [
+            lambda: exchange.spread(port, x, marks, marks),
+            lambda: exchange.reduce(port, x, marks, marks, weights),
+        ]
+    return jobs
+
+
+@contextmanager
+def _only_compiling() -> Iterator[None]:
+    """Launches compile, and launch nothing."""
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch

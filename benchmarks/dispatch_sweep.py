@@ -1,0 +1,114 @@
+"""How an exchange's programs are best divided: `bench_dispatch --sweep`, a table and no records.
+
+Every division runs in the same rounds, over one buffer: regions and state do not depend on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.dispatch_cases import (
+    Call,
+    Shape,
+    compile_ahead,
+    layout_of,
+    nccl_call,
+    place_of,
+    poisoned,
+    routing_of,
+    time_in_turn,
+    timing_of,
+)
+from moecore.kernels.exchange_port import ExchangeLayout, ExchangePort
+from moecore.mesh import Meshes
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.dispatch.symmetric import Exchange, Exchanges, NVLinkOptions, make_port
+
+SHARES = (1 / 2, 2 / 3, 3 / 4)
+ROUNDS = (4, 8, 16)
+NUM_WARPS = (16, 8)
+OPS = ("dispatch", "combine")
+
+
+def divisions(usual: ExchangeLayout) -> list[ExchangeLayout]:
+    """Return the usual layout and others of as many programs, no two of them the same in effect."""
+    programs, found = usual.num_push + usual.num_receive, [usual]
+    seen = {(usual.num_push, usual.chunk, usual.num_warps)}
+    for share, rounds, warps in itertools.product(SHARES, ROUNDS, NUM_WARPS):
+        push = round(programs * share)
+        sizes = dict(num_push=push, num_receive=programs - push, rounds=rounds, num_warps=warps)
+        layout = replace(usual, **sizes)
+        key = (push, layout.chunk, warps)
+        if key not in seen:
+            seen.add(key)
+            found.append(layout)
+    return found
+
+
+class FixedExchanges(Exchanges):
+    """Gives one exchange, whatever the tokens."""
+
+    exchange: Exchange
+
+    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
+        return self.exchange
+
+
+def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) -> Iterator[str]:
+    """Yield the lines of the table; `*` marks what the dispatcher does unasked.
+
+    Args:
+        shape: the tokens.
+        meshes: give the ranks.
+        programs: numbers of SMs, 0 = all; "of all" compares with the usual division of the first.
+        rounds: timed rounds.
+    """
+    place, routing = place_of(shape, meshes), routing_of(shape)
+    usual = {n: layout_of(shape, place.group.size(), n) for n in programs}
+    tried = [(n, layout) for n, first in usual.items() for layout in divisions(first)]
+    compile_ahead([(layout, place.num_local) for _, layout in tried], backward=False)
+    x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
+    largest = max((layout for _, layout in tried), key=lambda layout: layout.num_bytes)
+    port, memory = make_port(largest, place.group, x_TD.device, NVLinkOptions().timeout_s)
+
+    calls: dict[str, Call] = {"nccl": nccl_call(place, routing, x_TD)}
+    homes, used = [], []
+    for i, (_, layout) in enumerate(tried):
+        dispatcher = _dispatcher(layout, port, meshes, shape)
+        inp = dispatcher.dispatch(x_TD, routing)
+        homes.append(dispatcher.combine(poisoned(inp.rows_SD, inp.slots_SK), inp.plan))
+        used.append(int(inp.num_rows))
+        assert torch.equal(homes[0], homes[-1]) and used[0] == used[-1], f"{layout} differs"
+        calls[f"dispatch {i}"] = lambda d=dispatcher: d.dispatch(x_TD, routing)
+        calls[f"combine {i}"] = lambda d=dispatcher, n=inp: d.combine(n.rows_SD, n.plan)
+    times = {name: timing_of(values).ms for name, values in time_in_turn(calls, rounds).items()}
+    dist.barrier(place.group)  # nobody frees what another rank still writes
+    del memory
+
+    yield f"{shape.name}, EP{place.ep}: ms and ratio to NCCL ({times['nccl']:.3f} ms)"
+    yield "  SMs  push rounds chunk warps   dispatch         of all   combine          of all"
+    for i, (n, layout) in enumerate(tried):
+        shown = f"{layout.num_push + layout.num_receive:5} {layout.num_push:5} {layout.rounds:6}"
+        shown += f" {layout.chunk:5} {layout.num_warps:5}"
+        for op in OPS:
+            ms = times[f"{op} {i}"]
+            shown += f"   {ms:.3f} ({ms / times['nccl']:.3f})    {times[f'{op} 0'] / ms:6.3f}"
+        yield shown + ("  *" if layout == usual[n] else "")
+
+
+def _dispatcher(
+    layout: ExchangeLayout, port: ExchangePort, meshes: Meshes, shape: Shape
+) -> NVLinkDispatcher:
+    """Return a dispatcher over the port's memory whose programs are divided like `layout`."""
+    place, options = place_of(shape, meshes), NVLinkOptions()
+    owner = FixedExchanges(place.group, ep=place.ep, options=options)
+    balanced = layout.source_rows * layout.top_k // place.ep
+    part = replace(port, layout=layout)
+    owner.exchange = Exchange(part, place.group, options, balanced_rows=balanced, memory=None)
+    return NVLinkDispatcher(place, owner)

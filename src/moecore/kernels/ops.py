@@ -1,0 +1,109 @@
+"""Operations that autograd, torch.compile and dispatch modes know, at little cost in plain eager.
+
+A custom op of torch is what compilation, fake tensors and selective checkpointing need. From plain
+eager code a call costs more host time than a launch: about three times that of an
+`autograd.Function` around the same forward and backward. So an `Op` is both, and each call chooses.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
+class Op:
+    """One operation, registered as `moecore::<name>` and called with positional arguments.
+
+    The same bits, the same saved tensors and the same errors, whichever way a call takes.
+
+    Args:
+        name: of the custom op.
+        forward: the computation; its annotations are the schema. Outputs share no memory with
+            inputs. Tensors are arguments of their own, not in lists.
+        fake: takes what `forward` takes and returns empty outputs of the right shapes and dtypes.
+        setup_context: setup_context(ctx, inputs, output), as in `autograd.Function`.
+        backward: backward(ctx, *grads); None = not differentiable.
+        mutates_args: names of the arguments written to; not together with `backward`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        setup_context: Callable[..., None] | None = None,
+        backward: Callable[..., Any] | None = None,
+        mutates_args: tuple[str, ...] = (),
+    ) -> None:
+        assert not (mutates_args and backward), name
+        custom = torch.library.custom_op(f"moecore::{name}", forward, mutates_args=mutates_args)
+        custom.register_fake(fake)
+        self._function: type[torch.autograd.Function] | None = None
+        if backward is not None:
+            custom.register_autograd(backward, setup_context=setup_context)
+            self._function = _function(name, forward, setup_context, backward)
+        self._forward = forward
+        self._custom = getattr(torch.ops.moecore, name).default
+        parameters = list(inspect.signature(forward).parameters)
+        self._mutated = [parameters.index(arg) for arg in mutates_args]
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what `forward` returns."""
+        if not _is_plain_eager():
+            return self._custom(*args)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if not all(_is_plain(t) for t in tensors):
+            return self._custom(*args)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            # Without a backward it is the custom op that refuses, once a gradient is asked for.
+            return self._custom(*args) if self._function is None else self._function.apply(*args)
+        mutated = [args[i] for i in self._mutated if args[i] is not None]
+        if mutated:
+            torch.autograd.graph.increment_version(mutated)
+        return self._forward(*args)
+
+
+def _function(
+    name: str,
+    forward: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+    backward: Callable[..., Any],
+) -> type[torch.autograd.Function]:
+    """Return the operation for autograd, under the custom op's name in profiles.
+
+    Forward sets up the context too: with a `setup_context` of its own, torch binds the arguments to
+    the signature anew at every call.
+    """
+
+    def forward_and_save(ctx: Any, *args: Any) -> Any:
+        output = forward(*args)
+        if setup_context is not None:
+            setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward)}
+    return type(f"moecore::{name}", (torch.autograd.Function,), methods)
+
+
+def _is_plain_eager() -> bool:
+    """Whether nobody but autograd looks at operations: no compiler, mode, transform or tracer."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+    )
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether a tensor is nothing but its memory: no subclass, not fake, no negation pending."""
+    return type(t) in PLAIN_TYPES and not t.is_meta and not t.is_neg()
