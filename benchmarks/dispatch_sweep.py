@@ -30,9 +30,9 @@ from moecore.mesh import Meshes
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges, NVLinkOptions, make_port
 
-SHARES = (1 / 2, 2 / 3, 3 / 4)
-ROUNDS = (4, 8, 16)
-NUM_WARPS = (16, 8)
+SHARES = (1 / 3, 5 / 12, 1 / 2)
+ROUNDS = (8, 16)
+NUM_WARPS = (16,)
 OPS = ("dispatch", "combine")
 
 

@@ -428,7 +428,8 @@ def error_ratio(found: Tensor, plain: Tensor, expected: Tensor) -> float:
 
     The floor is half a rounding step of bf16, relative to the tensor or its largest row.
     """
-    rows = [t.float().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (found, plain, expected)]
+    tensors = [t.float().cpu() for t in (found, plain, expected)]
+    rows = [t.reshape(-1, t.shape[-1] if t.ndim else 1) for t in tensors]
     scale = rows[2].norm(dim=-1)
     ours, theirs = ((r - rows[2]).norm(dim=-1) for r in rows[:2])
     whole = ours.norm() / (theirs.norm() + 2**-9 * scale.norm())

@@ -20,15 +20,15 @@ def test_a_sweep_tries_each_division_once_and_the_usual_one_first(programs: int)
         dim=7168,
         top_k=8,
         dtype=torch.bfloat16,
-        num_push=programs * 2 // 3,
-        num_receive=programs // 3,
+        num_push=programs // 2,
+        num_receive=programs // 2,
     )
     tried = divisions(usual)
     assert tried[0] == usual
     assert {t.num_push + t.num_receive for t in tried} == {programs}
-    assert {t.num_push * 12 // programs for t in tried} == {6, 8, 9}
-    assert {t.num_warps for t in tried} == {8, 16}
-    assert len({(t.num_push, t.chunk, t.num_warps) for t in tried}) == len(tried) <= 16
+    assert {t.num_push * 12 // programs for t in tried} == {4, 5, 6}
+    assert {t.num_warps for t in tried} == {16}
+    assert len({(t.num_push, t.chunk, t.num_warps) for t in tried}) == len(tried) <= 6
     assert len({t.chunk for t in tried}) >= 2
 
 

@@ -136,9 +136,9 @@ def test_options_for_another_dispatcher_are_refused(no_group_left: None) -> None
         parallelize_moe(model, meshes, dispatcher="alltoall", nvlink=NVLinkOptions())
 
 
-@pytest.mark.parametrize(("programs", "push"), [(2, 1), (3, 2), (4, 3), (24, 16), (132, 88)])
-def test_most_programs_push_and_at_least_one_receives(programs: int, push: int) -> None:
-    assert num_push(programs) == push < programs
+@pytest.mark.parametrize(("programs", "push"), [(2, 1), (3, 1), (4, 2), (24, 12), (132, 66)])
+def test_half_of_the_programs_push_and_at_least_one_receives(programs: int, push: int) -> None:
+    assert 0 < num_push(programs) == push < programs
 
 
 def test_tokens_on_a_cpu_are_refused(group: dist.ProcessGroup) -> None:

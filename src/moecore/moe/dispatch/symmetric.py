@@ -32,7 +32,6 @@ from moecore.kernels.exchange_port import (
 )
 from moecore.kernels.limit_rows import limit_rows
 
-PUSH_SHARE = 2 / 3
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
 
 
@@ -44,8 +43,8 @@ class NVLinkOptions:
         max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
         capacity_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
             rank would give; more rows than that are an error. None = room for every routing.
-        num_sms: programs of one operation, of which two thirds push and one third receives; None =
-            one per multiprocessor.
+        num_sms: programs of one operation, of which half push and half receive; None = one per
+            multiprocessor.
         timeout_s: seconds that a rank waits for another one before it is an error.
     """
 
@@ -274,11 +273,8 @@ class Exchanges:
 
 
 def num_push(programs: int) -> int:
-    """Return how many of an operation's programs push; the others receive.
-
-    Two thirds: a push goes over the links, a receive stays in local memory.
-    """
-    return round(programs * PUSH_SHARE)
+    """Return how many of an operation's programs push; the others receive."""
+    return programs // 2  # two thirds are slower, by a third with 24 programs: docs/log.md
 
 
 def _agree(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> int:
