@@ -7,12 +7,15 @@ seconds, best of the repeats, variants in turn within each. Both savers fsync. m
 byte with SHA-256; `load full` also hashes every byte first, `load sizes` does not. Files stay in
 the page cache, so loads compare software, not disks; saves to a disk are bound by it.
 
-`pytest benchmarks` runs it with a few megabytes, as a smoke test.
+`--blocking` measures something else, on a GPU: how long a background save blocks; see blocking.py.
+
+`pytest benchmarks` runs both with a few megabytes, as a smoke test.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import shutil
@@ -27,10 +30,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from benchmarks import blocking
+from benchmarks.records import Environment
 from moecore.checkpoint import Saver, load, save
 
 pytestmark = pytest.mark.proven_by(
-    "tests/checkpoint/test_store.py", "tests/checkpoint/test_shard_file.py"
+    "tests/checkpoint/test_store.py",
+    "tests/checkpoint/test_shard_file.py",
+    "tests/checkpoint/test_host_copies.py",
 )
 Model = tuple[nn.Module, torch.optim.Optimizer]
 VARIANTS = ("dcp save", "save", "background save blocks", "dcp load", "load full", "load sizes")
@@ -104,14 +111,57 @@ def test_checkpoint_bandwidth(tmp_path: Path) -> None:
     assert 5e6 < best["bytes"] < 7e6 and all(0 < best[name] < 60 for name in VARIANTS)
 
 
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_checkpoint_blocking(tmp_path: Path, optimizer: bool) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, adam = blocking.build(6_000_000, device, optimizer=optimizer)
+    run = blocking.Blocking(tmp_path / "files", model, adam)
+    rows = list(blocking.measure(run, repeats=2, seconds=60, prepare=True, with_dcp=True))
+    print("\n".join(map(blocking.describe, rows)))
+    assert 5e6 < run.num_bytes / (5 if optimizer else 1) < 7e6
+    ops = [row["op"] for row in rows]
+    assert ops[:4] == [
+        "device_to_host_copy",
+        "saver_prepare",
+        "save_blocks_first",
+        "save_blocks_later",
+    ]
+    assert ops[4:6] == ["dcp_async_save_first", "dcp_async_save_later"]
+    environment = Environment.here()
+    for row in rows:
+        blocking.append(tmp_path, environment, row)
+    lines = (tmp_path / environment.file_name).read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    fields = "gpu torch commit date op bytes ms baseline_ms ratio"
+    assert len(found) == len(rows) and all(set(fields.split()) <= set(row) for row in found)
+    assert list((tmp_path / "files" / "run").glob("step-*")) == []
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--gigabytes", type=float, default=1.5)
+    add("--folder", type=Path, action="append", help="may be repeated, but for --blocking")
+    add("--repeats", type=int, default=3)
+    group = parser.add_argument_group("--blocking", "how long a background save blocks, on a GPU")
+    add = group.add_argument
+    add("--blocking", action="store_true")
+    add("--gib", type=float, default=8.0, help="GiB of bf16 parameters")
+    add("--optimizer", action="store_true", help="fp32 moments too, four times as much")
+    add("--prepare", action="store_true", help="call Saver.prepare before the first save")
+    add("--no-dcp", action="store_true", help="leave out torch's async_save")
+    add("--seconds", type=float, default=90.0, help="no save starts that may end later")
+    add("--results", type=Path, help="folder for the records")
+    return parser.parse_args()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.5)
-    parser.add_argument("--folder", type=Path, action="append", help="may be repeated")
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    args = parse()
     logging.basicConfig(level=logging.WARNING)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    if args.blocking:
+        blocking.main(args)
+        return
     for folder in args.folder or [Path(tempfile.gettempdir())]:
         with tempfile.TemporaryDirectory(dir=folder) as name:
             best = measure(Path(name), int(args.gigabytes * 1e9), args.repeats)

@@ -68,18 +68,35 @@ def test_host_copies_are_reused(tmp_path: Path) -> None:
     model, optimizer = build(1.0)
     with Saver(tmp_path, model, optimizer, keep=1) as saver:
         saver.save(1, {"step": 1}, wait=False)
-        first = {name: copy.data_ptr() for name, copy in saver._copies.items()}
+        first = addresses(saver)
         fill(model, optimizer, 2.0)
         saver.save(2, {"step": 2}, wait=False)
-        assert {name: copy.data_ptr() for name, copy in saver._copies.items()} == first
+        assert addresses(saver) == first
         fill(model, optimizer, 3.0)
         saver.save(3, {"step": 3}, wait=True)
         assert loaded_step(tmp_path) == 3
-    assert saver._copies == {}
+    assert addresses(saver) == {}
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["latest", "step-000003"]
     with pytest.raises(ValueError, match=r"Saver \(closed\) must be open to save"):
         saver.save(4, wait=True)
     saver.close()  # twice is once
+
+
+def addresses(saver: Saver) -> dict[str, int]:
+    return {name: copy.data_ptr() for name, copy in saver._copies._copies.items()}
+
+
+def test_prepare_makes_the_memory_of_the_first_save(tmp_path: Path) -> None:
+    model, optimizer = build(1.0)
+    saver = Saver(tmp_path, model, optimizer)
+    saver.prepare()
+    prepared = addresses(saver)
+    assert len(prepared) == len(read_manifest(save(tmp_path, 1, model, optimizer)).tensors)
+    saver.save(2, wait=False)
+    assert addresses(saver) == prepared
+    saver.close()
+    with pytest.raises(ValueError, match=r"Saver \(closed\) must be open to save"):
+        saver.prepare()
 
 
 def test_first_wrong_argument_is_found_before_the_copy(tmp_path: Path) -> None:
@@ -198,11 +215,13 @@ def copy_fails_on_one(
 ) -> tuple[str, list[str]]:
     """Rank 1 has no memory for its copies; nothing is left behind, and the next save is whole."""
     with Saver(root, model, optimizer) as saver:
-        stage = saver._stage
+        reserve = saver._copies.reserve
         if rank == 1:
-            saver._stage = _no_memory  # type: ignore[method-assign]
+            saver._copies.reserve = _no_memory  # type: ignore[method-assign]
+        assert message_of(saver.prepare) == "LocalError: no pinned memory"
         message = message_of(lambda: saver.save(1, wait=False))
-        saver._stage = stage  # type: ignore[method-assign]
+        saver._copies.reserve = reserve  # type: ignore[method-assign]
+        dist.barrier()  # rank 0 removes the draft
         left = [path.name for path in root.iterdir()]
         saver.save(1, wait=False)
     assert latest(root) == root / "step-000001"

@@ -168,8 +168,8 @@ def test_only_a_rolled_back_run_replaces_a_step(tmp_path: Path) -> None:
     model, optimizer = build()
     for step in (1, 2, 3):
         save(tmp_path, step, model, optimizer)
-    for step in (1, 2, 3):  # also those before the newest
-        with pytest.raises(ValueError, match=rf"step \({step}\) must not be saved already"):
+    for step, wrong in ((1, "must be > 3"), (2, "must be > 3"), (3, "must not be saved already")):
+        with pytest.raises(ValueError, match=rf"step \({step}\) {wrong}"):
             save(tmp_path, step, model, optimizer)
     draft = new_draft(tmp_path, 4)
     other = tmp_path / "step-000004"
@@ -212,7 +212,28 @@ def test_damaged_newest_does_not_stop_the_next_save(
     with pytest.raises(ValueError, match=r"step \(1\) must not be saved already"):
         save(tmp_path, 1, model, optimizer)  # it would remove what may be the only one
     assert save(tmp_path, 2, model, optimizer) == latest(tmp_path)
-    assert "one of both is damaged" in caplog.text
+    (tmp_path / POINTER).write_text("damaged")
+    assert save(tmp_path, 3, model, optimizer) == latest(tmp_path)
+    assert "must be '<checkpoint> <sha256 of its manifest>' but is 'damaged'" in caplog.text
+
+
+def test_no_save_moves_latest_back(tmp_path: Path) -> None:
+    model, optimizer = build()
+    save(tmp_path, 5, model, optimizer)
+    save(tmp_path, 9, model, optimizer)
+    before = sorted(os.listdir(tmp_path))
+    for step in (0, 4, 7):
+        message = rf"step \({step}\) must be > 9, the latest saved under .*: call set_latest first"
+        with pytest.raises(ValueError, match=message):
+            save(tmp_path, step, model, optimizer)
+    (tmp_path / POINTER).unlink()  # then the highest one is the latest
+    with pytest.raises(ValueError, match=r"step \(7\) must be > 9"):
+        save(tmp_path, 7, model, optimizer)
+    assert sorted(os.listdir(tmp_path)) == [name for name in before if name != POINTER]
+    set_latest(tmp_path / "step-000005")
+    assert save(tmp_path, 7, model, optimizer) == latest(tmp_path)
+    with pytest.raises(ValueError, match=r"step \(6\) must be > 7"):
+        save(tmp_path, 6, model, optimizer)
 
 
 def test_files_are_safetensors_and_say_what_is_in_them(tmp_path: Path) -> None:

@@ -67,9 +67,7 @@ def set_latest(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if _step_of(path) is None or not is_whole(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
-    digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-    pointer = path.parent / f".{POINTER}.tmp"
-    _write(pointer, f"{path.name} {digest}\n")
+    pointer = _new_pointer(path.parent, path.name, (path / MANIFEST).read_bytes())
     pointer.replace(path.parent / POINTER)
     sync(path.parent)
 
@@ -139,7 +137,7 @@ def new_draft(root: Path, step: int) -> Path:
     """Make an empty draft directory, after removing those that killed saves left behind.
 
     Raises:
-        ValueError: when this step is saved already and the run was not rolled back behind it.
+        ValueError: when `latest` names this step or a later one.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = directory_of(root, step)
@@ -160,17 +158,20 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
         keep: how many of the newest checkpoints stay; 0 = all.
 
     Raises:
-        ValueError: when the step was saved by somebody else meanwhile; likewise as in `new_draft`.
+        ValueError: when somebody else saved this step or a later one meanwhile.
     """
     root, final = draft.parent, directory_of(draft.parent, manifest.facts.step)
     _write(draft / MANIFEST, manifest.text)
     sync(draft)
     _check_free(final)
+    # All that needs room comes before the rename, so a full disk leaves nothing half announced.
+    pointer = _new_pointer(root, final.name, manifest.text.encode("ascii"))
     if final.exists():  # of a run that was rolled back, or not whole
         _remove(final)
     draft.rename(final)
     sync(root)
-    set_latest(final)
+    pointer.replace(root / POINTER)
+    sync(root)
     try:
         if keep:
             prune(root, keep)
@@ -179,17 +180,22 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
 
 
 def _check_free(final: Path) -> None:
-    """Raise for a whole checkpoint, unless the run was rolled back to one before it."""
-    if not is_whole(final):
-        return
+    """Raise unless this step comes after the newest checkpoint: no save moves `latest` back.
+
+    Such as when a run is started anew in the directory of another, or goes on from an old step.
+    """
+    step, newest = _step_of(final) or 0, None
     try:
-        newest = latest(final.parent)
-        if newest is not None and (_step_of(newest) or 0) < (_step_of(final) or 0):
-            return
+        newest = _newest_step(final.parent)
     except ValueError as error:  # a run must be able to save although an older save is damaged
         logger.warning("%s", error)
-    step = _step_of(final)
-    raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
+    if newest is not None and newest > step:
+        raise ValueError(
+            f"step ({step}) must be > {newest}, the latest saved under {final.parent}: call "
+            "set_latest first to roll the run back, or choose another directory"
+        )
+    if is_whole(final) and newest in (None, step):
+        raise ValueError(f"step ({step}) must not be saved already: delete {final} to save it anew")
 
 
 def discard(draft: Path) -> None:
@@ -199,6 +205,24 @@ def discard(draft: Path) -> None:
 
 def _pointed(root: Path) -> Path | None:
     """Return what the pointer file names; None when one of both is gone."""
+    named = _read_pointer(root)
+    if named is None:
+        return None
+    name, digest = named
+    try:
+        manifest = (root / name / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None
+    if hashlib.sha256(manifest).hexdigest() != digest:
+        raise ValueError(
+            f"path ({root / POINTER}) must hold the sha256 of {name}/{MANIFEST}, so one of "
+            "both is damaged: load an older checkpoint by its path, or use set_latest"
+        )
+    return root / name
+
+
+def _read_pointer(root: Path) -> tuple[str, str] | None:
+    """Return name and digest in the pointer file; None when it is gone."""
     try:
         text = (root / POINTER).read_bytes().decode("ascii", errors="replace")
     except FileNotFoundError:
@@ -209,16 +233,16 @@ def _pointed(root: Path) -> Path | None:
             f"path ({root / POINTER}) must be '<checkpoint> <sha256 of its manifest>' but is "
             f"{text!r:.120}: delete it to take the highest step, or use set_latest"
         )
-    try:
-        manifest = (root / match[1] / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        return None
-    if hashlib.sha256(manifest).hexdigest() != match[2]:
-        raise ValueError(
-            f"path ({root / POINTER}) must hold the sha256 of {match[1]}/{MANIFEST}, so one of "
-            "both is damaged: load an older checkpoint by its path, or use set_latest"
-        )
-    return root / match[1]
+    return match[1], match[2]
+
+
+def _newest_step(root: Path) -> int | None:
+    """Return the step of what `latest` names; its manifest, which may be large, is not read."""
+    named = _read_pointer(root)
+    if named is not None and is_whole(root / named[0]):
+        return _step_of(root / named[0])
+    whole = whole_directories(root)
+    return _step_of(whole[-1]) if whole else None
 
 
 def _step_of(path: Path) -> int | None:
@@ -231,6 +255,17 @@ def _remove(path: Path) -> None:
     hidden = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
     path.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def _new_pointer(root: Path, name: str, manifest: bytes) -> Path:
+    """Write a pointer file under another name and return it, to replace the old one with."""
+    pointer = root / f".{POINTER}.tmp"
+    try:
+        _write(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")
+    except OSError:
+        pointer.unlink(missing_ok=True)
+        raise
+    return pointer
 
 
 def _write(path: Path, text: str) -> None:

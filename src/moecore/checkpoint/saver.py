@@ -14,7 +14,13 @@ goes on stays in step with the others. `save` and `close` wait for the save befo
 any rank has not seen its error yet, all of them raise it.
 
 Note "memory": each rank keeps host copies of what it holds, replicas included, for the life of the
-saver; from CUDA devices they are pinned. They are reused, so one save is in flight at a time.
+saver; from CUDA devices they are pinned. They are reused, so one save is in flight at a time. The
+first background save makes them, which takes seconds where they are pinned, unless `prepare` has.
+
+Note "what blocks": `save(wait=False)` waits for the copy to host memory and for nothing on disk but
+an empty directory. Returning before the copy is done would need a fence before whatever changes a
+tensor next: the optimizer, but also an expert bias, a load, the user. A copy that is waited for
+needs none.
 """
 
 from __future__ import annotations
@@ -27,13 +33,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.checkpoint.agree import default_timeout, gather, on_every_rank
 from moecore.checkpoint.directory import check_step, directory_of, discard
+from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.snapshot import Scheduler, Snapshot, check_alike, take_snapshot
 from moecore.checkpoint.store import begin, check_count, locals_of, write
@@ -76,7 +82,7 @@ class Saver:
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=default_timeout())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
-        self._copies: dict[str, Tensor] = {}
+        self._copies = HostCopies()
         self._running: Future[None] | None = None
         self._closed = False
 
@@ -89,6 +95,22 @@ class Saver:
         else:  # other ranks may not be here, so nothing collective
             self._thread.shutdown(wait=True)
             self._closed = True
+
+    def prepare(self) -> None:
+        """Make the host memory of background saves, so that the first one need not. Collective.
+
+        It pins what the model and the optimizer hold now: call it before training where the
+        optimizer has its state, as after a load, else after the first step. Between steps, as
+        `save`; not while a CUDA graph is captured.
+
+        Raises:
+            ValueError: after `close`.
+            RuntimeError: on every rank, when one has no memory for it.
+            OSError: of the save before.
+        """
+        self._check_open()
+        self._finish()
+        on_every_rank(lambda: self._copies.reserve(locals_of(self._snapshot(0, None))), self._group)
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None, *, wait: bool) -> Path:
         """Save a step and return where it will be. Collective.
@@ -108,8 +130,7 @@ class Saver:
             OSError: when a rank could not write; of the save before, or with `wait` of this one.
         """
         check_step(step)
-        if self._closed:
-            raise ValueError("Saver (closed) must be open to save: make another one")
+        self._check_open()
         self._finish()
         snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)
         check_alike(snapshot, self._group)
@@ -119,7 +140,7 @@ class Saver:
         else:
             started = time.perf_counter()
             try:
-                copies = on_every_rank(lambda: self._stage(locals_of(snapshot)), self._group)
+                copies = on_every_rank(lambda: self._copies.fill(locals_of(snapshot)), self._group)
             except Exception:  # such as no host memory on one rank
                 if not dist.is_initialized() or dist.get_rank() == 0:
                     discard(draft)
@@ -157,6 +178,10 @@ class Saver:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("Saver (closed) must be open to save: make another one")
+
     def _finish(self) -> None:
         """Wait for the running save; see the note "errors"."""
         running, self._running = self._running, None
@@ -185,16 +210,3 @@ class Saver:
         except Exception as error:  # also now: the caller may be long in coming to `check`
             logger.error("background save of step %d failed: %s", snapshot.facts.step, error)
             raise
-
-    def _stage(self, locals_: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy to host memory; the copies of the save before are overwritten. Syncs."""
-        copies = {}
-        for name, tensor in locals_.items():
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[name] = copy.copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in locals_.values()):
-            torch.cuda.synchronize()
-        self._copies = copies
-        return copies

@@ -15,6 +15,7 @@ from moecore.checkpoint import load, save
 from moecore.checkpoint.directory import latest
 from moecore.checkpoint.hf.convert import hf_to_native, native_to_hf
 from moecore.checkpoint.hf.export import export_hf
+from moecore.checkpoint.hf.names import from_hf
 from moecore.checkpoint.manifest import read_manifest
 from moecore.models import Decoder, preset
 from tests.adapters.hf_models import random_model
@@ -131,6 +132,7 @@ def test_a_run_that_has_begun_is_left_alone(there, tmp_path):
 
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +156,32 @@ def test_nothing_is_cast_unasked(change, message, tmp_path):
     else:
         with pytest.raises(ValueError, match="must be a float tensor"):
             hf_to_native(tmp_path / "hf", tmp_path / "run", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("asked", [None, torch.bfloat16, torch.float64])
+def test_a_selection_bias_in_fp64_is_not_rounded(asked, tmp_path):
+    """It is kept in fp32 whatever dtype is asked for, so asking is no leave."""
+    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    state[BIAS] = torch.full_like(state[BIAS], 0.1, dtype=torch.float64)
+    write_directory(tmp_path / "hf", state, TINY_JSON)
+    message = rf"{BIAS} \(torch.float64\) must fit into fp32, .*: store it as fp32"
+    with pytest.raises(ValueError, match=message):
+        hf_to_native(tmp_path / "hf", tmp_path / "run", dtype=asked)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_narrow_selection_bias_is_widened_exactly(narrow, tmp_path):
+    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    state[BIAS] = torch.full_like(state[BIAS], 0.1, dtype=narrow)
+    write_directory(tmp_path / "hf", state, TINY_JSON)
+    path = hf_to_native(tmp_path / "hf", tmp_path / "run")
+    decoder = Decoder(CONFIG)
+    load(path, decoder)
+    assert_state(decoder, {k: v.float() for k, v in from_hf(state, CONFIG).items()})
+    assert torch.equal(decoder.model.layers[1].mlp.router.expert_bias, state[BIAS].float())
 
 
 def test_incomplete_directories_change_nothing(tmp_path):

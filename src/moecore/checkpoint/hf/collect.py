@@ -2,13 +2,18 @@
 
 Who holds what is exchanged once. Then each tensor takes one message per sender: of the ranks with
 the same part (replicas) one sends, and the writer itself if it is among them.
+
+Note "errors": a rank that cannot go on (no memory, say) must still send and receive, or the others
+wait for it for ever. So messages have their memory before the first of them, and what a rank does
+with one is kept apart from its way: the error is kept, and `check` raises it when ranks agree.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.checkpoint.agree import gather
+from moecore.checkpoint.agree import gather, on_every_rank
 from moecore.checkpoint.hf.names import Piece, Recipe
 from moecore.checkpoint.hf.target import Overlap, local_part, overlaps
 from moecore.moe.params import global_indices
@@ -74,38 +79,65 @@ class Collector(Protocol):
         """Note that the writer has let go of a tensor."""
         ...
 
+    def check(self) -> None:
+        """Raise what went wrong on this rank so far, if `collect` has not."""
+        ...
+
 
 class RankCollector:
     """Puts tensors together on their writers. Every rank calls it for the same items in order.
 
+    Construction is collective; an error of one rank is raised on all.
+
     Args:
         tensors: of the model, by name.
         recipes: of each tensor.
+        items: all that will be collected.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], recipes: Mapping[str, Recipe]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        recipes: Mapping[str, Recipe],
+        items: Iterable[Item],
+    ) -> None:
         self.in_flight = InFlight()
         self._tensors, self._recipes = tensors, recipes
-        self._rank, _ = rank_and_world()
+        self._rank, world = rank_and_world()
+        self._error: Exception | None = None
         self._holders: dict[str, dict[Holding, list[int]]] = {name: {} for name in recipes}
-        for rank, holdings in enumerate(gather({n: _holding(tensors[n]) for n in recipes})):
+        mine = on_every_rank(lambda: {name: _holding(tensors[name]) for name in recipes})
+        for rank, holdings in enumerate(gather(mine)):
             for name, holding in holdings.items():
                 self._holders[name].setdefault(holding, []).append(rank)
+        largest = self._largest_messages(items, world)
+        self._buffers = on_every_rank(
+            lambda: {d: torch.empty(n, dtype=torch.uint8, device=d) for d, n in largest.items()}
+        )
+        self.in_flight.hold(sum(largest.values()))
 
     def collect(self, item: Item, writer: int) -> Tensor | None:
-        """Return the whole tensor on its writer, a new CPU tensor, and None elsewhere."""
+        """Return the whole tensor on its writer, a new CPU tensor, and None elsewhere.
+
+        Also None after an error; see `check`.
+        """
         whole = None
         if self._rank == writer:
-            whole = torch.empty(item.piece.shape, dtype=item.dtype)
-            self.in_flight.hold(whole.nbytes)
+            with self._keep_error():
+                whole = torch.empty(item.piece.shape, dtype=item.dtype)
+                self.in_flight.hold(whole.nbytes)
+        shape = self._recipes[item.source].shape
         for holding, holders in self._holders[item.source].items():
-            if not _touches(holding, item.piece):
+            numel = _num_common(holding, item.piece, shape)
+            if not numel:
                 continue
             sender = writer if writer in holders else holders[0]
-            if self._rank in (sender, writer):
-                shape = self._recipes[item.source].shape
-                boxes = list(overlaps(_indices(holding), item.piece, shape))
-                self._move(item, boxes, sender, writer, whole)
+            if self._rank == sender == writer:
+                self._copy(item, holding, whole)
+            elif self._rank == sender:
+                self._send(item, holding, numel, writer)
+            elif self._rank == writer:
+                self._receive(item, holding, numel, sender, whole)
         return whole
 
     def done(self, whole: Tensor | None) -> None:
@@ -113,29 +145,73 @@ class RankCollector:
         if whole is not None:
             self.in_flight.release(whole.nbytes)
 
-    def _move(
-        self, item: Item, boxes: list[Overlap], sender: int, writer: int, whole: Tensor | None
-    ) -> None:
-        """Bring boxes from the sender's shard into the writer's tensor, as one message."""
-        local = local_part(self._tensors[item.source])
-        parts = [local[box.target] for box in boxes] if self._rank == sender else []
-        targets = [] if whole is None else [whole[box.source] for box in boxes]
-        if sender == writer:
-            for part, target in zip(parts, targets, strict=True):
-                target.view(part.shape).copy_(part)
+    def check(self) -> None:
+        """Raise the first error of this rank."""
+        if self._error is not None:
+            raise self._error
+
+    def _copy(self, item: Item, holding: Holding, whole: Tensor | None) -> None:
+        """Bring what the writer itself holds into its tensor."""
+        if whole is None:
             return
-        numel = sum(math.prod(s.stop - s.start for s in box.source) for box in boxes)
-        message = torch.empty(numel, dtype=item.dtype, device=local.device)
-        self.in_flight.hold(message.nbytes)
-        if parts:
+        with self._keep_error():
+            local = local_part(self._tensors[item.source])
+            for box in self._boxes(item, holding):
+                part = local[box.target]
+                whole[box.source].view(part.shape).copy_(part)
+
+    def _send(self, item: Item, holding: Holding, numel: int, writer: int) -> None:
+        message = self._message(item, numel)
+        with self._keep_error():
+            local = local_part(self._tensors[item.source])
+            parts = [local[box.target] for box in self._boxes(item, holding)]
             for piece, part in zip(_split(message, parts), parts, strict=True):
                 piece.copy_(part)
-            dist.send(message, writer)
-        else:
-            dist.recv(message, sender)
+        dist.send(message, writer)
+
+    def _receive(
+        self, item: Item, holding: Holding, numel: int, sender: int, whole: Tensor | None
+    ) -> None:
+        message = self._message(item, numel)
+        dist.recv(message, sender)
+        if whole is None:
+            return
+        with self._keep_error():
+            targets = [whole[box.source] for box in self._boxes(item, holding)]
             for piece, target in zip(_split(message, targets), targets, strict=True):
                 target.copy_(piece)
-        self.in_flight.release(message.nbytes)
+
+    def _boxes(self, item: Item, holding: Holding) -> list[Overlap]:
+        shape = self._recipes[item.source].shape
+        return list(overlaps(_indices(holding), item.piece, shape))
+
+    def _message(self, item: Item, numel: int) -> Tensor:
+        """Return a flat tensor of so many elements, in memory that is there."""
+        buffer = self._buffers[self._tensors[item.source].device]
+        return buffer[: numel * item.dtype.itemsize].view(item.dtype)
+
+    def _largest_messages(self, items: Iterable[Item], world: int) -> dict[torch.device, int]:
+        """Return device -> bytes that no message of the tensors on it exceeds, the same everywhere.
+
+        A message is part of an item and of a shard. None is sent of what every rank holds.
+        """
+        largest: dict[torch.device, int] = {}
+        for item in items:
+            holders = self._holders[item.source]
+            if any(len(ranks) == world for ranks in holders.values()):
+                continue
+            shard = max(math.prod(sum(n for _, n in runs) for runs in held) for held in holders)
+            size = min(math.prod(item.piece.shape), shard) * item.dtype.itemsize
+            device = self._tensors[item.source].device
+            largest[device] = max(largest.get(device, 0), size)
+        return largest
+
+    @contextmanager
+    def _keep_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of any kind; see the note "errors"
+            self._error = self._error or error
 
 
 def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -144,13 +220,20 @@ def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-def _touches(holding: Holding, piece: Piece) -> bool:
-    """Whether a shard holds any of a piece; without tensors, as it is asked for every rank."""
-    for runs, part in zip(holding, piece.region, strict=False):
+def _num_common(holding: Holding, piece: Piece, shape: Sequence[int]) -> int:
+    """Return how many elements of a piece a shard holds; without tensors, so that it cannot fail.
+
+    Args:
+        holding: of the shard.
+        piece: a region of the whole tensor.
+        shape: of the whole tensor.
+    """
+    region = (*piece.region, *(slice(0, n) for n in shape[len(piece.region) :]))
+    numel = 1
+    for runs, part in zip(holding, region, strict=True):
         start, stop = (part, part + 1) if isinstance(part, int) else (part.start, part.stop)
-        if not any(first < stop and start < first + length for first, length in runs):
-            return False
-    return all(holding)
+        numel *= sum(max(0, min(a + n, stop) - max(a, start)) for a, n in runs)
+    return numel
 
 
 def _holding(tensor: Tensor) -> Holding:

@@ -202,6 +202,13 @@ def _dtype_problems(
         parts = [sources[piece.name] for piece in recipe.pieces]
         odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
         problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
+        if name.endswith(KEPT_FP32):  # kept in fp32 whatever `dtype` says, so no leave to round it
+            problems += [
+                f"{source.name} ({source.dtype}) must fit into fp32, which is how the router's "
+                "selection bias is kept: store it as fp32"
+                for source in parts
+                if source.dtype.is_floating_point and source.dtype.itemsize > 4
+            ]
         kept = {str(_native_dtype(name, source, dtype)) for source in parts}
         if len(kept) > 1 and not odd:
             problems.append(
@@ -321,6 +328,9 @@ class _StoredCollector:
 
     def done(self, whole: Tensor | None) -> None:
         """Nothing to note."""
+
+    def check(self) -> None:
+        """Errors come out of `collect` itself; no other rank waits."""
 
     def _reader(self, file: str) -> ShardReader:
         if file not in self._readers:

@@ -18,7 +18,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -113,7 +113,7 @@ def export_hf(
         return tensors, recipes, fill_shards(items, max_shard_bytes), values
 
     tensors, recipes, shards, values = on_every_rank(planned)
-    collector = RankCollector(tensors, recipes)
+    collector = RankCollector(tensors, recipes, itertools.chain(*shards))
     write_directory(path, shards, values, collector, meter)
     return ExportReport(
         tensors=sum(map(len, shards)),
@@ -148,8 +148,7 @@ def write_directory(
     draft = on_first_rank(lambda: _make(name))
     try:
         check_visible(draft)
-        error = _write_shards(draft, shards, collector, meter)
-        on_every_rank(lambda: _raise(error))
+        _write_shards(draft, shards, collector, meter)
         on_first_rank(lambda: _publish(draft, path, shards, config))
     except BaseException:
         if rank_and_world()[0] == 0:
@@ -223,21 +222,20 @@ def fill_shards(items: Sequence[Item], max_shard_bytes: int) -> list[list[Item]]
 
 def _write_shards(
     draft: Path, shards: list[list[Item]], collector: Collector, meter: Meter
-) -> Exception | None:
-    """Write this rank's shards, and send what others need for theirs; return what went wrong.
+) -> None:
+    """Write this rank's shards, and send what others need for theirs. Collective.
 
     As many shards as ranks grow at once, tensor by tensor in turn, so that all ranks write. After
-    an error a rank goes on sending and receiving, because the others wait for it.
+    an error a rank goes on sending and receiving, because the others wait for it, until these
+    shards are done and all ranks raise.
     """
     rank, world = rank_and_world()
-    error: Exception | None = None
     for first in range(0, len(shards), world):
         wave = shards[first : first + world]
         layouts = [_layout(shard) for shard in wave]
         ordered = [_in_file_order(s, lay) for s, lay in zip(wave, layouts, strict=True)]
-        with ExitStack() as stack:
-            output = _Output(stack, meter)
-            if rank < len(wave) and error is None:
+        with _Output(meter) as output:
+            if rank < len(wave):
                 output.open(draft / _file_name(first + rank, len(shards)), layouts[rank])
             for turn in itertools.zip_longest(*ordered):
                 for owner, item in enumerate(turn):
@@ -245,38 +243,46 @@ def _write_shards(
                         whole = collector.collect(item, owner)
                         output.add(whole)
                         collector.done(whole)
-            output.finish()
-        error = error or output.error
-    return error
+        on_every_rank(collector.check)
+        on_every_rank(output.check)
 
 
 class _Output:
     """This rank's shard, if it has one; after an error it takes tensors and drops them.
 
+    A context manager, which ends the file; it keeps errors of that too, for `check`.
+
     Args:
-        stack: closes the file.
         meter: is told what is written.
     """
 
-    def __init__(self, stack: ExitStack, meter: Meter) -> None:
-        self.error: Exception | None = None
-        self._stack, self._meter = stack, meter
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._error: Exception | None = None
         self._writer: ShardWriter | None = None
 
     def open(self, file: Path, layout: Layout) -> None:
         with self._keep_error():
-            writer = ShardWriter(file, layout.header, pinned=False, meter=self._meter)
-            self._writer = self._stack.enter_context(writer)
+            self._writer = ShardWriter(file, layout.header, pinned=False, meter=self._meter)
             self._meter.expect(layout.size)
 
     def add(self, whole: Tensor | None) -> None:
         with self._keep_error():
-            if self._writer is not None and whole is not None:
+            if self._writer is not None and whole is not None and self._error is None:
                 self._writer.add(whole)
 
-    def finish(self) -> None:
-        with self._keep_error():
-            if self._writer is not None:
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._writer is None:
+            return
+        with self._keep_error(), self._writer:
+            if kind is None and self._error is None:
                 self._writer.finish()
 
     @contextmanager
@@ -284,7 +290,7 @@ class _Output:
         try:
             yield
         except Exception as error:  # of any kind: the others wait for what this rank sends
-            self.error, self._writer = error, None
+            self._error = self._error or error
 
 
 def _layout(shard: Sequence[Item]) -> Layout:
@@ -336,8 +342,3 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
         out.write("\n")
         out.flush()
         os.fsync(out.fileno())
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
