@@ -1,0 +1,121 @@
+"""One small run of every kernel, for a memory checker on a GPU:
+
+    compute-sanitizer --tool memcheck python -m tests.kernels.every_kernel
+
+`test_every_kernel.py` fails when a kernel has been forgotten here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moecore.kernels
+from moecore import MoEConfig, MoELayer
+from moecore.config import BalanceConfig
+from moecore.kernels.activation import ActivationOptions
+from moecore.kernels.counts import add_expert_counts
+from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
+from moecore.kernels.index import build_index
+from moecore.kernels.limit_rows import limit_rows
+from moecore.kernels.route import RouteOptions
+from moecore.kernels.route_weights import route_weights
+from moecore.kernels.rows import gather_rows
+
+# What one GPU alone can not run: `tests/kernels/test_exchange.py` plays the ranks.
+OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"}
+LOSSES = BalanceConfig(micro_batch_coef=0.01, sequence_coef=0.01, z_loss_coef=1e-3)
+
+
+def every_kernel() -> set[str]:
+    """Return the names of all kernels of the package."""
+    from triton.runtime.jit import JITFunction
+
+    names = set()
+    for info in pkgutil.iter_modules(moecore.kernels.__path__):
+        module = importlib.import_module(f"moecore.kernels.{info.name}")
+        for value in vars(module).values():
+            if isinstance(value, JITFunction) and value.__name__.endswith("_kernel"):
+                names.add(value.__name__)
+    return names - OF_SEVERAL_RANKS
+
+
+def run_all(device: str) -> None:
+    """Run every kernel at least once."""
+    run_layer(device, 1)
+    run_layer(device, 100)
+    run_layer(device, 333, hidden_dim=640)  # gathers X before FC1
+    run_layer(device, 333, hidden_dim=1032, activation="geglu")  # dY too
+    run_layer(device, 130, hidden_dim=2048, activation="clamped_swiglu")  # X again in backward
+    run_layer(device, 100, main_grads=True)
+    run_layer(device, 100, score_function="sigmoid", num_groups=4, top_groups=2, expert_bias=True)
+    run_layer(device, 100, balance=LOSSES)
+    run_pieces(device)
+
+
+def run_layer(device: str, num_tokens: int, *, main_grads: bool = False, **changes: Any) -> None:
+    """A bf16 layer forward and backward."""
+    sizes: dict[str, Any] = dict(dim=256, hidden_dim=136, num_experts=8, top_k=2)
+    config = MoEConfig(**(sizes | changes))
+    layer = MoELayer(config, device=device, dtype=torch.bfloat16)
+    layer.part("experts").set_backend("triton")
+    if main_grads:
+        for weight in layer.part("experts").parameters():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    x_BTD = torch.randn(1, num_tokens, config.dim, device=device, dtype=torch.bfloat16)
+    layer(x_BTD.requires_grad_()).float().square().mean().backward()
+
+
+def run_pieces(device: str) -> None:
+    """What a layer launches only with options of its own."""
+    T, E, K = 37, 8, 2
+    ids_TK = torch.randint(0, E, (T, K), device=device, dtype=torch.int32)
+    weights_TK = torch.rand(T, K, device=device)
+    index = build_index(ids_TK, weights_TK, first=2, num_local=4, multiple=16)
+    words = torch.zeros(8, dtype=torch.int32, device=device)
+    limit_rows(index.offsets_e, 40, words, words.clone())
+    x_TD = torch.randn(T, 72, device=device, dtype=torch.bfloat16)
+    gather_rows(x_TD, index.row_ids_R, index.slots_SK, index.offsets_e[-1])
+    add_expert_counts(torch.zeros(1, E, dtype=torch.int64, device=device), ids_TK)
+    options = RouteOptions(
+        top_k=K,
+        score_function="sigmoid",
+        score_order="pre",
+        normalize=True,
+        scale=1.0,
+        num_groups=1,
+        top_groups=1,
+    )
+    logits_TE = torch.randn(T, E, device=device, requires_grad=True)
+    route_weights(logits_TE, ids_TK, options).sum().backward()
+    for kind, keep_h in (("relu2", True), ("swiglu", False)):
+        run_experts(kind, keep_h, x_TD, index)
+
+
+def run_experts(kind: str, keep_h: bool, x_TD: Tensor, index: Any) -> None:
+    """Experts without a gate, and experts whose FC1 runs again in backward."""
+    act = ActivationOptions(kind=kind)
+    columns = 2 * 136 if act.gated else 136
+    w1, w2 = (
+        torch.randn(shape, device=x_TD.device, dtype=torch.bfloat16).requires_grad_()
+        for shape in ((4, columns, 72), (4, 72, 136))
+    )
+    rows = ExpertRows(
+        row_ids_R=index.row_ids_R,
+        weights_R=index.weights_R,
+        slots_SK=index.slots_SK,
+        offsets_e=index.offsets_e,
+    )
+    options = ExpertMLPOptions(activation=act, products="triton", keep_h=keep_h)
+    expert_mlp(x_TD, w1, w2, rows, options).float().sum().backward()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    run_all("cuda")
+    torch.cuda.synchronize()
+    print(f"{len(every_kernel())} kernels ran")
