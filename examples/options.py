@@ -41,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights and data")
     add("--checkpoint-every", type=whole, default=100, help="steps")
     add("--prompt", type=some, default="def ", help="what the sample continues")
+    add("--sample-bytes", type=whole, default=200, help="length of the sample")
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     for degree in DEGREES:
         flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"

@@ -38,7 +38,6 @@ CPU_RANKS = 2
 KEPT_CHECKPOINTS = 2
 WARMUP_SHARE = 0.05  # of the schedule's steps
 LAST_LR_SHARE = 0.1  # of the peak
-SAMPLE_BYTES = 200
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 
 
@@ -235,7 +234,8 @@ def sample(job: Job) -> str:
     """Return the prompt and what the model makes of it. Every rank draws the same bytes."""
     prompt_BT = torch.tensor([list(job.args.prompt.encode())], device=job.device)
     generator = torch.Generator(job.device).manual_seed(job.args.seed)
-    out_BT = job.model.generate(prompt_BT, SAMPLE_BYTES, temperature=0.8, generator=generator)
+    num_bytes = job.args.sample_bytes
+    out_BT = job.model.generate(prompt_BT, num_bytes, temperature=0.8, generator=generator)
     return bytes(min(token, 255) for token in out_BT[0].tolist()).decode(errors="replace")
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +20,10 @@ from safetensors.torch import load_file
 REPO = Path(__file__).parents[2]
 SCRIPT = REPO / "examples" / "train.py"
 STEPS = 8
-MICRO = "--batch-size 1 --seq-len 32 --grad-accum 2 --checkpoint-every 4 --bias-rate 0.01"
+MICRO = (
+    "--batch-size 1 --seq-len 32 --grad-accum 2 --checkpoint-every 4 --bias-rate 0.01"
+    " --sample-bytes 8"
+)
 TIMINGS = ("tokens_per_second",)
 KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
 KILLING_BAR = f"""
@@ -185,12 +191,52 @@ RANK_ERRORS = {
 }
 
 
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    """The script as a module: its errors come before any rank starts, and need no process."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        yield importlib.import_module("train")
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+
+
+def error_of(
+    script: ModuleType,
+    run_dir: Path,
+    arguments: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """Return what the script prints to stderr when it ends with code 2."""
+    words = f"train.py --run-dir {run_dir} {MICRO} {arguments}".split()
+    monkeypatch.setattr(sys, "argv", words)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        code = script.main()
+    except SystemExit as end:  # argparse's own
+        code = end.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", ERRORS)
-def test_wrong_arguments_are_one_line(arguments: str, tmp_path: Path) -> None:
-    done = run(tmp_path, arguments, code=2)
-    assert ERRORS[arguments] in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("train.py: error: ")
+def test_wrong_arguments_are_one_line(
+    arguments: str,
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = error_of(script, tmp_path, arguments, monkeypatch, capsys)
+    assert ERRORS[arguments] in printed
+    assert printed.strip().splitlines()[-1].startswith("train.py: error: ")
+
+
+def test_a_wrong_argument_ends_the_process(tmp_path: Path) -> None:
+    done = run(tmp_path, "--preset huge", code=2)
+    assert "preset ('huge') must be one of" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
@@ -202,8 +248,14 @@ def test_errors_found_by_the_ranks_are_one_line(arguments: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("line", ["not json", '{"title": "x"}', '{"text": 3}', '["text"]'])
-def test_wrong_jsonl_names_the_line(line: str, tmp_path: Path) -> None:
+def test_wrong_jsonl_names_the_line(
+    line: str,
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
-    done = run(tmp_path, f"--data {path}", code=2)
-    assert f'--data ({path}) line 2 must be a JSON object with a string "text"' in done.stderr
+    printed = error_of(script, tmp_path, f"--data {path}", monkeypatch, capsys)
+    assert f'--data ({path}) line 2 must be a JSON object with a string "text"' in printed
