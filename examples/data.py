@@ -67,8 +67,7 @@ def read_batches(
     All sequences of a step are drawn together and dealt out, so that the same global batch is read
     however many data ranks share it. Nothing is kept between steps: the data position is the step.
     """
-    digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = _generator(f"{seed}/{step}")
     num = shape.grad_accum * shape.data_ranks * shape.batch_size
     starts = torch.randint(corpus_N.numel() - shape.seq_len, (num,), generator=generator)
     mine = starts.view(shape.grad_accum, shape.data_ranks, shape.batch_size)[:, data_rank]
@@ -77,6 +76,21 @@ def read_batches(
         rows_BT = corpus_N[starts_B[:, None] + torch.arange(shape.seq_len + 1)].long()
         batches.append((rows_BT[:, :-1], rows_BT[:, 1:]))
     return batches
+
+
+def random_batches(
+    vocab_size: int, shape: BatchShape, *, seed: int, step: int, data_rank: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Return what `read_batches` does, of uniformly random tokens: for measuring speed."""
+    generator = _generator(f"{seed}/{step}/{data_rank}")
+    size = (shape.grad_accum, shape.batch_size, shape.seq_len + 1)
+    rows_ABT = torch.randint(vocab_size, size, generator=generator)
+    return [(rows_BT[:, :-1], rows_BT[:, 1:]) for rows_BT in rows_ABT]
+
+
+def _generator(key: str) -> torch.Generator:
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _read(path: Path) -> bytes:

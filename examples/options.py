@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -11,15 +12,17 @@ from typing import get_args
 import torch
 from data import VOCAB_SIZE
 
-from moecore import ParallelConfig
+from moecore import NVLinkOptions, ParallelConfig
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
+from moecore.parallelize import DispatcherName
 
 DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of a run; None = those of the command line."""
     parser = argparse.ArgumentParser(
         description="Train a Mixture-of-Experts decoder on text, byte by byte.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -37,21 +40,37 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr", type=positive, default=3e-3, help="peak of warm-up and cosine")
     add("--aux-loss", type=float, help="balance loss coefficient (None = the preset's)")
     add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
+    add("--layers", type=whole, help="cut the preset to so many layers (None = all)")
+    add("--routing", default="learned", choices=("learned", "balanced"), help="who gets a token")
+    add("--tokens", default="text", choices=("text", "random"), help="random: over the vocabulary")
+    add("--dispatcher", default="auto", choices=get_args(DispatcherName), help="how tokens travel")
+    add(
+        "--capacity-factor", type=positive, help="of nvlink: room over a balanced load (None = all)"
+    )
+    add("--recompute-fc1", action="store_true", help="less memory for one product more")
+    add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
+    add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
     add("--seed", type=int, default=0, help="of weights and data")
-    add("--checkpoint-every", type=whole, default=100, help="steps")
+    add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--prompt", type=some, default="def ", help="what the sample continues")
-    add("--sample-bytes", type=whole, default=200, help="length of the sample")
+    add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     for degree in DEGREES:
         flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
         add(flag, type=int, help=text, metavar="N")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if count(text) < 1:
         raise argparse.ArgumentTypeError(f"({text}) must be a whole number >= 1")
+    return int(text)
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"({text}) must be a whole number >= 0")
     return int(text)
 
 
@@ -74,23 +93,40 @@ def positive(text: str) -> float:
 def model_config(args: argparse.Namespace) -> DecoderConfig:
     """Return the preset, with the balance that the arguments ask for."""
     config = preset(args.preset)
-    if config.vocab_size < VOCAB_SIZE:
+    if args.tokens == "text" and config.vocab_size < VOCAB_SIZE:
         raise ValueError(
             f"--preset ({args.preset}) must have vocab_size ({config.vocab_size}) >= {VOCAB_SIZE}, "
-            "because tokens are bytes: use tiny"
+            "because tokens are bytes: use tiny, or --tokens random"
         )
     if args.seq_len > config.max_seq_len:
         raise ValueError(
             f"--seq-len ({args.seq_len}) must be <= max_seq_len ({config.max_seq_len}) of "
             f"--preset {args.preset}"
         )
-    moe = config.moe
+    if args.layers is not None:
+        if args.layers > config.num_layers:
+            raise ValueError(
+                f"--layers ({args.layers}) must be <= num_layers ({config.num_layers}) of "
+                f"--preset {args.preset}"
+            )
+        config = replace(config, num_layers=args.layers)
+    moe = replace(config.moe, assignment=args.routing)
     if args.aux_loss is not None:
         moe = replace(moe, balance=replace(moe.balance, micro_batch_coef=args.aux_loss))
     if args.bias_rate is not None:
         balance = replace(moe.balance, bias_update_rate=args.bias_rate)
         moe = replace(moe, expert_bias=True, balance=balance)
     return replace(config, moe=moe)
+
+
+def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
+    """Return the sizes of the nvlink dispatcher; None = nothing was said of it."""
+    if args.capacity_factor is None:
+        return None
+    return NVLinkOptions(
+        capacity_factor=args.capacity_factor,
+        max_tokens=args.batch_size * args.seq_len // (args.tp or 1),
+    )
 
 
 def parallel_config(

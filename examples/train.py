@@ -4,6 +4,11 @@
     python examples/train.py --run-dir runs/mine --data a.txt b.jsonl --preset tiny --steps 1000
     torchrun --nproc-per-node 8 examples/train.py --run-dir runs/eight --ep 4 --etp 2
 
+Eight GPUs of one host at full speed; docs/performance.md has what it reaches:
+
+    python examples/train.py --run-dir runs/qwen3 --preset qwen3-30b-a3b --compile --seq-len 4096 \
+        --batch-size 4 --dispatcher nvlink --capacity-factor 1.5 --checkpoint-every 0
+
 Started again with the same arguments, a run goes on from its last whole checkpoint, bit for bit as
 if it had never stopped. The way of one step is `train_step`; how a model gets onto the ranks is
 `build_job`. The text is bytes: the Python standard library's own sources unless --data is given.
@@ -23,9 +28,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from data import BatchShape, read_batches, read_corpus
+from data import BatchShape, random_batches, read_batches, read_corpus
 from launch import launch, leave
-from options import DEGREES, DTYPES, model_config, parallel_config, parse_arguments
+from options import (
+    DEGREES,
+    DTYPES,
+    model_config,
+    nvlink_options,
+    parallel_config,
+    parse_arguments,
+)
 from report import Metrics, Report
 from torch import Tensor
 
@@ -65,6 +77,15 @@ def say_error(error: Exception) -> int:
     return 2
 
 
+def memory_advice(error: torch.OutOfMemoryError, rank: int) -> RuntimeError:
+    """Return the error as one line that says what helps."""
+    reason = str(error).partition(". ")[0]
+    return RuntimeError(
+        f"rank {rank}: {reason}: lower --batch-size (and raise --grad-accum), add --recompute-fc1, "
+        "drop --gather-once, lower --capacity-factor, or use more GPUs"
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One rank's part of a run that is ready to train.
@@ -94,11 +115,15 @@ def run_rank(args: argparse.Namespace) -> int:
         return say_error(error) if rank == 0 or isinstance(error, OSError) else 2
     if rank == 0:
         print(describe(job), flush=True)
-    if job.start < args.steps:
-        train(job)
-    text = sample(job)
-    if rank == 0:
-        print(f"--- sample after {max(job.start, args.steps)} steps ---\n{text}", flush=True)
+    try:
+        if job.start < args.steps:
+            train(job)
+    except torch.OutOfMemoryError as error:
+        return say_error(memory_advice(error, rank))
+    if args.sample_bytes:
+        text = sample(job)
+        if rank == 0:
+            print(f"--- sample after {max(job.start, args.steps)} steps ---\n{text}", flush=True)
     dist.barrier()
     return 0
 
@@ -111,6 +136,8 @@ def describe(job: Job) -> str:
     begins = f"from step {job.start}" if job.start else "from scratch"
     ranks = f"{dist.get_world_size()} {job.device.type} ranks ({degrees or 'no sharding'})"
     corpus = f"{job.corpus_N.numel() / 1e6:.1f} MB of text"
+    if args.tokens == "random":
+        corpus = "random tokens"
     return f"training {args.preset} {begins} to step {args.steps} on {ranks}, {corpus}"
 
 
@@ -126,13 +153,27 @@ def build_job(args: argparse.Namespace) -> Job:
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
 
     model = Decoder(config, device="meta")
-    fsdp = FSDPOptions(param_dtype=DTYPES[dtype])
-    parallelize_moe(model, meshes, experts=args.experts, fsdp=fsdp)
+    parallelize_moe(
+        model,
+        meshes,
+        dispatcher=args.dispatcher,
+        nvlink=nvlink_options(args),
+        experts=args.experts,
+        recompute_fc1=args.recompute_fc1,
+        compile=args.compile,
+        fsdp=FSDPOptions(
+            param_dtype=DTYPES[dtype],
+            reshard_after_forward=not args.gather_once,
+            reshard_experts=True,
+        ),
+    )
     model.to_empty(device=device)
     model.init_weights(args.seed)  # the same weights on every layout
     moe_state(model).set_num_micro_batches(args.grad_accum)
     torch.manual_seed(args.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     shape = BatchShape(
         data_ranks=meshes.data_ranks,
         grad_accum=args.grad_accum,
@@ -185,10 +226,16 @@ def train(job: Job) -> None:
             if report:
                 report.log(step, metrics)
             saver.check()  # a save that failed in the background ends the run here
-            if step % args.checkpoint_every == 0 or step == args.steps:
+            if is_saved(step, args):
                 saver.save(step, {"step": step, "seed": args.seed}, wait=False)
     if report:
         report.close()
+
+
+def is_saved(step: int, args: argparse.Namespace) -> bool:
+    """Whether a checkpoint follows this step: every so many, and the last one."""
+    every = args.checkpoint_every
+    return every > 0 and (step % every == 0 or step == args.steps)
 
 
 def train_step(job: Job, step: int) -> Metrics:
@@ -198,25 +245,31 @@ def train_step(job: Job, step: int) -> Metrics:
     for group in job.optimizer.param_groups:
         group["lr"] = lr
     total = torch.zeros((), device=job.device)
-    batches = read_batches(
-        job.corpus_N, job.shape, seed=args.seed, step=step, data_rank=job.meshes.data_rank
-    )
-    for tokens_BT, labels_BT in batches:
+    for tokens_BT, labels_BT in batches_of(job, step):
         loss = model(tokens_BT.to(job.device), labels_BT.to(job.device)) / args.grad_accum
         loss.backward()
         total += loss.detach()
-    norm = clip_grad_norm_(model, 1.0)  # drops the gradients of a step that is not finite
+    norm = clip_grad_norm_(model, 1.0, optimizer=job.optimizer)  # a nan skips the step everywhere
     job.optimizer.step()
     job.optimizer.zero_grad()
-    routed = moe_state(model).finish_step(skipped=not norm.finite)  # moves the expert biases
+    routed = moe_state(model).finish_step(skipped=norm.skipped)  # moves the expert biases
     dist.all_reduce(total)  # tp ranks hold equal losses, so the mean over ranks is that over data
+    load = max(routed.load_max_over_mean().values())  # the first to wait for the device
     return {
         "loss": total.item() / dist.get_world_size(),
-        "expert_load_max_over_mean": max(routed.load_max_over_mean().values()),
+        "expert_load_max_over_mean": load,
         "grad_norm": norm.total,
         "lr": lr,
         "aux_loss": routed.total_aux_loss(),
     }
+
+
+def batches_of(job: Job, step: int) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's micro-batches of a step."""
+    where = {"seed": job.args.seed, "step": step, "data_rank": job.meshes.data_rank}
+    if job.args.tokens == "random":
+        return random_batches(job.model.config.vocab_size, job.shape, **where)
+    return read_batches(job.corpus_N, job.shape, **where)
 
 
 def lr_at(step: int, args: argparse.Namespace) -> float:

@@ -20,7 +20,8 @@ from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.adapters.hf import refuse_router_logits
 from moecore.config import BalanceConfig
-from moecore.fsdp.shard import FSDPOptions, shard_model
+from moecore.fsdp.shard import FSDPOptions, find_blocks, shard_model
+from moecore.graphs.regions import compile_blocks
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_alignment, check_compute
 from moecore.moe.balance import BalanceGroups
@@ -50,6 +51,7 @@ def parallelize_moe(
     experts: ExpertBackend = "auto",
     recompute_fc1: bool = False,
     overlap_shared: bool = False,
+    compile: bool = False,
     balance: BalanceConfig | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
@@ -77,6 +79,8 @@ def parallelize_moe(
         overlap_shared: on GPUs run shared experts on a stream of their own while tokens travel to
             the routed ones. Other devices have no streams: there it is refused. Experimental: no
             measurement yet.
+        compile: run attention, norms and residual adds of each block through torch.compile, at
+            static shapes; MoE layers have kernels of their own and stay as they are.
         balance: replaces the balance config of every MoE layer; None keeps each one's own.
         fsdp: FSDP2 choices.
         loss: "mean": each rank's loss is the mean over its own tokens, and gradients are the mean
@@ -120,6 +124,8 @@ def parallelize_moe(
         if layer.layout.shared in layer._modules:
             layer.shared_stream = stream
     shard_model(model, meshes, options, loss=loss)
+    if compile:
+        compile_blocks(find_blocks(model), dynamic=False)
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,

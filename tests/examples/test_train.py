@@ -247,6 +247,12 @@ def test_errors_found_by_the_ranks_are_one_line(arguments: str, tmp_path: Path) 
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_too_little_memory_gives_advice(script: ModuleType) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has")
+    advice = str(script.memory_advice(error, 3))
+    assert advice.startswith("rank 3: CUDA out of memory: lower --batch-size")
+
+
 @pytest.mark.parametrize("line", ["not json", '{"title": "x"}', '{"text": 3}', '["text"]'])
 def test_wrong_jsonl_names_the_line(
     line: str,

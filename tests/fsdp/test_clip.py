@@ -34,11 +34,14 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), MoELayer(CONFIG))
 
 
-def step_with_bad_gradient(name: str, bad_rank: int, value: float) -> dict[str, Any]:
+def step_with_bad_gradient(
+    name: str, bad_rank: int, value: float, *, fused: bool
+) -> dict[str, Any]:
     model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
+    skipping = optimizer if fused else None
     model(torch.randn(6, 16)).square().mean().backward()
-    clip_grad_norm_(model, 1.0)
+    clip_grad_norm_(model, 1.0, optimizer=skipping)
     optimizer.step()  # so that AdamW has state that a bad step could damage
     before = [p.to_local().clone() for p in model.parameters()]
     moments = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
@@ -48,15 +51,21 @@ def step_with_bad_gradient(name: str, bad_rank: int, value: float) -> dict[str, 
         model.get_parameter(name).grad.to_local().view(-1)[0] = value
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        norm = clip_grad_norm_(model, 1.0)
+        norm = clip_grad_norm_(model, 1.0, optimizer=skipping)
     optimizer.step()
-    after = [p.to_local() for p in model.parameters()]
-    kept = [s["exp_avg"].to_local() for s in optimizer.state.values()]
+    after = [p.to_local().clone() for p in model.parameters()]
+    kept = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
+    optimizer.zero_grad()
+    model(torch.randn(6, 16)).square().mean().backward()
+    clip_grad_norm_(model, 1.0, optimizer=skipping)
+    optimizer.step()
     return {
         "names": norm.non_finite,
         "warned": any(name in str(w.message) for w in caught),
         "unchanged": all(map(torch.equal, before, after)) and all(map(torch.equal, moments, kept)),
         "total": norm.total,
+        "skipped": norm.skipped.item(),
+        "goes on": not any(map(torch.equal, after, [p.to_local() for p in model.parameters()])),
     }
 
 
@@ -115,7 +124,9 @@ def worker(rank: int, device: torch.device) -> list[Any]:
     mine["collectives"] = collectives_of_a_step()
     for name, bad_rank in BAD.items():
         for value in (math.nan, math.inf):
-            mine[f"{name}/{value}"] = step_with_bad_gradient(name, bad_rank, value)
+            for fused in (False, True):
+                found = step_with_bad_gradient(name, bad_rank, value, fused=fused)
+                mine[f"{name}/{value}/{fused}"] = found
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -126,14 +137,16 @@ def ranks() -> list[Any]:
     return run_ranks(4, worker)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", BAD)
 def test_every_rank_skips_and_names_the_parameter(
-    name: str, value: float, ranks: list[Any]
+    name: str, value: float, fused: bool, ranks: list[Any]
 ) -> None:
-    for found in (r[f"{name}/{value}"] for r in ranks):
+    for found in (r[f"{name}/{value}/{fused}"] for r in ranks):
         assert found["names"] == (name,)
-        assert found["warned"] and found["unchanged"]
+        assert found["unchanged"] and found["skipped"] and found["goes on"]
+        assert found["warned"] is not fused, "on the device nobody knows in time to warn"
         assert not math.isfinite(found["total"])
 
 
@@ -165,3 +178,16 @@ def test_one_process_agrees_with_torch() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
     with pytest.raises(ValueError, match="max_norm"):
         clip_grad_norm_(ours, 0.0)
+
+
+def test_an_optimizer_on_the_device_clips_alike() -> None:
+    host, device = make_model(), make_model()
+    for model in (host, device):
+        model(torch.linspace(-1, 1, 96).view(6, 16)).square().sum().backward()
+    fused = torch.optim.AdamW(device.parameters(), fused=True)
+    assert clip_grad_norm_(host, 0.1).total == clip_grad_norm_(device, 0.1, optimizer=fused).total
+    for a, b in zip(host.parameters(), device.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+    plain = torch.optim.AdamW(device.parameters(), foreach=True)
+    with pytest.raises(ValueError, match="fused=True"):
+        clip_grad_norm_(device, 0.1, optimizer=plain)

@@ -32,6 +32,7 @@ from moecore.kernels import (
     rows,
 )
 from moecore.kernels import grouped_wgrad as wgrad
+from moecore.kernels import scaled_cast as scaled
 
 triton = pytest.importorskip("triton")
 
@@ -207,6 +208,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     ),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
     "experts gelu": (lambda: run_experts("gelu", None), 9),
+    "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
 
 

@@ -1,14 +1,15 @@
 """Gradient norm and clipping over parameters that live on different meshes.
 
 Every element of every gradient is counted once, on whichever mesh it is sharded or replicated, so
-the norm equals that of one process. One all-reduce of one number per parameter, one host sync.
+the norm equals that of one process. One all-reduce of one number per parameter; one host sync, or
+none with an optimizer that can skip a step by itself.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,37 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-@dataclass(frozen=True, slots=True)
 class GradientNorm:
-    """The gradient before clipping.
+    """The gradient before clipping. The first look at `total` or `non_finite` is a host sync.
+
+    Args:
+        names: of the parameters.
+        squares: fp64 [parameters] on the device, the squared norm of each over all ranks.
 
     Attributes:
-        total: L2 norm over all parameters; nan or inf when the gradient is not finite.
-        non_finite: names of the parameters with a nan or inf gradient on any rank.
+        skipped: bool scalar on the device: the gradient is not finite, so the step is dropped.
     """
 
-    total: float
-    non_finite: tuple[str, ...]
+    def __init__(self, names: tuple[str, ...], squares: Tensor) -> None:
+        self._names = names
+        self._squares = squares
+        self.skipped = ~squares.sum().isfinite()
+
+    @cached_property
+    def _values(self) -> list[float]:
+        found: list[float] = self._squares.tolist()
+        return found
+
+    @property
+    def total(self) -> float:
+        """L2 norm over all parameters; nan or inf when the gradient is not finite."""
+        return math.sqrt(sum(self._values))
+
+    @property
+    def non_finite(self) -> tuple[str, ...]:
+        """Names of the parameters with a nan or inf gradient on any rank."""
+        named = zip(self._names, self._values, strict=True)
+        return tuple(name for name, value in named if not math.isfinite(value))
 
     @property
     def finite(self) -> bool:
@@ -38,60 +59,92 @@ class GradientNorm:
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> GradientNorm:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None
+) -> GradientNorm:
     """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
-    A nan or inf anywhere drops all gradients (sets them to None) on every rank and warns with the
-    parameters' names: `optimizer.step()` then changes nothing anywhere, weights and state alike.
+    A nan or inf anywhere drops the step on every rank: `optimizer.step()` then changes nothing
+    anywhere, weights and state alike. Without `optimizer` all gradients are set to None, and a
+    warning has the parameters' names; that needs a host sync. With a fused optimizer its next step
+    skips itself on the device, and nothing waits: the names are in the returned norm.
 
     Args:
         model: parallelized or plain; the same on every rank.
         max_norm: > 0; `math.inf` only measures.
+        optimizer: of the model, with fused=True: its `found_inf` is set, as GradScaler would.
 
     Returns:
-        The norm before clipping, the same on every rank.
+        The norm before clipping, the same on every rank. Give its `skipped` to `finish_step`.
 
     Raises:
-        ValueError: when `max_norm` is not positive.
+        ValueError: when `max_norm` is not positive, or the optimizer can not skip a step.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
+    if optimizer is not None and not _can_skip(optimizer):
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) must be one of torch's with fused=True to "
+            "skip a step on the device: make it so, or leave it out"
+        )
     # A parameter without a gradient counts 0: a rank that left it out would reduce another length.
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    squares = _squares([p for _, p in params])
+    norm = GradientNorm(tuple(n for n, _ in params), squares)
+    grads = [_local(p.grad) for _, p in params if p.grad is not None]
+    grads = [g for g in grads if g.numel()]
+    if optimizer is not None:
+        # The names are for who looks; a nan in the factor meets gradients that nobody will use.
+        factor = (max_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)
+        if grads and max_norm < math.inf:
+            torch._foreach_mul_(grads, factor.to(torch.float32))
+        optimizer.found_inf = norm.skipped.float()  # type: ignore[attr-defined]
+    elif norm.non_finite:
+        _drop_gradients(params, norm.non_finite)
+    elif norm.total > max_norm:
+        torch._foreach_mul_(grads, max_norm / (norm.total + 1e-6))
+    return norm
+
+
+def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every step of it reads `found_inf`."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused") for group in optimizer.param_groups
+    )
+
+
+def _squares(params: list[nn.Parameter]) -> Tensor:
+    """Return fp64 [parameters]: the squared norm of each gradient over all ranks."""
     if not params:
-        return GradientNorm(0.0, ())
-    squares = torch.stack([_norm(p) for _, p in params]).double().square_()
-    if _is_distributed(params):
+        return torch.zeros(0, dtype=torch.float64)
+    squares = torch.stack(_norms(params)).double().square_()
+    if any(isinstance(p, DTensor) for p in params):
         # A nan must survive the division and the sum, and does.
-        copies = [_num_copies(p) for _, p in params]
-        squares /= torch.tensor(copies, dtype=torch.float64, device=squares.device)
+        copies = torch.tensor([_num_copies(p) for p in params], dtype=torch.float64)
+        squares /= copies.to(squares.device, non_blocking=True)
         dist.all_reduce(squares)
-    values = squares.tolist()  # the one host sync of a step
-    named = zip((name for name, _ in params), values, strict=True)
-    non_finite = tuple(name for name, value in named if not math.isfinite(value))
-    total = math.sqrt(sum(values))
-    if non_finite:
-        _drop_gradients(params, non_finite)
-    elif total > max_norm:
-        grads = [_local(p.grad) for _, p in params if p.grad is not None]
-        torch._foreach_mul_([g for g in grads if g.numel()], max_norm / (total + 1e-6))
-    return GradientNorm(total, non_finite)
+    return squares
+
+
+def _norms(params: list[nn.Parameter]) -> list[Tensor]:
+    """Return the L2 norm of this rank's part of each gradient, in at least fp32; 0 = none."""
+    zero = torch.zeros((), dtype=torch.float32, device=_local(params[0]).device)
+    norms = [zero] * len(params)
+    of_dtype: dict[torch.dtype, list[int]] = {}
+    for i, param in enumerate(params):
+        if param.grad is not None and _local(param.grad).numel():
+            of_dtype.setdefault(param.grad.dtype, []).append(i)
+    for dtype, places in of_dtype.items():
+        grads = [_local(params[i].grad) for i in places]  # type: ignore[arg-type]
+        found = torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
+        for i, value in zip(places, found, strict=True):
+            norms[i] = value
+    # fp64 gradients keep their precision; all others are fp32 here.
+    return [n.double() for n in norms] if torch.float64 in of_dtype else norms
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _norm(param: Tensor) -> Tensor:
-    """L2 norm of this rank's part of the gradient, in at least fp32."""
-    dtype = torch.promote_types(param.dtype, torch.float32)
-    if param.grad is None:
-        return torch.zeros((), dtype=dtype, device=_local(param).device)
-    return torch.linalg.vector_norm(_local(param.grad), dtype=dtype)
-
-
-def _is_distributed(params: list[tuple[str, nn.Parameter]]) -> bool:
-    return any(isinstance(p, DTensor) for _, p in params)
 
 
 def _num_copies(param: Tensor) -> int:

@@ -1,7 +1,7 @@
 """FSDP2 units on two meshes: a block on the dense mesh, its experts on the expert mesh inside it.
 
-Under mixed precision the router is a unit inside the block as well: its weight stays in its own
-dtype.
+Experts that no other rank holds are left out (`fsdp/whole.py`): there is nothing to gather. Under
+mixed precision the router is a unit inside the block as well: its weight stays in its own dtype.
 
 Note "gradient scale": every data rank r has its own loss L_r. In the "mean" convention a gradient
 is (1 / data_ranks) * sum_r dL_r/dw. Dense gradients sum over the dense FSDP ranks. Expert gradients
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from moecore.fsdp.whole import WholeWeights
 from moecore.mesh import Meshes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
@@ -37,6 +38,8 @@ class FSDPOptions:
         param_dtype: dtype of compute and all-gathers; None = the parameters' own.
         reduce_dtype: dtype in which gradients are reduced, fp32 or bf16.
         reshard_after_forward: free gathered parameters between forward and backward.
+        reshard_experts: the same for routed experts, usually most of the memory; None = like the
+            others. Experts that no other rank holds are not gathered: they free their cast weights.
         prefetch_blocks: how many blocks ahead parameters are gathered; 0 = FSDP2's own order,
             which loses its overlap behind the dispatcher's host sync.
 
@@ -47,6 +50,7 @@ class FSDPOptions:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
+    reshard_experts: bool | None = None
     prefetch_blocks: int = 1
 
     def __post_init__(self) -> None:
@@ -78,27 +82,36 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     """
     blocks = find_blocks(model)
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    parts_of = {b: _parts(b, options) for b in blocks}
+    parts_of = {b: _parts(b, options, whole_experts=_is_whole(meshes)) for b in blocks}
     dense_policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     # The experts' inputs hold fp32 routing weights that a cast would round.
     expert_policy = MixedPrecisionPolicy(
         options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
     )
     router_policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+    divisor = float(meshes.data_ranks) if loss == "mean" else 1.0
+    reshard_experts = options.reshard_experts
+    if reshard_experts is None:
+        reshard_experts = options.reshard_after_forward
     for router in (m.part("router") for m in layers):
-        if _keeps_precision(router, options):
+        if _keeps_precision(router, options):  # small: gathered once for forward and backward
             fully_shard(
                 router,
                 mesh=meshes.dense_fsdp,
                 mp_policy=router_policy,
-                reshard_after_forward=options.reshard_after_forward,
+                reshard_after_forward=False,
             )
+    whole: set[nn.Parameter] = set()
     for experts in (m.part("experts") for m in layers):
+        if _is_whole(meshes):
+            experts.reader = WholeWeights(options.param_dtype, divisor, keep=not reshard_experts)
+            whole.update(experts.parameters())
+            continue
         fully_shard(
             experts,
             mesh=meshes.expert_fsdp,
             mp_policy=expert_policy,
-            reshard_after_forward=options.reshard_after_forward,
+            reshard_after_forward=reshard_experts,
             shard_placement_fn=_expert_placement(experts, meshes),
         )
     for module in [*(b for b in blocks if b is not model), model]:
@@ -107,14 +120,23 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             mesh=meshes.dense_fsdp,
             mp_policy=dense_policy,
             reshard_after_forward=options.reshard_after_forward if module is not model else None,
+            ignored_params=whole,
         )
-    divisor = float(meshes.data_ranks) if loss == "mean" else 1.0
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]
     for unit in units:
         is_experts = isinstance(unit, Experts)
         _set_divisor(unit, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
     if options.prefetch_blocks:
         _set_prefetch(model, blocks, parts_of, options.prefetch_blocks)
+
+
+def _is_whole(meshes: Meshes) -> bool:
+    """Whether a rank's experts are no other rank's: see `fsdp/whole.py`.
+
+    Not on one rank, where everything stays with FSDP2 and every parameter is a DTensor.
+    """
+    p = meshes.parallel
+    return p.ep * p.etp > 1 and meshes.expert_fsdp.size() == 1
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -206,13 +228,13 @@ def _keeps_precision(router: Router, options: FSDPOptions) -> bool:
     return options.param_dtype not in (None, router.weight.dtype)
 
 
-def _parts(block: nn.Module, options: FSDPOptions) -> list[nn.Module]:
+def _parts(block: nn.Module, options: FSDPOptions, *, whole_experts: bool) -> list[nn.Module]:
     """Return the units inside a block in the order in which they are used."""
     parts: list[nn.Module] = []
     for layer in (m for m in block.modules() if isinstance(m, MoELayer)):
         router = layer.part("router")
         parts += [router] if _keeps_precision(router, options) else []
-        parts.append(layer.part("experts"))
+        parts += [] if whole_experts else [layer.part("experts")]
     return parts
 
 

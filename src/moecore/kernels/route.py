@@ -20,6 +20,7 @@ Note [one warp]. A program is one warp that holds a tile of whole rows: a row ne
 warps, so that a reduction needs no shared memory and no barrier.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,8 +63,8 @@ class RouteOptions:
             `group_experts` best selection scores.
         group_experts: at most the experts of a group. 2 is DeepSeek-V3's rule, 1 DeepSeek-V2's,
             top_k / top_groups Megatron-Core's.
-        balanced: deal the experts out in turn, id (t * K + k) % E, whatever the scores; weights
-            still come from the scores.
+        balanced: deal the experts out in turn, whatever the scores: all once before one comes
+            again (see `dealt_ids`); weights still come from the scores.
 
     Raises:
         ValueError: for an unknown score function or order, two that do not go together, or
@@ -120,11 +121,36 @@ def route_ref(
     return ids_TK.to(torch.int32), weights_TK * options.scale
 
 
+def dealt_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
+    """Return the balanced choices, int64 [T, K]: the j-th choice of all is `j * step % E`.
+
+    Neighbours would live on one rank, and the token would travel to one rank where a learned
+    choice goes to several; see `deal_step`.
+
+    Example, E=8, K=2, step 3: [0, 3], [6, 1], [4, 7], [2, 5], and again.
+    """
+    order = torch.arange(num_tokens * top_k, device=device)
+    step = deal_step(num_experts, top_k)
+    return (order % num_experts * step % num_experts).view(num_tokens, top_k)
+
+
+def deal_step(num_experts: int, top_k: int) -> int:
+    """Return the first number from 2E / 3K on that has no divisor in common with E.
+
+    A token's experts then span two thirds of all, so it goes to about as many ranks as one with
+    random choices: E=128, K=8, 8 ranks: 5.5 and 5.3; 4 ranks: 3.4 and 3.6.
+    """
+    step = max(1, 2 * num_experts // (3 * top_k))
+    while math.gcd(step, num_experts) > 1:
+        step += 1
+    return step
+
+
 def _select(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
     """Return the ids [T, K] int64, best first; stable sorts keep lower ids first among equals."""
     (T, E), K = ranked_TE.shape, options.top_k
     if options.balanced:
-        return (torch.arange(T * K, device=ranked_TE.device) % E).view(T, K)
+        return dealt_ids(T, E, K, ranked_TE.device)
     if bias_E is not None:
         ranked_TE = ranked_TE + bias_E
     order_TE = _best_first(ranked_TE)
@@ -285,7 +311,7 @@ def _route_fwd_kernel(
     FUNCTION: tl.constexpr,
     POST: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    BALANCED: tl.constexpr,
+    DEAL_STEP: tl.constexpr,  # of balanced choices; 0 = chosen by rank
     GIVEN: tl.constexpr,
     BT: tl.constexpr,
     KP: tl.constexpr,
@@ -313,8 +339,8 @@ def _route_fwd_kernel(
     if GIVEN:
         chosen = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
         in_k = in_k & (chosen >= 0)
-    elif BALANCED:
-        chosen = ((rows * K + slots) % E).to(tl.int32)
+    elif DEAL_STEP:
+        chosen = ((rows * K + slots) % E * DEAL_STEP % E).to(tl.int32)
     else:
         if bias is not None:
             ranked += tl.load(bias + experts, mask=real, other=0.0)
@@ -458,7 +484,7 @@ def launch_forward(
             FUNCTION=options.score_function,
             POST=options.score_order == "post",
             NORMALIZE=options.normalize,
-            BALANCED=options.balanced,
+            DEAL_STEP=deal_step(E, K) if options.balanced else 0,
             GIVEN=given,
             BT=BT,
             KP=KP,

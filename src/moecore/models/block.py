@@ -32,10 +32,11 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
         self.self_attn: nn.Module = attention(config, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
-        self.is_dense = config.is_dense(layer_idx)
-        if config.moe is None or self.is_dense:
+        self.is_dense = config.moe is None or config.is_dense(layer_idx)
+        if self.is_dense:
             self.mlp: nn.Module = MLP(config, dtype=dtype)
         else:
+            assert config.moe is not None
             self.mlp = MoELayer(config.moe, dtype=dtype)
 
     def forward(
@@ -49,8 +50,17 @@ class Block(nn.Module):
             padding_mask_BT: bool, True where no expert shall see the token; of the same tokens.
                 Attention and a dense MLP do not read it.
         """
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
-        y_BTD = self.post_attention_layernorm(x_BTD)
+        x_BTD, y_BTD = self.attend(x_BTD, rotary)
         if self.is_dense or padding_mask_BT is None:
             return x_BTD + self.mlp(y_BTD)
         return x_BTD + self.mlp(y_BTD, padding_mask=padding_mask_BT)
+
+    def attend(self, x_BTD: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after attention, and the same normed for what follows."""
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
+        return x_BTD, self.post_attention_layernorm(x_BTD)
+
+    @property
+    def compile_regions(self) -> tuple[str, ...]:
+        """Methods without an MoE layer inside: see `graphs/regions.py`."""
+        return ("forward",) if self.is_dense else ("attend",)

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from moecore.config import MoEConfig
 from moecore.moe.backends import ExpertBackend, ExpertWeights, check_backend, run_experts
 from moecore.moe.dispatch.base import ExpertInput
-from moecore.moe.params import init_normal_, local_param, shard_parameter
+from moecore.moe.params import ParamReader, init_normal_, local_param, shard_parameter
 
 GateUp = Literal["split", "concatenated", "interleaved", "separate"]
 
@@ -94,6 +94,7 @@ class Experts(nn.Module):
                 "use 'split'"
             )
         self.set_backend(backend)
+        self.reader = ParamReader()
         self.etp_rank = 0  # which slice of D this rank's part of b2 covers; set when sharded
         for name, shape in expert_shapes(config, self.layout).items():
             parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -204,8 +205,15 @@ class Experts(nn.Module):
             ValueError: when the backend cannot multiply these matrices, or a `main_grad` does not
                 fit.
         """
-        dtype, config = inp.rows_SD.dtype, self.config
-        weights = ExpertWeights(
+        with self.reader.reading():
+            weights = self._weights(inp.rows_SD.dtype)
+            return run_experts(
+                self.backend, inp, weights, self.config, recompute_fc1=self.recompute_fc1
+            )
+
+    def _weights(self, dtype: torch.dtype) -> ExpertWeights:
+        config = self.config
+        return ExpertWeights(
             w1_eCD=self._fc1_eCD(dtype),
             w2_eDF=self._as_stored_eDF(self._weight("w2", dtype)),
             b1_eC=self._weight("b1", dtype).flatten(1) if config.fc1_bias else None,
@@ -213,7 +221,6 @@ class Experts(nn.Module):
             interleaved=self.layout.gate_up == "interleaved" and config.gated,
             main_grads=self._main_grads(),
         )
-        return run_experts(self.backend, inp, weights, config, recompute_fc1=self.recompute_fc1)
 
     def _fc1_eCD(self, dtype: torch.dtype) -> Tensor:
         """FC1 as [e, C, D]: a view, or a copy of two parameters that stand apart."""
@@ -272,7 +279,7 @@ class Experts(nn.Module):
 
     def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
         """This rank's part of a parameter; cast only under autocast, where rows are cast too."""
-        return local_param(getattr(self, getattr(self.layout, role))).to(dtype)
+        return self.reader.read(getattr(self, getattr(self.layout, role))).to(dtype)
 
     def _fc2_bias(self, dtype: torch.dtype) -> Tensor:
         """b2 with zeros outside this etp rank's slice of D, so that adding over etp counts once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -35,6 +36,18 @@ def local_param(param: Tensor) -> Tensor:
         return param
     grads = tuple(Partial() if p.is_replicate() else p for p in param.placements)
     return param.to_local(grad_placements=grads)
+
+
+class ParamReader:
+    """How a module gets at this rank's part of its parameters; another one may cast on the way."""
+
+    def read(self, param: torch.nn.Parameter) -> Tensor:
+        """Return the part as a plain tensor, differentiably."""
+        return local_param(param)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return what surrounds reading and use."""
+        return nullcontext()
 
 
 @torch.no_grad()

@@ -162,7 +162,9 @@ def _choose(
         )
     if config.assignment == "balanced":
         K = config.top_k
-        picks = [[(n * K + k) % E for k in range(K)] for n in range(N)]
+        first = max(1, 2 * E // (3 * K))  # 2/3 of all lie between a token's first and last
+        step = next(n for n in range(first, 2 * E + 1) if math.gcd(n, E) == 1)
+        picks = [[(n * K + k) * step % E for k in range(K)] for n in range(N)]
         return [[e in row for e in range(E)] for row in picks]
     if config.assignment == "expert_choice":
         return _experts_choose(_scores(logits_NE, config).tolist(), real, config, training)

@@ -111,14 +111,15 @@ class MoEState:
             layer.tracker.gradient_scale = scale
 
     @torch.no_grad()
-    def finish_step(self, *, skipped: bool = False) -> MoEMetrics:
+    def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
         """Reduce the step's counts, move the expert biases, and start counting anew.
 
         Call once per optimizer step on every rank. One collective for all layers, and one
         more for each layer with quantile balancing; no host sync.
 
         Args:
-            skipped: the step was dropped (`not clip_grad_norm_(...).finite`): biases stay too.
+            skipped: the step was dropped (`clip_grad_norm_(...).skipped`): biases stay too. A bool,
+                or a bool scalar on the device, for which nothing waits.
 
         Returns:
             The metrics of the step; all zero when nothing was counted since the last call.
@@ -154,8 +155,8 @@ class MoEState:
             if kept_E is not None:
                 metrics.dropped_per_expert[name] = (chosen_E - kept_E).long()
             metrics.aux_losses[name] = (losses / shares).float()
-            if not skipped:
-                _move_bias(layer, chosen_E, counts[name].margins_EX)
+            if skipped is not True:
+                _move_bias(layer, chosen_E, counts[name].margins_EX, skipped)
         self._reset()
         return metrics
 
@@ -210,14 +211,17 @@ def _unpack(packed: Tensor, counts: LoadCounts) -> tuple[Tensor, Tensor, Tensor 
     return packed[:E], packed[E : E + L], kept_E
 
 
-def _move_bias(layer: Any, chosen_E: Tensor, margins_EX: Tensor | None) -> None:
-    """Move the selection bias as the layer's balance config says."""
+def _move_bias(
+    layer: Any, chosen_E: Tensor, margins_EX: Tensor | None, skipped: bool | Tensor
+) -> None:
+    """Move the selection bias as the layer's balance config says, unless the step was skipped."""
     config = layer.config
     rate = config.balance.bias_update_rate
     if not rate:
         return
     bias_E = layer.part("router").selection_bias
     if margins_EX is None:
-        bias_E += rate * torch.sign(chosen_E.mean() - chosen_E).to(bias_E.dtype)
+        move_E = rate * torch.sign(chosen_E.mean() - chosen_E).to(bias_E.dtype)
     else:
-        bias_E += rate * (solve_bias(margins_EX, bias_E, config.top_k) - bias_E)
+        move_E = rate * (solve_bias(margins_EX, bias_E, config.top_k) - bias_E)
+    bias_E += move_E.masked_fill(skipped, 0.0) if isinstance(skipped, Tensor) else move_E

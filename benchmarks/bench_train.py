@@ -1,0 +1,237 @@
+r"""A whole training step: tokens/s, TFLOP/s, share of the dense ceiling, memory, where time goes.
+
+    torchrun --nproc-per-node 8 -m benchmarks.bench_train --preset qwen3-30b-a3b --compile \
+        --seq-len 4096 --batch-size 4 --dispatcher nvlink --capacity-factor 1.05 \
+        --routing balanced --tokens random
+
+It is the loop of examples/train.py with that script's arguments; `--warm-up`, `--timed`, `--trace`
+and `--results` are its own. A step's time is the slowest rank's, metrics and their host syncs
+included. TFLOP/s count 6 FLOPs per active parameter and causal attention (`models/size.py`); the
+ceiling is a large square bf16 product of the same run, on warm GPUs. Rank 0 prints the row and, if
+one with the same arguments is committed, that one beside it; `--results` appends it to
+<folder>/<day>-<gpu>.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import trace
+from benchmarks.gate import ROOT
+from benchmarks.records import RESULTS, Environment
+from moecore.models.size import active_params, flops_per_token, num_params
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train
+from options import parse_arguments
+
+CEILING_SIDE = 8192
+CEILING_SECONDS = 2.0
+Row = dict[str, Any]
+# What tells two runs apart, beside preset and number of GPUs.
+SHOWN = (
+    "batch_size",
+    "seq_len",
+    "grad_accum",
+    "layers",
+    "routing",
+    "tokens",
+    "dispatcher",
+    "capacity_factor",
+    "experts",
+    "compile",
+    "recompute_fc1",
+    "gather_once",
+    "ep",
+    "tp",
+    "dp_shard",
+)
+PRINTED = (
+    "tokens_per_second_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "step_ms",
+    "peak_gib",
+    "exposed_share",
+)
+
+
+def main() -> int:
+    """Train, measure and report on this rank of torchrun."""
+    own, rest = parse_own(sys.argv[1:])
+    args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
+    args.steps = max(args.steps, own.warm_up + own.timed)
+    try:
+        job = train.build_job(args)
+    except train.ARGUMENT_ERRORS as error:
+        return train.say_error(error)
+    seconds, metrics = time_steps(job, warm_up=own.warm_up, timed=own.timed)
+    row = describe_run(job, seconds, metrics)
+    if own.trace and job.device.type == "cuda":
+        row |= traced(job, first_step=own.warm_up + own.timed + 1)
+    row["ceiling_tflops"] = ceiling(job.device)
+    row["mfu"] = row["tflops_per_gpu"] / row["ceiling_tflops"]
+    if dist.get_rank() == 0:
+        report(row, own.results)
+    dist.barrier()
+    return 0
+
+
+def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return this script's arguments and those of examples/train.py."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--warm-up", type=int, default=5, help="steps that do not count")
+    add("--timed", type=int, default=10, help="steps that do")
+    add("--trace", action="store_true", help="profile one more step")
+    add("--results", type=Path, help="folder for the record")
+    return parser.parse_known_args(arguments)
+
+
+def time_steps(
+    job: train.Job, *, warm_up: int, timed: int
+) -> tuple[list[float], list[train.Metrics]]:
+    """Return the seconds of each timed step on this rank, and the metrics of all steps."""
+    seconds, metrics = [], []
+    for step in range(1, warm_up + timed + 1):
+        if step == warm_up + 1:
+            gc.collect()
+            gc.freeze()
+            if job.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        start = time.perf_counter()
+        metrics.append(train.train_step(job, step))
+        if step > warm_up:
+            seconds.append(time.perf_counter() - start)
+    return seconds, metrics
+
+
+def describe_run(job: train.Job, seconds: list[float], metrics: list[train.Metrics]) -> Row:
+    """Return the row of one run; collective."""
+    config, world = job.model.config, dist.get_world_size()
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=job.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    step_s = statistics.median(slowest.tolist())
+    rate = job.shape.tokens / step_s / world
+    flops = flops_per_token(config, job.shape.seq_len)
+    peak = torch.zeros(2, dtype=torch.float64, device=job.device)
+    if job.device.type == "cuda":
+        stats = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        peak = torch.tensor(stats, dtype=torch.float64, device=job.device) / 2**30
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return {
+        "op": "train",
+        "preset": job.args.preset,
+        "num_gpus": world,
+        "parameters": num_params(config),
+        "active_parameters": active_params(config),
+        **{name: getattr(job.args, name) for name in SHOWN},
+        "ep": job.meshes.parallel.ep,
+        "tokens_per_step": job.shape.tokens,
+        "step_ms": step_s * 1e3,
+        "slowest_step_ms": max(slowest.tolist()) * 1e3,
+        "tokens_per_second_per_gpu": rate,
+        "flops_per_token": flops,
+        "tflops_per_gpu": rate * flops / 1e12,
+        "peak_gib": peak[0].item(),
+        "reserved_gib": peak[1].item(),
+        "losses": [m["loss"] for m in metrics],
+        "load_max_over_mean": metrics[-1]["expert_load_max_over_mean"],
+    }
+
+
+def traced(job: train.Job, *, first_step: int) -> Row:
+    """Return the breakdown of one more step on rank 0; every rank steps."""
+    dist.barrier()
+    found = trace.trace(lambda: train.train_step(job, first_step))
+    return {
+        "trace_wall_ms": found.wall,
+        "trace_ms": found.categories,
+        "exposed_ms": found.exposed,
+        "idle_ms": found.idle,
+        "exposed_share": found.exposed / found.wall,
+        "kernels": found.kernels,
+        "longest": [[name[:120], *times] for name, times in found.longest.items()],
+    }
+
+
+def ceiling(device: torch.device) -> float:
+    """Return the TFLOP/s of a large square bf16 product, at the clocks of a busy GPU."""
+    n = CEILING_SIDE if device.type == "cuda" else 256
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    count, stop = 0, time.perf_counter() + (CEILING_SECONDS if device.type == "cuda" else 0.01)
+    start = time.perf_counter()
+    while time.perf_counter() < stop:
+        for _ in range(20):
+            a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        count += 20
+    return count * 2 * n**3 / (time.perf_counter() - start) / 1e12
+
+
+def report(row: Row, folder: Path | None) -> None:
+    """Print the row, a committed one with the same arguments beside it, and append it."""
+    ours = committed(row)
+    for name in (f for f in PRINTED if f in row):
+        beside = f"   committed {ours[name]:.4g}" if ours and name in ours else ""
+        print(f"{name:<28}{row[name]:.4g}{beside}")
+    losses = row["losses"]
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, load {row['load_max_over_mean']:.2f}")
+    if "trace_ms" in row:
+        found = trace.Breakdown(
+            wall=row["trace_wall_ms"],
+            categories=row["trace_ms"],
+            exposed=row["exposed_ms"],
+            idle=row["idle_ms"],
+            kernels=row["kernels"],
+            longest={},
+        )
+        print("\n".join(trace.table(found)), flush=True)
+    if folder is None:
+        return
+    command = shlex.join(["-m", "benchmarks.bench_train", *sys.argv[1:]])
+    environment = dataclasses.replace(Environment.here(), command=command)
+    folder.mkdir(parents=True, exist_ok=True)
+    line = dataclasses.asdict(environment) | {k: _short(v) for k, v in row.items()}
+    with (folder / environment.file_name).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def committed(row: Row) -> Row | None:
+    """Return the newest committed row of the same case, or None."""
+    same = ("op", "preset", "num_gpus", *SHOWN)
+    rows = []
+    for path in sorted((RESULTS / "train").glob("*.jsonl")):
+        rows += [json.loads(line) for line in path.read_text().splitlines()]
+    found = [r for r in rows if all(r.get(name) == row.get(name) for name in same)]
+    return found[-1] if found else None
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list):
+        return [_short(v) for v in value]
+    return {k: _short(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # without destructors, see examples/launch.py

@@ -1,0 +1,40 @@
+"""torch.compile around the MoE layers of a model: attention, norms and residual adds of each block.
+
+What lies between two MoE layers is bound by memory: norms, rotary embedding, adds. Inductor fuses
+it. An MoE layer has kernels of its own and FSDP2 hooks inside, so it stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from moecore.moe.layer import MoELayer
+
+
+def compile_blocks(blocks: list[nn.Module], **options: Any) -> None:
+    """Compile each block but for its MoE layers. In place; parameter names stay.
+
+    A block, or a module in it, says with `compile_regions` which of its methods hold no MoE layer.
+    In any other block forward is compiled up to each MoE layer and from there on, which costs more
+    host time. Blocks of one class share their code. FSDP2's hooks stay outside of it.
+
+    Args:
+        blocks: modules that are called, such as a decoder's layers; those that are MoE layers
+            themselves are left alone.
+        **options: of `torch.compile`.
+    """
+    for block in blocks:
+        if isinstance(block, MoELayer):
+            continue
+        telling = [m for m in block.modules() if hasattr(m, "compile_regions")]
+        for owner in telling:
+            for name in owner.compile_regions:
+                setattr(owner, name, torch.compile(getattr(owner, name), **options))
+        if telling:
+            continue
+        for layer in (m for m in block.modules() if isinstance(m, MoELayer)):
+            cast(Any, layer).forward = torch.compiler.disable(layer.forward)
+        cast(Any, block).forward = torch.compile(block.forward, **options)

@@ -1,0 +1,51 @@
+"""The benchmark of a whole step on two CPU ranks, as its users start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+ARGUMENTS = (
+    "--preset tiny-qwen3 --tokens random --routing balanced --seq-len 32 --batch-size 2"
+    " --warm-up 1 --timed 2"
+)
+
+
+def start(arguments: str, run_dir: Path, *, code: int) -> subprocess.CompletedProcess[str]:
+    command = "-m torch.distributed.run --nproc-per-node 2 -m benchmarks.bench_train"
+    paths = os.pathsep.join([str(REPO / "src"), str(REPO)])
+    done = subprocess.run(
+        [sys.executable, *command.split(), *arguments.split(), "--run-dir", str(run_dir)],
+        env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode == 0) == (code == 0), done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_a_run_prints_and_records_its_row(tmp_path: Path) -> None:
+    done = start(f"{ARGUMENTS} --results {tmp_path / 'results'}", tmp_path / "run", code=0)
+    assert "tokens_per_second_per_gpu" in done.stdout
+    (file,) = (tmp_path / "results").iterdir()
+    (row,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (row["op"], row["preset"], row["num_gpus"], row["ep"]) == ("train", "tiny-qwen3", 2, 2)
+    assert row["tokens_per_step"] == 2 * 2 * 32 and len(row["losses"]) == 3
+    rate = row["tokens_per_second_per_gpu"]
+    assert rate == pytest.approx(row["tokens_per_step"] / 2 / row["step_ms"] * 1e3, rel=1e-4)
+    assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / row["ceiling_tflops"], rel=1e-4)
+    assert row["load_max_over_mean"] == 1.0, "balanced"
+
+
+@pytest.mark.slow
+def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
+    done = start(f"{ARGUMENTS} --layers 9", tmp_path, code=1)
+    assert "--layers (9) must be <= num_layers (2)" in done.stderr

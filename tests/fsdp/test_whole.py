@@ -1,0 +1,101 @@
+"""Experts that no other rank holds: no FSDP2, the same numbers, no kept copies.
+
+That gradients are right on every folding is part of tests/test_parity.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from tests.moe.moe_cases import make_layer
+from tests.ranks import run_ranks
+
+CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=6, top_k=2)
+LAYOUTS = {"whole": ParallelConfig(ep=2, edp_shard=1), "sharded": ParallelConfig(ep=1, edp_shard=2)}
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(24, 32, generator=torch.Generator().manual_seed(rank))
+
+
+def train(
+    layout: str, dtype: torch.dtype | None, rank: int, *, reshard: bool = True
+) -> dict[str, Any]:
+    model = nn.Sequential(make_layer(CONFIG))
+    meshes = build_meshes(LAYOUTS[layout], "cpu")
+    options = FSDPOptions(param_dtype=dtype, reshard_experts=reshard)
+    parallelize_moe(model, meshes, fsdp=options, loss="mean")
+    experts = model[0].experts
+    model(batch(rank)).float().square().sum().backward()
+    return {
+        "unit": isinstance(experts, FSDPModule),
+        "dtensor": all(isinstance(p, DTensor) for p in model.parameters()),
+        "grads": {n: p.grad.full_tensor() for n, p in model.named_parameters()},
+        "dtypes": {p.grad.dtype for p in experts.parameters()},
+    }
+
+
+def input_gradient_of_changed_weights(rank: int, *, reshard: bool) -> float:
+    """Zero the experts between forward and backward: what backward reads, tells what was kept."""
+    model = nn.Sequential(make_layer(CONFIG))
+    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=reshard)
+    parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
+    received = []
+    model[0].experts.register_forward_pre_hook(
+        lambda _, args: received.append(args[0].rows_SD) or args[0].rows_SD.retain_grad()
+    )
+    y = model(batch(rank).requires_grad_())
+    with torch.no_grad():
+        for param in model[0].experts.parameters():
+            param.to_local().zero_()
+    y.float().square().sum().backward()
+    return received[0].grad.abs().max().item()
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    found = {}
+    for layout in LAYOUTS:
+        for dtype in (None, torch.bfloat16):
+            found[layout, dtype] = train(layout, dtype, rank)
+    found["keep"] = train("whole", torch.bfloat16, rank, reshard=False)
+    found["changed"] = [
+        input_gradient_of_changed_weights(rank, reshard=reshard) for reshard in (True, False)
+    ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(2, worker)
+
+
+def test_they_are_no_unit_and_stay_dtensors(found: dict[str, Any]) -> None:
+    for dtype in (None, torch.bfloat16):
+        assert not found["whole", dtype]["unit"] and found["sharded", dtype]["unit"]
+        assert found["whole", dtype]["dtensor"]
+        assert found["whole", dtype]["dtypes"] == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_gradients_are_those_of_fsdp2(dtype: torch.dtype | None, found: dict[str, Any]) -> None:
+    bound = 1e-5 if dtype is None else 2e-2
+    for name, want in found["sharded", dtype]["grads"].items():
+        error = (found["whole", dtype]["grads"][name] - want).abs().max()
+        assert error <= bound * want.abs().max(), name
+
+
+def test_kept_or_cast_again_the_gradient_has_the_same_bits(found: dict[str, Any]) -> None:
+    kept, cast = found["keep"]["grads"], found["whole", torch.bfloat16]["grads"]
+    assert all(torch.equal(kept[name], cast[name]) for name in kept)
+
+
+def test_backward_casts_again_unless_told_to_keep(found: dict[str, Any]) -> None:
+    cast_again, kept = found["changed"]
+    assert cast_again == 0.0 and kept > 0.0

@@ -1,0 +1,99 @@
+"""Compiled blocks train like eager ones, on ranks under FSDP2 and ep, and share their code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore.graphs import compile_blocks
+from moecore.models import Decoder, preset
+from tests.ranks import run_ranks
+
+WORLD = 2
+STEPS = 2
+
+
+class OtherBlock(nn.Module):
+    """A block that says nothing of its regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.moe = MoELayer(MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.moe(self.norm(x)))
+
+
+def train(compile: bool, dtype: torch.dtype | None) -> tuple[list[float], list[Tensor]]:
+    config = replace(preset("tiny-deepseek-v3"), num_layers=3)  # a dense block and two with MoE
+    model = Decoder(config, device="meta")
+    parallelize_moe(
+        model,
+        build_meshes(ParallelConfig(ep=2), "cpu"),
+        compile=compile,
+        fsdp=FSDPOptions(param_dtype=dtype),
+    )
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for _ in range(STEPS):
+        tokens_BT = torch.randint(0, config.vocab_size, (2, 24), generator=generator)
+        loss = model(tokens_BT, tokens_BT)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [p.full_tensor() for p in model.parameters()]
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"eager": train(False, None)}
+    torch._dynamo.utils.counters.clear()
+    found["compiled"] = train(True, None)
+    counters = torch._dynamo.utils.counters
+    found["graphs"] = counters["stats"]["unique_graphs"]
+    found["breaks"] = sum(counters["graph_break"].values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(WORLD, worker)
+
+
+@pytest.mark.slow
+def test_losses_and_parameters_equal_those_of_eager(found: dict[str, Any]) -> None:
+    losses, params = found["eager"]
+    compiled_losses, compiled_params = found["compiled"]
+    assert losses[0] != losses[1]
+    assert compiled_losses == pytest.approx(losses, rel=1e-5)
+    for want, got in zip(params, compiled_params, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_blocks_of_one_kind_share_their_code(found: dict[str, Any]) -> None:
+    assert found["graphs"] == 3, "dense blocks, those with MoE, that of multi-token prediction"
+    assert found["breaks"] == 0
+
+
+def test_any_block_is_compiled_around_its_moe_layer() -> None:
+    torch.manual_seed(0)
+    block, x = OtherBlock(), torch.randn(2, 6, 16)
+    want = block(x)
+    names = [name for name, _ in block.named_parameters()]
+    torch._dynamo.utils.counters.clear()
+    compile_blocks([block, block.moe], dynamic=False)
+    got = block(x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert [name for name, _ in block.named_parameters()] == names
