@@ -45,16 +45,27 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "balanced": dict(top_k=3, _debug_force_load_balance=True),
 }
 EP, TP = "parallelism__expert_parallel_degree", "parallelism__tensor_parallel_degree"
+SECTION = {"job__custom_config_module": "moecore.integrations.torchtitan_options"}
+CHOICES = {**SECTION, "moecore__dispatcher": "allgather", "moecore__prefetch_blocks": 2}
 DECODERS: dict[str, dict[str, Any]] = {
     "ep": {EP: 2, "activation_checkpoint__mode": "full"},
     "tp": {EP: 2, TP: 2, "training__global_batch_size": 4},
     "fsdp": {},
+    "compiled": {EP: 2, "compile__enable": True, "compile__backend": "aot_eager"},
+    "choices": {EP: 2, **CHOICES, "moecore__experts": "sequential"},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tp alone": ({TP: 2}, r"expert_parallel_degree \(1\) must be > 1 with tensor_parallel_degree"),
     "cp": ({"parallelism__context_parallel_degree": 2}, r"context_parallel_degree \(2\) must be 1"),
     "offload": ({"training__enable_cpu_offload": True}, r"enable_cpu_offload \(True\) must be Fal"),
-    "compile": ({"compile__enable": True}, r"compile.components \(\[.*\]\) must be \['loss'\]"),
+    "nvlink": (
+        {EP: 2, **SECTION, "moecore__dispatcher": "nvlink"},
+        r"dispatcher \('nvlink'\) must",
+    ),
+    "factor": (
+        {EP: 2, **CHOICES, "moecore__capacity_factor": 1.5},
+        r"moecore.capacity_factor \(1.5\) must go with moecore.dispatcher \('allgather'\) = 'nvl",
+    ),
     "async tp": ({"parallelism__enable_async_tensor_parallel": True}, r"enable_async_tensor_para"),
     "deepep": ({"parallelism__expert_parallel_comm_backend": "deepep"}, r"comm_backend \('deepep"),
     "converters": ({}, r"model.converters \(\['float8'\]\) must be \[\]"),
@@ -242,6 +253,18 @@ def test_the_log_has_load_and_auxiliary_loss(results: dict[str, Any], name: str)
     for found, wanted in zip(results[name].metrics, results["oracle"].metrics, strict=True):
         for key, value in wanted.items():
             assert found[key] == pytest.approx(value, rel=1e-5), key
+
+
+def test_the_section_of_the_job_reaches_the_layers(results: dict[str, Any]) -> None:
+    assert results["choices"].dispatchers == {"AllGatherDispatcher"}
+    assert results["choices"].backends == {"sequential"}
+    assert results["ep"].dispatchers == {"AllToAllDispatcher"}
+
+
+def test_blocks_share_the_graphs_around_their_moe_layers(results: dict[str, Any]) -> None:
+    # Before and after the MoE layer, once for the two blocks and once for the prediction module.
+    assert 2 <= results["compiled"].graphs <= 4
+    assert results["ep"].graphs == 0
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 EP, TP, ETP = (f"parallelism__{n}_parallel_degree" for n in ("expert", "tensor", "expert_tensor"))
 REPLICATE, SHARD = (f"parallelism__data_parallel_{n}_degree" for n in ("replicate", "shard"))
 AC, BATCH, GLOBAL = "activation_checkpoint__mode", "training__local_batch_size", "global_batch_size"
+# Every graph is made, none is turned into C++: that takes minutes here.
+COMPILE = {"compile__enable": True, "compile__backend": "aot_eager"}
 TWO_BATCHES = {f"training__{GLOBAL}": 4}  # of one sample each on two data ranks
 
 # Every run sees four samples a step.
@@ -32,8 +34,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 hsdp": ("moecore_tiny_qwen3", {EP: 2, REPLICATE: 2, SHARD: 2, AC: "full"}),
     "qwen3 tp": ("moecore_tiny_qwen3", {EP: 2, TP: 2, AC: "selective", **TWO_BATCHES}),
     "qwen3 dense mesh": ("moecore_tiny_qwen3", {}),
+    "qwen3 compiled": ("moecore_tiny_qwen3", {EP: 2, AC: "selective", **COMPILE}),
     "deepseek_v3 stock": ("stock_tiny_deepseek_v3", {EP: 2}),
     "deepseek_v3 ep4": ("moecore_tiny_deepseek_v3", {EP: 4, TP: 2, BATCH: 2}),
+    "deepseek_v3 compiled": ("moecore_tiny_deepseek_v3", {EP: 4, TP: 2, BATCH: 2, **COMPILE}),
     "deepseek_v3 etp": ("moecore_tiny_deepseek_v3", {EP: 2, TP: 2, ETP: 2, BATCH: 2}),
 }
 BF16 = {"training__mixed_precision_param": "bfloat16"}
@@ -156,3 +160,9 @@ def test_the_load_is_in_the_log(runs: dict[str, Run], name: str) -> None:
     for metrics in runs[name].metrics:
         assert 1 <= metrics["moe/load_max_over_mean_avg"] <= metrics["moe/load_max_over_mean"] <= 8
         assert metrics["moe/aux_loss"] == 0
+
+
+@pytest.mark.parametrize("name", ACCELERATED)
+def test_only_a_compiled_run_has_graphs(runs: dict[str, Run], name: str) -> None:
+    # Before and after an MoE layer, a dense block and the loss; with checkpointing some again.
+    assert (1 <= runs[name].graphs <= 8) == ("compiled" in name), runs[name].graphs

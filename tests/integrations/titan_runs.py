@@ -9,7 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
+
+from moecore.moe.layer import MoELayer
 
 SEQ_LEN, STEPS, LR, EPS, WEIGHT_DECAY = 16, 3, 1e-2, 1e-3, 0.1
 SPECS = "tests.integrations.titan_specs"
@@ -26,6 +29,9 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)  # parameters that are no DTensors
     expert_meshes: set[tuple[str, ...]] = field(default_factory=set)
+    dispatchers: set[str] = field(default_factory=set)  # names of their classes
+    backends: set[str] = field(default_factory=set)
+    graphs: int = 0  # that torch.compile made
 
 
 def arguments(name: str, folder: str, **options: Any) -> list[str]:
@@ -72,6 +78,8 @@ def train(name: str, folder: str, **options: Any) -> Run:
         os.environ[key] = str(value)
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     run = Run()
+    torch.compiler.reset()
+    counters.clear()
     trainer = titan.Trainer(ConfigManager().parse_args(arguments(name, folder, **options)))
     model, clip = trainer.model_parts[0], dist_utils.clip_grad_norm_
     log = trainer.metrics_processor.logger.log
@@ -95,6 +103,11 @@ def train(name: str, folder: str, **options: Any) -> Run:
     finally:
         dist_utils.clip_grad_norm_ = clip
         trainer.close()
+    run.graphs = counters["stats"]["unique_graphs"]
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            run.dispatchers.add(type(module.dispatcher).__name__)
+            run.backends.add(module.part("experts").backend)
     run.state = {_clean(n): _whole(t) for n, t in model.state_dict().items()}
     for param_name, param in model.named_parameters():
         if not isinstance(param, DTensor):

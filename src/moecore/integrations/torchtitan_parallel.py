@@ -1,6 +1,7 @@
 """From torchtitan's ParallelDims and JobConfig to moecore: checks, meshes, options, the order.
 
-    swap blocks -> dense tensor parallel -> activation checkpointing -> parallelize_moe
+    swap blocks -> dense tensor parallel -> activation checkpointing -> torch.compile of all but the
+    MoE layers -> parallelize_moe
 
 Tensor parallelism of the dense parts is torchtitan's own. Inside an MoE block each tp rank keeps
 its slice of every sequence: the router is whole on each rank, shared experts are cut like an MLP.
@@ -14,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -32,7 +33,9 @@ from torchtitan.tools import utils
 from moecore.adapters.base import swap_blocks
 from moecore.config import ParallelConfig
 from moecore.fsdp import FSDPOptions
+from moecore.graphs import compile_blocks
 from moecore.integrations.torchtitan_moe import titan_moe
+from moecore.integrations.torchtitan_options import moecore_options, nvlink_options
 from moecore.mesh import Meshes, build_meshes
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import shard_parameter
@@ -81,28 +84,55 @@ def parallelize_titan(
         dense_tp(model, tp_mesh, job_config)
         for layer in layers.values():
             _tensor_parallel(layer, tp_mesh)
+        if compiles_model(job_config):
+            # What the embedding's reduce-scatter returns is a tensor that still waits. torch 2.13
+            # gives such an input of a compiled graph no gradient.
+            model.get_submodule("tok_embeddings").register_forward_hook(_waited)
         # Done here, before checkpointing hides the parts from torchtitan's plans.
         model.apply_tensor_parallel = lambda _: model  # type: ignore[assignment]
     return finish(model, meshes, job_config)
 
 
 def finish(model: nn.Module, meshes: Meshes, job_config: JobConfig) -> nn.Module:
-    """Apply activation checkpointing, then `parallelize_moe` in torchtitan's loss convention.
+    """Checkpoint and compile blocks, then `parallelize_moe` in torchtitan's loss convention.
 
     Args:
         model: `get_submodule("layers")` gives its blocks.
         meshes: from `titan_meshes`.
         job_config: the job.
     """
+    options = moecore_options(job_config)
+    nvlink = nvlink_options(options)
     checkpointing = job_config.activation_checkpoint
     if checkpointing.mode != "none":
         apply_ac(model, checkpointing, op_sac_save_list=SAVED_OPS)
-    # Its loss is a sum divided by the global number of tokens.
-    parallelize_moe(model, meshes, fsdp=_fsdp_options(job_config), loss="sum")
+    if compiles_model(job_config):
+        blocks = model.get_submodule("layers").children()
+        inner = [getattr(b, "_checkpoint_wrapped_module", b) for b in blocks]
+        compile_blocks(inner, backend=job_config.compile.backend, dynamic=False)
+    parallelize_moe(
+        model,
+        meshes,
+        dispatcher=options.dispatcher,
+        nvlink=nvlink,
+        experts=options.experts,
+        recompute_fc1=options.recompute_fc1,
+        fsdp=_fsdp_options(job_config),
+        loss="sum",  # torchtitan's is a sum divided by the global number of tokens
+    )
     training = job_config.training
     local = training.local_batch_size * meshes.data_ranks
     moe_state(model).set_num_micro_batches(max(1, training.global_batch_size // local))
     return model
+
+
+def compiles_model(job_config: JobConfig) -> bool:
+    """Return whether the job asks for torch.compile of the model."""
+    return job_config.compile.enable and "model" in job_config.compile.components
+
+
+def _waited(_: nn.Module, __: tuple[Any, ...], x: Tensor) -> Tensor:
+    return x.clone()
 
 
 def titan_meshes(parallel_dims: ParallelDims) -> Meshes:
@@ -131,14 +161,12 @@ def check_job(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         NotImplementedError: with the field, its value and the fix.
     """
     job, degrees = job_config, job_config.parallelism
-    compiles = job.compile.enable and "model" in job.compile.components
     backend = degrees.expert_parallel_comm_backend
     rules: list[tuple[str, Any, bool, str]] = [
         ("parallelism.context_parallel_degree", parallel_dims.cp, parallel_dims.cp > 1, "1"),
         ("parallelism.enable_async_tensor_parallel", True, _async_tp(job), "False"),
         ("parallelism.expert_parallel_comm_backend", backend, backend != "standard", "'standard'"),
         ("training.enable_cpu_offload", True, job.training.enable_cpu_offload, "False"),
-        ("compile.components", job.compile.components, compiles, "['loss']"),
         ("model.converters", job.model.converters, bool(job.model.converters), "[]"),
     ]
     for field, value, refused, wanted in rules:
@@ -164,6 +192,7 @@ def _fsdp_options(job_config: JobConfig) -> FSDPOptions:
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         reshard_after_forward=job_config.parallelism.fsdp_reshard_after_forward != "never",
+        prefetch_blocks=moecore_options(job_config).prefetch_blocks,
     )
 
 

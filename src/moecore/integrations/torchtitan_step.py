@@ -9,6 +9,7 @@ from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer import build_optimizers as build_titan_optimizers
+from torchtitan.tools.logging import logger
 
 from moecore.integrations.torchtitan_moe import TitanMoE
 from moecore.moe.state import MoEMetrics
@@ -75,11 +76,20 @@ class MoEMetricsProcessor(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Log as torchtitan does; at most three host syncs more."""
+        """Log as torchtitan does, and the load on a line of its own; up to four host syncs more.
+
+        Raises:
+            RuntimeError: when an exchange of dispatcher "nvlink" went wrong, see `MoEState.check`.
+        """
         extra = dict(extra_metrics or {})
+        for part in self.model_parts or ():
+            moe_state(part).check()
         for metrics in getattr(self.optimizers, METRICS, ()):
             extra |= load_metrics(metrics)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        shown = {name: value for name, value in extra.items() if name.startswith("moe/")}
+        if shown:
+            logger.info("  ".join(f"{name}: {value:.3f}" for name, value in shown.items()))
 
 
 def load_metrics(metrics: MoEMetrics) -> dict[str, float]:
