@@ -19,12 +19,14 @@ from moecore import MoEConfig, MoELayer
 from moecore.config import BalanceConfig
 from moecore.kernels.activation import ActivationOptions
 from moecore.kernels.counts import add_expert_counts
+from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
 from moecore.kernels.index import build_index
 from moecore.kernels.limit_rows import limit_rows
 from moecore.kernels.route import RouteOptions
 from moecore.kernels.route_weights import route_weights
 from moecore.kernels.rows import gather_rows
+from moecore.kernels.scaled_cast import scaled_cast
 
 # What one GPU alone can not run: `tests/kernels/test_exchange.py` plays the ranks.
 OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"}
@@ -55,6 +57,7 @@ def run_all(device: str) -> None:
     run_layer(device, 100, score_function="sigmoid", num_groups=4, top_groups=2, expert_bias=True)
     run_layer(device, 100, balance=LOSSES)
     run_pieces(device)
+    run_loss(device)
 
 
 def run_layer(device: str, num_tokens: int, *, main_grads: bool = False, **changes: Any) -> None:
@@ -79,6 +82,7 @@ def run_pieces(device: str) -> None:
     words = torch.zeros(8, dtype=torch.int32, device=device)
     limit_rows(index.offsets_e, 40, words, words.clone())
     x_TD = torch.randn(T, 72, device=device, dtype=torch.bfloat16)
+    scaled_cast(x_TD, torch.float32, 0.5)
     gather_rows(x_TD, index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     add_expert_counts(torch.zeros(1, E, dtype=torch.int64, device=device), ids_TK)
     options = RouteOptions(
@@ -112,6 +116,15 @@ def run_experts(kind: str, keep_h: bool, x_TD: Tensor, index: Any) -> None:
     )
     options = ExpertMLPOptions(activation=act, products="triton", keep_h=keep_h)
     expert_mlp(x_TD, w1, w2, rows, options).float().sum().backward()
+
+
+def run_loss(device: str) -> None:
+    """Rows of one step and of several, aligned or not; gradients in place, apart and not wanted."""
+    for V in (7, 100, 50257, 65544):
+        logits_CV = torch.randn(3, V, device=device)
+        labels_C = torch.tensor([V - 1, -100, 0], device=device)
+        for dtype in (None, torch.bfloat16, torch.float32):
+            cross_entropy_(logits_CV, labels_C, dtype)
 
 
 if __name__ == "__main__":

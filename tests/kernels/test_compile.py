@@ -24,6 +24,7 @@ from moecore.kernels import (
     balance,
     balance_loss,
     counts,
+    cross_entropy,
     expert_mlp,
     index,
     route,
@@ -178,6 +179,13 @@ def run_experts(kind: str, main_grad: torch.dtype | None, D: int = D, F: int = F
     expert_mlp.expert_mlp(x, w1, w2, where, options, main_grads=main).sum().backward()
 
 
+def run_cross_entropy(V: int) -> None:
+    labels = torch.zeros(T, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32, None):
+        cross_entropy.cross_entropy_(torch.zeros(T, V), labels, dtype)
+    cross_entropy.cross_entropy_(bf16(T, V), labels, torch.bfloat16)
+
+
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "route": (lambda: run_route("softmax"), 2),
     "route weights": (run_route_weights, 2),
@@ -194,6 +202,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "index of expert choice": (lambda: run_index(1024, 1024), 5),
     "rows": (run_rows, 2),
     "rows of expert choice": (lambda: run_rows(1024), 2),
+    "cross_entropy": (lambda: run_cross_entropy(151936), 4),
+    "cross_entropy of an odd vocabulary": (lambda: run_cross_entropy(50257), 4),
     "swiglu": (lambda: run_activation("swiglu", False), 2),
     "gelu": (lambda: run_activation("gelu", False), 2),
     "relu": (lambda: run_activation("relu", False), 2),

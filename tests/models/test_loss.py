@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,6 +95,29 @@ def test_wrong_arguments_are_refused():
         linear_cross_entropy(hidden, weight, labels, num_tokens=torch.tensor(4.0))
     with pytest.raises(ValueError, match=r"chunk_tokens \(0\) must be >= 1"):
         linear_cross_entropy(hidden, weight, labels, chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"labels_N \(3,\) must have one label for each row"):
+        linear_cross_entropy(hidden, weight, labels[:3])
+    with pytest.raises(ValueError, match=r"labels_N \(torch.int32\) must be int64"):
+        linear_cross_entropy(hidden, weight, labels.int())
+
+
+@pytest.mark.parametrize("label", [-1, 8])
+def test_a_label_that_does_not_exist_raises(label):
+    hidden, weight, labels = make(4, 4, 8)
+    labels[2] = label
+    with pytest.raises((RuntimeError, IndexError), match="index"):
+        linear_cross_entropy(hidden, weight, labels)
+
+
+def test_memory_that_nobody_wrote_is_not_read():
+    """The first chunk's product fills d_weight instead of adding to it."""
+    hidden, weight, labels = make(20, 4, 8)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        linear_cross_entropy(hidden, weight, labels, chunk_tokens=6).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
 def test_extreme_logits_stay_finite():
@@ -130,6 +155,32 @@ def test_logits_never_exist_whole(dtype):
     assert seen.products == 3 * n // chunk  # nothing is computed twice
 
 
+class Alive(TorchDispatchMode):
+    """Remembers the most tensors of one size that were alive at once, views counted once."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel = numel
+        self.seen = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.seen += [weakref.ref(t) for t in found if t.numel() == self.numel]
+        alive = {t.data_ptr() for ref in self.seen if (t := ref()) is not None}
+        self.most = max(self.most, len(alive))
+        return out
+
+
+def test_logits_of_one_chunk_exist_at_a_time():
+    n, d, v, chunk = 512, 8, 64, 32
+    hidden, weight, labels = make(n, d, v)
+    with Alive(chunk * v) as logits:
+        linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk).backward()
+    assert logits.most == 1
+
+
 @pytest.mark.parametrize(("need_hidden", "need_weight"), [(1, 0), (0, 1), (0, 0)])
 def test_only_needed_gradients_are_computed(need_hidden, need_weight):
     hidden, weight, labels = make(64, 8, 16)
@@ -165,3 +216,25 @@ def test_bf16_on_cuda_equals_fp64():
     for got, same, want in zip((loss.detach(), h.grad, w.grad), plain, exact, strict=True):
         error = (got.cpu() - want).norm()
         assert error <= 2 * (same - want).norm() + 1e-6 * want.abs().max()
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_cuda_is_one_chunk_and_the_gradients():
+    n, d, v, chunk = 1024, 64, 65536, 256
+    hidden, weight, labels = make(n, d, v, torch.bfloat16)
+    h, w, labels = (t.detach().cuda() for t in (hidden, weight, labels))
+    h.requires_grad_(), w.requires_grad_()
+    linear_cross_entropy(h, w, labels, chunk_tokens=chunk)  # the workspace of products
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = linear_cross_entropy(h, w, labels, chunk_tokens=chunk)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert loss.isfinite()
+    assert peak <= 1.02 * (chunk * v * 6 + d * v * 4 + n * d * 2)
+
+
+@pytest.mark.gpu
+def test_a_label_that_does_not_exist_is_nan_on_cuda():
+    hidden, weight, labels = make(4, 4, 8)
+    labels[2] = 8
+    assert linear_cross_entropy(hidden.cuda(), weight.cuda(), labels.cuda()).isnan()

@@ -31,7 +31,7 @@ def compile_blocks(blocks: list[nn.Module], **options: Any) -> None:
             continue
         telling = [m for m in block.modules() if hasattr(m, "compile_regions")]
         for owner in telling:
-            for name in owner.compile_regions:
+            for name in cast(Any, owner).compile_regions:
                 setattr(owner, name, torch.compile(getattr(owner, name), **options))
         if telling:
             continue

@@ -2,14 +2,14 @@
 
 Legend: N tokens, C tokens of one chunk, D model dim, V vocabulary.
 
-One chunk's logits are made in fp32 and turned in place into the loss and then into their own
-gradient, from which the chunk's parts of d_hidden and d_weight follow at once. So forward does all
-the matrix work of backward too (three products per chunk, nothing recomputed), and backward only
-scales by the incoming gradient. Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs) for the
+One chunk's logits are made in fp32, `kernels/cross_entropy.py` makes of them the loss and their own
+gradient, and from that the chunk's parts of d_hidden and d_weight follow at once. So forward does
+all the matrix work of backward too (three products per chunk, nothing recomputed), and backward
+only scales by the incoming gradient. Memory: C * V * 4 bytes (C * V * 6 for 16-bit inputs) for the
 chunk, D * V * 4 for the fp32 d_weight, which is added up over chunks.
 
 Source: fusing head and loss is the idea of Liger Kernel (arXiv:2410.10989) and of cut
-cross-entropy (arXiv:2411.09009); the in-place chain is written for eager PyTorch.
+cross-entropy (arXiv:2411.09009).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100  # a label that counts for nothing
+from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_
 
 
 def linear_cross_entropy(
@@ -35,7 +35,8 @@ def linear_cross_entropy(
     Args:
         hidden_ND: any float dtype; N may be 0.
         weight_VD: the head, same dtype and device.
-        labels_N: int64 in [0, V), or -100 for tokens that do not count.
+        labels_N: int64 in [0, V), or -100 for tokens that do not count. Any other label raises on
+            a CPU and makes the loss NaN on a GPU.
         num_tokens: the sum over labels is divided by it (whole number or integer scalar tensor);
             None = by the number of labels that count, or by 1 when none does.
         chunk_tokens: tokens per chunk C.
@@ -44,7 +45,8 @@ def linear_cross_entropy(
         Scalar, fp32 (fp64 for fp64 inputs). No host sync.
 
     Raises:
-        ValueError: when `num_tokens` is a floating tensor or `chunk_tokens` < 1.
+        ValueError: when `num_tokens` is a floating tensor, `chunk_tokens` < 1, or `labels_N` is not
+            one int64 label per row of `hidden_ND`.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens ({chunk_tokens}) must be >= 1")
@@ -53,6 +55,13 @@ def linear_cross_entropy(
         raise ValueError(
             f"num_tokens ({num_tokens.dtype}) must be an integer tensor: pass num_tokens.long()"
         )
+    if labels_N.shape != hidden_ND.shape[:1]:
+        raise ValueError(
+            f"labels_N {tuple(labels_N.shape)} must have one label for each row of "
+            f"hidden_ND {tuple(hidden_ND.shape)}: flatten both"
+        )
+    if labels_N.dtype != torch.int64:
+        raise ValueError(f"labels_N ({labels_N.dtype}) must be int64: pass labels_N.long()")
     total = _LinearCrossEntropy.apply(
         hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled()
     )
@@ -75,21 +84,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         want_hidden, want_weight = (train and need for need in ctx.needs_input_grad[:2])
-        want = want_hidden or want_weight
         d_hidden_ND = torch.empty_like(hidden_ND) if want_hidden else None
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if want_weight else None
+        d_weight_VD = torch.empty_like(weight_VD, dtype=dtype) if want_weight else None
         total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
+        if d_weight_VD is not None and hidden_ND.shape[0] == 0:
+            d_weight_VD.zero_()
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for start in range(0, hidden_ND.shape[0], chunk):
                 part = slice(start, start + chunk)
-                hidden_CD = hidden_ND[part]
-                logits_CV = _product(hidden_CD, weight_VD.t(), dtype)
-                total += _loss_and_gradient_(logits_CV, labels_N[part], want)
-                d_logits_CV = logits_CV.to(hidden_ND.dtype) if want else logits_CV
-                if d_hidden_ND is not None:
-                    torch.mm(d_logits_CV, weight_VD, out=d_hidden_ND[part])
-                if d_weight_VD is not None:
-                    _add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD)
+                d_hidden_CD = None if d_hidden_ND is None else d_hidden_ND[part]
+                total += _add_chunk_(
+                    hidden_ND[part], weight_VD, labels_N[part], d_hidden_CD, d_weight_VD, start == 0
+                )
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return total
@@ -106,17 +112,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden_ND, d_weight_VD, None, None, None
 
 
-def _loss_and_gradient_(logits_CV: Tensor, labels_C: Tensor, want_gradient: bool) -> Tensor:
-    """Return the chunk's summed loss; logits_CV is overwritten by the sum's gradient if wanted."""
-    counts_C1 = (labels_C != IGNORE_INDEX).to(logits_CV.dtype)[:, None]
-    # Only the ignored label is replaced: any other one out of range fails in gather.
-    labels_C1 = torch.where(labels_C == IGNORE_INDEX, 0, labels_C)[:, None]
-    logits_CV.sub_(logits_CV.amax(1, keepdim=True))
-    picked_C1 = logits_CV.gather(1, labels_C1)
-    sums_C1 = logits_CV.exp_().sum(1, keepdim=True)
-    loss = ((sums_C1.log() - picked_C1) * counts_C1).sum()
-    if want_gradient:
-        logits_CV.mul_(counts_C1 / sums_C1).scatter_add_(1, labels_C1, -counts_C1)
+def _add_chunk_(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    labels_C: Tensor,
+    d_hidden_CD: Tensor | None,
+    d_weight_VD: Tensor | None,
+    first: bool,
+) -> Tensor:
+    """Return the chunk's summed loss; fill d_hidden and add to d_weight, which `first` fills.
+
+    What is as large as the logits is gone when this returns, before the next chunk's are made.
+    """
+    dtype = torch.promote_types(hidden_CD.dtype, torch.float32)
+    want = d_hidden_CD is not None or d_weight_VD is not None
+    logits_CV = _product(hidden_CD, weight_VD.t(), dtype)
+    loss, d_logits_CV = cross_entropy_(logits_CV, labels_C, hidden_CD.dtype if want else None)
+    if d_logits_CV is None:
+        return loss
+    del logits_CV
+    if d_hidden_CD is not None:
+        torch.mm(d_logits_CV, weight_VD, out=d_hidden_CD)
+    if d_weight_VD is not None:
+        _add_product_(d_weight_VD, d_logits_CV.t(), hidden_CD, beta=0 if first else 1)
     return loss
 
 
@@ -129,9 +147,9 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to out, in the dtype of out."""
+def _add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
+    """Write out * beta + a @ b to out, in its dtype; beta 0 does not read it."""
     if a.dtype != out.dtype and a.is_cuda:
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
     else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)

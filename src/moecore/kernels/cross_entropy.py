@@ -1,0 +1,225 @@
+"""Cross-entropy of logits and its gradient: two reads of a row, one write.
+
+    loss          = sum over rows that count of log(sum over v of exp(x[c, v])) - x[c, label[c]]
+    d_logits[c,v] = exp(x[c, v]) / (sum over v of exp(x[c, v])) - (v == label[c]), rounded once
+
+Letters: C rows (tokens of one chunk), V vocabulary.
+
+One program per row. The first pass keeps a maximum and a sum of exponentials for each lane (the
+online softmax), lanes meet once at the end of the row, and the second pass writes the gradient. A
+row that does not count is not read.
+
+Budget, with b bytes per logit and g per gradient: C * V * (2b + g) bytes moved, at least
+C * V * (b + g); 2 * C * V exponentials. Allocates C * V * g, nothing when b and g are the same
+dtype: then the gradient replaces the logits.
+
+Note [backwards]. A row of 151,936 fp32 logits is 608 KB: more than a multiprocessor's registers
+and shared memory. The rows in work, two per multiprocessor, are 160 MB, more than the 50 MB of L2
+too: read again in the same order, every line has just left L2. So the second pass begins with what
+the first read last. Lines that nobody reads again are marked to leave first.
+
+Note [own output]. A 16-bit gradient could lie in the memory of its fp32 logits, in the second half
+of each row, as the second pass runs backwards. That would take a barrier per tile, since threads
+overwrite what others read, and leave the products after it rows of 2 * V with an offset, for
+2 * C * V bytes less. It has its own memory instead.
+
+Source: online softmax, arXiv:1805.02867.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.ops import Op
+
+IGNORE_INDEX = -100  # a label that counts for nothing
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_LANES = 4096
+THREAD_LANES = 4  # lanes of one thread
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32, where -inf would make inf - inf
+
+
+def cross_entropy_ref_(
+    logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the summed loss and its gradient in `dtype`; overwrites fp32 and fp64 logits."""
+    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    ignored_C1 = (labels_C == IGNORE_INDEX)[:, None]
+    # Only the ignored label is replaced: any other one out of range fails in gather.
+    labels_C1 = labels_C[:, None].masked_fill(ignored_C1, 0)
+    counts_C1 = (~ignored_C1).to(logits_CV.dtype)
+    # What an ignored row holds, NaN or inf, must not get past the factor 0.
+    logits_CV.masked_fill_(ignored_C1, 0)
+    logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+    picked_C1 = logits_CV.gather(1, labels_C1)
+    sums_C1 = logits_CV.exp_().sum(1, keepdim=True)
+    loss = ((sums_C1.log() - picked_C1) * counts_C1).sum()
+    if dtype is None:
+        return loss, None
+    logits_CV.mul_(counts_C1 / sums_C1).scatter_add_(1, labels_C1, -counts_C1)
+    return loss, logits_CV.to(dtype)
+
+
+@cache
+def _tile(num_columns: int) -> dict[str, int]:
+    """Return the columns of one step, LANES of WIDTH neighbours, and the warps that share them.
+
+    Four fp32 neighbours are one load of 16 bytes, which rows of other lengths are not aligned to.
+    """
+    width = 4 if num_columns % 4 == 0 else 1
+    lanes = min(MAX_LANES, max(32, next_power_of_2(cdiv(num_columns, width))))
+    return {"LANES": lanes, "WIDTH": width, "num_warps": max(1, lanes // (32 * THREAD_LANES))}
+
+
+@triton.jit
+def _max_and_sum(
+    x_row,  # pointer to [V]
+    columns,  # int32 [LANES, WIDTH], of the first step
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return max(x), and the sum of exp(x - max(x)): NaN for a NaN or +inf in the row."""
+    high = tl.full([LANES], LOWEST, tl.float32)
+    sums = tl.zeros([LANES], tl.float32)
+    for start in range(0, V, LANES * WIDTH):
+        at = start + columns
+        x = tl.load(x_row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(high, tl.max(x, axis=1))
+        sums = sums * tl.exp(high - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
+        high = higher
+    row_high = tl.max(high, axis=0)
+    return row_high, tl.sum(sums * tl.exp(high - row_high), axis=0)
+
+
+@triton.jit
+def _write_gradient(
+    x_row,  # pointer to [V]
+    d_row,  # pointer to [V], out; x_row itself or other memory
+    columns,  # int32 [LANES, WIDTH], of the first step
+    label,  # int32
+    high,  # max(x), fp32
+    scale,  # 1 / the sum of exp(x - high), fp32
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write softmax(x) - (column == label), the last tile first: see Note [backwards]."""
+    TILE: tl.constexpr = LANES * WIDTH
+    LAST: tl.constexpr = (V - 1) // TILE * TILE
+    for back in range(0, V, TILE):
+        at = LAST - back + columns
+        x = tl.load(x_row + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first").to(
+            tl.float32
+        )
+        d = tl.exp(x - high) * scale
+        d = tl.where(at == label, d - 1.0, d).to(d_row.dtype.element_ty)
+        tl.store(d_row + at, d, mask=at < V, eviction_policy="evict_first")
+
+
+@triton.jit
+def _write_zeros(
+    d_row,  # pointer to [V], out
+    columns,  # int32 [LANES, WIDTH], of the first step
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write the gradient of a row that does not count."""
+    zeros = tl.zeros([LANES, WIDTH], d_row.dtype.element_ty)
+    for start in range(0, V, LANES * WIDTH):
+        at = start + columns
+        tl.store(d_row + at, zeros, mask=at < V, eviction_policy="evict_first")
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits,  # [C, V], contiguous
+    labels,  # [C] int64
+    losses,  # [C] fp32, out
+    d_logits,  # [C, V], contiguous, out: logits itself or other memory; None: not wanted
+    V: tl.constexpr,
+    IGNORE: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    x_row = logits + row * V
+    columns = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if label == IGNORE:
+        tl.store(losses + row, 0.0)
+        if d_logits is not None:
+            _write_zeros(d_logits + row * V, columns, V, LANES, WIDTH)
+    else:
+        inside = (label >= 0) & (label < V)
+        # Before the sums, where threads meet: in place, the second pass overwrites it.
+        picked = tl.load(x_row + label, mask=inside, other=0.0).to(tl.float32)
+        high, total = _max_and_sum(x_row, columns, V, LANES, WIDTH)
+        # A release build has no device asserts: a label that does not exist shows as NaN.
+        total = tl.where(inside, total, float("nan"))
+        tl.store(losses + row, tl.log(total) - (picked - high))
+        if d_logits is not None:
+            d_row, target = d_logits + row * V, label.to(tl.int32)
+            _write_gradient(x_row, d_row, columns, target, high, 1.0 / total, V, LANES, WIDTH)
+
+
+def _cross_entropy(
+    logits_CV: Tensor, labels_C: Tensor, d_logits_CV: Tensor | None, in_place: bool
+) -> Tensor:
+    """Return the losses [C]; the gradient goes to d_logits, or over the logits if in_place."""
+    C, V = logits_CV.shape
+    losses_C = logits_CV.new_empty(C, dtype=torch.float32)
+    if C == 0:
+        return losses_C
+    out_CV = logits_CV if in_place else d_logits_CV
+    with on_device(logits_CV):
+        _cross_entropy_kernel[(C,)](
+            logits_CV, labels_C, losses_C, out_CV, V=V, IGNORE=IGNORE_INDEX, **_tile(V)
+        )
+    return losses_C
+
+
+def _cross_entropy_fake(
+    logits_CV: Tensor, labels_C: Tensor, d_logits_CV: Tensor | None, in_place: bool
+) -> Tensor:
+    return logits_CV.new_empty(logits_CV.shape[0], dtype=torch.float32)
+
+
+_cross_entropy_op = Op(
+    "cross_entropy_",
+    _cross_entropy,
+    _cross_entropy_fake,
+    mutates_args=("logits_CV", "d_logits_CV"),
+)
+
+
+def cross_entropy_(
+    logits_CV: Tensor, labels_C: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the summed loss of all rows and, in `dtype`, the gradient of that sum.
+
+    Not differentiable. No host sync; the same bits in every run.
+
+    Args:
+        logits_CV: any float dtype; used up, as the gradient may lie in its memory. Copied when not
+            contiguous. fp64 takes the plain PyTorch path on every device.
+        labels_C: int64 in [0, V), or -100: such a row is not read, its loss and gradient are 0. Any
+            other label makes the loss and its row of the gradient NaN in the kernel, and raises in
+            plain PyTorch.
+        dtype: of the gradient; None = no gradient.
+
+    Returns:
+        The loss, an fp32 scalar (fp64 for fp64 logits), and the gradient [C, V], contiguous. A NaN
+        or +inf in a row that counts makes both NaN, the gradient in that row.
+    """
+    kernel_dtypes = dtype is None or dtype in KERNEL_DTYPES
+    if not (kernel_dtypes and logits_CV.dtype in KERNEL_DTYPES and use_kernel(logits_CV)):
+        return cross_entropy_ref_(logits_CV, labels_C, dtype)
+    logits_CV, labels_C = logits_CV.contiguous(), labels_C.contiguous()
+    if dtype == logits_CV.dtype:
+        return _cross_entropy_op(logits_CV, labels_C, None, True).sum(), logits_CV
+    d_logits_CV = None if dtype is None else torch.empty_like(logits_CV, dtype=dtype)
+    return _cross_entropy_op(logits_CV, labels_C, d_logits_CV, False).sum(), d_logits_CV

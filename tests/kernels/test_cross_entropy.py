@@ -1,0 +1,278 @@
+"""Cross-entropy of logits: known values, reference against PyTorch, and kernel against fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_, cross_entropy_ref_
+from moecore.models.loss import linear_cross_entropy
+from tests.kernels.conftest import poison
+
+NAN, INF = float("nan"), float("inf")
+
+
+def inputs(
+    C: int, V: int, *, device: str = "cpu", dtype: Any = torch.float32, ignored: float = 0.3
+) -> tuple[Tensor, Tensor]:
+    """Logits between two rows of NaN, and labels of which some are ignored."""
+    generator = torch.Generator(device).manual_seed(C * 31 + V)
+    where: dict[str, Any] = dict(generator=generator, device=device)
+    guarded = torch.full((C + 2, V), NAN, device=device, dtype=dtype)
+    guarded[1:-1] = 4 * torch.randn(C, V, **where)
+    labels_C = torch.randint(0, V, (C,), **where)
+    labels_C[torch.rand(C, **where) < ignored] = IGNORE_INDEX
+    return guarded[1:-1], labels_C
+
+
+def by_autograd(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """F.cross_entropy's sum and gradient, in the dtype of the logits."""
+    x_CV = logits_CV.clone().requires_grad_()
+    loss = F.cross_entropy(x_CV, labels_C, reduction="sum")
+    (d_logits_CV,) = torch.autograd.grad(loss, x_CV)
+    return loss.detach(), d_logits_CV
+
+
+# ------------------------------------------------------------------- reference, by hand
+
+
+def test_known_values() -> None:
+    x = torch.tensor([[0.0, math.log(3.0)], [5.0, 5.0], [NAN, 0.0]], dtype=torch.float64)
+    loss, d = cross_entropy_(x, torch.tensor([0, 1, IGNORE_INDEX]), torch.float64)
+    assert d is not None and loss.dtype == d.dtype == torch.float64
+    torch.testing.assert_close(loss, torch.tensor(math.log(4) + math.log(2), dtype=torch.float64))
+    wanted = [[-0.75, 0.75], [0.5, -0.5], [0.0, 0.0]]
+    torch.testing.assert_close(d, torch.tensor(wanted, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("C", "V"), [(0, 5), (1, 1), (9, 7), (4, 100)])
+def test_reference_equals_pytorch(C: int, V: int, dtype: torch.dtype) -> None:
+    x, labels = inputs(C, V, dtype=dtype)
+    exact_loss, exact_d = by_autograd(x.double(), labels)
+    no_gradient = cross_entropy_ref_(x.clone(), labels, None)
+    loss, d = cross_entropy_ref_(x.clone(), labels, dtype)
+    assert d is not None and d.dtype == dtype
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(no_gradient[0], loss) and no_gradient[1] is None
+    tolerance = dict(rtol=4 * torch.finfo(loss.dtype).eps, atol=1e-5)
+    torch.testing.assert_close(loss.double(), exact_loss, **tolerance)
+    torch.testing.assert_close(d.double(), exact_d, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_reference_refuses_labels_out_of_range() -> None:
+    for label in (-1, 4, 1 << 40):
+        with pytest.raises((RuntimeError, IndexError), match="index"):
+            cross_entropy_(torch.zeros(2, 4), torch.tensor([0, label]), None)
+
+
+# ------------------------------------------------------------------------------- kernel
+
+TINY = [(0, 7), (1, 1), (5, 1), (1, 7), (9, 7), (3, 64), (7, 100), (13, 1000), (4, 4099)]
+LONG = [(3, 151936), (2, 50257), (1, 16384), (1, 16388)]  # several steps of a row
+REAL = {"qwen3-30b": (2048, 151936), "gpt-2": (1023, 50257), "deepseek-v3": (511, 129280)}
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(("C", "V"), TINY + LONG)
+def test_kernel_is_as_good_as_pytorch(device: str, C: int, V: int) -> None:
+    # The interpreter cuts fp32 to bf16 instead of rounding, so bf16 is for GPUs.
+    pairs = [(FP32, FP32), (FP32, FP16), (FP16, FP16), (FP16, FP32)]
+    if device == "cuda":
+        pairs += [(FP32, BF16), (BF16, BF16)]
+    for dtype, gradient_dtype in pairs:
+        check_against_fp64(device, C, V, dtype, gradient_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REAL)
+def test_kernel_is_as_good_as_pytorch_at_real_sizes(name: str) -> None:
+    poison()
+    check_against_fp64("cuda", *REAL[name], FP32, BF16)
+
+
+def check_against_fp64(
+    device: str, C: int, V: int, dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> None:
+    x, labels = inputs(C, V, device=device, dtype=dtype)
+    kept = x.clone()
+    loss, d = cross_entropy_(x.clone(), labels, gradient_dtype)
+    assert d is not None and (loss.dtype, d.dtype, d.shape) == (FP32, gradient_dtype, x.shape)
+    assert torch.equal(cross_entropy_(x, labels, None)[0], loss)
+    assert torch.equal(x, kept)  # without a gradient nothing is written
+    assert not d[labels == IGNORE_INDEX].any()
+    exact_loss, exact_d = by_autograd(x.double(), labels)
+    plain_loss, plain_d = by_autograd(x.float(), labels)
+    error, plain_error = ((t.double() - exact_loss).abs() for t in (loss, plain_loss))
+    assert float(error) <= 2 * float(plain_error) + 1e-6 * float(exact_loss)
+    check_errors(d, plain_d.to(gradient_dtype), exact_d)
+
+
+def check_errors(found: Tensor, rough: Tensor, true: Tensor) -> None:
+    """At most twice the error of plain PyTorch, over all and in the worst row."""
+    if not true.numel():
+        return
+    floor = torch.finfo(found.dtype).eps / 4
+    rows = true.norm(dim=-1)
+    ours, theirs = ((t.double() - true).norm(dim=-1) for t in (found, rough))
+    assert float(ours.norm()) <= 2 * float(theirs.norm()) + floor * float(rows.norm())
+    assert float(ours.max()) <= 2 * float(theirs.max()) + floor * float(rows.max())
+
+
+def test_kernel_reads_no_ignored_row(device: str) -> None:
+    for C in (1, 6):
+        x, labels = inputs(C, 37, device=device, ignored=1.0)
+        x.fill_(NAN)
+        loss, d = cross_entropy_(x, labels, FP16)
+        assert loss == 0 and d is not None and not d.any()
+
+
+ROWS = {
+    "signed zeros": [0.0, -0.0, -0.0, 0.0],
+    "one -inf": [1.0, -INF, 2.0, 0.5],
+    "-inf at the label": [-INF, 1.0, 2.0, 0.5],
+    "all but one -inf": [3.0, -INF, -INF, -INF],
+    "all -inf": [-INF] * 4,
+    "+inf": [1.0, INF, 2.0, 0.5],
+    "+inf at the label": [INF, 1.0, 2.0, 0.5],
+    "NaN": [1.0, NAN, 2.0, 0.5],
+    "NaN at the label": [NAN, 1.0, 2.0, 0.5],
+    "NaN and inf": [NAN, INF, -INF, 0.5],
+    "largest numbers": [3.4e38, -3.4e38, 0.0, 3.4e38],
+    "lowest number": [-3.4028234663852886e38] * 4,
+    "far apart": [-1e4, 1e4, 0.0, 1e3],
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
+def test_kernel_treats_special_values_as_the_reference(device: str) -> None:
+    x = torch.tensor(list(ROWS.values()), device=device)
+    zeros = torch.zeros(len(ROWS), dtype=torch.int64, device=device)
+    found = [cross_entropy_(row[None].clone(), zeros[:1], FP32) for row in x]
+    wanted = [cross_entropy_ref_(row[None].clone(), zeros[:1], FP32) for row in x]
+    for name, ours, theirs in zip(ROWS, found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
+    _, together = cross_entropy_(x.clone(), zeros, FP32)  # one row spoils no other
+    torch.testing.assert_close(
+        together, torch.cat([d for _, d in found if d is not None]), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_kernel_shows_labels_out_of_range(device: str) -> None:
+    x, _ = inputs(6, 7, device=device)
+    labels = torch.tensor([0, 7, -1, 6, 1 << 40, IGNORE_INDEX], device=device)
+    loss, d = cross_entropy_(x.clone(), labels, FP16)
+    assert loss.isnan() and d is not None
+    wrong = torch.tensor([False, True, True, False, True, False], device=device)
+    assert d[wrong].isnan().all()
+    labels[wrong] = IGNORE_INDEX
+    loss, expected = cross_entropy_(x, labels, FP16)
+    assert loss.isfinite() and expected is not None
+    assert torch.equal(d[~wrong], expected[~wrong])
+
+
+def test_kernel_reuses_memory_of_its_own_dtype_alone(device: str) -> None:
+    for dtype, same in ((FP32, True), (FP16, False)):
+        x, labels = inputs(5, 12, device=device)
+        kept = x.clone()
+        _, d = cross_entropy_(x, labels, dtype)
+        assert d is not None and (d.data_ptr() == x.data_ptr()) is same
+        assert torch.equal(x, kept) is not same
+
+
+def test_kernel_gives_a_row_the_same_bits_anywhere_and_always(device: str) -> None:
+    x, labels = inputs(9, 1000, device=device, ignored=0.0)
+    loss, d = cross_entropy_(x.clone(), labels, FP32)
+    again, d_again = cross_entropy_(x.clone(), labels, FP32)
+    assert d is not None and d_again is not None
+    assert torch.equal(loss, again) and torch.equal(d, d_again)
+    for i in range(9):
+        _, d_row = cross_entropy_(x[i : i + 1].clone(), labels[i : i + 1], FP32)
+        assert d_row is not None and torch.equal(d_row, d[i : i + 1])
+
+
+def test_kernel_reads_strided_input(device: str) -> None:
+    x, labels = inputs(5, 12, device=device)
+    strided = x.T.contiguous().T, labels.repeat(2, 1).T[:, 0]
+    expected, found = cross_entropy_(x.clone(), labels, FP16), cross_entropy_(*strided, FP16)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
+def test_op_tells_the_truth_to_the_compiler(device: str) -> None:
+    op = torch.ops.moecore.cross_entropy_.default
+    x, labels = inputs(5, 12, device=device)
+    torch.library.opcheck(op, (x.clone(), labels, None, True))
+    torch.library.opcheck(op, (x.clone(), labels, None, False))
+    torch.library.opcheck(op, (x.clone(), labels, torch.zeros_like(x, dtype=FP16), False))
+    compiled = torch.compile(cross_entropy_, fullgraph=True, backend="aot_eager")
+    for dtype in (FP32, FP16, None):
+        found, expected = (f(x.clone(), labels, dtype) for f in (compiled, cross_entropy_))
+        assert torch.equal(found[0], expected[0])
+        assert dtype is None or torch.equal(found[1], expected[1])
+
+
+def test_kernel_serves_the_linear_loss(device: str) -> None:
+    """Every chunk of it, an empty input too; by F.cross_entropy in fp64."""
+    for n in (0, 1, 37):
+        generator = torch.Generator().manual_seed(n)
+        hidden, weight = (torch.randn(rows, 16, generator=generator) for rows in (n, 50))
+        labels = torch.randint(0, 50, (n,), generator=generator)
+        labels[n // 2 :: 3] = IGNORE_INDEX
+        h, w = (t.to(device).requires_grad_() for t in (hidden, weight))
+        loss = linear_cross_entropy(h, w, labels.to(device), num_tokens=7, chunk_tokens=8)
+        (3 * loss).backward()
+        h64, w64 = (t.detach().double().requires_grad_() for t in (hidden, weight))
+        exact = F.cross_entropy(h64 @ w64.t(), labels, reduction="sum") / 7
+        (3 * exact).backward()
+        pairs = ((loss.detach(), exact.detach()), (h.grad, h64.grad), (w.grad, w64.grad))
+        for found, wanted in pairs:
+            assert found is not None and wanted is not None
+            torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_no_sync_same_bits_capture_and_compile() -> None:
+    x, labels = inputs(300, 4096, device="cuda")
+
+    def run(x: Tensor) -> list[Tensor]:
+        loss, d = cross_entropy_(x, labels, BF16)
+        assert d is not None
+        return [loss, d]
+
+    expected = run(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        repeats = [run(x) for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for repeat in repeats:
+        assert all(torch.equal(a, b) for a, b in zip(repeat, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    static_x = torch.zeros_like(x)
+    with torch.cuda.graph(graph):
+        captured = run(static_x)
+    static_x.copy_(x)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    compiled = torch.compile(run, fullgraph=True)
+    assert torch.equal(compiled(x)[1], expected[1])
+
+
+@pytest.mark.gpu
+def test_kernel_addresses_past_2_to_the_31() -> None:
+    C, V = 14200, 151936
+    x = torch.zeros(C, V, device="cuda")
+    x[-1] = torch.randn(V, device="cuda")
+    labels = torch.full((C,), 5, device="cuda")
+    last = x[-1:].clone()
+    loss, d = cross_entropy_(x, labels, BF16)
+    row_loss, row_d = cross_entropy_(last, labels[:1], BF16)
+    assert d is not None and row_d is not None and torch.equal(d[-1:], row_d)
+    expected = (C - 1) * math.log(V) + float(row_loss)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
