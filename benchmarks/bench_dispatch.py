@@ -9,8 +9,11 @@ and all SMs, the first shape):
     dispatch          tokens in, ExpertInput ready; per number of SMs. Baseline `nccl`: one
     combine           all_to_all_single of the expanded rows (one per token and choice, already
                       sorted), in the same rounds
+    ep_sum_combine    combine that also adds the expert rows of each source row, as in the layer;
+                      against `combine` of the same dispatcher, which gets the sums
     ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall
-    ep_experts_fwd_bwd  its experts alone, on the rows that they received
+    ep_experts_fwd_bwd  its experts alone, on the rows that they received; without the sums over
+                      expert rows and their adjoints where the dispatcher has them
     ep_exposed        the first less the second, round by round: all that is not experts, which is
                       communication that nothing hides, index, router and balance
 
@@ -55,21 +58,30 @@ from benchmarks.dispatch_cases import (
 from benchmarks.dispatch_sweep import sweep
 from benchmarks.records import Environment, Row
 from moecore import MoEConfig, MoELayer, NVLinkOptions, ParallelConfig, build_meshes
+from moecore.kernels.rows import gather_rows, sum_rows
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.base import Dispatcher, ExpertPlacement
+from moecore.moe.dispatch.base import Dispatcher, ExpertInput, ExpertPlacement, UnsummedRows
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.router import Routing
 
+ROUTINGS = ["even", "skewed"]
 AGREEMENT = 0.02  # of the layer over nvlink with the layer over alltoall, relative
 
 
 def bench_moves(
-    shape: Shape, meshes: Meshes, num_sms: Iterable[int], rounds: int, *, skewed: bool
+    shape: Shape,
+    meshes: Meshes,
+    num_sms: Iterable[int],
+    rounds: int,
+    *,
+    skewed: bool,
+    sums: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows of dispatch and combine alone."""
+    """Yield rows of dispatch and combine alone; with `sums` also of `ep_sum_combine`."""
     place, routing = place_of(shape, meshes), routing_of(shape, skewed=skewed)
     x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
+    tokens = (x_TD, routing)
     calls: dict[str, Call] = {"nccl": nccl_call(place, routing, x_TD)}
     others = {"alltoall": AllToAllDispatcher(place)}
     nvlinks = {
@@ -85,16 +97,38 @@ def bench_moves(
         calls[f"combine {name}"] = lambda d=dispatcher, i=inp: d.combine(i.rows_SD, i.plan)
     for name, home_TD in gathered.items():
         assert torch.equal(home_TD, gathered["alltoall"]), f"{name} differs: no numbers"
+    if sums:
+        calls["ep_sum_combine nvlink"] = sum_combine_call(
+            nvlinks["nvlink"], others["alltoall"], tokens
+        )
     timings = {name: timing_of(times) for name, times in time_in_turn(calls, rounds).items()}
     moved = _busiest_rows(place, routing) * shape.dim * x_TD.element_size()
     for key, timing in timings.items():
         op, _, name = key.partition(" ")
         if name.startswith("nvlink") or name == "alltoall":
             syncs = harness.count_syncs(calls[key], device=x_TD.device)
-            fields = records.timing_fields(timing, baseline="nccl", ms=timings["nccl"].ms)
+            baseline = f"combine {name}" if op == "ep_sum_combine" else "nccl"
+            ms = timings[baseline].ms
+            fields = records.timing_fields(timing, baseline=baseline.split()[0], ms=ms)
             yield fields | dict(op=op, backend=name, gbps=moved / timing.ms / 1e6, syncs=syncs)
     for dispatcher in nvlinks.values():
         dispatcher.exchanges.close()
+
+
+def sum_combine_call(
+    nvlink: Dispatcher, alltoall: Dispatcher, tokens: tuple[Tensor, Routing]
+) -> Call:
+    """Return a combine of expert rows, whose result is checked."""
+    inp, other = nvlink.dispatch(*tokens), alltoall.dispatch(*tokens)
+    sums = sum_rows(gather_rows(other.rows_SD, *_where(other)), *_where(other))
+    rows = UnsummedRows(gather_rows(inp.rows_SD, *_where(inp)))
+    home_TD = nvlink.combine(rows, inp.plan)
+    assert torch.equal(home_TD, alltoall.combine(sums, other.plan)), "sums differ: no numbers"
+    return lambda: nvlink.combine(rows, inp.plan)
+
+
+def _where(inp: ExpertInput) -> tuple[Tensor, Tensor, Tensor]:
+    return inp.row_ids_R, inp.slots_SK, inp.num_rows
 
 
 def _busiest_rows(place: ExpertPlacement, routing: Routing) -> int:
@@ -178,14 +212,16 @@ def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
     experts = layer.part("experts")
     with torch.no_grad():
         inp = dispatcher.dispatch(x_TD.detach(), layer.part("router")(x_TD, MicroBatch()))
-    leaves = (inp.rows_SD.requires_grad_(), inp.weights_R.requires_grad_())
-    dy_SD = torch.randn_like(inp.rows_SD)
+    rows = inp.rows_SD if inp.expert_rows_RD is None else inp.expert_rows_RD
+    leaves = (rows.requires_grad_(), inp.weights_R.requires_grad_())
+    dy = torch.randn(rows.shape, dtype=rows.dtype, device=rows.device)
 
     def call() -> None:
         experts.zero_grad()
         for leaf in leaves:
             leaf.grad = None
-        experts(inp).backward(dy_SD)
+        y = experts(inp)
+        (y.y_RD if isinstance(y, UnsummedRows) else y).backward(dy)
 
     return call
 
@@ -235,16 +271,19 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
     """Measure one expert-parallel degree."""
     meshes = build_meshes(ParallelConfig(ep=ep), "cuda")
     shapes = [SHAPES[name] for name in (args.shapes[:1] if short else args.shapes)]
-    num_sms, routings = ([0], ["even"]) if short else (args.num_sms, ["even", "skewed"])
-    layouts = [(layout_of(s, ep, n), s.num_experts // ep) for s in shapes for n in num_sms]
-    compile_ahead(layouts, backward=not args.no_layer)
+    num_sms, routings = ([0], ["even"]) if short else (args.num_sms, args.routings)
+    layer = not args.no_layer
+    compile_ahead(
+        (layout_of(s, ep, n), s.num_experts // ep, layer and not n) for s in shapes for n in num_sms
+    )
     for shape in shapes:
         label = f"{shape.name}-ep{ep}"
         for routing in routings:
             with torch.no_grad():
-                rows = bench_moves(shape, meshes, num_sms, args.rounds, skewed=routing == "skewed")
+                which = dict(skewed=routing == "skewed", sums=layer and 0 in num_sms)
+                rows = bench_moves(shape, meshes, num_sms, args.rounds, **which)
                 report(args, rows, shape=label, routing=routing)
-        if not args.no_layer:
+        if layer:
             rows = bench_layer(shape, meshes, args.capacity_factor, args.layer_rounds)
             report(args, rows, shape=label, routing="learned")
 
@@ -262,6 +301,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the records; not with --sweep")
     parser.add_argument("--shapes", nargs="+", default=["dsv3", "qwen3-30b"], choices=SHAPES)
     parser.add_argument("--num-sms", nargs="+", type=int, default=[0, 24], help="0 = all")
+    parser.add_argument("--routings", nargs="+", default=ROUTINGS, choices=ROUTINGS)
     parser.add_argument("--ep", nargs="+", type=int, help="first in full; default: all ranks")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layer-rounds", type=int, default=10)

@@ -142,21 +142,20 @@ def timing_of(times: Sequence[float]) -> harness.Timing:
     return harness.Timing(ms=ms, p20=p20, p80=p80, repeats=len(times))
 
 
-def compile_ahead(layouts: Iterable[tuple[ExchangeLayout, int]], *, backward: bool) -> None:
+def compile_ahead(layouts: Iterable[tuple[ExchangeLayout, int, bool]]) -> None:
     """Compile the exchange's kernels, each on one rank, into the cache that all ranks share.
 
     Args:
-        layouts: with the number of experts per rank.
-        backward: also the kernels of a backward.
+        layouts: with the number of experts per rank, and whether a whole layer uses them.
     """
-    jobs = [job for layout, e in layouts for job in _jobs(layout, e, backward)]
+    jobs = [job for layout, e, layer in layouts for job in _jobs(layout, e, layer)]
     with _only_compiling():
         for job in jobs[dist.get_rank() :: dist.get_world_size()]:
             job()
     dist.barrier()
 
 
-def _jobs(layout: ExchangeLayout, num_local: int, backward: bool) -> list[Call]:
+def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
     """Return one call per kernel of an exchange. Compiling reads no value of the tensors."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -175,12 +174,13 @@ def _jobs(layout: ExchangeLayout, num_local: int, backward: bool) -> list[Call]:
     sizes = dict(num_local=num_local, etp=1)
     jobs = [
         lambda: exchange.spread_choices(port, x, ids, weights, **sizes),
-        lambda: exchange.reduce(port, x, marks, marks),
+        lambda: exchange.reduce(port, x, marks, marks, marks[:, None]),
     ]
-    if backward:
+    if layer:
         jobs += [
-            lambda: exchange.spread(port, x, marks, marks),
-            lambda: exchange.reduce(port, x, marks, marks, weights),
+            lambda: exchange.reduce(port, x, marks, marks, ids),
+            lambda: exchange.reduce(port, x, marks, marks, ids, (weights[:, 0].contiguous(), ids)),
+            lambda: exchange.spread(port, x, marks, marks, ids, 16),
         ]
     return jobs
 

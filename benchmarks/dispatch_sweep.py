@@ -31,7 +31,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges, NVLinkOptions, make_port
 
 SHARES = (1 / 3, 5 / 12, 1 / 2)
-ROUNDS = (8, 16)
+SIZES = ((8, 256 << 10), (16, 128 << 10))  # rounds, most bytes of a chunk
 NUM_WARPS = (16,)
 OPS = ("dispatch", "combine")
 
@@ -40,10 +40,10 @@ def divisions(usual: ExchangeLayout) -> list[ExchangeLayout]:
     """Return the usual layout and others of as many programs, no two of them the same in effect."""
     programs, found = usual.num_push + usual.num_receive, [usual]
     seen = {(usual.num_push, usual.chunk, usual.num_warps)}
-    for share, rounds, warps in itertools.product(SHARES, ROUNDS, NUM_WARPS):
+    for share, (rounds, most), warps in itertools.product(SHARES, SIZES, NUM_WARPS):
         push = round(programs * share)
         sizes = dict(num_push=push, num_receive=programs - push, rounds=rounds, num_warps=warps)
-        layout = replace(usual, **sizes)
+        layout = replace(usual, **sizes, chunk_bytes=most)
         key = (push, layout.chunk, warps)
         if key not in seen:
             seen.add(key)
@@ -72,7 +72,7 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
     place, routing = place_of(shape, meshes), routing_of(shape)
     usual = {n: layout_of(shape, place.group.size(), n) for n in programs}
     tried = [(n, layout) for n, first in usual.items() for layout in divisions(first)]
-    compile_ahead([(layout, place.num_local) for _, layout in tried], backward=False)
+    compile_ahead([(layout, place.num_local, False) for _, layout in tried])
     x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
     largest = max((layout for _, layout in tried), key=lambda layout: layout.num_bytes)
     port, memory = make_port(largest, place.group, x_TD.device, NVLinkOptions().timeout_s)

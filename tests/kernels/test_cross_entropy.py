@@ -103,7 +103,8 @@ def check_against_fp64(
     kept = x.clone()
     loss, d = cross_entropy_(x.clone(), labels, gradient_dtype)
     assert d is not None and (loss.dtype, d.dtype, d.shape) == (FP32, gradient_dtype, x.shape)
-    assert torch.equal(cross_entropy_(x, labels, None)[0], loss)
+    # Another kernel, in which the compiler may fuse other products and sums.
+    torch.testing.assert_close(cross_entropy_(x, labels, None)[0], loss, rtol=1e-6, atol=1e-6)
     assert torch.equal(x, kept)  # without a gradient nothing is written
     assert not d[labels == IGNORE_INDEX].any()
     exact_loss, exact_d = by_autograd(x.double(), labels)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moecore.kernels import exchange
+from moecore.kernels import exchange, exchange_tiles
 from moecore.kernels.exchange import SpreadChoices, peers_ref, reduce_ref, spread_ref
 from moecore.kernels.exchange_port import (
     ALIGNMENT,
@@ -26,7 +26,9 @@ from moecore.kernels.exchange_port import (
     ExchangeLayout,
     ExchangePort,
 )
+from moecore.kernels.index import build_index
 from moecore.kernels.limit_rows import limit_rows, limit_rows_ref
+from moecore.kernels.rows import sum_rows_ref
 
 # --------------------------------------------------------------------------- references, by hand
 
@@ -80,15 +82,18 @@ def test_layout_and_tiles() -> None:
         num_receive=66,
     )
     assert (layout.source_rows, layout.chunk, layout.num_chunks) == (32768, 8, 512)
-    assert replace(layout, num_push=12).chunk == 64 and replace(layout, capacity=3).num_chunks == 1
-    assert replace(layout, num_push=16).chunk == 32 and replace(layout, rounds=4).chunk == 16
+    few = replace(layout, num_push=12, num_receive=12)
+    assert (few.chunk, replace(few, dim=2048).chunk, replace(few, dim=64).chunk) == (16, 64, 64)
+    assert replace(layout, capacity=3).num_chunks == 1 and replace(layout, rounds=4).chunk == 16
+    assert (layout.together, few.together, replace(few, num_ranks=6).together) == (1, 4, 2)
     regions = [*layout.regions(1 << 40), (1 << 40) + layout.num_bytes]
     sizes = [b - a for a, b in itertools.pairwise(regions)]
     assert sizes[:3] == [2 * 32768 * 7168 * 2, 2 * 32768 * 8 * 4, 2 * 32768 * 8 * 4]
     assert sizes[3] >= 2 * 8 * 512 * 4 and all(r % ALIGNMENT == 0 for r in regions)
-    assert exchange._tile(32768, 64, 7168) == (32, 1024)
-    assert exchange._tile(32768, 8, 7168) == (8, 4096)
-    assert exchange._tile(32768, 512, 24) == (512, 32)
+    columns = [exchange_tiles.unit_columns(replace(layout, dim=n)) for n in (7168, 2048, 24)]
+    assert columns == [1024, 1024, 32]
+    assert exchange_tiles.sum_tile(layout) == (8, 1024)
+    assert exchange_tiles.sum_tile(replace(layout, dim=24)) == (8, 32)
 
 
 # --------------------------------------------------------------------------- kernels
@@ -104,6 +109,7 @@ class Case:
     dim: int = 32
     dtype: torch.dtype = torch.float32
     programs: int = 2  # of each half
+    rounds: int = 8
     dropped: float = 0.2
 
 
@@ -118,6 +124,7 @@ CASES = {
         tokens=(6, 1, 8), capacity=8, num_experts=6, top_k=2, dim=104, dtype=torch.float16
     ),
     "several chunks": Case(tokens=(40, 64, 33, 50), capacity=65, programs=1, dim=264),
+    "two ranks at a time": Case(tokens=(256, 130), capacity=256, programs=1, rounds=32),
     "one rank": Case(tokens=(11,), capacity=16),
     "everything dropped": Case(tokens=(4, 4), capacity=4, dropped=1.1),
     "no tokens": Case(tokens=(0, 0, 0, 0), capacity=1),
@@ -142,6 +149,7 @@ class World:
             dtype=case.dtype,
             num_push=case.programs,
             num_receive=case.programs,
+            rounds=case.rounds,
         )
         size = self.layout.num_bytes
         self.buffers = [
@@ -189,13 +197,10 @@ class Inputs:
     x: list[Tensor]
     ids: list[Tensor]
     weights: list[Tensor]
-    y: list[Tensor]
-    dweights: list[Tensor]
 
 
 def inputs_of(world: World, seed: int) -> Inputs:
-    case, S = world.case, world.layout.source_rows
-    generator = torch.Generator().manual_seed(seed)
+    case, generator = world.case, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -211,8 +216,6 @@ def inputs_of(world: World, seed: int) -> Inputs:
         x=[random(n, case.dim).to(world.device, case.dtype) for n in counts],
         ids=ids,
         weights=[random(n, case.top_k).to(world.device) for n in counts],
-        y=[random(S, case.dim).to(world.device, case.dtype) for _ in counts],
-        dweights=[random(S, case.top_k).to(world.device) for _ in counts],
     )
 
 
@@ -224,14 +227,39 @@ def check_dispatch(
     assert all(torch.equal(a, b) for a, b in zip(peers, expected, strict=True))
     peers_GC = world.padded(peers, 0)
     for r, got in enumerate(came):
-        used_S = (peers_GC >> r & 1).flatten()
-        assert torch.equal(got.used_S, used_S)
-        used, sent = used_S.bool(), (world.padded(inp.x, 0), peers_GC)
+        used = (peers_GC >> r & 1).flatten().bool()
+        rows_S = torch.arange(used.numel(), dtype=torch.int32, device=used.device)
+        assert torch.equal(got.places_S, rows_S.where(used, -1))
+        sent = (world.padded(inp.x, 0), peers_GC)
         assert torch.equal(got.rows_SD[used], spread_ref(*sent, r)[used])
         ids_SK = spread_ref(world.padded(inp.ids, -1), peers_GC, r, -1)
         assert torch.equal(got.ids_SK, ids_SK)
         weights_SK = spread_ref(world.padded(inp.weights, 0), peers_GC, r)
         assert torch.equal(got.weights_SK, weights_SK.where(ids_SK >= 0, 0))
+
+
+def rows_of(
+    world: World, came: list[SpreadChoices], *, by_expert: bool, seed: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return each rank's slots and rows: one per source row, or one per local expert of it."""
+    generator, blocks, slots = torch.Generator().manual_seed(seed), world.case.etp, []
+    for r, got in enumerate(came):
+        sizes = dict(first=r // blocks * world.num_local, num_local=world.num_local)
+        index = build_index(got.ids_SK, got.weights_SK, **sizes)
+        slots.append(index.slots_SK if by_expert else got.places_S[:, None])
+    rows = world.layout.source_rows * (world.case.top_k if by_expert else 1)
+    y = [torch.randn(rows, world.case.dim, generator=generator) for _ in came]
+    return slots, [t.to(world.device, world.case.dtype) for t in y]
+
+
+def choices_of(
+    world: World, came: list[SpreadChoices], seed: int
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Return each rank's gradients of weights and their slots, and the same by choice."""
+    slots, rows = rows_of(world, came, by_expert=True, seed=seed + 100)
+    grads = [y[:, 0].float().contiguous() for y in rows]
+    pairs = list(zip(grads, slots, strict=True))
+    return pairs, torch.stack([torch.where(s >= 0, g[s.clamp(min=0).long()], 0) for g, s in pairs])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -246,36 +274,37 @@ def test_kernels_equal_references(name: str, device: str) -> None:
         check_dispatch(world, inp, peers, came)
         if n == 0:  # later rounds find rows of earlier ones, in both slots
             for r, got in enumerate(came):
-                assert world.slot(r, 0)[got.used_S == 0].isnan().all()
+                assert world.slot(r, 0)[got.places_S < 0].isnan().all()
                 assert world.slot(r, 1).isnan().all()
-        used = [got.used_S for got in came]
 
-        sums = [
-            (p, y, *w) for p, y, w in zip(ports, inp.y, zip(peers, used, strict=True), strict=True)
-        ]
         for with_grads in (True, False):
-            grads = inp.dweights if with_grads else [None] * world.G
-            for s, g in zip(sums, grads, strict=True):
-                exchange.reduce(*s, g, half="push")
-            for r, (s, g) in enumerate(zip(sums, grads, strict=True)):
-                out, out_grads = exchange.reduce(*s, g, half="receive")
-                assert torch.equal(out, reduce_ref(torch.stack(inp.y), peers[r], r))
-                if g is None:
+            slots, y = rows_of(world, came, by_expert=(n + with_grads) % 2 == 0, seed=n)
+            where = [(g, c.places_S, s) for g, c, s in zip(peers, came, slots, strict=True)]
+            choices, dweights_GSK = choices_of(world, came, seed=n)
+            grads = choices if with_grads else [None] * world.G
+            sums = [(p, x, *w, g) for p, x, w, g in zip(ports, y, where, grads, strict=True)]
+            y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
+            for s in sums:
+                exchange.reduce(*s, half="push")
+            for r, s in enumerate(sums):
+                out, out_grads = exchange.reduce(*s, half="receive")
+                assert torch.equal(out, reduce_ref(y_GSN, peers[r], r))
+                if not with_grads:
                     assert out_grads is None
                 else:
-                    right = reduce_ref(torch.stack(inp.dweights), peers[r], r)
+                    right = reduce_ref(dweights_GSK, peers[r], r)
                     assert torch.equal(out_grads, right)  # type: ignore[arg-type]
             if n == 0 and with_grads and any(p.any() for p in peers):
                 second = torch.stack([world.slot(r, 1) for r in range(world.G)])
                 assert not second.isnan().all(), "operations take turns in two slots"
 
-        back = list(zip(ports, inp.x, peers, used, strict=True))
+        back = [(p, x, *w, y[0].shape[0]) for p, x, w in zip(ports, inp.x, where, strict=True)]
         for b in back:
             exchange.spread(*b, half="push")
         for r, b in enumerate(back):
-            rows_SD, mask = exchange.spread(*b, half="receive"), used[r].bool()
+            rows_RD, (s, k) = exchange.spread(*b, half="receive"), (slots[r] >= 0).nonzero().T
             right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
-            assert torch.equal(rows_SD[mask], right[mask])
+            assert torch.equal(rows_RD[slots[r][s, k].long()], right[s])
         assert [int(p.state[0]) for p in ports] == [4 * (n + 1)] * world.G
         assert not any(p.state[1:].any() or p.report.any() for p in ports)
 
@@ -294,9 +323,10 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
         assert int(ports[r].state[ERROR_WORD]) == int(ports[r].report[ERROR_WORD]) == found
         assert int(ports[r].state[ERROR_BEFORE_WORD]) == found
         C = world.case.capacity
-        assert (got.ids_SK[2 * C :] == -1).all() and not got.used_S[2 * C :].any()
-        assert got.used_S[: 2 * C].any()
-    exchange.reduce(ports[0], inp.y[0], late[0].peers_T, late[0].used_S, half="receive")
+        assert (got.ids_SK[2 * C :] == -1).all() and (got.places_S[2 * C :] == -1).all()
+        assert (got.places_S[: 2 * C] >= 0).any()
+    where = (late[0].peers_T, late[0].places_S, late[0].places_S[:, None])
+    exchange.reduce(ports[0], late[0].rows_SD, *where, half="receive")
     assert int(ports[0].report[ERROR_WORD]) == 1 + 2 * 2, "the first error stays"
     assert int(ports[0].state[0]) == 2 and not ports[2].report.any()
 
@@ -307,13 +337,16 @@ def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: st
     world = World(Case(tokens=(5, 4), capacity=5, num_experts=4, top_k=2), device)
     inp, port = inputs_of(world, 0), world.ports[0]
     ones = [torch.full((n,), 3, dtype=torch.int32, device=device) for n in (5, 4)]
-    used = torch.ones(world.layout.source_rows, dtype=torch.int32, device=device)
+    S = world.layout.source_rows
+    places = torch.arange(S, dtype=torch.int32, device=device)
+    y_SD = torch.zeros(S, world.case.dim, device=device)
 
     def run(rank: int, half: exchange.Half) -> None:
+        where = (ones[rank], places, places[:, None])
         if kind == "spread":
-            exchange.spread(world.ports[rank], inp.x[rank], ones[rank], used, half=half)
+            exchange.spread(world.ports[rank], inp.x[rank], *where, S, half=half)
         else:
-            exchange.reduce(world.ports[rank], inp.y[rank], ones[rank], used, half=half)
+            exchange.reduce(world.ports[rank], y_SD, *where, half=half)
 
     for n in range(3):
         run(0, "push")
@@ -342,14 +375,17 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
                 came.append(exchange.spread_choices(world.ports[r], *tokens, **sizes))
         torch.cuda.synchronize()
         check_dispatch(world, inp, [c.peers_T for c in came], came)
+        slots, y = rows_of(world, came, by_expert=n % 2 == 0, seed=n)
+        torch.cuda.synchronize()
         home = []
         for r, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                where = (came[r].peers_T, came[r].used_S)
-                home.append(exchange.reduce(world.ports[r], inp.y[r], *where)[0])
+                where = (came[r].peers_T, came[r].places_S, slots[r])
+                home.append(exchange.reduce(world.ports[r], y[r], *where)[0])
         torch.cuda.synchronize()
-        for r, y in enumerate(home):
-            assert torch.equal(y, reduce_ref(torch.stack(inp.y), came[r].peers_T, r))
+        y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
+        for r, y_TD in enumerate(home):
+            assert torch.equal(y_TD, reduce_ref(y_GSN, came[r].peers_T, r))
         assert not any(p.report.any() for p in world.ports)
 
 

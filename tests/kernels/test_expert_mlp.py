@@ -18,6 +18,7 @@ from moecore.kernels.expert_mlp import (
     expert_mlp_ref,
 )
 from moecore.kernels.index import build_index
+from moecore.kernels.rows import sum_rows
 
 NAMES = ("x", "w1", "w2", "weights")
 
@@ -120,6 +121,33 @@ def test_error_is_at_most_twice_that_of_plain_torch(
         check_twice(found[name], plain[name], expected, name)
         if products == "triton":
             assert torch.equal(found[name], again[name]), name
+
+
+@pytest.mark.parametrize("products", ["triton", "torch"])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+def test_unsummed_rows_and_gradients_add_up_to_the_same_bits(
+    kind: str, products: str, device: str
+) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    leaves, ids = make(kind, device=device, dtype=dtype)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), products=products)
+    summed = run(leaves, ids, options)
+    weights = leaves["weights"].detach().requires_grad_()
+    x, w1, w2 = (leaves[n].detach().requires_grad_() for n in ("x", "w1", "w2"))
+    rows = rows_of(ids, weights, w1.shape[0])
+    index = (rows.row_ids_R, rows.slots_SK, rows.offsets_e[-1])
+    R, used = rows.row_ids_R.shape[0], int(rows.offsets_e[-1])
+    expert_rows = x.detach().new_empty(1).expand(R, x.shape[1]).requires_grad_()
+    y_RD = expert_mlp(x, w1, w2, rows, options, expert_rows_RD=expert_rows)
+    y = sum_rows(y_RD.detach(), *index)
+    dy = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype)
+    dy_RD = torch.full_like(y_RD, float("nan"))  # past the used rows nobody reads
+    dy_RD[:used] = dy[rows.row_ids_R[:used].long()]
+    y_RD.backward(dy_RD)
+    assert x.grad is None and expert_rows.grad is not None
+    dx = sum_rows(expert_rows.grad, *index)
+    found = {"y": y, "x": dx, "w1": w1.grad, "w2": w2.grad, "weights": weights.grad}
+    assert not [n for n, t in summed.items() if not torch.equal(t, found[n])]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("products", ["triton", "torch"])
@@ -299,12 +327,15 @@ def test_unknown_products_are_refused() -> None:
         ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products="nope")
 
 
-def test_opcheck() -> None:
+@pytest.mark.parametrize("unsummed", [False, True])
+def test_opcheck(unsummed: bool) -> None:
     leaves, ids = make("swiglu", S=5, drop=False)  # rows that nobody uses are uninitialised
     rows = rows_of(ids, leaves["weights"].detach(), leaves["w1"].shape[0])
     weights = rows.weights_R.detach().requires_grad_()
     args = (leaves["x"], leaves["w1"], leaves["w2"], weights, rows.row_ids_R, rows.slots_SK)
-    args += (rows.offsets_e, None, None, "swiglu", 7.0, 1.702, False, False, True)
+    expert_rows = torch.zeros(rows.row_ids_R.shape[0], leaves["x"].shape[1], requires_grad=True)
+    args += (rows.offsets_e, expert_rows if unsummed else None)
+    args += (None, None, "swiglu", 7.0, 1.702, False, False, True)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from moecore._compat import all_gather_single
 from moecore.kernels.exchange import SpreadChoices, peers_ref, reduce_ref, spread_ref
 from moecore.kernels.exchange_port import NUM_WORDS, ExchangeLayout, ExchangePort
+from moecore.kernels.rows import sum_rows_ref
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges
 
 
@@ -28,29 +29,43 @@ class EmulatedExchange(Exchange):
         peers_GC, rank = self._gather(peers_T, 0), self.port.rank
         ids_SK = spread_ref(self._gather(ids_TK, -1), peers_GC, rank, -1)
         weights_SK = spread_ref(self._gather(weights_TK, 0), peers_GC, rank)
+        rows_S = torch.arange(self.layout.source_rows, dtype=torch.int32, device=x_TD.device)
         return SpreadChoices(
             rows_SD=spread_ref(self._gather(x_TD, 0), peers_GC, rank, float("nan")),
             ids_SK=ids_SK,
             weights_SK=weights_SK.where(ids_SK >= 0, 0),
             peers_T=peers_T,
-            used_S=(peers_GC >> rank & 1).flatten(),
+            places_S=rows_S.where((peers_GC >> rank & 1).flatten().bool(), -1),
         )
 
-    def spread(self, x_TD: Tensor, peers_T: Tensor, used_S: Tensor) -> Tensor:
+    def spread(
+        self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
+    ) -> Tensor:
         self.operations.append("spread")
         sent = (self._gather(x_TD, 0), self._gather(peers_T, 0))
-        return spread_ref(*sent, self.port.rank, float("nan"))
+        rows_SD = spread_ref(*sent, self.port.rank, float("nan"))
+        out_RD = x_TD.new_full((num_rows, x_TD.shape[1]), float("nan"))
+        s, n = (slots_SN >= 0).nonzero().T
+        out_RD[slots_SN[s, n].long()] = rows_SD[s]
+        return out_RD
 
     def reduce(
-        self, y_SD: Tensor, peers_T: Tensor, used_S: Tensor, dweights_SK: Tensor | None = None
+        self,
+        y_RD: Tensor,
+        peers_T: Tensor,
+        places_S: Tensor,
+        slots_SN: Tensor,
+        choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self.operations.append("reduce")
-        home = [
-            None if t is None else reduce_ref(self._gather(t), peers_T, self.port.rank)
-            for t in (y_SD, dweights_SK)
-        ]
-        assert home[0] is not None
-        return home[0], home[1]
+        rank = self.port.rank
+        y_SD = sum_rows_ref(y_RD, places_S, slots_SN, None)
+        home_TD = reduce_ref(self._gather(y_SD), peers_T, rank)
+        if choices is None:
+            return home_TD, None
+        dweights_R, slots_SK = choices
+        dweights_SK = torch.where(slots_SK >= 0, dweights_R[slots_SK.clamp(min=0).long()], 0)
+        return home_TD, reduce_ref(self._gather(dweights_SK), peers_T, rank)
 
     def _gather(self, tensor: Tensor, fill: float | None = None) -> Tensor:
         """Return [G, ...] of all ranks, padded to C tokens with `fill`."""

@@ -192,6 +192,7 @@ def _fsdp_options(job_config: JobConfig) -> FSDPOptions:
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         reshard_after_forward=job_config.parallelism.fsdp_reshard_after_forward != "never",
+        reshard_experts=True,
         prefetch_blocks=moecore_options(job_config).prefetch_blocks,
     )
 

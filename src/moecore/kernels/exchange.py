@@ -3,8 +3,10 @@
     spread   token t of rank g -> row g * C + t of every rank that owns one of its experts
     reduce   row g * C + t of every such rank -> token t of rank g, added in fp32 in rank order
 
-Each is the other's gradient. Row numbers are fixed by (rank, token), so nobody counts, sorts or
-waits for a size: a rank holds S = G * C source rows with holes, and a hole is never read.
+Each is the other's gradient. What a source row is in memory, its slots say: one row [S, D], or its
+expert rows in [R, D], which a spread writes as copies and a reduce adds before the sum travels.
+Source rows are numbered by (rank, token), so nobody counts, sorts or waits for a size: a rank has
+S = G * C of them with holes, and a hole is never read.
 
 One launch per operation. Its first programs push: they store rows into the peers' receive buffers,
 token by token with the peers interleaved (one peer after the other is a third slower), and after
@@ -23,8 +25,9 @@ Memory order: stores of the program, barrier, one release at system scope by the
 the flags; acquire at system scope, barrier, loads that pass the L1 by.
 
 Letters: T local tokens, C capacity (most tokens of any rank), G ranks, S = G * C source rows, D
-columns, K choices per token, one chunk is CHUNK tokens. Bytes moved, with P ranks per token and b
-bytes per element: P * T * D * b over the links, and the same read and written again by a receiver.
+columns, K choices per token, R expert rows, N slots per source row, one chunk is CHUNK tokens.
+Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over the links, and the
+same read and written again by a receiver; expert rows on one side where the slots name them.
 """
 
 from functools import partial
@@ -33,7 +36,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, triton
+from moecore.kernels.common import INTERPRET, cdiv, next_power_of_2, on_device, tl, triton
 from moecore.kernels.exchange_port import (
     AT_ROWS,
     AT_WEIGHTS,
@@ -41,19 +44,26 @@ from moecore.kernels.exchange_port import (
     OPERATION,
     ExchangePort,
 )
-from moecore.kernels.exchange_steps import (
+from moecore.kernels.exchange_rows import (
     add_parts,
     copy_rows,
-    find_peers,
-    finish,
-    notify,
-    push_pairs,
+    list_ones,
+    pair_of,
+    push_choices,
+    push_rows,
+    push_sums,
     receive_choices,
-    wait,
+    row_of,
 )
-
-TILE_BYTES_PER_WARP = 32 * 8 * 16  # eight 16-byte accesses in flight per thread
-MAX_BLOCK_K = 32
+from moecore.kernels.exchange_steps import find_peers, finish, notify, wait
+from moecore.kernels.exchange_tiles import (
+    CHOICES_TILE,
+    MAX_BLOCK_N,
+    list_size,
+    sum_tile,
+    tile_elements,
+    unit_columns,
+)
 
 Half = Literal["both", "push", "receive"]
 
@@ -66,14 +76,14 @@ class SpreadChoices(NamedTuple):
         ids_SK: int32, global expert ids; -1 in holes.
         weights_SK: fp32; 0 where the id is -1.
         peers_T: int32, bit g of each local token: rank g needs it.
-        used_S: int32, 1 = a row, 0 = a hole.
+        places_S: int32, the row's own number, or -1 for a hole: as slots [S, 1] they name rows_SD.
     """
 
     rows_SD: Tensor
     ids_SK: Tensor
     weights_SK: Tensor
     peers_T: Tensor
-    used_S: Tensor
+    places_S: Tensor
 
 
 def peers_ref(ids_TK: Tensor, num_local: int, num_blocks: int, etp: int) -> Tensor:
@@ -116,10 +126,12 @@ def _spread_kernel(
     ids_ptr,  # [T, K] int32, with CHOICES
     weights_ptr,  # [T, K] fp32, with CHOICES
     peers_ptr,  # [T] int32 ranks by bit; out with CHOICES
-    used_ptr,  # [S] int32; out with CHOICES
-    out_ptr,  # [S, D], out
+    places_ptr,  # [S] int32; out with CHOICES
+    slots_ptr,  # [S, N] int32; the places with CHOICES
+    out_ptr,  # [R, D], out
     out_ids_ptr,  # [S, K] int32, out with CHOICES
     out_weights_ptr,  # [S, K] fp32, out with CHOICES
+    lists_ptr,  # [programs, LIST] int32
     bases_ptr,  # [4, G] int64
     state_ptr,  # [NUM_WORDS] int32
     report_ptr,  # [NUM_WORDS] int32
@@ -135,33 +147,42 @@ def _spread_kernel(
     SPIN: tl.constexpr,
     NUM_PUSH: tl.constexpr,
     NUM_RECEIVE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     G: tl.constexpr,
     ETP: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
+    N: tl.constexpr,
     CHUNK: tl.constexpr,
+    LIST: tl.constexpr,
     PAIRS: tl.constexpr,
-    PUSH_D: tl.constexpr,
-    TAKE_ROWS: tl.constexpr,
-    TAKE_D: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     THREADS: tl.constexpr,
 ):
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
     slot = (operation % 2).to(tl.int64) * G * capacity
+    list_ptr = lists_ptr + pid * LIST
     if PUSH:
         if pid < NUM_PUSH:
+            first = slot + rank * capacity
             for chunk in range(pid, num_chunks, NUM_PUSH):
                 if CHOICES:
                     sizes = (chunk, num_tokens, num_local)
                     find_peers(ids_ptr, peers_ptr, *sizes, G, ETP, K, CHUNK, BLOCK_K)
-                from_ptrs = (x_ptr, ids_ptr, weights_ptr, peers_ptr, bases_ptr)
-                place = (chunk, num_tokens, capacity, slot + rank * capacity, rank)
-                push_pairs(
-                    *from_ptrs, *place, False, CHOICES, G, D, K, CHUNK, PAIRS, PUSH_D, BLOCK_K
-                )
+                    from_ptrs = (ids_ptr, weights_ptr, peers_ptr, bases_ptr)
+                    place = (chunk, num_tokens, capacity, first, rank)
+                    push_choices(*from_ptrs, *place, False, G, K, CHUNK, BLOCK_G, PAIRS, BLOCK_K)
+                pairs = tl.arange(0, LIST)
+                tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK, BLOCK_G)
+                bits = tl.load(peers_ptr + tokens, mask=exists & (tokens < num_tokens), other=0)
+                count = list_ones(list_ptr, (bits >> peers) & 1, LIST)
+                rows_ptrs, those = (x_ptr, list_ptr, bases_ptr), (count, chunk, first, rank)
+                push_rows(*rows_ptrs, *those, G, D, CHUNK, BLOCK_G, UNITS, BLOCK_D)
                 flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
                 notify(bases_ptr, flag, operation, G, BLOCK_G)
     if RECEIVE:
@@ -171,30 +192,38 @@ def _spread_kernel(
             base = tl.load(bases_ptr + AT_ROWS * G + rank).to(tl.pointer_type(element))
             base = tl.multiple_of(base, 16)
             left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
-            for item in range(pid - FIRST, num_chunks * G, NUM_RECEIVE):
-                chunk, source = item // G, (item + rank) % G
+            GROUPS: tl.constexpr = G // TOGETHER
+            for item in range(pid - FIRST, num_chunks * GROUPS, NUM_RECEIVE):
+                chunk, source = item // GROUPS, (item + rank) % GROUPS * TOGETHER
+                rows, exists = row_of(tl.arange(0, LIST), source, chunk, capacity, CHUNK, TOGETHER)
+                if not CHOICES:
+                    used = (tl.load(places_ptr + rows, mask=exists, other=-1) >= 0).to(tl.int32)
                 ptrs, whose = (bases_ptr, state_ptr, report_ptr), (source, chunk, num_chunks, rank)
-                arrived = wait(*ptrs, operation, *whose, left, 0, 1, G, THREADS, SPIN)
+                arrived = wait(*ptrs, operation, *whose, left, 0, TOGETHER, G, THREADS, SPIN)
                 left = tl.where(arrived, left, 0)
-                row = source.to(tl.int64) * capacity
                 if CHOICES:
-                    out_ptrs = (out_ids_ptr, out_weights_ptr, used_ptr)
-                    there = (chunk, row, slot, capacity, arrived, rank)
-                    receive_choices(bases_ptr, *out_ptrs, *there, G, K, CHUNK, BLOCK_K)
-                here = (chunk, row, slot, capacity)
+                    out_ptrs = (out_ids_ptr, out_weights_ptr, places_ptr)
+                    there = (rows, exists, slot, arrived, rank)
+                    used = receive_choices(bases_ptr, *out_ptrs, *there, G, K, LIST, BLOCK_K)
                 if arrived:
-                    copy_rows(base, out_ptr, used_ptr, *here, D, CHUNK, TAKE_ROWS, TAKE_D)
+                    count = list_ones(list_ptr, used, LIST)
+                    to_ptrs = (out_ptr, slots_ptr, list_ptr)
+                    here = (count, source, chunk, slot, capacity)
+                    copy_rows(base, *to_ptrs, *here, D, N, CHUNK, TOGETHER, UNITS, BLOCK_D, BLOCK_N)
         finish(state_ptr, operation)
 
 
 @partial(triton.jit, do_not_specialize=UNSPECIALIZED)
 def _reduce_kernel(
-    y_ptr,  # [S, D]
-    dweights_ptr,  # [S, K] fp32, with CHOICES
+    y_ptr,  # [R, D]
+    dweights_ptr,  # [R] fp32, with CHOICES
+    choices_ptr,  # [S, K] int32 slots of the choices, with CHOICES
     peers_ptr,  # [T] int32 ranks by bit
-    used_ptr,  # [S] int32
+    places_ptr,  # [S] int32
+    slots_ptr,  # [S, N] int32
     out_ptr,  # [T, D], out
     out_dweights_ptr,  # [T, K] fp32, out with CHOICES
+    lists_ptr,  # [programs, LIST] int32
     bases_ptr,  # [4, G] int64
     state_ptr,  # [NUM_WORDS] int32
     report_ptr,  # [NUM_WORDS] int32
@@ -212,38 +241,40 @@ def _reduce_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
+    N: tl.constexpr,
     CHUNK: tl.constexpr,
+    LIST: tl.constexpr,
     PAIRS: tl.constexpr,
-    PUSH_D: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     TAKE_ROWS: tl.constexpr,
     TAKE_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     THREADS: tl.constexpr,
 ):
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
     slot = (operation % 2).to(tl.int64) * G * capacity
+    list_ptr = lists_ptr + pid * LIST
     if PUSH:
         if pid < NUM_PUSH:
+            first = slot + rank * capacity
             for chunk in range(pid, num_chunks, NUM_PUSH):
-                from_ptrs = (dweights_ptr, used_ptr, bases_ptr)
-                place = (chunk, num_tokens, capacity, slot + rank * capacity, rank)
-                push_pairs(
-                    y_ptr,
-                    None,
-                    *from_ptrs,
-                    *place,
-                    True,
-                    CHOICES,
-                    G,
-                    D,
-                    K,
-                    CHUNK,
-                    PAIRS,
-                    PUSH_D,
-                    BLOCK_K,
-                )
+                if CHOICES:
+                    from_ptrs = (choices_ptr, dweights_ptr, places_ptr, bases_ptr)
+                    place = (chunk, num_tokens, capacity, first, rank)
+                    push_choices(*from_ptrs, *place, True, G, K, CHUNK, BLOCK_G, PAIRS, BLOCK_K)
+                pairs = tl.arange(0, LIST)
+                tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK, BLOCK_G)
+                rows = peers.to(tl.int64) * capacity + tokens
+                exists = exists & (tokens < capacity)
+                send = tl.load(places_ptr + rows, mask=exists, other=-1) >= 0
+                count = list_ones(list_ptr, send.to(tl.int32), LIST)
+                rows_ptrs = (y_ptr, slots_ptr, list_ptr, bases_ptr)
+                those = (count, chunk, capacity, first, rank)
+                push_sums(*rows_ptrs, *those, G, D, N, CHUNK, BLOCK_G, UNITS, BLOCK_D, BLOCK_N)
                 flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
                 notify(bases_ptr, flag, operation, G, BLOCK_G)
     if RECEIVE:
@@ -265,44 +296,33 @@ def _reduce_kernel(
         finish(state_ptr, operation)
 
 
-def _options(port: ExchangePort, parts: int) -> dict[str, Any]:
-    """Return the constants of a kernel whose receiver holds `parts` rows of each token at once."""
+def _options(port: ExchangePort, num_slots: int, rows: int) -> dict[str, Any]:
+    """Return the constants of a kernel that holds `rows` rows of each unit at once."""
     layout = port.layout
-    elements = layout.num_warps * TILE_BYTES_PER_WARP // layout.dtype.itemsize
-    pairs, push_d = _tile(elements, layout.chunk * layout.num_ranks, layout.dim)
-    take_rows, take_d = _tile(elements // parts, layout.chunk, layout.dim)
+    pairs = layout.chunk * next_power_of_2(layout.num_ranks)
+    listed = list_size(layout)
+    block_k = min(CHOICES_TILE // listed, next_power_of_2(layout.top_k))
+    block_d = unit_columns(layout)
+    units = tile_elements(layout) // rows // block_d
     return dict(
         NUM_PUSH=layout.num_push,
         NUM_RECEIVE=layout.num_receive,
         G=layout.num_ranks,
         D=layout.dim,
         K=layout.top_k,
+        N=num_slots,
         CHUNK=layout.chunk,
-        PAIRS=pairs,
-        PUSH_D=push_d,
-        TAKE_ROWS=take_rows,
-        TAKE_D=take_d,
-        BLOCK_K=min(MAX_BLOCK_K, next_power_of_2(layout.top_k)),
+        LIST=listed,
+        PAIRS=min(pairs, CHOICES_TILE // 2 // block_k),
+        UNITS=min(units, next_power_of_2(pairs * cdiv(layout.dim, block_d))),
+        BLOCK_D=block_d,
+        BLOCK_K=block_k,
+        BLOCK_N=min(MAX_BLOCK_N, next_power_of_2(num_slots)),
         BLOCK_G=next_power_of_2(layout.num_ranks),
         THREADS=32 * layout.num_warps,
         SPIN=not INTERPRET,
         num_warps=layout.num_warps,
     )
-
-
-def _tile(elements: int, most_rows: int, num_columns: int) -> tuple[int, int]:
-    """Return rows and columns of a tile: powers of two, few idle columns, then many elements.
-
-    Example, 32768 elements, 7168 columns: 32 rows of 1024 (none idle) of many, 8 of 4096 of eight.
-    """
-    fits = (
-        n for n in (4096, 2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9
-    )
-    block = next(fits, min(256, next_power_of_2(num_columns)))
-    rows = min(next_power_of_2(most_rows), elements // block)
-    while block < num_columns and 2 * block * rows <= elements:
-        block *= 2
-    return rows, block
 
 
 def _grid(port: ExchangePort, half: Half) -> tuple[int]:
@@ -312,8 +332,10 @@ def _grid(port: ExchangePort, half: Half) -> tuple[int]:
 
 def _common(port: ExchangePort, num_tokens: int) -> tuple[Any, ...]:
     layout = port.layout
+    programs = layout.num_push + layout.num_receive
+    lists = torch.empty(programs * list_size(layout), dtype=torch.int32, device=port.state.device)
     sizes = (num_tokens, layout.capacity, layout.num_chunks, port.rank, port.timeout_ns)
-    return (port.bases, port.state, port.report, *sizes)
+    return (lists, port.bases, port.state, port.report, *sizes)
 
 
 def spread_choices(
@@ -347,33 +369,49 @@ def spread_choices(
         ids_SK=integers(S, K),
         weights_SK=weights_TK.new_empty(S, K),
         peers_T=integers(T),
-        used_S=integers(S),
+        places_S=integers(S),
     )
-    outputs = (out.peers_T, out.used_S, out.rows_SD, out.ids_SK, out.weights_SK)
-    _launch_spread(port, (x_TD, ids_TK, weights_TK, *outputs), num_local, etp, half)
+    made = (out.peers_T, out.places_S, out.places_S, out.rows_SD, out.ids_SK, out.weights_SK)
+    _launch_spread(port, (x_TD, ids_TK, weights_TK, *made), 1, num_local, etp, half)
     return out
 
 
 def spread(
-    port: ExchangePort, x_TD: Tensor, peers_T: Tensor, used_S: Tensor, *, half: Half = "both"
+    port: ExchangePort,
+    x_TD: Tensor,
+    peers_T: Tensor,
+    places_S: Tensor,
+    slots_SN: Tensor,
+    num_rows: int,
+    *,
+    half: Half = "both",
 ) -> Tensor:
-    """Send rows where `spread_choices` sent their tokens; return rows_SD. No host sync.
+    """Send rows where `spread_choices` sent their tokens; return a copy for each slot, [R, D].
+
+    No host sync. Rows that no slot names are uninitialised.
 
     Args:
         port: this rank's end.
         x_TD: rows of the local tokens, contiguous.
         peers_T: who needs them, from `spread_choices`.
-        used_S: which source rows come, from `spread_choices`.
+        places_S: which source rows come, from `spread_choices`.
+        slots_SN: int32, contiguous, the rows that become copies of each source row, -1 = none.
+        num_rows: R.
         half: see `spread_choices`.
     """
-    rows_SD = x_TD.new_empty(port.layout.source_rows, port.layout.dim)
-    tensors = (x_TD, None, None, peers_T, used_S, rows_SD, None, None)
-    _launch_spread(port, tensors, 1, 1, half)
-    return rows_SD
+    out_RD = x_TD.new_empty(num_rows, port.layout.dim)
+    tensors = (x_TD, None, None, peers_T, places_S, slots_SN, out_RD, None, None)
+    _launch_spread(port, tensors, slots_SN.shape[1], 1, 1, half)
+    return out_RD
 
 
 def _launch_spread(
-    port: ExchangePort, tensors: tuple[Any, ...], num_local: int, etp: int, half: Half
+    port: ExchangePort,
+    tensors: tuple[Any, ...],
+    num_slots: int,
+    num_local: int,
+    etp: int,
+    half: Half,
 ) -> None:
     with on_device(port.state):
         _spread_kernel[_grid(port, half)](
@@ -383,43 +421,53 @@ def _launch_spread(
             PUSH=half != "receive",
             RECEIVE=half != "push",
             CHOICES=tensors[1] is not None,
+            TOGETHER=port.layout.together,
             ETP=etp,
-            **_options(port, parts=1),
+            **_options(port, num_slots, rows=1),
         )
 
 
 def reduce(
     port: ExchangePort,
-    y_SD: Tensor,
+    y_RD: Tensor,
     peers_T: Tensor,
-    used_S: Tensor,
-    dweights_SK: Tensor | None = None,
+    places_S: Tensor,
+    slots_SN: Tensor,
+    choices: tuple[Tensor, Tensor] | None = None,
     *,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
-    """Send partial sums home and add them in fp32 in rank order. No host sync.
+    """Add the rows of each source row, send the sums home, add those in rank order. No host sync.
+
+    Both in fp32; a sum travels in the dtype of the rows.
 
     Args:
         port: this rank's end.
-        y_SD: partial sums of the source rows, contiguous; holes are not read.
+        y_RD: contiguous; rows that no slot names are not read.
         peers_T: from `spread_choices`: where the sums of the local tokens come from.
-        used_S: from `spread_choices`: which source rows have a sum.
-        dweights_SK: fp32, contiguous, gradients of the weights, to be added alike.
+        places_S: from `spread_choices`: which source rows have a sum.
+        slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
+        choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots
+            [S, K], the expert row of each choice: gradients go home to their choices.
         half: see `spread_choices`.
 
     Returns:
-        [T, D], rounded once, zero for a token that went nowhere; and [T, K] fp32 or None.
+        [T, D], zero for a token that went nowhere; and [T, K] fp32 or None.
     """
     T = peers_T.shape[0]
-    out_TD = y_SD.new_empty(T, port.layout.dim)
-    out_TK = None if dweights_SK is None else dweights_SK.new_empty(T, port.layout.top_k)
+    out_TD = y_RD.new_empty(T, port.layout.dim)
+    dweights_R, slots_SK = choices or (None, None)
+    out_TK = None if dweights_R is None else dweights_R.new_empty(T, port.layout.top_k)
+    take_rows, take_d = sum_tile(port.layout)
     with on_device(port.state):
         _reduce_kernel[_grid(port, half)](
-            *(y_SD, dweights_SK, peers_T, used_S, out_TD, out_TK),
+            *(y_RD, dweights_R, slots_SK, peers_T, places_S, slots_SN, out_TD, out_TK),
             *_common(port, T),
             PUSH=half != "receive",
             RECEIVE=half != "push",
-            CHOICES=dweights_SK is not None,
-            **_options(port, parts=4),
+            CHOICES=choices is not None,
+            TAKE_ROWS=take_rows,
+            TAKE_D=take_d,
+            **_options(port, slots_SN.shape[1], rows=2),
         )
     return out_TD, out_TK

@@ -237,6 +237,7 @@ def _forward(
     row_ids_R: Tensor,
     slots_SK: Tensor,
     offsets_e: Tensor,
+    expert_rows_RD: Tensor | None,
     main_grad1: Tensor | None,
     main_grad2: Tensor | None,
     kind: str,
@@ -246,25 +247,28 @@ def _forward(
     triton: bool,
     keep_h: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return y_SD and h_RC (empty unless kept)."""
+    """Return y_SD, or y_RD with `expert_rows_RD`, and h_RC (empty unless kept)."""
     options = _activation_options(kind, limit, alpha, interleaved)
     products = _Products(triton, row_ids_R, slots_SK, offsets_e, options)
     hidden_dim = w2_eDF.shape[2]
     x = products.source(x_SD, gather=options.gated and hidden_dim >= GATHER_FIRST_FC1)
     h_RC, a_RF = products.fc1(x, w1_eCD, weights_R)
     del x
-    y_RD = products.rows(a_RF, w2_eDF.transpose(1, 2))
-    y_SD = sum_rows_plain(y_RD, *products.index)
-    return y_SD, h_RC if keep_h else h_RC.new_empty(0)
+    y = products.rows(a_RF, w2_eDF.transpose(1, 2))
+    if expert_rows_RD is None:
+        y = sum_rows_plain(y, *products.index)
+    return y, h_RC if keep_h else h_RC.new_empty(0)
 
 
 def _forward_fake(x_SD, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
-    h_shape = (weights_R.shape[0], w1_eCD.shape[1]) if rest[-1] else (0,)
-    return torch.empty_like(x_SD), x_SD.new_empty(h_shape)
+    R = weights_R.shape[0]
+    h_shape = (R, w1_eCD.shape[1]) if rest[-1] else (0,)
+    rows = x_SD.shape[0] if rest[3] is None else R
+    return x_SD.new_empty(rows, x_SD.shape[1]), x_SD.new_empty(h_shape)
 
 
 def _gradients(
-    dy_SD: Tensor,
+    dy: Tensor,
     x_SD: Tensor,
     h_RC: Tensor,
     w1_eCD: Tensor,
@@ -280,39 +284,49 @@ def _gradients(
     alpha: float,
     interleaved: bool,
     triton: bool,
+    unsummed: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dx, dw1, dw2 and dweights; empty where not wanted or added to a main gradient."""
+    """Return dx, dw1, dw2 and dweights; empty where not wanted or added to a main gradient.
+
+    dy and dx are [S, D], or [R, D] when unsummed.
+    """
     options = _activation_options(kind, limit, alpha, interleaved)
     products = _Products(triton, row_ids_R, slots_SK, offsets_e, options)
     want_x, want_w1, want_w2, want_weights = wanted
     dh_RC, dweights_R = h_RC, weights_R  # replaced where anybody wants them
-    dx_SD, dw1, dw2 = (x_SD.new_empty(0) for _ in range(3))
-    gathers = options.gated and w2_eDF.shape[2] >= GATHER_FIRST_DY
-    dy = products.source(dy_SD.contiguous(), gather=gathers)
+    dx, dw1, dw2 = (x_SD.new_empty(0) for _ in range(3))
+    if unsummed:
+        dy_rows = _Source(dy.contiguous(), None)
+    else:
+        gathers = options.gated and w2_eDF.shape[2] >= GATHER_FIRST_DY
+        dy_rows = products.source(dy.contiguous(), gather=gathers)
     if not h_RC.numel():
         h_RC = products.product(products.source(x_SD), w1_eCD.transpose(1, 2))
     if want_x or want_w1 or want_weights:
-        dh_RC, dweights_R, a_RF = products.activation_bwd(dy, w2_eDF, h_RC, weights_R)
+        dh_RC, dweights_R, a_RF = products.activation_bwd(dy_rows, w2_eDF, h_RC, weights_R)
     else:
         a_RF = weighted_activation(h_RC, weights_R, products.index[2], options)
     if want_w2:
-        grad = products.weight_grad(dy, a_RF, False, main_grad2)
+        grad = products.weight_grad(dy_rows, a_RF, False, main_grad2)
         dw2 = grad if main_grad2 is None else dw2
-    del a_RF, dy
-    if want_x:
-        dx_SD = sum_rows_plain(products.rows(dh_RC, w1_eCD), *products.index)
+    del a_RF, dy_rows
     if want_w1:
         x = products.source(x_SD, gather=w2_eDF.shape[2] >= GATHER_FIRST_WGRAD)
         grad = products.weight_grad(x, dh_RC, True, main_grad1)
         dw1 = grad if main_grad1 is None else dw1
-    return dx_SD, dw1, dw2, dweights_R if want_weights else weights_R.new_empty(0)
+        del x  # gathered rows, as large as those of dx
+    if want_x:
+        dx = products.rows(dh_RC, w1_eCD)
+        if not unsummed:
+            dx = sum_rows_plain(dx, *products.index)
+    return dx, dw1, dw2, dweights_R if want_weights else weights_R.new_empty(0)
 
 
-def _gradients_fake(dy_SD, x_SD, h_RC, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
+def _gradients_fake(dy, x_SD, h_RC, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
     main_grads, wanted = rest[3:5], rest[-1]
     made = [wanted[0], *(w and m is None for w, m in zip(wanted[1:3], main_grads, strict=True))]
-    shapes = [t.shape if m else (0,) for t, m in zip((x_SD, w1_eCD, w2_eDF), made, strict=True)]
+    shapes = [t.shape if m else (0,) for t, m in zip((dy, w1_eCD, w2_eDF), made, strict=True)]
     dweights_R = weights_R.new_empty(weights_R.shape if wanted[3] else (0,))
     return *(x_SD.new_empty(shape) for shape in shapes), dweights_R
 
@@ -323,22 +337,25 @@ _expert_mlp_bwd = Op(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, main_grad1, main_grad2, kind, limit, alpha, interleaved, triton, _ = inputs
+    *tensors, expert_rows_RD, main_grad1, main_grad2 = inputs[:10]
+    kind, limit, alpha, interleaved, triton, _ = inputs[10:]
     ctx.save_for_backward(*tensors, output[1])
     # Not among the saved ones: another micro-batch's backward may have added to them since.
     ctx.main_grads = (main_grad1, main_grad2)
-    ctx.options = (kind, limit, alpha, interleaved, triton)
+    ctx.unsummed = expert_rows_RD is not None
+    ctx.options = (kind, limit, alpha, interleaved, triton, ctx.unsummed)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
 
 
-def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dy_SD is None:
-        return (None,) * 15
+def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 16
     x_SD, w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e, h_RC = ctx.saved_tensors
-    wanted = list(ctx.needs_input_grad[:4])
+    needs = ctx.needs_input_grad
+    wanted = [needs[7] if ctx.unsummed else needs[0], *needs[1:4]]
     grads = _expert_mlp_bwd(
-        dy_SD,
+        dy,
         x_SD,
         h_RC,
         w1_eCD,
@@ -353,7 +370,8 @@ def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, .
     )
     added = (None, *ctx.main_grads, None)
     found = [g if w and m is None else None for g, w, m in zip(grads, wanted, added, strict=True)]
-    return *found, *(None,) * 11
+    dx, of_rows = (None, found[0]) if ctx.unsummed else (found[0], None)
+    return dx, *found[1:], *(None,) * 3, of_rows, *(None,) * 8
 
 
 _expert_mlp = Op("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_backward)
@@ -407,6 +425,7 @@ def expert_mlp(
     options: ExpertMLPOptions,
     *,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    expert_rows_RD: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted sum over each source row's experts; differentiable once, in reverse.
 
@@ -426,9 +445,12 @@ def expert_mlp(
             weights' gradients are added by every backward, also one that asks for other gradients
             only; autograd then gets none for that weight. They are remembered from the forward.
             Not under torch.compile.
+        expert_rows_RD: [R, D], stands for x_SD[row_ids_R] and is not read. With it nothing is
+            summed: the rows themselves come back, and theirs is the gradient, not that of x_SD.
 
     Returns:
-        [S, D], dtype of x: added in fp32, rounded once. Bit-reproducible with "triton".
+        [S, D], dtype of x: added in fp32, rounded once. Bit-reproducible with "triton". With
+        `expert_rows_RD` [R, D], rows that hold no choice uninitialised.
 
     Raises:
         ValueError: when "triton" is asked to multiply what it cannot.
@@ -437,7 +459,7 @@ def expert_mlp(
     _refuse_tangents(x_SD, w1_eCD, w2_eDF, rows.weights_R)
     if options.products == "triton":
         _check_triton(x_SD, w1_eCD, w2_eDF, act)
-    y_SD, _ = _expert_mlp(
+    y, _ = _expert_mlp(
         x_SD.contiguous(),
         w1_eCD,
         w2_eDF,
@@ -445,6 +467,7 @@ def expert_mlp(
         rows.row_ids_R,
         rows.slots_SK,
         rows.offsets_e,
+        expert_rows_RD,
         *main_grads,
         act.kind,
         act.limit,
@@ -453,4 +476,4 @@ def expert_mlp(
         options.products == "triton",
         options.keep_h,
     )
-    return y_SD
+    return y

@@ -31,7 +31,7 @@ from moecore.kernels.common import INTERPRET, has_hopper_kernels, warn_plain
 from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
 from moecore.kernels.rows import gather_rows, sum_rows
 from moecore.moe.activation import activate, activation_options
-from moecore.moe.dispatch.base import ExpertInput
+from moecore.moe.dispatch.base import ExpertInput, UnsummedRows, own_sums
 from moecore.moe.experts_te import check_te, te_experts
 from moecore.moe.plain_rows import gather_plain, sum_plain
 
@@ -115,8 +115,10 @@ def run_experts(
     config: MoEConfig,
     *,
     recompute_fc1: bool = False,
-) -> Tensor:
+) -> Tensor | UnsummedRows:
     """Return y_SD, the weighted sum over the local experts of each source row.
+
+    "triton" and "torch" without biases leave the sum to a dispatcher that does it itself.
 
     Args:
         name: which backend.
@@ -130,6 +132,9 @@ def run_experts(
     """
     if name == "auto":
         name = "triton" if _suits_triton(inp.rows_SD, weights, config) else "torch"
+    biased = weights.b1_eC is not None or weights.b2_eD is not None
+    if name in ("sequential", "te") or biased:
+        inp = own_sums(inp)
     if name == "sequential":
         return _sequential(inp, weights, config)
     if name == "triton":  # te_experts checks for itself
@@ -139,7 +144,7 @@ def run_experts(
     if name == "te":
         fc1, fc2 = (weights.w1_eCD, weights.b1_eC), (weights.w2_eDF, weights.b2_eD)
         return te_experts(inp, fc1, fc2, config, weights.interleaved)
-    if weights.b1_eC is not None or weights.b2_eD is not None:
+    if biased:
         return _with_biases(inp, weights, config)
     rows = ExpertRows(
         row_ids_R=inp.row_ids_R,
@@ -153,7 +158,15 @@ def run_experts(
         keep_h=not recompute_fc1,
     )
     matrices = (weights.w1_eCD, weights.w2_eDF)
-    return expert_mlp(inp.rows_SD, *matrices, rows, options, main_grads=weights.main_grads)
+    y = expert_mlp(
+        inp.rows_SD,
+        *matrices,
+        rows,
+        options,
+        main_grads=weights.main_grads,
+        expert_rows_RD=inp.expert_rows_RD,
+    )
+    return y if inp.expert_rows_RD is None else UnsummedRows(y)
 
 
 def _suits_triton(rows_SD: Tensor, weights: ExpertWeights, config: MoEConfig) -> bool:

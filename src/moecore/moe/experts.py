@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from moecore.config import MoEConfig
 from moecore.moe.backends import ExpertBackend, ExpertWeights, check_backend, run_experts
-from moecore.moe.dispatch.base import ExpertInput
+from moecore.moe.dispatch.base import ExpertInput, UnsummedRows
 from moecore.moe.params import ParamReader, init_normal_, local_param, shard_parameter
 
 GateUp = Literal["split", "concatenated", "interleaved", "separate"]
@@ -187,7 +187,7 @@ class Experts(nn.Module):
             else:
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
-    def forward(self, inp: ExpertInput) -> Tensor:
+    def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
         """Return y_SD, the weighted sum over the local experts of each source row.
 
         A weight with an attribute `main_grad` (fp32 or bf16, its local shape) has its gradient
@@ -200,6 +200,7 @@ class Experts(nn.Module):
 
         Returns:
             dtype of `inp.rows_SD`; added in fp32, rounded once. Under etp and ep a partial sum.
+            Expert rows not yet summed where `inp.expert_rows_RD` lets the dispatcher do that.
 
         Raises:
             ValueError: when the backend cannot multiply these matrices, or a `main_grad` does not

@@ -9,7 +9,7 @@ gives source rows and, per expert row, the index of the source row it reads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,10 @@ class ExpertInput:
         num_rows: 0-dim int32 on the device, `offsets_e[-1]`. R is a capacity: rows past num_rows
             have row id 0 and weight 0, and nothing computed from them may be used.
         plan: the dispatcher's own record for `combine`; nobody else opens it.
+        expert_rows_RD: None, or from a dispatcher that adds expert rows itself: rows_SD[row_ids_R]
+            as autograd knows it, without memory (stride 0, never read); rows_SD has no gradient
+            then. Experts leave each expert row's gradient there and may return `UnsummedRows`;
+            those that add their rows themselves start with `own_sums`.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -49,15 +53,50 @@ class ExpertInput:
     offsets_e: Tensor
     num_rows: Tensor
     plan: Any
+    expert_rows_RD: Tensor | None = None
 
 
-# FSDP2 finds the tensors of a module's inputs through pytree: without this it would free the
-# experts' gathered parameters only at the end of the whole backward.
-register_dataclass(
-    ExpertInput,
-    field_names=[f.name for f in fields(ExpertInput)],
-    drop_field_names=[],
-)
+@dataclass(frozen=True, slots=True)
+class UnsummedRows:
+    """What experts may return where the input has `expert_rows_RD`; `combine` adds.
+
+    Attributes:
+        y_RD: weighted output of each expert row; those past `num_rows` are uninitialised.
+    """
+
+    y_RD: Tensor
+
+
+# FSDP2 finds the tensors of a module's inputs and outputs through pytree: without this it would
+# free the experts' gathered parameters only at the end of the whole backward.
+for _record in (ExpertInput, UnsummedRows):
+    register_dataclass(_record, field_names=[f.name for f in fields(_record)], drop_field_names=[])
+
+
+def own_sums(inp: ExpertInput) -> ExpertInput:
+    """Return the same input with differentiable rows_SD, for experts that gather and sum."""
+    if inp.expert_rows_RD is None:
+        return inp
+    rows_SD = _SourceRows.apply(inp.expert_rows_RD, inp.rows_SD, inp.slots_SK)
+    return replace(inp, rows_SD=rows_SD, expert_rows_RD=None)
+
+
+class _SourceRows(torch.autograd.Function):
+    """rows_SD; a row's gradient goes to one of its expert rows, zeros to the others: same sum."""
+
+    @staticmethod
+    def forward(ctx: Any, expert_rows_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
+        ctx.num_rows = expert_rows_RD.shape[0]
+        ctx.save_for_backward(slots_SK)
+        return rows_SD.view_as(rows_SD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (drows_SD,), R = grads, ctx.num_rows
+        slots_S = ctx.saved_tensors[0].amax(1)
+        slots_S = slots_S.where(slots_S >= 0, R)  # one row more, for source rows without a slot
+        drows_RD = drows_SD.new_zeros(R + 1, drows_SD.shape[1])
+        return drows_RD.index_copy_(0, slots_S.long(), drows_SD)[:R], None, None
 
 
 class Dispatcher(Protocol):
@@ -67,8 +106,11 @@ class Dispatcher(Protocol):
         """Bring every token to each rank that owns at least one of its experts, once."""
         ...
 
-    def combine(self, y_SD: Tensor, plan: Any) -> Tensor:
-        """Send each partial sum home once and add over ranks in fp32; returns y_TD."""
+    def combine(self, y_SD: Any, plan: Any) -> Tensor:
+        """Send each partial sum home once and add over ranks in fp32; returns y_TD.
+
+        y_SD is a tensor, or `UnsummedRows` where the experts' input had `expert_rows_RD`.
+        """
         ...
 
 

@@ -8,6 +8,8 @@ the group (ep * etp), S = G * C source rows, R expert rows.
 
 Each operation is one launch that sends and receives (`kernels/exchange.py`). Source row g * C + t
 is token t of rank g, or a hole where this rank does not need it. Sums run over the ranks in order.
+What is summed is one row per source row, or the expert rows of each, added on the way: then no sum
+is written and read, and backward's rows arrive in expert order.
 Received rows are copied out of the buffer, and backward finds the copy: so layers share one buffer.
 
 Shapes are static and counts stay on the device, so a CUDA graph may hold any number of layers.
@@ -17,31 +19,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moecore._compat import disable_dynamo
-from moecore.kernels.index import build_index
-from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement
+from moecore.kernels.exchange import SpreadChoices
+from moecore.kernels.index import ExpertIndex, build_index
+from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, UnsummedRows
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges
 from moecore.moe.router import Routing
 
 
 @dataclass(frozen=True, slots=True)
 class NVLinkPlan:
-    """What combine needs: the exchange, who needed which token, and which rows are holes.
+    """What combine needs: the exchange, who needed which token, and which rows are added.
 
     Attributes:
         exchange: over which the tokens came.
         peers_T: int32, bit g of each local token: rank g has it.
-        used_S: int32, 1 = a row, 0 = a hole.
+        places_S: int32, the row's own number, -1 = a hole.
+        slots_SK: int32, expert rows of each source row, -1 = none.
     """
 
     exchange: Exchange
     peers_T: Tensor
-    used_S: Tensor
+    places_S: Tensor
+    slots_SK: Tensor
 
 
 class NVLinkDispatcher:
@@ -60,13 +66,12 @@ class NVLinkDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks. No host sync after the first; no collective.
 
-        Holes of `rows_SD` are uninitialised; their choices are -1.
+        Holes of `rows_SD` are uninitialised; no slot names them.
 
         Raises:
             ValueError: for rows that can not travel, or more tokens than there is room for.
             RuntimeError: when an earlier operation went wrong (see `Exchange.poll`).
         """
-        p = self.placement
         if routing.weights_TK.dtype != torch.float32:
             raise ValueError(
                 f"weights_TK ({routing.weights_TK.dtype}) must be torch.float32 for dispatcher "
@@ -74,41 +79,51 @@ class NVLinkDispatcher:
             )
         exchange = self.exchanges.get(x_TD, routing.expert_ids_TK.shape[1])
         tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
-        rows_SD, weights_SK, ids_SK, *where = _Dispatch.apply(*tokens, exchange, p)
-        most_rows = exchange.layout.source_rows * min(exchange.layout.top_k, p.num_local)
-        num_rows = _num_rows(exchange, most_rows)
-        row_ids_R, weights_R, slots_SK, offsets_e = build_index(
-            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, capacity=num_rows
-        )
-        if num_rows < most_rows:
-            offsets_e = exchange.limit_rows(offsets_e, num_rows)
-        index = (row_ids_R, weights_R, slots_SK, offsets_e)
-        return ExpertInput(rows_SD, *index, offsets_e[-1], NVLinkPlan(exchange, *where))
+        made = _Dispatch.apply(*tokens, exchange, self.placement)
+        rows_SD, expert_rows_RD, peers_T, places_S = made[:4]
+        index = ExpertIndex(*made[4:])
+        plan = NVLinkPlan(exchange, peers_T, places_S, index.slots_SK)
+        return ExpertInput(rows_SD, *index, index.offsets_e[-1], plan, expert_rows_RD)
 
     @disable_dynamo
-    def combine(self, y_SD: Tensor, plan: NVLinkPlan) -> Tensor:
+    def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync, no collective.
 
+        Args:
+            y: sums of the source rows [S, D], or expert rows, which are added as they are sent.
+            plan: of the dispatch.
+
         Raises:
-            ValueError: when y_SD has another dtype than the tokens had.
+            ValueError: when y has another dtype than the tokens had.
         """
-        if y_SD.dtype != plan.exchange.layout.dtype:
+        if isinstance(y, UnsummedRows):
+            rows, slots_SN = y.y_RD, plan.slots_SK
+        else:
+            rows, slots_SN = y, plan.places_S[:, None]
+        if rows.dtype != plan.exchange.layout.dtype:
             raise ValueError(
-                f"dtype of the experts' output ({y_SD.dtype}) must be that of their input "
+                f"dtype of the experts' output ({rows.dtype}) must be that of their input "
                 f"({plan.exchange.layout.dtype}) for dispatcher ('nvlink'): use 'alltoall'"
             )
-        return _Combine.apply(y_SD, plan)
+        return _Combine.apply(rows, plan, slots_SN)
 
 
-def _num_rows(exchange: Exchange, most_rows: int) -> int:
-    """Return R: static, the same in every forward, at most what any routing gives."""
-    factor = exchange.options.capacity_factor
-    if factor is None:
-        return most_rows
-    return min(most_rows, math.ceil(factor * exchange.balanced_rows))
+def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -> ExpertIndex:
+    """Return the index of the rows that came. Its length is static, and fits any balanced load."""
+    most_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_local)
+    num_rows, factor = most_rows, exchange.options.capacity_factor
+    if factor is not None:
+        num_rows = min(most_rows, math.ceil(factor * exchange.balanced_rows))
+    sizes = dict(first=place.first_local, num_local=place.num_local, capacity=num_rows)
+    index = build_index(came.ids_SK, came.weights_SK, **sizes)
+    if num_rows < most_rows:
+        index = index._replace(offsets_e=exchange.limit_rows(index.offsets_e, num_rows))
+    return index
 
 
 class _Dispatch(torch.autograd.Function):
+    """Tokens out, rows in; the gradient comes back at the expert rows."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -120,33 +135,40 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         sizes = dict(num_local=place.num_local, etp=place.etp)
         came = exchange.spread_choices(x_TD, ids_TK, weights_TK, **sizes)
-        ctx.exchange = exchange
-        ctx.save_for_backward(came.peers_T, came.used_S)
-        ctx.mark_non_differentiable(came.ids_SK, came.peers_T, came.used_S)
+        index = _index_of(came, exchange, place)
+        expert_rows_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
+        where = (came.peers_T, came.places_S)
+        ctx.exchange, ctx.num_rows = exchange, index.row_ids_R.shape[0]
+        ctx.save_for_backward(*where, index.slots_SK)
+        integers = (*where, index.row_ids_R, index.slots_SK, index.offsets_e)
+        ctx.mark_non_differentiable(came.rows_SD, *integers)
         ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
-        return came.rows_SD, came.weights_SK, came.ids_SK, came.peers_T, came.used_S
+        return came.rows_SD, expert_rows_RD, *where, *index
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        peers_T, used_S = ctx.saved_tensors
-        layout, (drows_SD, dweights_SK) = ctx.exchange.layout, grads[:2]
+        peers_T, places_S, slots_SK = ctx.saved_tensors
+        _, drows_RD, _, _, _, dweights_R, *_ = grads
         # Every rank takes part, whichever gradients it has.
-        if drows_SD is None:
-            shape = (layout.source_rows, layout.dim)
-            drows_SD = torch.zeros(shape, dtype=layout.dtype, device=used_S.device)
-        if dweights_SK is None:
-            dweights_SK = torch.zeros(layout.source_rows, layout.top_k, device=used_S.device)
-        dx_TD, dweights_TK = ctx.exchange.reduce(drows_SD, peers_T, used_S, dweights_SK)
+        zeros = partial(torch.zeros, device=places_S.device)
+        if drows_RD is None:
+            layout = ctx.exchange.layout
+            drows_RD = zeros(ctx.num_rows, layout.dim, dtype=layout.dtype)
+        if dweights_R is None:
+            dweights_R = zeros(ctx.num_rows)
+        where = (peers_T, places_S, slots_SK)
+        dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *where, (dweights_R, slots_SK))
         return dx_TD, dweights_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_SD: Tensor, plan: NVLinkPlan) -> Tensor:
-        ctx.plan = plan
-        return plan.exchange.reduce(y_SD, plan.peers_T, plan.used_S)[0]
+    def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, slots_SN: Tensor) -> Tensor:
+        ctx.exchange, ctx.num_rows = plan.exchange, y_RD.shape[0]
+        where = (plan.peers_T, plan.places_S, slots_SN)
+        ctx.save_for_backward(*where)
+        return plan.exchange.reduce(y_RD, *where)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        plan = ctx.plan
-        return plan.exchange.spread(grads[0], plan.peers_T, plan.used_S), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.spread(grads[0], *ctx.saved_tensors, ctx.num_rows), None, None

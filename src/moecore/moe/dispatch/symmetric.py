@@ -105,17 +105,29 @@ class Exchange:
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         return kernels.spread_choices(self.port, *sent, num_local=num_local, etp=etp)
 
-    def spread(self, x_TD: Tensor, peers_T: Tensor, used_S: Tensor) -> Tensor:
-        """Send rows where their tokens went; return rows_SD."""
-        return kernels.spread(self.port, x_TD.contiguous(), peers_T, used_S)
+    def spread(
+        self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
+    ) -> Tensor:
+        """Send rows where their tokens went; return a copy for each slot, [R, D]."""
+        where = (peers_T, places_S, slots_SN)
+        return kernels.spread(self.port, x_TD.contiguous(), *where, num_rows)
 
     def reduce(
-        self, y_SD: Tensor, peers_T: Tensor, used_S: Tensor, dweights_SK: Tensor | None = None
+        self,
+        y_RD: Tensor,
+        peers_T: Tensor,
+        places_S: Tensor,
+        slots_SN: Tensor,
+        choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Send partial sums home; return their sums [T, D] and those of the weights' gradients."""
-        if dweights_SK is not None:
-            dweights_SK = dweights_SK.contiguous()
-        return kernels.reduce(self.port, y_SD.contiguous(), peers_T, used_S, dweights_SK)
+        """Add the rows of the slots, send the sums home; return their sums [T, D].
+
+        And the gradients [T, K] of `choices`, which are each expert row's and its slots.
+        """
+        if choices is not None:
+            choices = (choices[0].contiguous(), choices[1])
+        where = (peers_T, places_S, slots_SN)
+        return kernels.reduce(self.port, y_RD.contiguous(), *where, choices)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets cut at `num_rows`; more is an error of the next `check`."""
