@@ -227,6 +227,7 @@ def train(job: Job) -> None:
                 report.log(step, metrics)
             saver.check()  # a save that failed in the background ends the run here
             if is_saved(step, args):
+                moe_state(job.model).check()  # no checkpoint of a step whose tokens got lost
                 saver.save(step, {"step": step, "seed": args.seed}, wait=False)
     if report:
         report.close()
