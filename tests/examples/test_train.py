@@ -172,7 +172,20 @@ def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
     assert "--seed (1) must be 0 as in" in changed.stderr
 
 
+@pytest.mark.slow
+def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
+    model = "--preset tiny-qwen3 --layers 1 --tokens random --routing balanced --bias-rate 0"
+    printed = run(tmp_path, f"{model} --checkpoint-every 0 --sample-bytes 0 --steps 2").stdout
+    assert "random tokens" in printed and "sample after" not in printed
+    lines = metrics(tmp_path)
+    assert [line["expert_load_max_over_mean"] for line in lines] == [1.0, 1.0]
+    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
+
+
 ERRORS = {
+    "--layers 9": "--layers (9) must be <= num_layers (4) of --preset tiny",
+    "--checkpoint-every -1": "argument --checkpoint-every: (-1) must be a whole number >= 0",
+    "--capacity-factor 0": "argument --capacity-factor: (0) must be a number > 0",
     "--steps 0": r"argument --steps: (0) must be a whole number >= 1",
     "--lr fast": r"argument --lr: (fast) must be a number > 0",
     "--dtype int8": "argument --dtype: invalid choice: 'int8'",
