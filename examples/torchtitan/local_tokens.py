@@ -1,8 +1,9 @@
-"""Registers `local_qwen3`, `local_moecore_qwen3` and `local_moecore`: no download, no tokenizer.
+"""Registers models that need no download and no tokenizer, each under the name of a model.
 
     --experimental.custom_import local_tokens --model.name local_moecore_qwen3
 
-The models are torchtitan's Qwen3, the same with moecore's MoE layers, and moecore's own decoder.
+`local_qwen3` is torchtitan's Qwen3, `local_moecore_qwen3` the same with moecore's MoE layers,
+`local_moecore` moecore's own decoder, `local_moecore_hf` a Hugging Face model.
 Their tokens are uniform random ids of the vocabulary, or with `training.dataset_path` those of a
 .npy file such as text.py writes. For measurements: every run of a layout sees the same batches.
 """
@@ -22,6 +23,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_
 
 import moecore.integrations.torchtitan  # noqa: F401  (registers moecore's models)
 from moecore.integrations.torchtitan_decoder import with_labels
+from moecore.integrations.torchtitan_hf import TitanHFArgs
 
 NUM_RANDOM = 1 << 24  # ids drawn once; longer runs see them again
 
@@ -102,6 +104,8 @@ def read_tokens(path: str | None, vocab_size: int) -> np.ndarray:
 def _vocab_size(job_config: Any) -> int:
     model = job_config.model
     args: Any = get_train_spec(model.name).model_args[model.flavor]
+    if isinstance(args, TitanHFArgs):
+        args.update_from_config(job_config)  # reads the config, which torchtitan asks for later
     return args.config.vocab_size if hasattr(args, "config") else args.vocab_size
 
 
@@ -116,7 +120,8 @@ def local(spec: TrainSpec) -> TrainSpec:
 
 register_train_spec("local_qwen3", local(qwen3.get_train_spec()))
 register_train_spec("local_moecore_qwen3", local(get_train_spec("moecore_qwen3")))
-decoder = local(get_train_spec("moecore"))
-register_train_spec(
-    "local_moecore", replace(decoder, build_dataloader_fn=with_labels(build_local_tokens))
-)
+for name in ("moecore", "moecore_hf"):
+    own_loss = replace(
+        local(get_train_spec(name)), build_dataloader_fn=with_labels(build_local_tokens)
+    )
+    register_train_spec(f"local_{name}", own_loss)

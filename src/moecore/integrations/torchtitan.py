@@ -7,15 +7,17 @@
 | moecore_qwen3       | torchtitan's Qwen3 with moecore's MoE layers       | torchtitan's         |
 | moecore_deepseek_v3 | torchtitan's DeepSeek-V3 with moecore's MoE layers | torchtitan's         |
 | moecore             | moecore's own decoder                              | `models.PRESETS`     |
+| moecore_hf          | a Hugging Face MoE model, `model.hf_assets_path`'s | assets               |
 
 The registry is torchtitan's, and it wants its entries made at import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,14 +29,23 @@ from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.models import deepseek_v3, qwen3
 from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as deepseek_v3_tp
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as qwen3_tp
+from torchtitan.protocols import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
+from moecore.config import BalanceConfig
 from moecore.integrations.torchtitan_decoder import (
     TitanDecoder,
     TitanDecoderArgs,
     build_sum_loss,
     parallelize_decoder,
     with_labels,
+)
+from moecore.integrations.torchtitan_hf import (
+    HFNames,
+    Source,
+    TitanHF,
+    TitanHFArgs,
+    parallelize_hf,
 )
 from moecore.integrations.torchtitan_parallel import parallelize_titan
 from moecore.integrations.torchtitan_step import build_metrics_processor, build_optimizers
@@ -83,10 +94,36 @@ def decoder_spec(flavors: Mapping[str, DecoderConfig]) -> TrainSpec:
     Args:
         flavors: name -> config.
     """
+    args = {name: TitanDecoderArgs(config=config) for name, config in flavors.items()}
+    return _own_loss_spec(TitanDecoder, args, parallelize_decoder)
+
+
+def hf_spec(
+    flavors: Mapping[str, Source | None], *, balance: BalanceConfig | None = None
+) -> TrainSpec:
+    """Return the TrainSpec of Hugging Face MoE models (transformers >= 5).
+
+    Loss and labels are as in `decoder_spec`. Which models: those with an adapter, see
+    docs/adapters.md.
+
+    Args:
+        flavors: name -> a transformers config, or a directory with a config.json; None = the
+            job's `model.hf_assets_path`.
+        balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
+    """
+    args = {name: TitanHFArgs(source) for name, source in flavors.items()}
+    spec = _own_loss_spec(TitanHF, args, partial(parallelize_hf, balance=balance))
+    return replace(spec, state_dict_adapter=HFNames)
+
+
+def _own_loss_spec(
+    model_cls: type[Any], args: Mapping[str, BaseModelArgs], parallelize: Callable[..., nn.Module]
+) -> TrainSpec:
+    """The TrainSpec of a model that makes its loss itself."""
     return TrainSpec(
-        model_cls=TitanDecoder,
-        model_args={name: TitanDecoderArgs(config=config) for name, config in flavors.items()},
-        parallelize_fn=parallelize_decoder,
+        model_cls=model_cls,
+        model_args=args,
+        parallelize_fn=parallelize,
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
@@ -123,3 +160,4 @@ _DENSE_TP = {qwen3.Qwen3Model: _qwen3_tp, deepseek_v3.DeepSeekV3Model: _deepseek
 register_train_spec("moecore_qwen3", accelerated(qwen3.get_train_spec()))
 register_train_spec("moecore_deepseek_v3", accelerated(deepseek_v3.get_train_spec()))
 register_train_spec("moecore", decoder_spec(PRESETS))
+register_train_spec("moecore_hf", hf_spec({"assets": None}))

@@ -20,7 +20,9 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 
-from moecore.integrations.torchtitan_parallel import check_job, finish, titan_meshes
+from moecore.integrations.torchtitan_hf import load_weights
+from moecore.integrations.torchtitan_options import moecore_options
+from moecore.integrations.torchtitan_parallel import check_job, dealt, finish, titan_meshes
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params, preset
 
 LABELS = "labels"  # key of a batch beside "input"
@@ -32,9 +34,11 @@ class TitanDecoderArgs(BaseModelArgs):
 
     Attributes:
         config: the decoder.
+        hf_weights: the job's `moecore.hf_weights`.
     """
 
     config: DecoderConfig = field(default_factory=lambda: preset("tiny"))
+    hf_weights: str | None = None
 
     def update_from_config(self, job_config: JobConfig, **_: Any) -> None:
         """Follow the job: `debug.moe_force_load_balance` deals the experts out in turn.
@@ -48,11 +52,10 @@ class TitanDecoderArgs(BaseModelArgs):
                 f"training.seq_len ({seq_len}) must be <= DecoderConfig.max_seq_len ({longest}): "
                 "shorten it, or register a flavor with a larger max_seq_len"
             )
+        self.hf_weights = moecore_options(job_config).hf_weights
         moe = self.config.moe
         if job_config.debug.moe_force_load_balance and moe is not None:
-            still = replace(moe.balance, bias_update_rate=0.0, bias_update="sign")
-            moe = replace(moe, assignment="balanced", balance=still)
-            self.config = replace(self.config, moe=moe)
+            self.config = replace(self.config, moe=dealt(moe))
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the number of parameters and the FLOPs per token of forward and backward."""
@@ -71,12 +74,18 @@ class TitanDecoder(Decoder):
         self.model_args = model_args
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
-        """Fill every parameter from the seed that torchtitan gave every rank.
+        """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank.
 
         Args:
             buffer_device: not used; buffers follow the model.
+
+        Raises:
+            ValueError: on every rank, for files that do not fit the model.
         """
-        super().init_weights(torch.initial_seed())
+        if self.model_args.hf_weights is None:
+            super().init_weights(torch.initial_seed())
+        else:
+            load_weights(self.model_args.hf_weights, self)
 
     def forward(self, tokens_BT: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Return the cross-entropy summed over the labels that count, or the logits without labels.

@@ -28,6 +28,8 @@ class MoECore:
         experts: how the experts' matrices are multiplied.
         recompute_fc1: keep only the experts' input for backward and run FC1 again there.
         prefetch_blocks: how many blocks ahead FSDP2 gathers parameters.
+        hf_weights: Hugging Face directory that fills the model before the first step; None = from
+            the seed. Of Hugging Face models and moecore's decoder.
     """
 
     dispatcher: Literal["auto", "local", "alltoall", "allgather", "nvlink"] = "auto"
@@ -35,6 +37,7 @@ class MoECore:
     experts: Literal["auto", "triton", "torch", "te", "sequential"] = "auto"
     recompute_fc1: bool = False
     prefetch_blocks: int = FSDPOptions().prefetch_blocks
+    hf_weights: str | None = None
 
 
 @dataclass

@@ -31,7 +31,7 @@ from torchtitan.models.moe import MoE
 from torchtitan.tools import utils
 
 from moecore.adapters.base import swap_blocks
-from moecore.config import ParallelConfig
+from moecore.config import MoEConfig, ParallelConfig
 from moecore.fsdp import FSDPOptions
 from moecore.graphs import compile_blocks
 from moecore.integrations.torchtitan_moe import titan_moe
@@ -76,6 +76,12 @@ def parallelize_titan(
         ValueError, NotImplementedError: see `check_job`, `titan_moe` and `parallelize_moe`.
     """
     check_job(job_config, parallel_dims)
+    weights = moecore_options(job_config).hf_weights
+    if weights is not None:
+        raise NotImplementedError(
+            f"moecore.hf_weights ({weights!r}) must be absent for torchtitan's own models: use "
+            "checkpoint.initial_load_in_hf"
+        )
     adapter = partial(titan_moe, update_bias=update_bias)
     layers = swap_blocks(model, {MoE: adapter})
     meshes = titan_meshes(parallel_dims)
@@ -129,6 +135,15 @@ def finish(model: nn.Module, meshes: Meshes, job_config: JobConfig) -> nn.Module
 def compiles_model(job_config: JobConfig) -> bool:
     """Return whether the job asks for torch.compile of the model."""
     return job_config.compile.enable and "model" in job_config.compile.components
+
+
+def dealt(config: MoEConfig) -> MoEConfig:
+    """Return the config with experts dealt out in turn, for `debug.moe_force_load_balance`.
+
+    That choice reads no selection bias, so none moves.
+    """
+    still = replace(config.balance, bias_update_rate=0.0, bias_update="sign")
+    return replace(config, assignment="balanced", balance=still)
 
 
 def _waited(_: nn.Module, __: tuple[Any, ...], x: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def _fitting_plan(
             f"path ({path}) must fit the model: {listed(plan.problems)}: correct the model's "
             "config or the files"
         )
-    plan.buffers += _fresh_buffers(model)
+    plan.buffers += fresh_buffers(model)
     return plan
 
 
@@ -291,7 +291,7 @@ def _fill(target: Tensor, recipe: Recipe, sources: Mapping[str, Source], files: 
             part.copy_(source.read(files, overlap.source).view(part.shape))
 
 
-def _fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Return (buffer, value) of each buffer of a transformers module that no file holds.
 
     Raises:

@@ -1,0 +1,319 @@
+"""Hugging Face models in real torchtitan runs on two CPU ranks against plain transformers."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.integrations.titan_runs import (
+    EPS,
+    LR,
+    SEQ_LEN,
+    STEPS,
+    WEIGHT_DECAY,
+    Run,
+    assert_close,
+    close,
+    train,
+)
+from tests.ranks import run_ranks
+
+for package in ("torchtitan", "transformers"):  # not imported here: `cpu.prepare` comes first
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
+pytestmark = pytest.mark.slow
+
+EP, TP = "parallelism__expert_parallel_degree", "parallelism__tensor_parallel_degree"
+FLAVOR, BATCH, AC = "model__flavor", "training__local_batch_size", "activation_checkpoint__mode"
+SECTION = {"job__custom_config_module": "moecore.integrations.torchtitan_options"}
+SEED = 7
+ARCHITECTURES = ["qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "deepseek-v3", "gpt-oss"]
+
+# Every run sees four samples a step.
+EP2 = {EP: 2, BATCH: 2}
+RUNS: dict[str, dict[str, Any]] = {
+    "checkpointed": {**EP2, AC: "full"},
+    "selective": {**EP2, AC: "selective"},
+    "two batches": {EP: 2, "training__global_batch_size": 4},
+    "dense mesh": {BATCH: 2},
+    "compiled": {**EP2, "compile__enable": True, "compile__backend": "aot_eager"},
+    "saving": {
+        **EP2,
+        "checkpoint__enable": True,
+        "checkpoint__interval": 2,
+        "checkpoint__last_save_in_hf": True,
+    },
+}
+RUNS |= {name: {**EP2, FLAVOR: name} for name in ARCHITECTURES}
+SIZED = ["qwen3-moe", "mixtral", "deepseek-v3"]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tp": ({TP: 2}, r"tensor_parallel_degree \(2\) must be 1 for a Hugging Face model"),
+    "cp": ({"parallelism__context_parallel_degree": 2}, r"context_parallel_degree \(2\) must be 1"),
+    "length": ({"training__seq_len": 128}, r"seq_len \(128\) must be <= max_position_\w+ \(64\)"),
+    "own loss": ({FLAVOR: "own loss"}, r"output_router_logits \(True\) of the model's config must"),
+    "tied": ({FLAVOR: "tied"}, r"tie_word_embeddings \(True\) of the model's config must be False"),
+    "dense": ({FLAVOR: "dense"}, r"must hold at least one MoELayer or known MoE block"),
+    "kind": ({FLAVOR: "kind"}, r"flavor \(dict\) must be a transformers config or a directory"),
+    "no config": (
+        {FLAVOR: "assets", "model__hf_assets_path": "nowhere"},
+        r"model.hf_assets_path or flavor \(nowhere\) must be a directory with a config.json",
+    ),
+    "no weights": (
+        {FLAVOR: "tiny", **SECTION, "moecore__hf_weights": "nowhere"},
+        r"path \(nowhere\) must",
+    ),
+    "titan's own": (
+        {"model__name": "moecore_tiny_qwen3", **SECTION, "moecore__hf_weights": "nowhere"},
+        r"moecore.hf_weights \('nowhere'\) must be absent for torchtitan's own models",
+    ),
+}
+
+
+def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    from examples.torchtitan.cpu import prepare
+
+    prepare()
+    results: dict[str, Any] = {name: run(f"{folder}/{name}", **RUNS[name]) for name in RUNS}
+    results["resumed"] = run(
+        f"{folder}/resumed",
+        **{BATCH: 2},
+        checkpoint__enable=True,
+        checkpoint__initial_load_path=f"{folder}/saving/checkpoint/step-2",
+        checkpoint__initial_load_model_only=False,
+    )
+    balance = {"model__name": "tiny_hf_balanced", FLAVOR: "deepseek-v3"}
+    results["balanced"] = run(folder, **EP2, **balance)
+    results["forced"] = run(folder, **EP2, **balance, debug__moe_force_load_balance=True)
+    results["sizes"] = {name: sizes(name, f"{folder}/{rank}") for name in SIZED}
+    results["bf16"] = run(folder, **EP2, training__mixed_precision_param="bfloat16")
+    results |= loaded(rank, folder)
+    results |= continued(rank, folder, f"{folder}/saving/checkpoint/step-{STEPS}")
+    results["refused"] = {name: refusal(folder, options) for name, (options, _) in REFUSED.items()}
+    results["oracle"] = {name: oracle(name) for name in ("tiny", *ARCHITECTURES)}
+    results["oracle"]["bf16"] = oracle("tiny", torch.bfloat16)
+    return results
+
+
+def run(folder: str, **options: Any) -> Run:
+    specs = {"experimental__custom_import": "tests.integrations.titan_hf_specs"}
+    found = train("tiny_hf", folder, **(specs | options))
+    for numbers in (found.grads, found.state):
+        for name in list(numbers):
+            numbers[name.removeprefix("hf.")] = numbers.pop(name)
+    return found
+
+
+def plain(name: str) -> nn.Module:
+    """The model on one process as transformers makes it, with the weights of every run."""
+    from transformers import AutoModelForCausalLM
+
+    from moecore.integrations.torchtitan_hf import fill
+    from tests.integrations.titan_hf_specs import CONFIGS
+
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
+    fill(model, SEED)
+    return model
+
+
+def oracle(name: str, dtype: torch.dtype = torch.float32) -> Run:
+    """Plain transformers with parameters of a dtype and AdamW, four samples a step."""
+    from tests.integrations.titan_specs import samples
+
+    model, found = plain(name), Run()
+    for param in model.parameters():  # not buffers: rotary frequencies stay
+        param.data = param.to(dtype)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=WEIGHT_DECAY
+    )
+    for step in range(STEPS):
+        tokens_BT, labels_BT = samples(4 * step, 4, SEQ_LEN)
+        logits_NV = model(input_ids=tokens_BT, use_cache=False).logits.flatten(0, 1).float()
+        loss = F.cross_entropy(logits_NV, labels_BT.flatten())
+        loss.backward()
+        found.losses.append(loss.item())
+        if not step:
+            found.grads = {n: gradient(p) for n, p in model.named_parameters()}
+        found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found.state = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    return found
+
+
+def gradient(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad.clone()
+
+
+def loaded(rank: int, folder: str) -> dict[str, Run]:
+    """Runs of another seed that begin with the weights of the other runs, read from files."""
+    from moecore.checkpoint.hf import decoder_config_from_hf
+    from tests.integrations.titan_hf_specs import register_decoder
+
+    path = f"{folder}/assets"
+    if rank == 0:
+        plain("tiny").save_pretrained(path)
+    dist.barrier()
+    register_decoder(decoder_config_from_hf(path))
+    options = {**EP2, **SECTION, "moecore__hf_weights": path, "debug__seed": 9}
+    assets = {FLAVOR: "assets", "model__hf_assets_path": path}
+    return {
+        "loaded": run(folder, **options, **assets),
+        "loaded decoder": run(folder, **options, model__name="tiny_same_decoder"),
+        "local": run(
+            folder,
+            **EP2,
+            **assets,
+            model__name="local_moecore_hf",
+            experimental__custom_import="examples.torchtitan.local_tokens",
+        ),
+    }
+
+
+def continued(rank: int, folder: str, path: str) -> dict[str, Any]:
+    """What transformers, moecore and torchtitan read from the files that torchtitan wrote."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.integrations.titan_hf_specs import CONFIGS
+
+    results: dict[str, Any] = {}
+    if rank == 0:
+        CONFIGS["tiny"].save_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        results["exported"] = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    dist.barrier()
+    one_step = {**EP2, "training__steps": 1}
+    results["by moecore"] = run(folder, **one_step, **SECTION, moecore__hf_weights=path)
+    results["by torchtitan"] = run(
+        f"{folder}/continued",
+        **one_step,
+        checkpoint__enable=True,
+        checkpoint__initial_load_path=path,
+        checkpoint__initial_load_in_hf=True,
+    )
+    return results
+
+
+def sizes(name: str, folder: str) -> list[tuple[int, int]]:
+    """Parameters and FLOPs per token as torchtitan is told, and those of moecore's decoder."""
+    from types import SimpleNamespace
+
+    from moecore.checkpoint.hf import decoder_config_from_hf
+    from moecore.integrations.torchtitan_hf import TitanHF, TitanHFArgs
+    from moecore.models import flops_per_token, num_params
+    from tests.integrations.titan_hf_specs import CONFIGS
+
+    CONFIGS[name].save_pretrained(f"{folder}/{name}")
+    args = TitanHFArgs(f"{folder}/{name}")
+    model, training = SimpleNamespace(hf_assets_path=""), SimpleNamespace(seq_len=SEQ_LEN)
+    args.update_from_config(SimpleNamespace(model=model, training=training))
+    decoder = decoder_config_from_hf(f"{folder}/{name}")
+    decoder = replace(decoder, num_mtp_layers=0, mtp_loss_coef=0.0)  # transformers has none
+    with torch.device("meta"):
+        own = args.get_nparams_and_flops(TitanHF(args), SEQ_LEN)
+    return [own, (num_params(decoder), int(flops_per_token(decoder, SEQ_LEN)))]
+
+
+def refusal(folder: str, options: dict[str, Any]) -> str:
+    try:
+        run(folder, **options)
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(2, worker, os.path.join(folder, "titan"))
+
+
+@pytest.mark.parametrize("name", [*RUNS, "loaded"])
+def test_a_run_trains_like_plain_transformers(results: dict[str, Any], name: str) -> None:
+    found = results[name]
+    wanted = results["oracle"]["tiny" if name not in ARCHITECTURES else name]
+    assert close(found.losses, wanted.losses), (found.losses, wanted.losses)
+    assert close(found.norms, wanted.norms), (found.norms, wanted.norms)
+    assert_close(found.grads, wanted.grads)
+    assert_close(found.state, wanted.state, 2e-5)  # three updates
+    assert not found.plain
+    for names in found.expert_meshes:
+        assert ("ep" in names) == (name != "dense mesh"), names
+
+
+def test_moecores_decoder_begins_with_the_same_files(results: dict[str, Any]) -> None:
+    found, wanted = results["loaded decoder"], results["oracle"]["tiny"]
+    assert close(found.losses, wanted.losses), (found.losses, wanted.losses)
+    assert close(found.norms, wanted.norms), (found.norms, wanted.norms)
+
+
+def test_local_tokens_follow_the_models_vocabulary(results: dict[str, Any]) -> None:
+    assert len(results["local"].losses) == STEPS
+    assert results["local"].losses[0] == pytest.approx(results["loaded"].losses[0], rel=0.2)
+
+
+def test_a_checkpoint_continues_on_another_layout(results: dict[str, Any]) -> None:
+    found, wanted = results["resumed"], results["oracle"]["tiny"]
+    assert len(found.losses) == 1  # step 3 alone
+    assert close(found.losses, wanted.losses[2:])
+    assert_close(found.state, wanted.state, 2e-5)
+
+
+def test_transformers_reads_what_a_run_wrote(results: dict[str, Any]) -> None:
+    assert_close(results["exported"], results["saving"].state, 0)
+
+
+def test_a_new_run_begins_with_what_a_run_wrote(results: dict[str, Any]) -> None:
+    found, wanted = results["by moecore"], results["by torchtitan"]
+    assert found.losses == wanted.losses
+    assert_close(found.grads, wanted.grads, 0)
+    assert found.losses[0] < results["saving"].losses[0] - 0.1  # trained on these samples before
+
+
+def test_bf16_error_is_at_most_twice_that_of_transformers(results: dict[str, Any]) -> None:
+    exact, plain_bf16 = results["oracle"]["tiny"].grads, results["oracle"]["bf16"].grads
+    for name, grad in results["bf16"].grads.items():
+        error = float((grad - exact[name]).norm())
+        assert error <= 2 * float((plain_bf16[name] - exact[name]).norm()) + 1e-6, name
+
+
+def test_balance_reaches_loss_and_bias(results: dict[str, Any]) -> None:
+    found, still = results["balanced"], results["deepseek-v3"]
+    biases = [n for n in found.state if n.endswith("e_score_correction_bias")]
+    assert biases
+    for name in biases:
+        assert found.state[name].any() and not still.state[name].any()
+    for with_loss, without in zip(found.metrics, still.metrics, strict=True):
+        assert with_loss["moe/aux_loss"] > 0 == without["moe/aux_loss"]
+
+
+def test_the_load_is_even_when_the_job_forces_it(results: dict[str, Any]) -> None:
+    for forced, free in zip(results["forced"].metrics, results["balanced"].metrics, strict=True):
+        assert forced["moe/load_max_over_mean"] == pytest.approx(1, abs=0.05)
+        assert free["moe/load_max_over_mean"] > 1.1
+
+
+def test_blocks_share_the_graphs_around_their_moe_layers(results: dict[str, Any]) -> None:
+    assert 2 <= results["compiled"].graphs <= 4
+    assert results["qwen3-moe"].graphs == 0
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_size_and_flops_are_those_of_moecores_decoder(results: dict[str, Any], name: str) -> None:
+    own, decoder = results["sizes"][name]
+    assert own == decoder
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused(results: dict[str, Any], name: str) -> None:
+    assert re.search(REFUSED[name][1], results["refused"][name]), results["refused"][name]
