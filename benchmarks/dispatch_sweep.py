@@ -31,7 +31,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges, NVLinkOptions, make_port
 
 SHARES = (1 / 3, 5 / 12, 1 / 2)
-SIZES = ((8, 256 << 10), (16, 128 << 10))  # rounds, most bytes of a chunk
+ROUNDS = (8, 16)
 NUM_WARPS = (16,)
 OPS = ("dispatch", "combine")
 
@@ -40,10 +40,10 @@ def divisions(usual: ExchangeLayout) -> list[ExchangeLayout]:
     """Return the usual layout and others of as many programs, no two of them the same in effect."""
     programs, found = usual.num_push + usual.num_receive, [usual]
     seen = {(usual.num_push, usual.chunk, usual.num_warps)}
-    for share, (rounds, most), warps in itertools.product(SHARES, SIZES, NUM_WARPS):
+    for share, rounds, warps in itertools.product(SHARES, ROUNDS, NUM_WARPS):
         push = round(programs * share)
         sizes = dict(num_push=push, num_receive=programs - push, rounds=rounds, num_warps=warps)
-        layout = replace(usual, **sizes, chunk_bytes=most)
+        layout = replace(usual, **sizes)
         key = (push, layout.chunk, warps)
         if key not in seen:
             seen.add(key)

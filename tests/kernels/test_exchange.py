@@ -82,18 +82,19 @@ def test_layout_and_tiles() -> None:
         num_receive=66,
     )
     assert (layout.source_rows, layout.chunk, layout.num_chunks) == (32768, 8, 512)
-    few = replace(layout, num_push=12, num_receive=12)
-    assert (few.chunk, replace(few, dim=2048).chunk, replace(few, dim=64).chunk) == (16, 64, 64)
+    assert replace(layout, num_push=12, num_receive=12).chunk == 64
     assert replace(layout, capacity=3).num_chunks == 1 and replace(layout, rounds=4).chunk == 16
-    assert (layout.together, few.together, replace(few, num_ranks=6).together) == (1, 4, 2)
     regions = [*layout.regions(1 << 40), (1 << 40) + layout.num_bytes]
     sizes = [b - a for a, b in itertools.pairwise(regions)]
     assert sizes[:3] == [2 * 32768 * 7168 * 2, 2 * 32768 * 8 * 4, 2 * 32768 * 8 * 4]
     assert sizes[3] >= 2 * 8 * 512 * 4 and all(r % ALIGNMENT == 0 for r in regions)
-    columns = [exchange_tiles.unit_columns(replace(layout, dim=n)) for n in (7168, 2048, 24)]
-    assert columns == [1024, 1024, 32]
-    assert exchange_tiles.sum_tile(layout) == (8, 1024)
-    assert exchange_tiles.sum_tile(replace(layout, dim=24)) == (8, 32)
+    narrow, few = replace(layout, dim=24), replace(layout, num_push=12, num_receive=12)
+    tiles = exchange_tiles
+    assert [tiles.move_tile(layout, n) for n in (64, 8)] == [(32, 1024), (8, 4096)]
+    assert [tiles.move_tile(few, n) for n in (512, 8)] == [(64, 256), (8, 2048)]
+    assert tiles.move_tile(replace(layout, dim=2048), 32, 32) == (32, 1024)
+    assert [tiles.add_tile(n) for n in (layout, narrow)] == [(8, 1024), (8, 32)]
+    assert [tiles.sum_tile(n) for n in (layout, narrow)] == [(16, 1024), (64, 32)]
 
 
 # --------------------------------------------------------------------------- kernels
@@ -124,7 +125,7 @@ CASES = {
         tokens=(6, 1, 8), capacity=8, num_experts=6, top_k=2, dim=104, dtype=torch.float16
     ),
     "several chunks": Case(tokens=(40, 64, 33, 50), capacity=65, programs=1, dim=264),
-    "two ranks at a time": Case(tokens=(256, 130), capacity=256, programs=1, rounds=32),
+    "four tiles at once": Case(tokens=(9, 20), capacity=20, dim=1536),
     "one rank": Case(tokens=(11,), capacity=16),
     "everything dropped": Case(tokens=(4, 4), capacity=4, dropped=1.1),
     "no tokens": Case(tokens=(0, 0, 0, 0), capacity=1),

@@ -36,33 +36,35 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, cdiv, next_power_of_2, on_device, tl, triton
+from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, triton
 from moecore.kernels.exchange_port import (
     AT_ROWS,
     AT_WEIGHTS,
     ERROR_BEFORE,
     OPERATION,
+    ExchangeLayout,
     ExchangePort,
 )
 from moecore.kernels.exchange_rows import (
     add_parts,
     copy_rows,
-    list_ones,
-    pair_of,
     push_choices,
     push_rows,
-    push_sums,
     receive_choices,
-    row_of,
+    rows_of,
 )
+from moecore.kernels.exchange_slots import copy_to_slots, list_pairs, list_slots, push_sums
 from moecore.kernels.exchange_steps import find_peers, finish, notify, wait
 from moecore.kernels.exchange_tiles import (
-    CHOICES_TILE,
+    MAX_BLOCK_K,
     MAX_BLOCK_N,
-    list_size,
+    add_tile,
+    choice_pairs,
+    list_pairs_at_once,
+    list_width,
+    move_tile,
     sum_tile,
-    tile_elements,
-    unit_columns,
+    tiles_at_once,
 )
 
 Half = Literal["both", "push", "receive"]
@@ -131,7 +133,7 @@ def _spread_kernel(
     out_ptr,  # [R, D], out
     out_ids_ptr,  # [S, K] int32, out with CHOICES
     out_weights_ptr,  # [S, K] fp32, out with CHOICES
-    lists_ptr,  # [programs, LIST] int32
+    lists_ptr,  # [programs, LIST] int32, with N > 1
     bases_ptr,  # [4, G] int64
     state_ptr,  # [NUM_WORDS] int32
     report_ptr,  # [NUM_WORDS] int32
@@ -147,7 +149,6 @@ def _spread_kernel(
     SPIN: tl.constexpr,
     NUM_PUSH: tl.constexpr,
     NUM_RECEIVE: tl.constexpr,
-    TOGETHER: tl.constexpr,
     G: tl.constexpr,
     ETP: tl.constexpr,
     D: tl.constexpr,
@@ -155,9 +156,14 @@ def _spread_kernel(
     N: tl.constexpr,
     CHUNK: tl.constexpr,
     LIST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIST_PAIRS: tl.constexpr,
     PAIRS: tl.constexpr,
-    UNITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PUSH_D: tl.constexpr,
+    TAKE_ROWS: tl.constexpr,
+    TAKE_D: tl.constexpr,
+    TILES: tl.constexpr,
+    CHOICE_PAIRS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -166,7 +172,6 @@ def _spread_kernel(
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
     slot = (operation % 2).to(tl.int64) * G * capacity
-    list_ptr = lists_ptr + pid * LIST
     if PUSH:
         if pid < NUM_PUSH:
             first = slot + rank * capacity
@@ -174,15 +179,12 @@ def _spread_kernel(
                 if CHOICES:
                     sizes = (chunk, num_tokens, num_local)
                     find_peers(ids_ptr, peers_ptr, *sizes, G, ETP, K, CHUNK, BLOCK_K)
+                rows_ptrs = (x_ptr, peers_ptr, bases_ptr)
+                place = (chunk, num_tokens, capacity, first, rank)
+                push_rows(*rows_ptrs, *place, False, G, D, CHUNK, PAIRS, PUSH_D, TILES)
+                if CHOICES:
                     from_ptrs = (ids_ptr, weights_ptr, peers_ptr, bases_ptr)
-                    place = (chunk, num_tokens, capacity, first, rank)
-                    push_choices(*from_ptrs, *place, False, G, K, CHUNK, BLOCK_G, PAIRS, BLOCK_K)
-                pairs = tl.arange(0, LIST)
-                tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK, BLOCK_G)
-                bits = tl.load(peers_ptr + tokens, mask=exists & (tokens < num_tokens), other=0)
-                count = list_ones(list_ptr, (bits >> peers) & 1, LIST)
-                rows_ptrs, those = (x_ptr, list_ptr, bases_ptr), (count, chunk, first, rank)
-                push_rows(*rows_ptrs, *those, G, D, CHUNK, BLOCK_G, UNITS, BLOCK_D)
+                    push_choices(*from_ptrs, *place, False, G, K, CHUNK, CHOICE_PAIRS, BLOCK_K)
                 flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
                 notify(bases_ptr, flag, operation, G, BLOCK_G)
     if RECEIVE:
@@ -192,24 +194,29 @@ def _spread_kernel(
             base = tl.load(bases_ptr + AT_ROWS * G + rank).to(tl.pointer_type(element))
             base = tl.multiple_of(base, 16)
             left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
-            GROUPS: tl.constexpr = G // TOGETHER
-            for item in range(pid - FIRST, num_chunks * GROUPS, NUM_RECEIVE):
-                chunk, source = item // GROUPS, (item + rank) % GROUPS * TOGETHER
-                rows, exists = row_of(tl.arange(0, LIST), source, chunk, capacity, CHUNK, TOGETHER)
-                if not CHOICES:
-                    used = (tl.load(places_ptr + rows, mask=exists, other=-1) >= 0).to(tl.int32)
+            for item in range(pid - FIRST, num_chunks * G, NUM_RECEIVE):
+                chunk, source = item // G, (item + rank) % G
+                rows, exists = rows_of(source, chunk, capacity, CHUNK)
+                if not CHOICES:  # known before the rows come
+                    marks_ptr = slots_ptr if N == 1 else places_ptr
+                    to = tl.load(marks_ptr + rows, mask=exists, other=-1)
+                    if N > 1:
+                        tl.debug_barrier()  # the last list has been read; `wait` ends with one
+                        those = (slots_ptr, lists_ptr + pid * LIST, rows, exists, 0)
+                        list_slots(*those, N, CHUNK, CHUNK, CHUNK, BLOCK_N)
                 ptrs, whose = (bases_ptr, state_ptr, report_ptr), (source, chunk, num_chunks, rank)
-                arrived = wait(*ptrs, operation, *whose, left, 0, TOGETHER, G, THREADS, SPIN)
+                arrived = wait(*ptrs, operation, *whose, left, 0, 1, G, THREADS, SPIN)
                 left = tl.where(arrived, left, 0)
                 if CHOICES:
                     out_ptrs = (out_ids_ptr, out_weights_ptr, places_ptr)
                     there = (rows, exists, slot, arrived, rank)
-                    used = receive_choices(bases_ptr, *out_ptrs, *there, G, K, LIST, BLOCK_K)
+                    to = receive_choices(bases_ptr, *out_ptrs, *there, G, K, CHUNK, BLOCK_K)
                 if arrived:
-                    count = list_ones(list_ptr, used, LIST)
-                    to_ptrs = (out_ptr, slots_ptr, list_ptr)
-                    here = (count, source, chunk, slot, capacity)
-                    copy_rows(base, *to_ptrs, *here, D, N, CHUNK, TOGETHER, UNITS, BLOCK_D, BLOCK_N)
+                    if N == 1:
+                        copy_rows(base, out_ptr, to, rows, slot, D, TAKE_D, TILES)
+                    else:
+                        list_ptr = lists_ptr + pid * LIST
+                        copy_to_slots(base, out_ptr, list_ptr, to, rows, slot, D, CHUNK, TAKE_D)
         finish(state_ptr, operation)
 
 
@@ -223,7 +230,7 @@ def _reduce_kernel(
     slots_ptr,  # [S, N] int32
     out_ptr,  # [T, D], out
     out_dweights_ptr,  # [T, K] fp32, out with CHOICES
-    lists_ptr,  # [programs, LIST] int32
+    lists_ptr,  # [programs, LIST] int32, with N > 1
     bases_ptr,  # [4, G] int64
     state_ptr,  # [NUM_WORDS] int32
     report_ptr,  # [NUM_WORDS] int32
@@ -244,11 +251,14 @@ def _reduce_kernel(
     N: tl.constexpr,
     CHUNK: tl.constexpr,
     LIST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIST_PAIRS: tl.constexpr,
     PAIRS: tl.constexpr,
-    UNITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PUSH_D: tl.constexpr,
     TAKE_ROWS: tl.constexpr,
     TAKE_D: tl.constexpr,
+    TILES: tl.constexpr,
+    CHOICE_PAIRS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -257,24 +267,24 @@ def _reduce_kernel(
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
     slot = (operation % 2).to(tl.int64) * G * capacity
-    list_ptr = lists_ptr + pid * LIST
     if PUSH:
         if pid < NUM_PUSH:
             first = slot + rank * capacity
             for chunk in range(pid, num_chunks, NUM_PUSH):
+                place = (chunk, num_tokens, capacity, first, rank)
+                if N == 1:
+                    rows_ptrs = (y_ptr, slots_ptr, bases_ptr)
+                    push_rows(*rows_ptrs, *place, True, G, D, CHUNK, PAIRS, PUSH_D, TILES)
+                else:
+                    list_ptr = lists_ptr + pid * LIST
+                    those = (slots_ptr, list_ptr, chunk, capacity, rank)
+                    list_pairs(*those, G, N, CHUNK, WIDTH, LIST_PAIRS, PAIRS, BLOCK_N)
+                    sums_ptrs = (y_ptr, places_ptr, list_ptr, bases_ptr)
+                    there = (chunk, capacity, first, rank)
+                    push_sums(*sums_ptrs, *there, G, D, CHUNK, WIDTH, PAIRS, PUSH_D)
                 if CHOICES:
                     from_ptrs = (choices_ptr, dweights_ptr, places_ptr, bases_ptr)
-                    place = (chunk, num_tokens, capacity, first, rank)
-                    push_choices(*from_ptrs, *place, True, G, K, CHUNK, BLOCK_G, PAIRS, BLOCK_K)
-                pairs = tl.arange(0, LIST)
-                tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK, BLOCK_G)
-                rows = peers.to(tl.int64) * capacity + tokens
-                exists = exists & (tokens < capacity)
-                send = tl.load(places_ptr + rows, mask=exists, other=-1) >= 0
-                count = list_ones(list_ptr, send.to(tl.int32), LIST)
-                rows_ptrs = (y_ptr, slots_ptr, list_ptr, bases_ptr)
-                those = (count, chunk, capacity, first, rank)
-                push_sums(*rows_ptrs, *those, G, D, N, CHUNK, BLOCK_G, UNITS, BLOCK_D, BLOCK_N)
+                    push_choices(*from_ptrs, *place, True, G, K, CHUNK, CHOICE_PAIRS, BLOCK_K)
                 flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
                 notify(bases_ptr, flag, operation, G, BLOCK_G)
     if RECEIVE:
@@ -296,14 +306,15 @@ def _reduce_kernel(
         finish(state_ptr, operation)
 
 
-def _options(port: ExchangePort, num_slots: int, rows: int) -> dict[str, Any]:
-    """Return the constants of a kernel that holds `rows` rows of each unit at once."""
+def _options(port: ExchangePort, num_slots: int, *, reduce: bool) -> dict[str, Any]:
+    """Return the constants of a kernel."""
     layout = port.layout
-    pairs = layout.chunk * next_power_of_2(layout.num_ranks)
-    listed = list_size(layout)
-    block_k = min(CHOICES_TILE // listed, next_power_of_2(layout.top_k))
-    block_d = unit_columns(layout)
-    units = tile_elements(layout) // rows // block_d
+    block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
+    block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
+    push = move_tile(layout, layout.chunk * layout.num_ranks)
+    if reduce and num_slots > 1:
+        push = sum_tile(layout)
+    take = add_tile(layout) if reduce else move_tile(layout, layout.chunk, layout.chunk)
     return dict(
         NUM_PUSH=layout.num_push,
         NUM_RECEIVE=layout.num_receive,
@@ -312,12 +323,17 @@ def _options(port: ExchangePort, num_slots: int, rows: int) -> dict[str, Any]:
         K=layout.top_k,
         N=num_slots,
         CHUNK=layout.chunk,
-        LIST=listed,
-        PAIRS=min(pairs, CHOICES_TILE // 2 // block_k),
-        UNITS=min(units, next_power_of_2(pairs * cdiv(layout.dim, block_d))),
-        BLOCK_D=block_d,
+        LIST=_list_size(layout, num_slots),
+        WIDTH=list_width(layout),
+        LIST_PAIRS=list_pairs_at_once(layout, block_n),
+        PAIRS=push[0],
+        PUSH_D=push[1],
+        TAKE_ROWS=take[0],
+        TAKE_D=take[1],
+        TILES=tiles_at_once(layout),
+        CHOICE_PAIRS=choice_pairs(layout, block_k),
         BLOCK_K=block_k,
-        BLOCK_N=min(MAX_BLOCK_N, next_power_of_2(num_slots)),
+        BLOCK_N=block_n,
         BLOCK_G=next_power_of_2(layout.num_ranks),
         THREADS=32 * layout.num_warps,
         SPIN=not INTERPRET,
@@ -330,10 +346,15 @@ def _grid(port: ExchangePort, half: Half) -> tuple[int]:
     return ((half != "receive") * layout.num_push + (half != "push") * layout.num_receive,)
 
 
-def _common(port: ExchangePort, num_tokens: int) -> tuple[Any, ...]:
+def _list_size(layout: ExchangeLayout, num_slots: int) -> int:
+    """Return the entries of a program's list of slots; none where each row has one slot."""
+    return (1 + num_slots) * list_width(layout) if num_slots > 1 else 0
+
+
+def _common(port: ExchangePort, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
     layout = port.layout
-    programs = layout.num_push + layout.num_receive
-    lists = torch.empty(programs * list_size(layout), dtype=torch.int32, device=port.state.device)
+    entries = (layout.num_push + layout.num_receive) * _list_size(layout, num_slots)
+    lists = torch.empty(entries, dtype=torch.int32, device=port.state.device) if entries else None
     sizes = (num_tokens, layout.capacity, layout.num_chunks, port.rank, port.timeout_ns)
     return (lists, port.bases, port.state, port.report, *sizes)
 
@@ -416,14 +437,13 @@ def _launch_spread(
     with on_device(port.state):
         _spread_kernel[_grid(port, half)](
             *tensors,
-            *_common(port, tensors[0].shape[0]),
+            *_common(port, tensors[0].shape[0], num_slots),
             num_local,
             PUSH=half != "receive",
             RECEIVE=half != "push",
             CHOICES=tensors[1] is not None,
-            TOGETHER=port.layout.together,
             ETP=etp,
-            **_options(port, num_slots, rows=1),
+            **_options(port, num_slots, reduce=False),
         )
 
 
@@ -458,16 +478,13 @@ def reduce(
     out_TD = y_RD.new_empty(T, port.layout.dim)
     dweights_R, slots_SK = choices or (None, None)
     out_TK = None if dweights_R is None else dweights_R.new_empty(T, port.layout.top_k)
-    take_rows, take_d = sum_tile(port.layout)
     with on_device(port.state):
         _reduce_kernel[_grid(port, half)](
             *(y_RD, dweights_R, slots_SK, peers_T, places_S, slots_SN, out_TD, out_TK),
-            *_common(port, T),
+            *_common(port, T, slots_SN.shape[1]),
             PUSH=half != "receive",
             RECEIVE=half != "push",
             CHOICES=choices is not None,
-            TAKE_ROWS=take_rows,
-            TAKE_D=take_d,
-            **_options(port, slots_SN.shape[1], rows=2),
+            **_options(port, slots_SN.shape[1], reduce=True),
         )
     return out_TD, out_TK

@@ -20,7 +20,6 @@ from moecore.kernels.common import cdiv, next_power_of_2, tl
 EXCHANGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_RANKS = 31  # bits of an int32 that name ranks
 ALIGNMENT = 256
-ITEMS = 32  # of one receiving program, at least
 
 # Regions of a buffer, and words of an exchange's state and report.
 AT_ROWS, AT_IDS, AT_WEIGHTS, AT_FLAGS = (tl.constexpr(i) for i in range(4))
@@ -42,8 +41,6 @@ class ExchangeLayout:
         num_push, num_receive: programs of one launch.
         rounds: chunks per push program, as near as powers of two come: with more a launch ends
             sooner after its last store, with fewer it waits less.
-        chunk_bytes: most bytes of the rows of a chunk, but eight rows at least: with few programs
-            the first chunk comes late otherwise, and the last one takes long.
         num_warps: of a program.
     """
 
@@ -55,7 +52,6 @@ class ExchangeLayout:
     num_push: int
     num_receive: int
     rounds: int = 8
-    chunk_bytes: int = 256 * 1024
     num_warps: int = 16
 
     @property
@@ -67,25 +63,12 @@ class ExchangeLayout:
     def chunk(self) -> int:
         """Tokens per flag."""
         per_round = cdiv(self.capacity, self.rounds * self.num_push)
-        most = max(8, self.chunk_bytes // (self.dim * self.dtype.itemsize))
-        return min(64, 1 << most.bit_length() - 1, max(8, next_power_of_2(per_round)))
+        return min(64, max(8, next_power_of_2(per_round)))
 
     @property
     def num_chunks(self) -> int:
         """Chunks of each rank."""
         return -(-self.capacity // self.chunk)
-
-    @property
-    def together(self) -> int:
-        """Ranks for whose chunks a program of a spread waits at once; a divisor of G.
-
-        A few microseconds pass before the first byte, so few programs take much at a time; but the
-        last chunk wants many programs.
-        """
-        ranks, chunks = 1, self.num_ranks * self.num_chunks
-        while self.num_ranks % (2 * ranks) == 0 and chunks >= 2 * ranks * self.num_receive * ITEMS:
-            ranks *= 2
-        return ranks
 
     @property
     def region_bytes(self) -> tuple[int, int, int, int]:

@@ -1,11 +1,10 @@
-"""The rows of `exchange.py`'s kernels, for one program each: listed, pushed, copied, added.
+"""The rows of `exchange.py`'s kernels, for one program each: pushed, copied, added.
 
-A program first lists the rows of its chunk that are no holes, and then moves units of them: one row
-and BLOCK_D of its columns. So every lane has work, however many holes there are, and all bytes of a
-step are in flight at once.
+A tile is some rows and BLOCK_D of their columns. Holes of a tile are masked: to list the rows that
+are none costs more than they do (docs/dispatchers.md, Figures).
 
-Letters: T local tokens, C capacity, G ranks, S = G * C source rows, R expert rows, D columns, K
-choices per token, N slots per source row. A pair is a token of the chunk and a rank.
+Letters: T local tokens, C capacity, G ranks, S = G * C source rows, R rows, D columns, K choices
+per token. A pair is a token of the chunk and a rank.
 """
 
 from moecore.kernels.common import tl, triton
@@ -13,209 +12,115 @@ from moecore.kernels.exchange_port import AT_IDS, AT_ROWS, AT_WEIGHTS
 
 
 @triton.jit
-def list_ones(
-    list_ptr,  # [BLOCK] int32, out, of this program
-    ones,  # [BLOCK] int32, 0 or 1
-    BLOCK: tl.constexpr,  # at least the threads: the compiler fails at a shorter scan
-):
-    """Write where the ones are, in order; return how many. [0, 1, 0, 1] gives 1, 3."""
-    place = tl.cumsum(ones, axis=0) - 1
-    tl.debug_barrier()  # the last list has been read
-    tl.store(list_ptr + place, tl.arange(0, BLOCK), mask=ones > 0)
-    tl.debug_barrier()
-    return tl.sum(ones, axis=0)
-
-
-@triton.jit
-def _units(
-    list_ptr,  # int32
-    start,  # first unit
-    num_units,
-    D: tl.constexpr,
-    UNITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Return listed [UNITS], columns and mask [UNITS, BLOCK_D]; a row's units are neighbours."""
-    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    units = start + tl.arange(0, UNITS)
-    listed = tl.load(list_ptr + units // BLOCKS, mask=units < num_units, other=0)
-    columns = (units % BLOCKS * BLOCK_D)[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    return listed, columns, (units < num_units)[:, None] & (columns < D)
-
-
-@triton.jit
 def pair_of(
-    pair,  # int32, of [CHUNK, BLOCK_G]
+    pair,  # int32, of [CHUNK, G]
     chunk,
     rank,
     G: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
 ):
     """Return token and peer, and whether it is a pair. Neighbours have different peers."""
-    token = chunk * CHUNK + pair // BLOCK_G
-    is_pair = (pair % BLOCK_G < G) & (pair < CHUNK * BLOCK_G)
-    return token, (pair % BLOCK_G + token + rank) % G, is_pair
+    token = chunk * CHUNK + pair // G
+    return token, (pair % G + token + rank) % G, pair < CHUNK * G
 
 
 @triton.jit
-def row_of(
-    local,  # int32, of [ranks, CHUNK]
-    first,  # first of the ranks
-    chunk,
-    capacity,  # C
-    CHUNK: tl.constexpr,
-    RANKS: tl.constexpr,
+def _load(from_ptrs, mask, columns, D: tl.constexpr, CACHE: tl.constexpr):
+    inside = mask[:, None] & (columns < D)[None, :]
+    return tl.load(from_ptrs[:, None] + columns[None, :], mask=inside, cache_modifier=CACHE)
+
+
+@triton.jit
+def _store(to_ptrs, x, mask, columns, D: tl.constexpr):
+    tl.store(to_ptrs[:, None] + columns[None, :], x, mask=mask[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def _move(
+    from_ptrs,  # [ROWS] pointers to rows
+    to_ptrs,  # [ROWS] pointers to rows
+    mask,  # [ROWS] bool
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,  # loaded before the first is stored: 1 or 4
+    CACHE: tl.constexpr,
 ):
-    """Return the source row of a chunk's token of some rank, and whether there is one."""
-    token = chunk * CHUNK + local % CHUNK
-    exists = (local < RANKS * CHUNK) & (token < capacity)
-    return (first + local // CHUNK).to(tl.int64) * capacity + token, exists
+    """Copy rows."""
+    for start in range(0, D, TILES * BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        x0 = _load(from_ptrs, mask, columns, D, CACHE)
+        if TILES == 4:
+            x1 = _load(from_ptrs, mask, columns + BLOCK_D, D, CACHE)
+            x2 = _load(from_ptrs, mask, columns + 2 * BLOCK_D, D, CACHE)
+            x3 = _load(from_ptrs, mask, columns + 3 * BLOCK_D, D, CACHE)
+        _store(to_ptrs, x0, mask, columns, D)
+        if TILES == 4:
+            _store(to_ptrs, x1, mask, columns + BLOCK_D, D)
+            _store(to_ptrs, x2, mask, columns + 2 * BLOCK_D, D)
+            _store(to_ptrs, x3, mask, columns + 3 * BLOCK_D, D)
 
 
 @triton.jit
 def push_rows(
-    x_ptr,  # [T, D]
-    list_ptr,  # pairs
+    rows_ptr,  # [T, D], or [R, D] with REDUCE
+    marks_ptr,  # [T] int32 ranks by bit, or [S] int32 slots with REDUCE
     bases_ptr,  # [4, G] int64
-    count,  # pairs listed
     chunk,
-    first,  # int64, row of this rank's token 0 in every peer's slot
-    rank,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    UNITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Store the tokens of the listed pairs on their peers."""
-    num_units = count * ((D + BLOCK_D - 1) // BLOCK_D)
-    for start in range(0, num_units, UNITS):
-        pairs, columns, mask = _units(list_ptr, start, num_units, D, UNITS, BLOCK_D)
-        tokens, peers, _ = pair_of(pairs, chunk, rank, G, CHUNK, BLOCK_G)
-        tokens = tokens.to(tl.int64)
-        base = tl.load(bases_ptr + AT_ROWS * G + peers).to(tl.pointer_type(x_ptr.dtype.element_ty))
-        to = tl.multiple_of(base, 16) + (first + tokens) * D
-        x = tl.load(x_ptr + tokens[:, None] * D + columns, mask=mask)
-        tl.store(to[:, None] + columns, x, mask=mask)
-
-
-@triton.jit
-def _load_slots(
-    slots_ptr,  # [S, N] int32
-    rows,  # [UNITS] int64
-    start,  # first slot
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return slots [UNITS, BLOCK_N], the used ones of each row by bit, and the most of a row."""
-    n = start + tl.arange(0, BLOCK_N)
-    slots = tl.load(slots_ptr + rows[:, None] * N + n[None, :], mask=(n < N)[None, :], other=-1)
-    used = (slots >= 0).to(tl.int32)
-    bits = tl.sum(used << tl.arange(0, BLOCK_N)[None, :], axis=1)
-    return slots, bits, tl.max(tl.sum(used, axis=1), axis=0)
-
-
-@triton.jit
-def _next(slots, bits, BLOCK_N: tl.constexpr):
-    """Return the slot [UNITS] of each row's lowest bit, -1 without one, and the other bits."""
-    low = bits & -bits
-    chosen = low[:, None] == (1 << tl.arange(0, BLOCK_N))[None, :]
-    return tl.max(tl.where(chosen, slots, -1), axis=1).to(tl.int64), bits - low
-
-
-@triton.jit
-def _load_slot(
-    y_ptr,  # [R, D]
-    slot,  # [UNITS] int64
-    columns,
-    mask,
-    D: tl.constexpr,
-):
-    """Return the rows in fp32; zeros where there is none."""
-    mask = mask & (slot >= 0)[:, None]
-    return tl.load(y_ptr + slot[:, None] * D + columns, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def push_sums(
-    y_ptr,  # [R, D]
-    slots_ptr,  # [S, N] int32
-    list_ptr,  # pairs
-    bases_ptr,  # [4, G] int64
-    count,  # pairs listed
-    chunk,
+    num_tokens,  # T
     capacity,  # C
     first,  # int64, row of this rank's token 0 in every peer's slot
     rank,
+    REDUCE: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    N: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    UNITS: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Add the rows that each listed pair's slots name, in order, and store the sums at home."""
-    element = y_ptr.dtype.element_ty
-    num_units = count * ((D + BLOCK_D - 1) // BLOCK_D)
-    for start in range(0, num_units, UNITS):
-        pairs, columns, mask = _units(list_ptr, start, num_units, D, UNITS, BLOCK_D)
-        tokens, peers, _ = pair_of(pairs, chunk, rank, G, CHUNK, BLOCK_G)
-        tokens, rows = tokens.to(tl.int64), peers.to(tl.int64) * capacity + tokens
-        total = tl.zeros([UNITS, BLOCK_D], dtype=tl.float32)
-        for block in range(0, N, BLOCK_N):
-            slots, bits, most = _load_slots(slots_ptr, rows, block, N, BLOCK_N)
-            for _step in range(0, most, 2):
-                # Two independent loads before the first add: most rows have one slot or two.
-                slot0, bits = _next(slots, bits, BLOCK_N)
-                slot1, bits = _next(slots, bits, BLOCK_N)
-                y0 = _load_slot(y_ptr, slot0, columns, mask, D)
-                y1 = _load_slot(y_ptr, slot1, columns, mask, D)
-                total = total + y0
-                total = total + y1
+    """Store the chunk's rows on the peers that need them, one row per pair."""
+    element = rows_ptr.dtype.element_ty
+    for start in range(0, CHUNK * G, PAIRS):
+        tokens, peers, exists = pair_of(start + tl.arange(0, PAIRS), chunk, rank, G, CHUNK)
+        exists = exists & (tokens < capacity)
+        if REDUCE:
+            rows = peers.to(tl.int64) * capacity + tokens
+            sources = tl.load(marks_ptr + rows, mask=exists, other=-1).to(tl.int64)
+            send = sources >= 0
+        else:
+            sources = tokens.to(tl.int64)
+            send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, capacity, False)
         base = tl.load(bases_ptr + AT_ROWS * G + peers).to(tl.pointer_type(element))
-        to = tl.multiple_of(base, 16) + (first + tokens) * D
-        tl.store(to[:, None] + columns, total.to(element), mask=mask)
+        to_ptrs = tl.multiple_of(base, 16) + (first + tokens) * D
+        _move(rows_ptr + sources * D, to_ptrs, send, D, BLOCK_D, TILES, "")
+
+
+@triton.jit
+def rows_of(
+    source,  # rank whose rows they are
+    chunk,
+    capacity,  # C
+    CHUNK: tl.constexpr,
+):
+    """Return the source rows of a chunk [CHUNK], int64, and which of them there are."""
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    return source.to(tl.int64) * capacity + tokens, tokens < capacity
 
 
 @triton.jit
 def copy_rows(
     base,  # region of the buffer
     out_ptr,  # [R, D]
-    slots_ptr,  # [S, N] int32
-    list_ptr,  # rows of the item, [ranks, CHUNK]
-    count,  # rows listed
-    first,  # first of the ranks
-    chunk,
+    to,  # [CHUNK] int32, where each row goes, -1 = nowhere
+    rows,  # [CHUNK] int64, source rows
     slot,  # int64, first row of the buffer's slot
-    capacity,  # C
     D: tl.constexpr,
-    N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RANKS: tl.constexpr,
-    UNITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Copy each listed row out of the buffer to all rows that its slots name."""
-    num_units = count * ((D + BLOCK_D - 1) // BLOCK_D)
-    for start in range(0, num_units, UNITS):
-        listed, columns, mask = _units(list_ptr, start, num_units, D, UNITS, BLOCK_D)
-        rows, _ = row_of(listed, first, chunk, capacity, CHUNK, RANKS)
-        x = tl.load(base + (slot + rows)[:, None] * D + columns, mask=mask, cache_modifier=".cg")
-        if N == 1:
-            to = tl.load(slots_ptr + rows).to(tl.int64)
-            tl.store(out_ptr + to[:, None] * D + columns, x, mask=mask & (to >= 0)[:, None])
-        else:
-            for block in range(0, N, BLOCK_N):
-                slots, bits, most = _load_slots(slots_ptr, rows, block, N, BLOCK_N)
-                for _step in range(most):
-                    to, bits = _next(slots, bits, BLOCK_N)
-                    out = out_ptr + to[:, None] * D + columns
-                    tl.store(out, x, mask=mask & (to >= 0)[:, None])
+    """Copy a chunk's rows out of the buffer, each to the row that its slot names."""
+    from_ptrs, to_ptrs = base + (slot + rows) * D, out_ptr + to.to(tl.int64) * D
+    _move(from_ptrs, to_ptrs, to >= 0, D, BLOCK_D, TILES, ".cg")
 
 
 @triton.jit
@@ -233,14 +138,13 @@ def push_choices(
     G: tl.constexpr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Store ids and weights, or the weights' gradients, on the peers; ids of holes are -1."""
-    for start in range(0, CHUNK * BLOCK_G, PAIRS):
+    for start in range(0, CHUNK * G, PAIRS):
         pairs = start + tl.arange(0, PAIRS)
-        tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK, BLOCK_G)
+        tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK)
         exists = exists & (tokens < capacity)
         send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, capacity, REDUCE)
         sources, targets = tokens.to(tl.int64), first + tokens
@@ -288,20 +192,20 @@ def receive_choices(
     ids_ptr,  # [S, K] int32, out
     weights_ptr,  # [S, K] fp32, out
     places_ptr,  # [S] int32, out
-    rows,  # [ROWS] int64
-    exists,  # [ROWS] bool
+    rows,  # [CHUNK] int64, source rows
+    exists,  # [CHUNK] bool
     slot,  # int64, first row of the buffer's slot
     arrived,  # False: all are holes
     rank,
     G: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Copy ids and weights out of the buffer; write each row's place; return 1 where it is used."""
+    """Copy the ids and weights of a chunk out of the buffer; write and return its places."""
     ids_base = tl.load(bases_ptr + AT_IDS * G + rank).to(tl.pointer_type(tl.int32))
     weights_base = tl.load(bases_ptr + AT_WEIGHTS * G + rank).to(tl.pointer_type(tl.float32))
-    used = tl.zeros([ROWS], dtype=tl.int32)
+    used = tl.zeros([CHUNK], dtype=tl.int32)
     for k in range(0, K, BLOCK_K):
         choices = k + tl.arange(0, BLOCK_K)
         inside = exists[:, None] & (choices < K)[None, :]
@@ -313,8 +217,9 @@ def receive_choices(
         tl.store(ids_ptr + where, ids, mask=inside)
         tl.store(weights_ptr + where, tl.where(ids >= 0, weights, 0.0), mask=inside)
         used = tl.maximum(used, tl.max((ids >= 0).to(tl.int32), axis=1))
-    tl.store(places_ptr + rows, tl.where(used > 0, rows.to(tl.int32), -1), mask=exists)
-    return used
+    places = tl.where(used > 0, rows.to(tl.int32), -1)
+    tl.store(places_ptr + rows, places, mask=exists)
+    return places
 
 
 @triton.jit
