@@ -80,6 +80,7 @@ BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 BF16_CASES = [
     case(8, "dp_shard=8", "ep=4 edp_shard=2", model="balanced", bf16=True, fsdp=BF16),
     case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="balanced", bf16=True, fsdp=BF16),
+    case(8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="balanced", bf16=True, fsdp=BF16),
     case(
         8,
         "dp_replicate=2 dp_shard=4",

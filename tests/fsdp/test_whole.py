@@ -5,6 +5,7 @@ That gradients are right on every folding is part of tests/test_parity.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,28 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore.moe.backends import ExpertBackend
+from moecore.moe.experts import ExpertLayout
+from moecore.moe.layer import LayerLayout
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=6, top_k=2)
 LAYOUTS = {"whole": ParallelConfig(ep=2, edp_shard=1), "sharded": ParallelConfig(ep=1, edp_shard=2)}
+
+
+# What reads its weights otherwise: backend, layout of the weights, changes of the config.
+OTHERS: dict[str, tuple[ExpertBackend, ExpertLayout, dict[str, Any]]] = {
+    "torch": ("torch", ExpertLayout(), {}),
+    "sequential": ("sequential", ExpertLayout(), {}),
+    "biases": ("torch", ExpertLayout(), {"fc1_bias": True, "fc2_bias": True}),
+    "sequential, biases": ("sequential", ExpertLayout(), {"fc1_bias": True, "fc2_bias": True}),
+    "separate": ("torch", ExpertLayout(gate_up="separate"), {}),
+    "sequential, separate": ("sequential", ExpertLayout(gate_up="separate"), {}),
+    "transposed": ("torch", ExpertLayout(transposed=True, gate_up="concatenated"), {}),
+    "interleaved": ("torch", ExpertLayout(gate_up="interleaved"), {}),
+    "recomputed": ("torch", ExpertLayout(), {"recompute_fc1": True}),
+}
 
 
 def batch(rank: int) -> Tensor:
@@ -40,6 +58,21 @@ def train(
         "grads": {n: p.grad.full_tensor() for n, p in model.named_parameters()},
         "dtypes": {p.grad.dtype for p in experts.parameters()},
     }
+
+
+def gradients_of_another(name: str, rank: int, *, reshard: bool) -> dict[str, Tensor]:
+    """Gradients of the local experts and the input, in bf16."""
+    backend, layout, changes = OTHERS[name]
+    recompute = changes.get("recompute_fc1", False)
+    config = replace(CONFIG, **{k: v for k, v in changes.items() if k != "recompute_fc1"})
+    model = nn.Sequential(make_layer(config, layout=LayerLayout(expert_layout=layout)))
+    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=reshard)
+    meshes = build_meshes(LAYOUTS["whole"], "cpu")
+    parallelize_moe(model, meshes, experts=backend, recompute_fc1=recompute, fsdp=options)
+    x = batch(rank).requires_grad_()
+    model(x).float().square().sum().backward()
+    grads = {n: p.grad.to_local().clone() for n, p in model[0].experts.named_parameters()}
+    return grads | {"x": x.grad}
 
 
 def input_gradient_of_changed_weights(rank: int, *, reshard: bool) -> float:
@@ -65,6 +98,10 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         for dtype in (None, torch.bfloat16):
             found[layout, dtype] = train(layout, dtype, rank)
     found["keep"] = train("whole", torch.bfloat16, rank, reshard=False)
+    for name in OTHERS:
+        kept, cast = (gradients_of_another(name, rank, reshard=r) for r in (False, True))
+        found[name] = {n: torch.equal(kept[n], cast[n]) for n in kept}
+        found[name] |= {f"{n} is not 0": bool(kept[n].any()) for n in kept}
     found["changed"] = [
         input_gradient_of_changed_weights(rank, reshard=reshard) for reshard in (True, False)
     ]
@@ -94,6 +131,11 @@ def test_gradients_are_those_of_fsdp2(dtype: torch.dtype | None, found: dict[str
 def test_kept_or_cast_again_the_gradient_has_the_same_bits(found: dict[str, Any]) -> None:
     kept, cast = found["keep"]["grads"], found["whole", torch.bfloat16]["grads"]
     assert all(torch.equal(kept[name], cast[name]) for name in kept)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_it_has_whatever_reads_the_weights(name: str, found: dict[str, Any]) -> None:
+    assert all(found[name].values()), found[name]
 
 
 def test_backward_casts_again_unless_told_to_keep(found: dict[str, Any]) -> None:

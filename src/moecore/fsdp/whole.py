@@ -31,34 +31,47 @@ class WholeWeights(ParamReader):
         self.dtype = dtype
         self.divisor = divisor
         self.keep = keep
-        self._cast: dict[int, Tensor] = {}  # address of a cast weight -> what it was made of
+        # Address of a cast weight -> the cast and what it was made of. The cast is held, or the
+        # address could become another tensor's while this map still knows it.
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def read(self, param: nn.Parameter) -> Tensor:
         """Return this rank's part of a parameter, in the dtype of the products, differentiably."""
         local = local_param(param)
         out: Tensor = _Read.apply(local, self.dtype or local.dtype, self.divisor)
-        if out.dtype != local.dtype:
-            self._cast[out.untyped_storage().data_ptr()] = local.detach()
+        if out.dtype != local.dtype and not self.keep:
+            self._casts[_address(out)] = (out.detach(), local.detach())
         return out
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Within, what is saved for backward holds parameters in place of their casts."""
-        cast = self._cast = {}
+        self._casts.clear()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            self._casts.clear()
 
-        def pack(tensor: Tensor) -> Any:
-            local = None if self.keep else cast.get(tensor.untyped_storage().data_ptr())
-            return tensor if local is None else (local, tensor.dtype, tensor.shape, tensor.stride())
+    def _pack(self, tensor: Tensor) -> Any:
+        """Return the tensor, or of a view of a cast what makes it again."""
+        found = self._casts.get(_address(tensor))
+        if found is None:
+            return tensor
+        cast, local = found
+        assert cast.is_contiguous() and cast.storage_offset() == 0
+        return local, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            local, dtype, shape, stride = packed
-            return local.to(dtype).as_strided(shape, stride)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-        self._cast = {}
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    local, dtype, *view = packed
+    return local.to(dtype).contiguous().as_strided(*view)
 
 
 class _Read(torch.autograd.Function):
@@ -67,7 +80,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
         ctx.dtype, ctx.divisor = weight.dtype, divisor
-        return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype)
+        return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
