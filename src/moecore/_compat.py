@@ -21,3 +21,8 @@ disable_dynamo = torch._compile._disable_dynamo
 # A DTensor whose _StridedShard marks separate pieces, not an order of dims: 2.11 raises in the
 # backward and in full_tensor(); 2.13 handles both. 2.12 has not been tried.
 HAS_SEPARATE_PIECES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are on."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
 from moecore.moe.backends import ExpertBackend
@@ -21,7 +22,7 @@ from moecore.moe.layer import LayerLayout
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 
-CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=6, top_k=2)
+CONFIG = MoEConfig(dim=32, hidden_dim=24, num_experts=6, top_k=2)
 LAYOUTS = {"whole": ParallelConfig(ep=2, edp_shard=1), "sharded": ParallelConfig(ep=1, edp_shard=2)}
 
 
@@ -58,6 +59,24 @@ def train(
         "grads": {n: p.grad.full_tensor() for n, p in model.named_parameters()},
         "dtypes": {p.grad.dtype for p in experts.parameters()},
     }
+
+
+def saved_around(rank: int) -> dict[str, Any]:
+    """What hooks around the layer see of the experts' H, and the gradients under checkpointing."""
+    found: dict[str, Any] = {}
+    for name in ("plain", "checkpointed"):
+        model = nn.Sequential(make_layer(CONFIG))
+        options = FSDPOptions(param_dtype=torch.bfloat16)
+        parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
+        x, seen = batch(rank).requires_grad_(), []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, seen=seen: seen.append(t.shape) or t, lambda t: t
+        ):
+            y = checkpoint(model, x, use_reentrant=False) if name == "checkpointed" else model(x)
+        y.float().square().sum().backward()
+        found[name] = [p.grad.to_local().clone() for p in model[0].experts.parameters()]
+        found[f"{name} h"] = sum(s[-1:] == (2 * CONFIG.hidden_dim,) for s in seen)
+    return found
 
 
 def gradients_of_another(name: str, rank: int, *, reshard: bool) -> dict[str, Tensor]:
@@ -102,6 +121,9 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         kept, cast = (gradients_of_another(name, rank, reshard=r) for r in (False, True))
         found[name] = {n: torch.equal(kept[n], cast[n]) for n in kept}
         found[name] |= {f"{n} is not 0": bool(kept[n].any()) for n in kept}
+    around = saved_around(rank)
+    same = all(map(torch.equal, around["plain"], around["checkpointed"]))
+    found["around"] = (around["plain h"], around["checkpointed h"], same)
     found["changed"] = [
         input_gradient_of_changed_weights(rank, reshard=reshard) for reshard in (True, False)
     ]
@@ -141,3 +163,10 @@ def test_so_it_has_whatever_reads_the_weights(name: str, found: dict[str, Any]) 
 def test_backward_casts_again_unless_told_to_keep(found: dict[str, Any]) -> None:
     cast_again, kept = found["changed"]
     assert cast_again == 0.0 and kept > 0.0
+
+
+def test_hooks_around_the_layer_decide_what_is_saved(found: dict[str, Any]) -> None:
+    plain, checkpointed, same = found["around"]
+    assert plain > 0, "an offload sees the experts' H"
+    assert checkpointed == 0, "activation checkpointing keeps nothing of the experts"
+    assert same

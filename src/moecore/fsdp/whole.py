@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore._compat import has_saved_tensor_hooks
 from moecore.kernels.scaled_cast import scaled_cast
 from moecore.moe.params import ParamReader, local_param
 
@@ -45,8 +46,15 @@ class WholeWeights(ParamReader):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within, what is saved for backward holds parameters in place of their casts."""
-        self._casts.clear()
+        """Within, what is saved for backward holds parameters in place of their casts.
+
+        Not where somebody else decides what is saved (activation checkpointing, offload): torch
+        asks the innermost hooks alone, so all of the experts' activations would be kept.
+        """
+        if has_saved_tensor_hooks():
+            yield
+            self._casts.clear()
+            return
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
