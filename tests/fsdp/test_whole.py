@@ -40,6 +40,17 @@ OTHERS: dict[str, tuple[ExpertBackend, ExpertLayout, dict[str, Any]]] = {
 }
 
 
+class Checkpointed(nn.Module):
+    """A block whose forward runs again in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
 def batch(rank: int) -> Tensor:
     return torch.randn(24, 32, generator=torch.Generator().manual_seed(rank))
 
@@ -65,16 +76,17 @@ def saved_around(rank: int) -> dict[str, Any]:
     """What hooks around the layer see of the experts' H, and the gradients under checkpointing."""
     found: dict[str, Any] = {}
     for name in ("plain", "checkpointed"):
-        model = nn.Sequential(make_layer(CONFIG))
+        layer = make_layer(CONFIG)
+        model = nn.Sequential(Checkpointed(layer) if name == "checkpointed" else layer)
         options = FSDPOptions(param_dtype=torch.bfloat16)
         parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
-        x, seen = batch(rank).requires_grad_(), []
+        seen: list[torch.Size] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, seen=seen: seen.append(t.shape) or t, lambda t: t
         ):
-            y = checkpoint(model, x, use_reentrant=False) if name == "checkpointed" else model(x)
+            y = model(batch(rank).requires_grad_())
         y.float().square().sum().backward()
-        found[name] = [p.grad.to_local().clone() for p in model[0].experts.parameters()]
+        found[name] = [p.grad.to_local().clone() for p in layer.experts.parameters()]
         found[f"{name} h"] = sum(s[-1:] == (2 * CONFIG.hidden_dim,) for s in seen)
     return found
 
