@@ -36,8 +36,6 @@ RULES: dict[str, dict[str, Any]] = {
     "jitter": dict(router_jitter=0.1),
     "sinkhorn": dict(assignment="sinkhorn"),
     "sinkhorn-raw": dict(assignment="sinkhorn", normalize_weights=False),
-    "balanced": dict(assignment="balanced"),
-    "balanced-raw": dict(assignment="balanced", normalize_weights=False),
 }
 ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "gelu", "relu", "relu2", "silu")
 GATED = ACTIVATIONS[:3]
@@ -364,6 +362,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "shared": ("E4G2T2", dict(shared_hidden_dim=8), r"shared_hidden_dim \(8\) must be off"),
     "latent": ("E4G2T2", dict(latent_dim=8), r"latent_dim \(8\) must be off"),
     "capacity": ("E4G2T2", dict(capacity=CapacityConfig(factor=2)), r"capacity .* must be off"),
+    "dealt": ("E4G2T2", dict(assignment="balanced"), r'"balanced"\) must be one of'),
     "choice": ("E4G2T2", dict(assignment="expert_choice"), r'"expert_choice"\) must be one of'),
     "biased": (
         "E4G2T2",
