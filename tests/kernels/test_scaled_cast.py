@@ -9,16 +9,15 @@ from moecore.kernels.common import INTERPRET
 from moecore.kernels.scaled_cast import scaled_cast, scaled_cast_ref
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TARGETS = DTYPES[:2] if INTERPRET else DTYPES  # the interpreter cuts to bf16 instead of rounding
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (8192,), (2, 4099, 3)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("to", TARGETS)
 def test_bits_of_the_reference(
     shape: tuple[int, ...], dtype: torch.dtype, to: torch.dtype, device: str
 ) -> None:
-    if INTERPRET and to == torch.bfloat16:
-        pytest.skip("the interpreter cuts instead of rounding")
     x = torch.randn(shape, device=device).to(dtype)
     for scale in (1.0, 0.125, 1 / 3):
         got = scaled_cast(x, to, scale)
