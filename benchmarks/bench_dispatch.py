@@ -213,6 +213,7 @@ def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
     with torch.no_grad():
         inp = dispatcher.dispatch(x_TD.detach(), layer.part("router")(x_TD, MicroBatch()))
     rows = inp.rows_SD if inp.expert_rows_RD is None else inp.expert_rows_RD
+    inp = dataclasses.replace(inp, sender=None)  # nothing travels
     leaves = (rows.requires_grad_(), inp.weights_R.requires_grad_())
     dy = torch.randn(rows.shape, dtype=rows.dtype, device=rows.device)
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from benchmarks import trace
 from benchmarks.gate import ROOT
 from benchmarks.records import RESULTS, Environment
+from moecore import moe_state
 from moecore.models.size import active_params, flops_per_token, num_params
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -79,10 +80,10 @@ def main() -> int:
         job = train.build_job(args)
     except train.ARGUMENT_ERRORS as error:
         return train.say_error(error)
-    seconds, metrics = time_steps(job, warm_up=own.warm_up, timed=own.timed)
-    row = describe_run(job, seconds, metrics)
-    if own.trace and job.device.type == "cuda":
-        row |= traced(job, first_step=own.warm_up + own.timed + 1)
+    try:
+        row = measure(job, own)
+    except train.RUN_ERRORS as error:
+        return train.say_run_error(error, args)
     row["ceiling_tflops"] = ceiling(job.device)
     row["mfu"] = row["tflops_per_gpu"] / row["ceiling_tflops"]
     if dist.get_rank() == 0:
@@ -100,6 +101,16 @@ def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--trace", action="store_true", help="profile one more step")
     add("--results", type=Path, help="folder for the record")
     return parser.parse_known_args(arguments)
+
+
+def measure(job: train.Job, own: argparse.Namespace) -> Row:
+    """Return the row of one run, without the ceiling; collective."""
+    seconds, metrics = time_steps(job, warm_up=own.warm_up, timed=own.timed)
+    row = describe_run(job, seconds, metrics)
+    if own.trace and job.device.type == "cuda":
+        row |= traced(job, first_step=own.warm_up + own.timed + 1)
+    moe_state(job.model).check()  # no row of steps whose tokens got lost
+    return row
 
 
 def time_steps(

@@ -171,6 +171,7 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
     )
     x, marks = empty(16, layout.dim, dtype=layout.dtype), empty(16)
     ids, weights = empty(16, layout.top_k), empty(16, layout.top_k, dtype=torch.float32)
+    choices = (weights[:, 0].contiguous(), ids)
     sizes = dict(num_local=num_local, etp=1)
     jobs = [
         lambda: exchange.spread_choices(port, x, ids, weights, **sizes),
@@ -179,7 +180,8 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
     if layer:
         jobs += [
             lambda: exchange.reduce(port, x, marks, marks, ids),
-            lambda: exchange.reduce(port, x, marks, marks, ids, (weights[:, 0].contiguous(), ids)),
+            lambda: exchange.reduce(port, x, marks, marks, ids, choices),
+            lambda: exchange.reduce(port, x, marks, marks, marks[:, None], choices, copied=True),
             lambda: exchange.spread(port, x, marks, marks, ids, 16),
         ]
     return jobs

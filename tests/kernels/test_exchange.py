@@ -151,6 +151,7 @@ class World:
             num_push=case.programs,
             num_receive=case.programs,
             rounds=case.rounds,
+            copies=True,
         )
         size = self.layout.num_bytes
         self.buffers = [
@@ -172,6 +173,10 @@ class World:
                 state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
                 report=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
                 timeout_ns=5 * 10**8,
+                copy_slots=tuple(
+                    self.layout.copy_slot(buffer[start:], r)
+                    for buffer, start in zip(self.buffers, self.starts, strict=True)
+                ),
             )
             for r in range(self.G)
         ]
@@ -263,6 +268,22 @@ def choices_of(
     return pairs, torch.stack([torch.where(s >= 0, g[s.clamp(min=0).long()], 0) for g, s in pairs])
 
 
+def check_copied(world: World, peers: list[Tensor], came: list[SpreadChoices], seed: int) -> None:
+    """Sums that copies bring home, and gradients of choices beside them."""
+    _, sums = rows_of(world, came, by_expert=False, seed=seed)
+    choices, dweights_GSK = choices_of(world, came, seed=seed)
+    for port, sums_SD in zip(world.ports, sums, strict=True):
+        exchange.copy_sums(port, sums_SD)
+    where = [(g, c.places_S, c.places_S[:, None]) for g, c in zip(peers, came, strict=True)]
+    calls = [(p, y, *w, g) for p, y, w, g in zip(world.ports, sums, where, choices, strict=True)]
+    for call in calls:
+        exchange.reduce(*call, copied=True, half="push")
+    for r, call in enumerate(calls):
+        out, out_grads = exchange.reduce(*call, copied=True, half="receive")
+        assert torch.equal(out, reduce_ref(torch.stack(sums), peers[r], r))
+        assert torch.equal(out_grads, reduce_ref(dweights_GSK, peers[r], r))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_references(name: str, device: str) -> None:
     world = World(CASES[name], device)
@@ -306,7 +327,8 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             rows_RD, (s, k) = exchange.spread(*b, half="receive"), (slots[r] >= 0).nonzero().T
             right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
             assert torch.equal(rows_RD[slots[r][s, k].long()], right[s])
-        assert [int(p.state[0]) for p in ports] == [4 * (n + 1)] * world.G
+        check_copied(world, peers, came, seed=n)
+        assert [int(p.state[0]) for p in ports] == [5 * (n + 1)] * world.G
         assert not any(p.state[1:].any() or p.report.any() for p in ports)
 
 

@@ -17,6 +17,7 @@ from moecore.kernels.expert_mlp import (
     expert_mlp,
     expert_mlp_ref,
 )
+from moecore.kernels.expert_products import ExpertProducts
 from moecore.kernels.index import build_index
 from moecore.kernels.rows import sum_rows
 
@@ -348,3 +349,60 @@ def test_worked_example() -> None:
     rows = rows_of(ids, weights, 2)
     y = expert_mlp_ref(x, w1, w2, rows, ActivationOptions(kind="relu2"))
     assert y.tolist() == [[0.5 * 2 + 0.25 * 3], [3 * 4]]
+
+
+class Sender:
+    """Records what it gets, beside what else happens."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    def start(self, *gradients_and_index: Any) -> None:
+        self.events.append(("start", *gradients_and_index))
+
+
+@pytest.mark.parametrize("frozen", [(), ("w1",), ("w2",), ("weights",), ("rows",)], ids=str)
+def test_a_sender_gets_gradients_before_those_of_the_weights(
+    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    events: list[Any] = []
+    plain = ExpertProducts.weight_grad
+
+    def recorded(products: ExpertProducts, *args: Any) -> Tensor:
+        events.append(("weight",))
+        return plain(products, *args)
+
+    monkeypatch.setattr(ExpertProducts, "weight_grad", recorded)
+
+    def gradients(sender: Sender | None) -> list[Tensor | None]:
+        own = {n: t.detach().clone().requires_grad_(n not in frozen) for n, t in leaves.items()}
+        rows = rows_of(ids, own["weights"], own["w1"].shape[0])
+        expert_rows_RD = own["x"].detach()[rows.row_ids_R].requires_grad_("rows" not in frozen)
+        more = dict(expert_rows_RD=expert_rows_RD, sender=sender)
+        y = expert_mlp(own["x"].detach(), own["w1"], own["w2"], rows, options, **more)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+        if expert_rows_RD.grad is not None:
+            expert_rows_RD.grad[rows.offsets_e[-1] :] = 0  # uninitialised
+        return [expert_rows_RD.grad, own["w1"].grad, own["w2"].grad, own["weights"].grad]
+
+    expected = gradients(None)
+    events.clear()
+    found = gradients(Sender(events))
+    for ours, others in zip(found, expected, strict=True):
+        assert (ours is None) == (others is None)
+        assert ours is None or torch.equal(ours, others)
+    starts = [event for event in events if event[0] == "start"]
+    if "rows" in frozen:
+        assert not starts
+        return
+    assert events[0] is starts[0] and len(starts) == 1
+    assert len(events) == 3 - ("w1" in frozen) - ("w2" in frozen)
+    _, drows_RD, dweights_R, *index = starts[0]
+    used = rows_of(ids, leaves["weights"], 5)
+    num_rows = int(used.offsets_e[-1])
+    assert torch.equal(drows_RD[:num_rows], found[0][:num_rows])  # type: ignore[index]
+    assert (dweights_R is None) == ("weights" in frozen)
+    expected_index = (used.row_ids_R, used.slots_SK, used.offsets_e[-1])
+    assert all(torch.equal(a, b) for a, b in zip(index, expected_index, strict=True))

@@ -25,6 +25,7 @@ class EmulatedExchange(Exchange):
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> SpreadChoices:
         self.operations.append("spread_choices")
+        self.note_operation()
         peers_T = peers_ref(ids_TK, num_local, self.layout.num_ranks // etp, etp)
         peers_GC, rank = self._gather(peers_T, 0), self.port.rank
         ids_SK = spread_ref(self._gather(ids_TK, -1), peers_GC, rank, -1)
@@ -42,6 +43,7 @@ class EmulatedExchange(Exchange):
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
         self.operations.append("spread")
+        self.note_operation()
         sent = (self._gather(x_TD, 0), self._gather(peers_T, 0))
         rows_SD = spread_ref(*sent, self.port.rank, float("nan"))
         out_RD = x_TD.new_full((num_rows, x_TD.shape[1]), float("nan"))
@@ -58,6 +60,7 @@ class EmulatedExchange(Exchange):
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self.operations.append("reduce")
+        self.note_operation()
         rank = self.port.rank
         y_SD = sum_rows_ref(y_RD, places_S, slots_SN, None)
         home_TD = reduce_ref(self._gather(y_SD), peers_T, rank)
@@ -66,6 +69,21 @@ class EmulatedExchange(Exchange):
         dweights_R, slots_SK = choices
         dweights_SK = torch.where(slots_SK >= 0, dweights_R[slots_SK.clamp(min=0).long()], 0)
         return home_TD, reduce_ref(self._gather(dweights_SK), peers_T, rank)
+
+    def start_copies(self, sums_SD: Tensor) -> None:
+        self.operations.append("copies")
+        self._copying = True
+
+    def finish_copies(
+        self,
+        sums_SD: Tensor,
+        peers_T: Tensor,
+        places_S: Tensor,
+        choices: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        home = self.reduce(sums_SD, peers_T, places_S, places_S[:, None], choices)
+        self._copying, self._captured = False, None
+        return home
 
     def _gather(self, tensor: Tensor, fill: float | None = None) -> Tensor:
         """Return [G, ...] of all ranks, padded to C tokens with `fill`."""
@@ -92,6 +110,7 @@ class EmulatedExchanges(Exchanges):
             dtype=x_TD.dtype,
             num_push=1,
             num_receive=1,
+            copies=self.options.overlap == "weight_grads",
         )
         port = ExchangePort(
             layout=layout,

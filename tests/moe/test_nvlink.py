@@ -63,6 +63,7 @@ def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
     [
         (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be >= 1"),
         (dict(num_sms=1), r"NVLinkOptions.num_sms \(1\) must be >= 2"),
+        (dict(overlap="all"), r"NVLinkOptions.overlap \('all'\) must be 'none' or 'weight_grads'"),
         (dict(capacity_factor=0.0), r"NVLinkOptions.capacity_factor \(0.0\) must be > 0"),
         (dict(timeout_s=float("inf")), r"NVLinkOptions.timeout_s \(inf\) must be > 0 and finite"),
     ],
@@ -324,13 +325,34 @@ def recompute_and_accumulate() -> dict[str, Any]:
     hook = layer.part("experts").register_forward_pre_hook(pass_through)
     hooked = gradients(layer, xs, recompute=False)
     hook.remove()
+    apart, its_operations = sharded_layer("ep2-etp2", overlap="none")
+    after = gradients(apart, xs, recompute=False)
     return {
         "same": equal(plain, again),
         "in flight": in_flight,
         "recomputed": recomputed,
+        "without overlap": equal(plain, after),
+        "its operations": list(its_operations),
+        "changed": changed_gradient(layer, xs[0]),
         "eval": torch.equal(evaluated, plain[0]),
         "hooked": equal(plain, hooked),
     }
+
+
+def changed_gradient(layer: MoELayer, x: Tensor) -> str:
+    """Return the error of a backward whose expert rows' gradient changes after it was sent."""
+
+    def scale(_: nn.Module, args: tuple[Any, ...]) -> None:
+        args[0].expert_rows_RD.register_hook(lambda grad: grad * 2)
+
+    hook = layer.part("experts").register_forward_pre_hook(scale)
+    try:
+        gradients(layer, [x], recompute=False)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        hook.remove()
+    return ""
 
 
 def capacity() -> dict[str, Any]:
@@ -385,9 +407,21 @@ def test_equals_reference_and_alltoall_bit_for_bit(results: dict[str, Any]) -> N
 def test_recompute_accumulation_and_eval_give_the_same_bits(results: dict[str, Any]) -> None:
     steps = results["steps"]
     assert steps["same"] and steps["eval"] and steps["hooked"]
-    forward, backward = ["spread_choices", "reduce"], ["spread", "reduce"]
+    forward, backward = ["spread_choices", "reduce"], ["spread", "copies", "reduce"]
     assert steps["in flight"] == forward * 2 + backward * 2
     assert steps["recomputed"] == forward * 2 + (forward + backward) * 2
+
+
+def test_gradients_that_go_home_early_are_the_same(results: dict[str, Any]) -> None:
+    steps = results["steps"]
+    assert steps["without overlap"]
+    assert steps["its operations"] == ["spread_choices", "reduce"] * 2 + ["spread", "reduce"] * 2
+
+
+def test_a_gradient_that_changes_after_it_was_sent_is_an_error(results: dict[str, Any]) -> None:
+    message = results["steps"]["changed"]
+    assert "must not change after the experts' backward" in message
+    assert message.endswith("remove the hook or use overlap='none'")
 
 
 def test_capacity_is_static_and_overflow_is_an_error(results: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.common import has_hopper_kernels
@@ -288,9 +289,8 @@ def overflow() -> list[str]:
     return found
 
 
-def whole_layer() -> dict[str, float]:
-    """Return how far output and gradients of a layer are from those over alltoall."""
-    place = place_of(NUM_GPUS, 1)
+def make_layer(place: ExpertPlacement) -> MoELayer:
+    """Return a layer with the fastest experts, the same every time."""
     meshes = build_meshes(ParallelConfig(ep=NUM_GPUS), "cuda")
     config = MoEConfig(dim=256, hidden_dim=128, num_experts=place.num_experts, top_k=4)
     torch.manual_seed(0)
@@ -298,6 +298,53 @@ def whole_layer() -> dict[str, float]:
     layer.part("experts").shard(meshes.expert["ep", "etp"])
     backend = "triton" if has_hopper_kernels(torch.device("cuda", dist.get_rank())) else "torch"
     layer.part("experts").set_backend(backend)
+    return layer
+
+
+def overlapped_layer() -> dict[str, bool]:
+    """Whether gradients that go home early are those that go late: eager, and replayed."""
+    place = place_of(NUM_GPUS, 1)
+    early, late = make_layer(place), make_layer(place)
+    early.dispatcher = nvlink_of(place, overlap="weight_grads")
+    late.dispatcher = nvlink_of(place, overlap="none")
+    static_x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+
+    def step(layer: MoELayer) -> list[Tensor]:
+        x = static_x.detach().requires_grad_()
+        y = layer(x)
+        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.cos(x.detach()))]
+
+    def locals_of(tensors: list[Tensor]) -> list[Tensor]:
+        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(early)
+    torch.cuda.current_stream().wait_stream(side)
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = locals_of(step(early))
+    differs = {
+        name: torch.zeros((), dtype=torch.bool, device="cuda") for name in ("eager", "graph")
+    }
+    for _ in range(20):
+        static_x.normal_()
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        expected = locals_of(step(late))
+        differs["graph"] |= differ(replayed, expected)
+        differs["eager"] |= differ(locals_of(step(early)), expected)
+    for layer in (early, late):
+        layer.dispatcher.exchanges.check()  # type: ignore[attr-defined]
+    return {name: not bool(found) for name, found in differs.items()}
+
+
+def whole_layer() -> dict[str, float]:
+    """Return how far output and gradients of a layer are from those over alltoall."""
+    place = place_of(NUM_GPUS, 1)
+    layer = make_layer(place)
     x = torch.randn(300 + dist.get_rank(), 256, device="cuda", dtype=torch.bfloat16)
     results = []
     for dispatcher in (nvlink_of(place), AllToAllDispatcher(place)):
@@ -316,7 +363,8 @@ def whole_layer() -> dict[str, float]:
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     problem = find_problem(dist.group.WORLD, "cuda")  # type: ignore[arg-type]
     assert problem is None, f"dispatcher ('nvlink') {problem}"
-    parts = (same_bits, without_sync, replays, whole_layer, stress, overflow, absent_rank)
+    layers = (whole_layer, overlapped_layer)
+    parts = (same_bits, without_sync, replays, *layers, stress, overflow, absent_rank)
     found: dict[str, Any] = {}
     for part in parts:
         start = time.perf_counter()
@@ -353,6 +401,10 @@ def test_whole_layer_agrees_with_alltoall(results: dict[str, Any]) -> None:
     """Products may be tiled otherwise for another capacity: a rounding, not more."""
     found = results["whole_layer"]
     assert len(found) >= 5 and all(error < 5e-3 for error in found.values()), found
+
+
+def test_gradients_that_go_home_early_are_the_same_bits(results: dict[str, Any]) -> None:
+    assert results["overlapped_layer"] == {"eager": True, "graph": True}
 
 
 def test_an_absent_rank_is_named_within_the_timeout(results: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, tr
 from moecore.kernels.exchange_port import (
     AT_ROWS,
     AT_WEIGHTS,
+    COPY_SLOT,
     ERROR_BEFORE,
     OPERATION,
     ExchangeLayout,
@@ -242,6 +243,7 @@ def _reduce_kernel(
     PUSH: tl.constexpr,
     RECEIVE: tl.constexpr,
     CHOICES: tl.constexpr,
+    COPIED: tl.constexpr,  # rows came by `copy_sums`, into the third slot
     SPIN: tl.constexpr,
     NUM_PUSH: tl.constexpr,
     NUM_RECEIVE: tl.constexpr,
@@ -266,16 +268,17 @@ def _reduce_kernel(
 ):
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
-    slot = (operation % 2).to(tl.int64) * G * capacity
+    all_ranks = (capacity * G).to(tl.int64)
+    slot = operation % 2 * all_ranks
     if PUSH:
         if pid < NUM_PUSH:
             first = slot + rank * capacity
             for chunk in range(pid, num_chunks, NUM_PUSH):
                 place = (chunk, num_tokens, capacity, first, rank)
-                if N == 1:
+                if N == 1 and not COPIED:
                     rows_ptrs = (y_ptr, slots_ptr, bases_ptr)
                     push_rows(*rows_ptrs, *place, True, G, D, CHUNK, PAIRS, PUSH_D, TILES)
-                else:
+                if N > 1:
                     list_ptr = lists_ptr + pid * LIST
                     those = (slots_ptr, list_ptr, chunk, capacity, rank)
                     list_pairs(*those, G, N, CHUNK, WIDTH, LIST_PAIRS, PAIRS, BLOCK_N)
@@ -299,10 +302,12 @@ def _reduce_kernel(
                 ptrs, whose = (bases_ptr, state_ptr, report_ptr), (0, chunk, num_chunks, rank)
                 arrived = wait(*ptrs, operation, *whose, left, 1, G, G, THREADS, SPIN)
                 left = tl.where(arrived, left, 0)
-                place = (peers_ptr, chunk, num_tokens, slot, capacity)
-                add_parts(base, out_ptr, *place, G, D, CHUNK, TAKE_ROWS, TAKE_D)
+                tokens = (peers_ptr, chunk, num_tokens)
+                here = slot if not COPIED else COPY_SLOT * all_ranks
+                add_parts(base, out_ptr, *tokens, here, capacity, G, D, CHUNK, TAKE_ROWS, TAKE_D)
                 if CHOICES:
-                    add_parts(weights, out_dweights_ptr, *place, G, K, CHUNK, CHUNK, BLOCK_K)
+                    of_choices = (slot, capacity, G, K, CHUNK, CHUNK, BLOCK_K)
+                    add_parts(weights, out_dweights_ptr, *tokens, *of_choices)
         finish(state_ptr, operation)
 
 
@@ -455,6 +460,7 @@ def reduce(
     slots_SN: Tensor,
     choices: tuple[Tensor, Tensor] | None = None,
     *,
+    copied: bool = False,
     half: Half = "both",
 ) -> tuple[Tensor, Tensor | None]:
     """Add the rows of each source row, send the sums home, add those in rank order. No host sync.
@@ -469,6 +475,8 @@ def reduce(
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
         choices: contiguous fp32 [R], the gradient of each expert row's weight, and int32 slots
             [S, K], the expert row of each choice: gradients go home to their choices.
+        copied: `copy_sums` has brought the sums home already, on all ranks; y_RD and slots_SN are
+            those sums [S, D] and their places [S, 1].
         half: see `spread_choices`.
 
     Returns:
@@ -485,6 +493,24 @@ def reduce(
             PUSH=half != "receive",
             RECEIVE=half != "push",
             CHOICES=choices is not None,
+            COPIED=copied,
             **_options(port, slots_SN.shape[1], reduce=True),
         )
     return out_TD, out_TK
+
+
+def copy_sums(port: ExchangePort, sums_SD: Tensor) -> None:
+    """Copy the sums of all source rows, holes too, into the third slots of the tokens' ranks.
+
+    Copy engines do it beside whatever the multiprocessors do, at three quarters of the speed of
+    stores. No host sync. It is a part of the `reduce` that follows, with `copied`: between two such
+    there must be another operation (see "Why two slots need no barrier": each needs one slot).
+
+    Args:
+        port: this rank's end, of a layout with `copies`.
+        sums_SD: contiguous.
+    """
+    G, C = port.layout.num_ranks, port.layout.capacity
+    for i in range(1, G + 1):  # every rank begins with another peer
+        peer = (port.rank + i) % G
+        port.copy_slots[peer].copy_(sums_SD[peer * C : (peer + 1) * C], non_blocking=True)

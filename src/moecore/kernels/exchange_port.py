@@ -2,7 +2,7 @@
 
 Each rank owns one buffer that all ranks of the group can write: four regions, side by side.
 
-    rows     [2 slots, S, D]  dtype of the rows
+    rows     [2 slots, S, D]  dtype of the rows; a third slot where rows are copied
     ids      [2 slots, S, K]  int32
     weights  [2 slots, S, K]  fp32
     flags    [2 slots, G, chunks]  int32, zero at first
@@ -23,6 +23,7 @@ ALIGNMENT = 256
 
 # Regions of a buffer, and words of an exchange's state and report.
 AT_ROWS, AT_IDS, AT_WEIGHTS, AT_FLAGS = (tl.constexpr(i) for i in range(4))
+COPY_SLOT = tl.constexpr(2)
 NUM_WORDS = 8
 ERROR_WORD, ERROR_BEFORE_WORD, NEEDED_WORD = 2, 3, 4
 OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i in range(5))
@@ -42,6 +43,7 @@ class ExchangeLayout:
         rounds: chunks per push program, as near as powers of two come: with more a launch ends
             sooner after its last store, with fewer it waits less.
         num_warps: of a program.
+        copies: whether there is a slot for `copy_sums`.
     """
 
     num_ranks: int
@@ -53,6 +55,7 @@ class ExchangeLayout:
     num_receive: int
     rounds: int = 8
     num_warps: int = 16
+    copies: bool = False
 
     @property
     def source_rows(self) -> int:
@@ -72,13 +75,26 @@ class ExchangeLayout:
 
     @property
     def region_bytes(self) -> tuple[int, int, int, int]:
-        """Bytes of rows, ids, weights (2 slots each) and flags, rounded up to `ALIGNMENT`."""
+        """Bytes of rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
         slots = 2 * self.source_rows
         choices = slots * self.top_k * 4
         flags = 2 * self.num_ranks * self.num_chunks * 4
-        sizes = (slots * self.dim * self.dtype.itemsize, choices, choices, flags)
-        rows, ids, weights, ends = (-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
-        return rows, ids, weights, ends
+        rows = (slots + self.copies * self.source_rows) * self.dim * self.dtype.itemsize
+        sizes = (rows, choices, choices, flags)
+        at_rows, at_ids, at_weights, at_flags = (-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
+        return at_rows, at_ids, at_weights, at_flags
+
+    def copy_slot(self, buffer: Tensor, rank: int) -> Tensor:
+        """Return where a rank copies its rows in a peer's buffer, [C, D].
+
+        Args:
+            buffer: uint8 [num_bytes], of the peer.
+            rank: who copies.
+        """
+        row_bytes = self.dim * self.dtype.itemsize
+        start = (COPY_SLOT.value * self.source_rows + rank * self.capacity) * row_bytes
+        rows = buffer[start : start + self.capacity * row_bytes].view(self.dtype)
+        return rows.view(self.capacity, self.dim)
 
     @property
     def num_bytes(self) -> int:
@@ -102,6 +118,7 @@ class ExchangePort:
         state: int32 [NUM_WORDS] on the device, zero at first.
         report: int32 [NUM_WORDS] in memory that host and device see; errors are written here too.
         timeout_ns: how long a receiver waits for a peer.
+        copy_slots: by peer, where `copy_sums` writes; empty without `ExchangeLayout.copies`.
     """
 
     layout: ExchangeLayout
@@ -110,3 +127,4 @@ class ExchangePort:
     state: Tensor
     report: Tensor
     timeout_ns: int
+    copy_slots: tuple[Tensor, ...] = ()

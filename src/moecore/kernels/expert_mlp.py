@@ -16,50 +16,30 @@ Two sets of products: "triton" (this package's kernels; a gated activation and i
 epilogues) and "torch" (torch's grouped product around gathers in memory). 18 * R * D * F
 floating-point operations forward and backward when gated.
 
-"triton" gathers rows while a product loads them, or beforehand where that is faster: a gather moves
-R * D elements whatever F is, the product that it speeds up grows with F. See GATHER_FIRST below.
-
 Source: Megatron-Core's memory-efficient permutation (arXiv:2603.07685) for the place of the weight.
 """
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from moecore._compat import grouped_mm
-from moecore.kernels.activation import (
-    ActivationOptions,
-    activation,
-    weighted_activation,
-    weighted_activation_bwd,
+from moecore.kernels.activation import ActivationOptions, activation, weighted_activation
+from moecore.kernels.common import use_kernel
+from moecore.kernels.expert_products import (
+    GATHER_FIRST_DY,
+    GATHER_FIRST_FC1,
+    GATHER_FIRST_WGRAD,
+    ExpertProducts,
+    Source,
 )
-from moecore.kernels.common import has_hopper_kernels, use_kernel
-from moecore.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
-from moecore.kernels.grouped_wgrad import grouped_wgrad
 from moecore.kernels.ops import Op
-from moecore.kernels.pingpong import (
-    map_row_tiles,
-    pingpong_activation,
-    pingpong_activation_bwd,
-    pingpong_gemm,
-)
-from moecore.kernels.rows import (
-    gather_rows_plain,
-    gather_used_rows,
-    sum_rows_plain,
-    sum_rows_ref,
-)
+from moecore.kernels.rows import sum_rows_plain, sum_rows_ref
 
 Products = Literal["triton", "torch"]
-
-# Smallest F for which rows are gathered before a product: "gather first" in docs/log.md.
-GATHER_FIRST_FC1 = 512  # X, for FC1
-GATHER_FIRST_DY = 1024  # dY, for FC2's input gradient and weight gradient
-GATHER_FIRST_WGRAD = 2048  # X, for FC1's weight gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +57,21 @@ class ExpertRows:
     weights_R: Tensor
     slots_SK: Tensor
     offsets_e: Tensor
+
+
+class GradientSender(Protocol):
+    """Takes the gradients of expert rows before the weights' gradients are computed."""
+
+    def start(
+        self,
+        drows_RD: Tensor,
+        dweights_R: Tensor | None,
+        row_ids_R: Tensor,
+        slots_SK: Tensor,
+        num_rows: Tensor,
+    ) -> None:
+        """Begin to send them; backward returns the same tensors. The index is `ExpertInput`'s."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,109 +116,6 @@ def expert_mlp_ref(
     return sum_rows_ref(torch.cat(parts), rows.row_ids_R, rows.slots_SK, None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Source rows, gathered in expert order where `row_ids_R` is None."""
-
-    rows: Tensor
-    row_ids_R: Tensor | None
-
-
-class _Products:
-    """The products of the two weights and the activation between them, one set or the other.
-
-    Args:
-        triton: whose kernels.
-        row_ids_R, slots_SK, offsets_e: as in `ExpertRows`.
-        options: the activation.
-    """
-
-    def __init__(
-        self,
-        triton: bool,
-        row_ids_R: Tensor,
-        slots_SK: Tensor,
-        offsets_e: Tensor,
-        options: ActivationOptions,
-    ) -> None:
-        self.triton, self.options = triton, options
-        self.index = (row_ids_R, slots_SK, offsets_e[-1])
-        self.row_ids_R, self.offsets_e = row_ids_R, offsets_e
-        hopper = triton and row_ids_R.shape[0] and has_hopper_kernels(row_ids_R.device)
-        self.tiles = map_row_tiles(offsets_e, row_ids_R.shape[0]) if hopper else None
-
-    def source(self, x_SK: Tensor, *, gather: bool = False) -> _Source:
-        """Rows for the verbs below; "triton" gathers them beforehand only where told to."""
-        if not self.triton:
-            return _Source(gather_rows_plain(x_SK, *self.index), None)
-        if gather and self.tiles is not None and x_SK.shape[0]:
-            return _Source(gather_used_rows(x_SK, *self.index), None)
-        return _Source(x_SK, self.row_ids_R)
-
-    def fc1(self, x: _Source, w1_eCD: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation."""
-        if not (self.triton and self.options.gated):
-            h_RC = self.product(x, w1_eCD.transpose(1, 2))
-            return h_RC, weighted_activation(h_RC, weights_R, self.index[2], self.options)
-        if x.row_ids_R is None:
-            return pingpong_activation(x.rows, w1_eCD, self._tiles(), weights_R, self.options)
-        where = (x.row_ids_R, weights_R, self.offsets_e)
-        return grouped_gemm_activation(x.rows, w1_eCD, *where, self.options)
-
-    def activation_bwd(
-        self, dy: _Source, w2_eDF: Tensor, h_RC: Tensor, weights_R: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dh, dweights and the weighted activation again."""
-        if self.tiles is None or not self.options.gated or not dy.rows.shape[0]:
-            da_RF = self.product(dy, w2_eDF)
-            return weighted_activation_bwd(h_RC, da_RF, weights_R, self.index[2], self.options)
-        where = (self.tiles, h_RC, weights_R, self.offsets_e)
-        return pingpong_activation_bwd(
-            dy.rows, w2_eDF, *where, self.options, row_ids_R=dy.row_ids_R
-        )
-
-    def product(self, source: _Source, b_eKN: Tensor) -> Tensor:
-        """The source row of each expert row times its expert's matrix."""
-        if source.row_ids_R is None:
-            return self.rows(source.rows, b_eKN)
-        return grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
-
-    def rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
-        """Each expert row times its expert's matrix."""
-        if not a_RK.shape[0]:
-            return a_RK.new_empty(0, b_eKN.shape[2])
-        if self.tiles is not None:
-            return pingpong_gemm(a_RK, b_eKN, self.tiles)
-        if self.triton:
-            return grouped_gemm(a_RK, b_eKN, self.offsets_e)
-        return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)
-
-    def weight_grad(
-        self, source: _Source, y_RN: Tensor, transposed: bool, main_grad: Tensor | None
-    ) -> Tensor:
-        """[e, M, N] or transposed; added to `main_grad` where there is one."""
-        x = source.rows
-        if self.triton:
-            return grouped_wgrad(
-                x,
-                y_RN,
-                self.offsets_e,
-                row_ids_R=source.row_ids_R,
-                transposed=transposed,
-                main_grad=main_grad,
-            )
-        left, right = (y_RN, x) if transposed else (x, y_RN)
-        if not x.shape[0]:
-            sizes = (self.offsets_e.shape[0], left.shape[1], right.shape[1])
-            return x.new_zeros(sizes) if main_grad is None else main_grad
-        out = grouped_mm(left.t(), right, offs=self.offsets_e)
-        return out if main_grad is None else main_grad.add_(out)
-
-    def _tiles(self) -> Tensor:
-        assert self.tiles is not None  # `source` gathers for no other products
-        return self.tiles
-
-
 @cache
 def _activation_options(kind: str, limit: float, alpha: float, inter: bool) -> ActivationOptions:
     return ActivationOptions(kind=kind, limit=limit, alpha=alpha, interleaved=inter)
@@ -249,7 +141,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return y_SD, or y_RD with `expert_rows_RD`, and h_RC (empty unless kept)."""
     options = _activation_options(kind, limit, alpha, interleaved)
-    products = _Products(triton, row_ids_R, slots_SK, offsets_e, options)
+    products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
     hidden_dim = w2_eDF.shape[2]
     x = products.source(x_SD, gather=options.gated and hidden_dim >= GATHER_FIRST_FC1)
     h_RC, a_RF = products.fc1(x, w1_eCD, weights_R)
@@ -292,31 +184,61 @@ def _gradients(
     dy and dx are [S, D], or [R, D] when unsummed.
     """
     options = _activation_options(kind, limit, alpha, interleaved)
-    products = _Products(triton, row_ids_R, slots_SK, offsets_e, options)
+    products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
+    saved = _Saved(dy.contiguous(), x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
+    return _differentiate(products, saved, (main_grad1, main_grad2), unsummed, wanted, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """dy and what the forward kept; h_RC is empty where FC1 runs again."""
+
+    dy: Tensor
+    x_SD: Tensor
+    h_RC: Tensor
+    w1_eCD: Tensor
+    w2_eDF: Tensor
+    weights_R: Tensor
+
+
+def _differentiate(
+    products: ExpertProducts,
+    saved: _Saved,
+    main_grads: tuple[Tensor | None, Tensor | None],
+    unsummed: bool,
+    wanted: list[bool],
+    sender: GradientSender | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what `_gradients` returns; a sender gets dx and dweights before dw1 and dw2."""
+    w1_eCD, w2_eDF = saved.w1_eCD, saved.w2_eDF
+    x_SD, weights_R, h_RC = saved.x_SD, saved.weights_R, saved.h_RC
     want_x, want_w1, want_w2, want_weights = wanted
     dh_RC, dweights_R = h_RC, weights_R  # replaced where anybody wants them
     dx, dw1, dw2 = (x_SD.new_empty(0) for _ in range(3))
     if unsummed:
-        dy_rows = _Source(dy.contiguous(), None)
+        dy_rows = Source(saved.dy, None)
     else:
-        gathers = options.gated and w2_eDF.shape[2] >= GATHER_FIRST_DY
-        dy_rows = products.source(dy.contiguous(), gather=gathers)
+        gathers = products.options.gated and w2_eDF.shape[2] >= GATHER_FIRST_DY
+        dy_rows = products.source(saved.dy, gather=gathers)
     if not h_RC.numel():
         h_RC = products.product(products.source(x_SD), w1_eCD.transpose(1, 2))
     if want_x or want_w1 or want_weights:
         dh_RC, dweights_R, a_RF = products.activation_bwd(dy_rows, w2_eDF, h_RC, weights_R)
     else:
-        a_RF = weighted_activation(h_RC, weights_R, products.index[2], options)
+        a_RF = weighted_activation(h_RC, weights_R, products.index[2], products.options)
+    if sender is not None:
+        dx = products.rows(dh_RC, w1_eCD)
+        sender.start(dx, dweights_R if want_weights else None, *products.index)
     if want_w2:
-        grad = products.weight_grad(dy_rows, a_RF, False, main_grad2)
-        dw2 = grad if main_grad2 is None else dw2
+        grad = products.weight_grad(dy_rows, a_RF, False, main_grads[1])
+        dw2 = grad if main_grads[1] is None else dw2
     del a_RF, dy_rows
     if want_w1:
         x = products.source(x_SD, gather=w2_eDF.shape[2] >= GATHER_FIRST_WGRAD)
-        grad = products.weight_grad(x, dh_RC, True, main_grad1)
-        dw1 = grad if main_grad1 is None else dw1
+        grad = products.weight_grad(x, dh_RC, True, main_grads[0])
+        dw1 = grad if main_grads[0] is None else dw1
         del x  # gathered rows, as large as those of dx
-    if want_x:
+    if want_x and sender is None:
         dx = products.rows(dh_RC, w1_eCD)
         if not unsummed:
             dx = sum_rows_plain(dx, *products.index)
@@ -348,26 +270,27 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
 
 
-def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, dy: Tensor | None, _: None, sender: GradientSender | None = None
+) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 16
     x_SD, w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e, h_RC = ctx.saved_tensors
     needs = ctx.needs_input_grad
     wanted = [needs[7] if ctx.unsummed else needs[0], *needs[1:4]]
-    grads = _expert_mlp_bwd(
-        dy,
-        x_SD,
-        h_RC,
-        w1_eCD,
-        w2_eDF,
-        weights_R,
-        row_ids_R,
-        slots_SK,
-        offsets_e,
-        *ctx.main_grads,
-        *ctx.options,
-        wanted,
-    )
+    if sender is None or not ctx.unsummed or not wanted[0]:
+        index = (row_ids_R, slots_SK, offsets_e)
+        saved = (dy, x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
+        grads = _expert_mlp_bwd(*saved, *index, *ctx.main_grads, *ctx.options, wanted)
+    else:
+        added_to = [m for m in ctx.main_grads if m is not None]
+        if added_to:
+            torch.autograd.graph.increment_version(added_to)
+        *activation_of, triton, _ = ctx.options
+        options = _activation_options(*activation_of)
+        products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
+        kept = _Saved(dy.contiguous(), x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
+        grads = _differentiate(products, kept, ctx.main_grads, True, wanted, sender)
     added = (None, *ctx.main_grads, None)
     found = [g if w and m is None else None for g, w, m in zip(grads, wanted, added, strict=True)]
     dx, of_rows = (None, found[0]) if ctx.unsummed else (found[0], None)
@@ -375,6 +298,21 @@ def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]
 
 
 _expert_mlp = Op("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_backward)
+
+
+class _SendingMLP(torch.autograd.Function):
+    """The same operation in plain eager, whose backward hands gradients to a sender."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs_and_sender: Any) -> tuple[Tensor, Tensor]:
+        *inputs, ctx.sender = inputs_and_sender
+        output = _forward(*inputs)
+        _save(ctx, tuple(inputs), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, grads[0], None, ctx.sender), None
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -426,6 +364,7 @@ def expert_mlp(
     *,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
     expert_rows_RD: Tensor | None = None,
+    sender: GradientSender | None = None,
 ) -> Tensor:
     """Return the weighted sum over each source row's experts; differentiable once, in reverse.
 
@@ -447,6 +386,8 @@ def expert_mlp(
             Not under torch.compile.
         expert_rows_RD: [R, D], stands for x_SD[row_ids_R] and is not read. With it nothing is
             summed: the rows themselves come back, and theirs is the gradient, not that of x_SD.
+        sender: gets the gradients of `expert_rows_RD` and weights_R early, to send them while those
+            of w1 and w2 are computed. Not under torch.compile, which ignores it.
 
     Returns:
         [S, D], dtype of x: added in fp32, rounded once. Bit-reproducible with "triton". With
@@ -459,7 +400,7 @@ def expert_mlp(
     _refuse_tangents(x_SD, w1_eCD, w2_eDF, rows.weights_R)
     if options.products == "triton":
         _check_triton(x_SD, w1_eCD, w2_eDF, act)
-    y, _ = _expert_mlp(
+    inputs = (
         x_SD.contiguous(),
         w1_eCD,
         w2_eDF,
@@ -476,4 +417,8 @@ def expert_mlp(
         options.products == "triton",
         options.keep_h,
     )
+    if sender is None or torch.compiler.is_compiling():
+        y, _ = _expert_mlp(*inputs)
+    else:
+        y, _ = _SendingMLP.apply(*inputs, sender)
     return y

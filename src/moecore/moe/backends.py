@@ -165,6 +165,7 @@ def run_experts(
         options,
         main_grads=weights.main_grads,
         expert_rows_RD=inp.expert_rows_RD,
+        sender=inp.sender,
     )
     return y if inp.expert_rows_RD is None else UnsummedRows(y)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from moecore._compat import all_gather_single
+from moecore.kernels.expert_mlp import GradientSender
 from moecore.moe.router import Routing
 
 
@@ -40,6 +41,8 @@ class ExpertInput:
             as autograd knows it, without memory (stride 0, never read); rows_SD has no gradient
             then. Experts leave each expert row's gradient there and may return `UnsummedRows`;
             those that add their rows themselves start with `own_sums`.
+        sender: None, or from a dispatcher that can send the gradients of expert_rows_RD and
+            weights_R home while the experts compute those of their weights; using it is optional.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -54,6 +57,7 @@ class ExpertInput:
     num_rows: Tensor
     plan: Any
     expert_rows_RD: Tensor | None = None
+    sender: GradientSender | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def own_sums(inp: ExpertInput) -> ExpertInput:
     if inp.expert_rows_RD is None:
         return inp
     rows_SD = _SourceRows.apply(inp.expert_rows_RD, inp.rows_SD, inp.slots_SK)
-    return replace(inp, rows_SD=rows_SD, expert_rows_RD=None)
+    return replace(inp, rows_SD=rows_SD, expert_rows_RD=None, sender=None)
 
 
 class _SourceRows(torch.autograd.Function):

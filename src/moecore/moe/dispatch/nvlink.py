@@ -28,6 +28,7 @@ from torch import Tensor
 from moecore._compat import disable_dynamo
 from moecore.kernels.exchange import SpreadChoices
 from moecore.kernels.index import ExpertIndex, build_index
+from moecore.kernels.rows import sum_rows_plain
 from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, UnsummedRows
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges
 from moecore.moe.router import Routing
@@ -79,11 +80,12 @@ class NVLinkDispatcher:
             )
         exchange = self.exchanges.get(x_TD, routing.expert_ids_TK.shape[1])
         tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
-        made = _Dispatch.apply(*tokens, exchange, self.placement)
+        sender = _Sender(exchange) if exchange.options.overlap == "weight_grads" else None
+        made = _Dispatch.apply(*tokens, exchange, self.placement, sender)
         rows_SD, expert_rows_RD, peers_T, places_S = made[:4]
         index = ExpertIndex(*made[4:])
         plan = NVLinkPlan(exchange, peers_T, places_S, index.slots_SK)
-        return ExpertInput(rows_SD, *index, index.offsets_e[-1], plan, expert_rows_RD)
+        return ExpertInput(rows_SD, *index, index.offsets_e[-1], plan, expert_rows_RD, sender)
 
     @disable_dynamo
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:
@@ -121,6 +123,70 @@ def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -
     return index
 
 
+class _Sender:
+    """Sends a dispatch's gradients home before its backward is asked for them.
+
+    Args:
+        exchange: over which the tokens came.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._sent: tuple[Tensor, Tensor | None] | None = None
+        self._versions: tuple[int, ...] = ()
+        self._sums_SD: Tensor | None = None
+
+    def start(
+        self,
+        drows_RD: Tensor,
+        dweights_R: Tensor | None,
+        row_ids_R: Tensor,
+        slots_SK: Tensor,
+        num_rows: Tensor,
+    ) -> None:
+        """Add the gradients of each source row's expert rows and begin to copy the sums home.
+
+        Does nothing where copies can not come now: then backward sends all of it.
+        """
+        if not self._exchange.can_copy():
+            return
+        self._sent = (drows_RD, dweights_R)
+        self._versions = _versions(*self._sent)
+        self._sums_SD = sum_rows_plain(drows_RD, row_ids_R, slots_SK, num_rows)
+        self._exchange.start_copies(self._sums_SD)
+
+    def finish(
+        self, came: tuple[Tensor | None, Tensor | None], where: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return the sums at home, [T, D] and [T, K]; None where nothing was begun.
+
+        Args:
+            came: gradients of the expert rows and of their weights, which must be those of `start`.
+            where: peers_T, places_S and slots_SK.
+
+        Raises:
+            RuntimeError: when they are others, or have changed.
+        """
+        sent, sums_SD, self._sent, self._sums_SD = self._sent, self._sums_SD, None, None
+        if sent is None or sums_SD is None:
+            return None
+        if came[0] is not sent[0] or came[1] is not sent[1] or _versions(*came) != self._versions:
+            raise RuntimeError(
+                "gradients of the experts' input must not change after the experts' backward with "
+                "NVLinkOptions.overlap ('weight_grads'), which has sent them already: remove the "
+                "hook or use overlap='none'"
+            )
+        peers_T, places_S, slots_SK = where
+        dweights_R = sent[1]
+        if dweights_R is None:
+            dweights_R = sums_SD.new_zeros(sent[0].shape[0], dtype=torch.float32)
+        return self._exchange.finish_copies(sums_SD, peers_T, places_S, (dweights_R, slots_SK))
+
+
+def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(t._version for t in tensors if t is not None)
+
+
 class _Dispatch(torch.autograd.Function):
     """Tokens out, rows in; the gradient comes back at the expert rows."""
 
@@ -132,13 +198,14 @@ class _Dispatch(torch.autograd.Function):
         ids_TK: Tensor,
         exchange: Exchange,
         place: ExpertPlacement,
+        sender: _Sender | None,
     ) -> tuple[Tensor, ...]:
         sizes = dict(num_local=place.num_local, etp=place.etp)
         came = exchange.spread_choices(x_TD, ids_TK, weights_TK, **sizes)
         index = _index_of(came, exchange, place)
         expert_rows_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
         where = (came.peers_T, came.places_S)
-        ctx.exchange, ctx.num_rows = exchange, index.row_ids_R.shape[0]
+        ctx.exchange, ctx.num_rows, ctx.sender = exchange, index.row_ids_R.shape[0], sender
         ctx.save_for_backward(*where, index.slots_SK)
         integers = (*where, index.row_ids_R, index.slots_SK, index.offsets_e)
         ctx.mark_non_differentiable(came.rows_SD, *integers)
@@ -147,8 +214,12 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        peers_T, places_S, slots_SK = ctx.saved_tensors
+        where = ctx.saved_tensors
+        _, places_S, slots_SK = where
         _, drows_RD, _, _, _, dweights_R, *_ = grads
+        home = ctx.sender.finish((drows_RD, dweights_R), where) if ctx.sender else None
+        if home is not None:
+            return *home, None, None, None, None
         # Every rank takes part, whichever gradients it has.
         zeros = partial(torch.zeros, device=places_S.device)
         if drows_RD is None:
@@ -156,9 +227,8 @@ class _Dispatch(torch.autograd.Function):
             drows_RD = zeros(ctx.num_rows, layout.dim, dtype=layout.dtype)
         if dweights_R is None:
             dweights_R = zeros(ctx.num_rows)
-        where = (peers_T, places_S, slots_SK)
         dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *where, (dweights_R, slots_SK))
-        return dx_TD, dweights_TK, None, None, None
+        return dx_TD, dweights_TK, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,21 @@ from moecore.kernels.exchange_port import (
 )
 from moecore.kernels.limit_rows import limit_rows
 
+Overlap = Literal["none", "weight_grads"]
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
+
+
+class ExchangeError(RuntimeError):
+    """What went wrong on this rank while tokens traveled.
+
+    Attributes:
+        capacity_factor: the least that would have held this rank's expert rows; None = a rank did
+            not come in time.
+    """
+
+    def __init__(self, message: str, capacity_factor: float | None = None) -> None:
+        super().__init__(message)
+        self.capacity_factor = capacity_factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +59,22 @@ class NVLinkOptions:
             rank would give; more rows than that are an error. None = room for every routing.
         num_sms: programs of one operation, of which half push and half receive; None = one per
             multiprocessor.
+        overlap: what runs while rows travel. "weight_grads": the gradients of the experts' weights,
+            beside those of the tokens on their way home. "none": nothing.
         timeout_s: seconds that a rank waits for another one before it is an error.
     """
 
     max_tokens: int | None = None
     capacity_factor: float | None = None
     num_sms: int | None = None
+    overlap: Overlap = "weight_grads"
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        if self.overlap not in get_args(Overlap):
+            raise ValueError(
+                f"NVLinkOptions.overlap ({self.overlap!r}) must be 'none' or 'weight_grads'"
+            )
         for name, least in (("max_tokens", 1), ("num_sms", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -92,6 +113,10 @@ class Exchange:
         self.options = options
         self.balanced_rows = balanced_rows
         self._memory = memory
+        self._stream: torch.cuda.Stream | None = None
+        self._copying = False  # between start_copies and finish_copies
+        # Whether the last operation was captured; None = it was one with copies, or there is none.
+        self._captured: bool | None = None
 
     @property
     def layout(self) -> ExchangeLayout:
@@ -103,6 +128,7 @@ class Exchange:
     ) -> kernels.SpreadChoices:
         """Send tokens with their choices to the ranks that own the experts; return what came."""
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
+        self.note_operation()
         return kernels.spread_choices(self.port, *sent, num_local=num_local, etp=etp)
 
     def spread(
@@ -110,6 +136,7 @@ class Exchange:
     ) -> Tensor:
         """Send rows where their tokens went; return a copy for each slot, [R, D]."""
         where = (peers_T, places_S, slots_SN)
+        self.note_operation()
         return kernels.spread(self.port, x_TD.contiguous(), *where, num_rows)
 
     def reduce(
@@ -127,7 +154,49 @@ class Exchange:
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
         where = (peers_T, places_S, slots_SN)
+        self.note_operation()
         return kernels.reduce(self.port, y_RD.contiguous(), *where, choices)
+
+    def note_operation(self) -> None:
+        """Remember that an operation without copies comes now."""
+        self._captured = self._is_capturing()
+
+    def can_copy(self) -> bool:
+        """Whether `start_copies` may come now, the same on all ranks.
+
+        Two operations with copies need another one between them, and of what ran before a CUDA
+        graph is captured nobody knows whether it comes before a replay.
+        """
+        return self.layout.copies and not self._copying and self._captured is self._is_capturing()
+
+    def start_copies(self, sums_SD: Tensor) -> None:
+        """Begin to copy sums home on a stream of their own; they must live until `finish_copies`.
+
+        No multiprocessor takes part.
+        """
+        self._copying = True
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(sums_SD.device)
+        self._stream.wait_stream(torch.cuda.current_stream(sums_SD.device))
+        with torch.cuda.stream(self._stream):
+            kernels.copy_sums(self.port, sums_SD)
+
+    def finish_copies(
+        self,
+        sums_SD: Tensor,
+        peers_T: Tensor,
+        places_S: Tensor,
+        choices: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `reduce` of the copied sums returns; the current stream waits for them."""
+        assert self._stream is not None
+        torch.cuda.current_stream(sums_SD.device).wait_stream(self._stream)
+        self._copying, self._captured = False, None
+        where = (peers_T, places_S, places_S[:, None])
+        return kernels.reduce(self.port, sums_SD, *where, choices, copied=True)
+
+    def _is_capturing(self) -> bool:
+        return self.port.state.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets cut at `num_rows`; more is an error of the next `check`."""
@@ -140,22 +209,22 @@ class Exchange:
         missed, so nothing waits for it any more, until `Exchanges.close` and new buffers.
 
         Raises:
-            RuntimeError: when a rank did not come in time, or expert rows did not fit.
+            ExchangeError: when a rank did not come in time, or expert rows did not fit.
         """
         words = self.port.report.tolist()
         error, needed = words[ERROR_WORD], words[NEEDED_WORD]
         if error:
-            raise RuntimeError(self._late(error - 1))
+            raise ExchangeError(self._late(error - 1))
         if needed:
             self.port.report[NEEDED_WORD] = 0
             self.port.state[NEEDED_WORD].zero_()
-            raise RuntimeError(self._overflow(needed))
+            raise ExchangeError(self._overflow(needed), needed / self.balanced_rows)
 
     def check(self) -> None:
         """Raise what has gone wrong in all operations so far. One host sync.
 
         Raises:
-            RuntimeError: see `poll`.
+            ExchangeError: see `poll`.
         """
         if self.port.state.is_cuda:
             torch.cuda.synchronize(self.port.state.device)  # report is written by the device
@@ -221,7 +290,7 @@ class Exchanges:
         """Raise what has gone wrong on this rank, as far as the host can see without waiting.
 
         Raises:
-            RuntimeError: when a rank did not come in time, or expert rows did not fit.
+            ExchangeError: when a rank did not come in time, or expert rows did not fit.
         """
         for exchange in self._made.values():
             exchange.poll()
@@ -232,7 +301,7 @@ class Exchanges:
         One host sync per exchange; all but the first find the device idle.
 
         Raises:
-            RuntimeError: see `poll`.
+            ExchangeError: see `poll`.
         """
         for exchange in self._made.values():
             exchange.check()
@@ -268,7 +337,8 @@ class Exchanges:
                 "one step first"
             )
         programs = self.options.num_sms or num_sms(x_TD.device)
-        mine = (self.options.max_tokens or T, D, top_k, EXCHANGE_DTYPES.index(x_TD.dtype), programs)
+        dtype, copies = EXCHANGE_DTYPES.index(x_TD.dtype), self.options.overlap == "weight_grads"
+        mine = (self.options.max_tokens or T, D, top_k, dtype, programs, copies)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
             capacity=max(1, _agree(mine, x_TD.device, self.group)),
@@ -277,6 +347,7 @@ class Exchanges:
             dtype=x_TD.dtype,
             num_push=num_push(programs),
             num_receive=programs - num_push(programs),
+            copies=copies,
         )
         balanced = layout.source_rows * top_k // self.ep
         with on_device(x_TD):
@@ -299,9 +370,9 @@ def _agree(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup
     for g, row in enumerate(rows):
         if row[1:] != rows[0][1:]:
             raise ValueError(
-                f"(D, K, dtype, num_sms) of rank {dist.get_global_rank(group, g)} ({row[1:]}) must "
-                f"equal those of rank {dist.get_global_rank(group, 0)} ({rows[0][1:]}): give all "
-                "ranks of a dispatch group the same layers and options"
+                f"(D, K, dtype, num_sms, overlap) of rank {dist.get_global_rank(group, g)} "
+                f"({row[1:]}) must equal those of rank {dist.get_global_rank(group, 0)} "
+                f"({rows[0][1:]}): give all ranks of a dispatch group the same layers and options"
             )
     return max(row[0] for row in rows)
 
@@ -315,13 +386,15 @@ def make_port(
     buffer.zero_()  # the flags
     peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
     addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
+    rank = dist.get_rank(group)
     port = ExchangePort(
         layout=layout,
-        rank=dist.get_rank(group),
+        rank=rank,
         bases=addresses.T.contiguous().to(device),
         state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
         report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
         timeout_ns=round(timeout_s * 1e9),
+        copy_slots=tuple(layout.copy_slot(p, rank) for p in peers if layout.copies),
     )
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody may raise a flag that another rank is yet to clear
