@@ -268,8 +268,7 @@ def _reduce_kernel(
 ):
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
-    all_ranks = (capacity * G).to(tl.int64)
-    slot = operation % 2 * all_ranks
+    slot = (operation % 2).to(tl.int64) * G * capacity
     if PUSH:
         if pid < NUM_PUSH:
             first = slot + rank * capacity
@@ -298,16 +297,16 @@ def _reduce_kernel(
             base = tl.multiple_of(base, 16)
             weights = tl.load(bases_ptr + AT_WEIGHTS * G + rank).to(tl.pointer_type(tl.float32))
             left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
+            first = COPY_SLOT * G * capacity if COPIED else slot
             for chunk in range(pid - FIRST, num_chunks, NUM_RECEIVE):
                 ptrs, whose = (bases_ptr, state_ptr, report_ptr), (0, chunk, num_chunks, rank)
                 arrived = wait(*ptrs, operation, *whose, left, 1, G, G, THREADS, SPIN)
                 left = tl.where(arrived, left, 0)
-                tokens = (peers_ptr, chunk, num_tokens)
-                here = slot if not COPIED else COPY_SLOT * all_ranks
-                add_parts(base, out_ptr, *tokens, here, capacity, G, D, CHUNK, TAKE_ROWS, TAKE_D)
+                place = (peers_ptr, chunk, num_tokens, first, capacity)
+                add_parts(base, out_ptr, *place, G, D, CHUNK, TAKE_ROWS, TAKE_D)
                 if CHOICES:
-                    of_choices = (slot, capacity, G, K, CHUNK, CHUNK, BLOCK_K)
-                    add_parts(weights, out_dweights_ptr, *tokens, *of_choices)
+                    place = (peers_ptr, chunk, num_tokens, slot, capacity)
+                    add_parts(weights, out_dweights_ptr, *place, G, K, CHUNK, CHUNK, BLOCK_K)
         finish(state_ptr, operation)
 
 

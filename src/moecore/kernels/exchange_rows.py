@@ -227,7 +227,7 @@ def _load_part(
     base,  # region of the buffer
     part,  # rank whose sums they are; zeros come back from G on
     bits,  # [TILE_ROWS] int32 ranks that hold a sum, by bit
-    row,  # [TILE_ROWS] int64, place of token in the part of rank 0
+    row,  # [TILE_ROWS] int, place of token in the part of rank 0
     capacity,  # C
     columns,  # [BLOCK] int
     G: tl.constexpr,
@@ -235,7 +235,7 @@ def _load_part(
 ):
     has = (((bits >> part) & 1) != 0) & (part < G)
     mask = has[:, None] & (columns < N)[None, :]
-    where = (row + part * capacity)[:, None] * N + columns[None, :]
+    where = (row + part * capacity).to(tl.int64)[:, None] * N + columns[None, :]
     return tl.load(base + where, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
 
 
@@ -246,7 +246,7 @@ def add_parts(
     peers_ptr,  # [T] int32
     chunk,
     num_tokens,  # T
-    slot,  # int64, first row of the slot
+    slot,  # first row of the slot
     capacity,  # C
     G: tl.constexpr,
     N: tl.constexpr,
