@@ -12,7 +12,7 @@ from typing import get_args
 import torch
 from data import VOCAB_SIZE
 
-from moecore import NVLinkOptions, ParallelConfig
+from moecore import MoEConfig, NVLinkOptions, ParallelConfig
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.parallelize import DispatcherName
@@ -110,13 +110,21 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
                 f"--preset {args.preset}"
             )
         config = replace(config, num_layers=args.layers)
-    moe = replace(config.moe, assignment=args.routing)
+    moe = _with_routing(config.moe, args.routing)
     if args.aux_loss is not None:
         moe = replace(moe, balance=replace(moe.balance, micro_batch_coef=args.aux_loss))
     if args.bias_rate is not None:
         balance = replace(moe.balance, bias_update_rate=args.bias_rate)
         moe = replace(moe, expert_bias=True, balance=balance)
     return replace(config, moe=moe)
+
+
+def _with_routing(moe: MoEConfig, routing: str) -> MoEConfig:
+    """Return a layer with this rule; dealt choices read no expert bias."""
+    if routing == "learned":
+        return moe
+    balance = replace(moe.balance, bias_update_rate=0.0)
+    return replace(moe, assignment=routing, expert_bias=False, balance=balance)
 
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:

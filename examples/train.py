@@ -45,12 +45,14 @@ from moecore import FSDPOptions, Meshes, build_meshes, clip_grad_norm_, moe_stat
 from moecore.checkpoint import Saver, latest, load
 from moecore.checkpoint.agree import on_first_rank
 from moecore.models import Decoder
+from moecore.moe.dispatch.symmetric import ExchangeError
 
 CPU_RANKS = 2
 KEPT_CHECKPOINTS = 2
 WARMUP_SHARE = 0.05  # of the schedule's steps
 LAST_LR_SHARE = 0.1  # of the peak
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
+RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError)
 
 
 def main() -> int:
@@ -72,9 +74,17 @@ def main() -> int:
     return launch(run_rank, args, world_size)
 
 
-def say_error(error: Exception) -> int:
+def say_error(error: Exception, code: int = 2) -> int:
     print(f"train.py: error: {error}", file=sys.stderr, flush=True)
-    return 2
+    return code
+
+
+def say_run_error(error: torch.OutOfMemoryError | ExchangeError, args: argparse.Namespace) -> int:
+    """Say in one line what ended a run on this rank and what helps; return the exit code."""
+    rank = int(os.environ["RANK"])
+    if isinstance(error, ExchangeError):
+        return say_error(exchange_advice(error, args, rank), code=1)
+    return say_error(memory_advice(error, rank))
 
 
 def memory_advice(error: torch.OutOfMemoryError, rank: int) -> RuntimeError:
@@ -83,6 +93,18 @@ def memory_advice(error: torch.OutOfMemoryError, rank: int) -> RuntimeError:
     return RuntimeError(
         f"rank {rank}: {reason}: lower --batch-size (and raise --grad-accum), add --recompute-fc1, "
         "drop --gather-once, lower --capacity-factor, or use more GPUs"
+    )
+
+
+def exchange_advice(error: ExchangeError, args: argparse.Namespace, rank: int) -> RuntimeError:
+    """Return the error as one line that says what helps."""
+    again = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
+    if error.capacity_factor is None:
+        return RuntimeError(f"rank {rank}: {error}: {again}")
+    enough = math.ceil(100 * error.capacity_factor) / 100
+    return RuntimeError(
+        f"rank {rank}: --capacity-factor ({args.capacity_factor}) must be >= {enough} for its "
+        f"expert rows of one layer: {again} with --capacity-factor {enough} or more"
     )
 
 
@@ -118,12 +140,11 @@ def run_rank(args: argparse.Namespace) -> int:
     try:
         if job.start < args.steps:
             train(job)
-    except torch.OutOfMemoryError as error:
-        return say_error(memory_advice(error, rank))
-    if args.sample_bytes:
-        text = sample(job)
-        if rank == 0:
-            print(f"--- sample after {max(job.start, args.steps)} steps ---\n{text}", flush=True)
+        text = sample(job) if args.sample_bytes else ""
+    except RUN_ERRORS as error:
+        return say_run_error(error, args)
+    if text and rank == 0:
+        print(f"--- sample after {max(job.start, args.steps)} steps ---\n{text}", flush=True)
     dist.barrier()
     return 0
 
@@ -229,6 +250,7 @@ def train(job: Job) -> None:
             if is_saved(step, args):
                 moe_state(job.model).check()  # no checkpoint of a step whose tokens got lost
                 saver.save(step, {"step": step, "seed": args.seed}, wait=False)
+        moe_state(job.model).check()  # the last step's
     if report:
         report.close()
 

@@ -168,7 +168,7 @@ def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
     assert printed.count("going on without tqdm, tensorboard, matplotlib (pip install") == 1
     assert metrics(run_dir)[0]["aux_loss"] == 0
     assert not (run_dir / "curves.png").exists()
-    changed = run(run_dir, "--steps 2 --seed 1", code=2)
+    changed = run(run_dir, "--ranks 1 --steps 2 --seed 1", code=2)
     assert "--seed (1) must be 0 as in" in changed.stderr
 
 

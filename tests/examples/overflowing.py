@@ -1,0 +1,53 @@
+"""Runs examples/train.py with the arguments that follow; in its second step rank 1 overflows.
+
+The other rank is in a collective then. No GPU: the exchange is a stub.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import train
+
+from moecore import moe_state
+from moecore.moe.dispatch.symmetric import ExchangeError
+
+
+class Overflowing:
+    """Stands for a model's exchanges; the second poll finds what it was given."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.polls = error, 0
+
+    def poll(self) -> None:
+        self.polls += 1
+        if self.polls == 2:
+            raise self.error
+
+    check = poll
+
+
+def too_many_rows() -> ExchangeError:
+    return ExchangeError("NVLinkOptions.capacity_factor (1.05) must be >= 1.361", 1.3605)
+
+
+def run_rank(args: object) -> int:
+    build = train.build_job
+
+    def build_job(args: object) -> train.Job:
+        job = build(args)
+        if dist.get_rank() == 1:
+            moe_state(job.model).exchanges = Overflowing(too_many_rows())
+        return job
+
+    train.build_job = build_job
+    return train.run_rank(args)
+
+
+if __name__ == "__main__":
+    sys.exit(train.launch(run_rank, train.parse_arguments(), 2))
