@@ -2,10 +2,15 @@
 
 A test file calls `run_ranks` in one module-scoped fixture; `worker` runs on every rank and what it
 returns on rank 0 comes back. A failing rank stops all of them with its traceback.
+
+Note "starts": importing takes a rank longer than most cases, so CPU ranks are forks of a server
+that has imported and done nothing else. All but the last: a new interpreter hashes strings anew,
+and ranks that walk a set each in its own order are a bug that must show.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -14,22 +19,60 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessContext
 
 Worker = Callable[..., Any]
+IMPORTED = (
+    "tests.ranks",
+    "moecore",
+    "moecore.checkpoint",
+    "moecore.models",
+    "pytest",
+    "torch._dynamo",
+)
 
 
 def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "cpu") -> Any:
     """Run `worker(rank, device, *args)` on `world_size` new processes; return rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result.pt")
-        setup = (world_size, device_type, path, worker, args)
-        mp.spawn(_main, setup, nprocs=world_size)
+        setup = (world_size, device_type, path, dict(os.environ), worker, args)
+        num_forks = 0 if device_type == "cuda" else max(1, world_size - 1)
+        fresh = _start(setup, range(num_forks, world_size), "spawn")
+        _join(_start(setup, range(num_forks), "forkserver"), fresh)
         return torch.load(path, weights_only=False)
 
 
+def _start(setup: tuple[Any, ...], ranks: range, method: str) -> ProcessContext:
+    if method == "forkserver":
+        multiprocessing.set_forkserver_preload(list(IMPORTED))
+    return mp.start_processes(
+        _main, (ranks.start, *setup), len(ranks), join=False, start_method=method
+    )
+
+
+def _join(*parts: ProcessContext) -> None:
+    """Wait for all of them; the first that fails stops the others."""
+    processes = [process for part in parts for process in part.processes]
+    error_files = [file for part in parts for file in part.error_files]
+    context = ProcessContext(processes, error_files)
+    while not context.join():
+        pass
+
+
 def _main(
-    rank: int, world_size: int, device_type: str, path: str, worker: Worker, args: Any
+    index: int,
+    first_rank: int,
+    world_size: int,
+    device_type: str,
+    path: str,
+    environ: dict[str, str],
+    worker: Worker,
+    args: Any,
 ) -> None:
+    rank = first_rank + index
+    os.environ.clear()  # a fork has the server's, which may be older
+    os.environ.update(environ)
     torch.set_num_threads(1)
     _start_group(rank, world_size, device_type, store=f"{path}.store")
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
