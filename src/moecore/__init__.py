@@ -3,7 +3,7 @@
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig, ParallelConfig
 from moecore.fsdp import FSDPOptions, clip_grad_norm_
 from moecore.mesh import Meshes, build_meshes
-from moecore.moe.dispatch.symmetric import NVLinkOptions
+from moecore.moe.dispatch.symmetric import ExchangeError, NVLinkOptions
 from moecore.moe.layer import MoELayer
 from moecore.parallelize import moe_state, parallelize_moe
 
@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BalanceConfig",
     "CapacityConfig",
+    "ExchangeError",
     "FSDPOptions",
     "Meshes",
     "MoEConfig",

@@ -117,7 +117,7 @@ def plain(name: str) -> nn.Module:
     """The model on one process as transformers makes it, with the weights of every run."""
     from transformers import AutoModelForCausalLM
 
-    from moecore.integrations.torchtitan_hf import fill
+    from moecore.integrations.torchtitan_hf_model import fill
     from tests.integrations.titan_hf_specs import CONFIGS
 
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).train()

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 EP, TP, ETP = (f"parallelism__{n}_parallel_degree" for n in ("expert", "tensor", "expert_tensor"))
 REPLICATE, SHARD = (f"parallelism__data_parallel_{n}_degree" for n in ("replicate", "shard"))
 AC, BATCH, GLOBAL = "activation_checkpoint__mode", "training__local_batch_size", "global_batch_size"
+SELECTIVE = "activation_checkpoint__selective_ac_option"
 # Every graph is made, none is turned into C++: that takes minutes here.
 COMPILE = {"compile__enable": True, "compile__backend": "aot_eager"}
 TWO_BATCHES = {f"training__{GLOBAL}": 4}  # of one sample each on two data ranks
@@ -33,7 +34,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 stock": ("stock_tiny_qwen3", {EP: 2}),
     "qwen3 hsdp": ("moecore_tiny_qwen3", {EP: 2, REPLICATE: 2, SHARD: 2, AC: "full"}),
     "qwen3 tp": ("moecore_tiny_qwen3", {EP: 2, TP: 2, AC: "selective", **TWO_BATCHES}),
-    "qwen3 dense mesh": ("moecore_tiny_qwen3", {}),
+    "qwen3 dense mesh": ("moecore_tiny_qwen3", {AC: "selective", SELECTIVE: "op"}),
     "qwen3 compiled": ("moecore_tiny_qwen3", {EP: 2, AC: "selective", **COMPILE}),
     "deepseek_v3 stock": ("stock_tiny_deepseek_v3", {EP: 2}),
     "deepseek_v3 ep4": ("moecore_tiny_deepseek_v3", {EP: 4, TP: 2, BATCH: 2}),

@@ -70,17 +70,22 @@ def arguments(name: str, folder: str, **options: Any) -> list[str]:
 
 def train(name: str, folder: str, **options: Any) -> Run:
     """Run `torchtitan.train`'s Trainer from its command line to the end. Collective."""
-    import torchtitan.distributed.utils as dist_utils
     import torchtitan.train as titan
     from torchtitan.config import ConfigManager
 
     for key, value in (("RANK", dist.get_rank()), ("WORLD_SIZE", dist.get_world_size())):
         os.environ[key] = str(value)
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
-    run = Run()
     torch.compiler.reset()
     counters.clear()
-    trainer = titan.Trainer(ConfigManager().parse_args(arguments(name, folder, **options)))
+    return follow(titan.Trainer(ConfigManager().parse_args(arguments(name, folder, **options))))
+
+
+def follow(trainer: Any) -> Run:
+    """Let a Trainer of any version train to its end, and close it. Collective."""
+    import torchtitan.distributed.utils as dist_utils
+
+    run = Run()
     model, clip = trainer.model_parts[0], dist_utils.clip_grad_norm_
     log = trainer.metrics_processor.logger.log
 

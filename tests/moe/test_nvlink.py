@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from moecore import (
+    ExchangeError,
     MoEConfig,
     MoELayer,
     NVLinkOptions,
@@ -184,9 +185,10 @@ def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGro
     offsets = exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
     assert offsets.tolist() == [9, 20] and int(exchange.port.state[NEEDED_WORD]) == 24
     with pytest.raises(
-        RuntimeError, match=r"capacity_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
-    ):
+        ExchangeError, match=r"capacity_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
+    ) as error:
         exchange.check()
+    assert error.value.capacity_factor == 1.5
     exchange.check()
 
 

@@ -21,8 +21,20 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+try:
+    from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "moecore.integrations.torchtitan needs torchtitan 0.2 (pip install 'torchtitan<0.3'): with "
+        "torchtitan 0.3 use --module moecore.integrations.torchtitan_v03"
+    ) from error
 from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+from torchtitan.components.optimizer import (
+    OptimizersContainer,
+    build_optimizers_with_moe_load_balancing,
+)
+from torchtitan.components.optimizer import build_optimizers as build_titan_optimizers
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.config import JobConfig
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
@@ -30,7 +42,6 @@ from torchtitan.models import deepseek_v3, qwen3
 from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as deepseek_v3_tp
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as qwen3_tp
 from torchtitan.protocols import BaseModelArgs
-from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from moecore.config import BalanceConfig
 from moecore.integrations.torchtitan_decoder import (
@@ -40,15 +51,10 @@ from moecore.integrations.torchtitan_decoder import (
     parallelize_decoder,
     with_labels,
 )
-from moecore.integrations.torchtitan_hf import (
-    HFNames,
-    Source,
-    TitanHF,
-    TitanHFArgs,
-    parallelize_hf,
-)
+from moecore.integrations.torchtitan_hf import TitanHF, TitanHFArgs, parallelize_hf
+from moecore.integrations.torchtitan_hf_model import HFNames, Source
 from moecore.integrations.torchtitan_parallel import parallelize_titan
-from moecore.integrations.torchtitan_step import build_metrics_processor, build_optimizers
+from moecore.integrations.torchtitan_step import MoEMetricsProcessor, finish_before_step
 from moecore.models import PRESETS, DecoderConfig
 
 
@@ -114,6 +120,29 @@ def hf_spec(
     args = {name: TitanHFArgs(source) for name, source in flavors.items()}
     spec = _own_loss_spec(TitanHF, args, partial(parallelize_hf, balance=balance))
     return replace(spec, state_dict_adapter=HFNames)
+
+
+def build_optimizers(
+    model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
+) -> OptimizersContainer:
+    """Return torchtitan's optimizers, which call `finish_step` of every model part first.
+
+    Args:
+        model_parts: parallelized models.
+        optimizer_config: torchtitan's `job_config.optimizer`.
+        parallel_dims: torchtitan's degrees.
+        ft_manager: torchtitan's fault tolerance, or None.
+    """
+    optimizers = build_titan_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    finish_before_step(optimizers, model_parts)
+    return optimizers
+
+
+def build_metrics_processor(
+    job_config: JobConfig, parallel_dims: Any, model_args: Any = None, tag: str | None = None
+) -> MoEMetricsProcessor:
+    """Return the metrics processor; the signature is torchtitan's."""
+    return MoEMetricsProcessor(job_config, parallel_dims, tag)
 
 
 def _own_loss_spec(

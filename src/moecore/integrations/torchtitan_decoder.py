@@ -20,9 +20,14 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import BaseModelArgs
 
-from moecore.integrations.torchtitan_hf import load_weights
 from moecore.integrations.torchtitan_options import moecore_options
-from moecore.integrations.torchtitan_parallel import check_job, dealt, finish, titan_meshes
+from moecore.integrations.torchtitan_parallel import check_job, finish
+from moecore.integrations.torchtitan_shared import (
+    check_length,
+    dealt,
+    load_weights,
+    titan_meshes,
+)
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params, preset
 
 LABELS = "labels"  # key of a batch beside "input"
@@ -46,12 +51,7 @@ class TitanDecoderArgs(BaseModelArgs):
         Raises:
             ValueError: for sequences that are too long.
         """
-        seq_len, longest = job_config.training.seq_len, self.config.max_seq_len
-        if seq_len > longest:
-            raise ValueError(
-                f"training.seq_len ({seq_len}) must be <= DecoderConfig.max_seq_len ({longest}): "
-                "shorten it, or register a flavor with a larger max_seq_len"
-            )
+        check_length(job_config.training.seq_len, self.config.max_seq_len)
         self.hf_weights = moecore_options(job_config).hf_weights
         moe = self.config.moe
         if job_config.debug.moe_force_load_balance and moe is not None:

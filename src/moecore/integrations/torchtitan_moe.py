@@ -1,7 +1,5 @@
 """TitanMoE: a torchtitan MoE block as a MoELayer that keeps its names, shapes and checkpoints.
 
-Legend: B sequences, t tokens of a sequence on this rank, T = B * t, D model dim, E experts.
-
 | torchtitan's block (0.2.x)        | here                                                   |
 |-----------------------------------|--------------------------------------------------------|
 | experts.w1, w2, w3                | `Experts` with gate_up="separate", same names          |
@@ -13,20 +11,18 @@ Legend: B sequences, t tokens of a sequence on this rank, T = B * t, D model dim
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torchtitan.models.moe import MoE
 from torchtitan.models.utils import trunc_normal_
 
 from moecore.adapters.adopt import adopt
 from moecore.config import BalanceConfig, MoEConfig
+from moecore.integrations.torchtitan_layer import TitanLayer
 from moecore.moe.experts import ExpertLayout
-from moecore.moe.layer import LayerLayout, MoELayer
-from moecore.moe.router import Router
+from moecore.moe.layer import LayerLayout
 
 BIAS = "expert_bias"
 LAYOUT = LayerLayout(
@@ -38,64 +34,11 @@ LAYOUT = LayerLayout(
 EXPERTS_STD = 0.02  # torchtitan fills w1 with it whatever the layer's std
 
 
-class TitanMoE(MoELayer):
-    """A MoELayer under the names of torchtitan's `MoE`; made by `titan_moe`, not by hand.
+class TitanMoE(TitanLayer):
+    """A TitanLayer under the names of 0.2's `MoE`; made by `titan_moe`, not by hand."""
 
-    Args:
-        config: the layer.
-        layout: `LAYOUT`.
-        device: "meta", because `adopt` fills it.
-        dtype: dtype of the parameters.
-    """
-
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        layout: LayerLayout | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, layout=layout or LAYOUT, device=device, dtype=dtype)
-        self.router = nn.Module()
-        self.router.add_module("gate", self._modules.pop("gate"))
-        self.layout = replace(self.layout, router="router.gate")
-
-    def adopt_bias(self, bias_E: Tensor) -> None:
-        """Save the selection bias as this layer's own buffer, as torchtitan's checkpoints have it.
-
-        The router holds the same tensor, which it does not save.
-        """
-        self._router._non_persistent_buffers_set.add(BIAS)
-        self.register_buffer(BIAS, bias_E.float())
-        self._tie_bias()
-
-    @property
-    def _router(self) -> Router:
-        return self.part("router")
-
-    def _tie_bias(self) -> None:
-        self._router._buffers[BIAS] = self._buffers[BIAS]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> TitanMoE:
-        """Move like any module; the bias stays fp32 and one tensor."""
-        super()._apply(fn, recurse)
-        if BIAS in self._buffers:
-            self._buffers[BIAS] = self._router._buffers[BIAS]
-        return self
-
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Return the block's output for this rank's tokens.
-
-        Args:
-            x: [B, t, D]; under tp a DTensor cut along the sequence.
-            padding_mask: not used by torchtitan; see `MoELayer.forward`.
-
-        Returns:
-            [B, t, D], a plain tensor.
-        """
-        x_BtD = x.to_local() if isinstance(x, DTensor) else x
-        return super().forward(x_BtD, padding_mask)
+    names = LAYOUT
+    holders: ClassVar = {"router": "router"}
 
     @torch.no_grad()
     def init_weights(  # type: ignore[override]

@@ -17,29 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.moe import MoE
-from torchtitan.tools import utils
 
 from moecore.adapters.base import swap_blocks
-from moecore.config import MoEConfig, ParallelConfig
-from moecore.fsdp import FSDPOptions
-from moecore.graphs import compile_blocks
+from moecore.integrations.torchtitan_layer import cut_dense_parts
 from moecore.integrations.torchtitan_moe import titan_moe
-from moecore.integrations.torchtitan_options import moecore_options, nvlink_options
-from moecore.mesh import Meshes, build_meshes
-from moecore.moe.layer import MoELayer
-from moecore.moe.params import shard_parameter
-from moecore.parallelize import moe_state, parallelize_moe
+from moecore.integrations.torchtitan_options import moecore_options
+from moecore.integrations.torchtitan_shared import (
+    Rule,
+    check_tensor_parallel,
+    compile_and_shard,
+    compiles_model,
+    hide_gathers,
+    refuse,
+    titan_meshes,
+    without_router,
+)
+from moecore.mesh import Meshes
 
 DenseTensorParallel = Callable[[nn.Module, DeviceMesh, JobConfig], None]
 # What selective checkpointing of single operations keeps: every matrix product and attention.
@@ -89,7 +86,7 @@ def parallelize_titan(
         tp_mesh = meshes.dense["tp"]
         dense_tp(model, tp_mesh, job_config)
         for layer in layers.values():
-            _tensor_parallel(layer, tp_mesh)
+            cut_dense_parts(layer, tp_mesh)
         if compiles_model(job_config):
             # What the embedding's reduce-scatter returns is a tensor that still waits. torch 2.13
             # gives such an input of a compiled graph no gradient.
@@ -100,73 +97,26 @@ def parallelize_titan(
 
 
 def finish(model: nn.Module, meshes: Meshes, job_config: JobConfig) -> nn.Module:
-    """Checkpoint and compile blocks, then `parallelize_moe` in torchtitan's loss convention.
+    """Checkpoint blocks, then `compile_and_shard`.
 
     Args:
         model: `get_submodule("layers")` gives its blocks.
         meshes: from `titan_meshes`.
         job_config: the job.
     """
-    options = moecore_options(job_config)
-    nvlink = nvlink_options(options)
     checkpointing = job_config.activation_checkpoint
     if checkpointing.mode != "none":
+        names = without_router(checkpointing.per_op_sac_force_recompute_mm_shapes_by_fqns)
+        checkpointing = replace(checkpointing, per_op_sac_force_recompute_mm_shapes_by_fqns=names)
         apply_ac(model, checkpointing, op_sac_save_list=SAVED_OPS)
-    if compiles_model(job_config):
-        blocks = model.get_submodule("layers").children()
-        inner = [getattr(b, "_checkpoint_wrapped_module", b) for b in blocks]
-        compile_blocks(inner, backend=job_config.compile.backend, dynamic=False)
-    parallelize_moe(
-        model,
-        meshes,
-        dispatcher=options.dispatcher,
-        nvlink=nvlink,
-        experts=options.experts,
-        recompute_fc1=options.recompute_fc1,
-        fsdp=_fsdp_options(job_config),
-        loss="sum",  # torchtitan's is a sum divided by the global number of tokens
-    )
-    training = job_config.training
-    local = training.local_batch_size * meshes.data_ranks
-    moe_state(model).set_num_micro_batches(max(1, training.global_batch_size // local))
+    compile_and_shard(model, meshes, job_config)
+    if checkpointing.mode == "selective":
+        hide_gathers(model)
     return model
-
-
-def compiles_model(job_config: JobConfig) -> bool:
-    """Return whether the job asks for torch.compile of the model."""
-    return job_config.compile.enable and "model" in job_config.compile.components
-
-
-def dealt(config: MoEConfig) -> MoEConfig:
-    """Return the config with experts dealt out in turn, for `debug.moe_force_load_balance`.
-
-    That choice reads no selection bias, so none moves.
-    """
-    still = replace(config.balance, bias_update_rate=0.0, bias_update="sign")
-    return replace(config, assignment="balanced", balance=still)
 
 
 def _waited(_: nn.Module, __: tuple[Any, ...], x: Tensor) -> Tensor:
     return x.clone()
-
-
-def titan_meshes(parallel_dims: ParallelDims) -> Meshes:
-    """Return moecore's meshes for torchtitan's degrees: the same ranks, dims in the same order.
-
-    torchtitan clips gradients of one mesh at a time: those of meshes with an "ep" dim, and the
-    rest. So without ep the experts are sharded over the dense mesh.
-    """
-    d = parallel_dims
-    parallel = ParallelConfig(
-        dp_replicate=d.dp_replicate,
-        dp_shard=d.dp_shard,
-        tp=d.tp,
-        edp_replicate=d.dp_replicate,
-        ep=d.ep,
-        etp=d.etp if d.ep > 1 else 1,
-    )
-    meshes = build_meshes(parallel, device_type=utils.device_type)
-    return meshes if d.ep > 1 else replace(meshes, expert_fsdp=meshes.dense_fsdp)
 
 
 def check_job(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
@@ -177,51 +127,16 @@ def check_job(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     """
     job, degrees = job_config, job_config.parallelism
     backend = degrees.expert_parallel_comm_backend
-    rules: list[tuple[str, Any, bool, str]] = [
+    rules: list[Rule] = [
         ("parallelism.context_parallel_degree", parallel_dims.cp, parallel_dims.cp > 1, "1"),
         ("parallelism.enable_async_tensor_parallel", True, _async_tp(job), "False"),
         ("parallelism.expert_parallel_comm_backend", backend, backend != "standard", "'standard'"),
         ("training.enable_cpu_offload", True, job.training.enable_cpu_offload, "False"),
         ("model.converters", job.model.converters, bool(job.model.converters), "[]"),
     ]
-    for field, value, refused, wanted in rules:
-        if refused:
-            raise NotImplementedError(
-                f"{field} ({value!r}) must be {wanted} for a moecore model: change the job config"
-            )
-    if parallel_dims.tp > 1 and parallel_dims.ep == 1:
-        raise NotImplementedError(
-            f"parallelism.expert_parallel_degree (1) must be > 1 with tensor_parallel_degree "
-            f"({parallel_dims.tp}), because torchtitan clips the gradients of only two meshes: set "
-            f"expert_parallel_degree to {parallel_dims.tp} or a multiple of it"
-        )
+    refuse(rules)
+    check_tensor_parallel(parallel_dims)
 
 
 def _async_tp(job_config: JobConfig) -> bool:
     return bool(job_config.parallelism.enable_async_tensor_parallel)
-
-
-def _fsdp_options(job_config: JobConfig) -> FSDPOptions:
-    training = job_config.training
-    return FSDPOptions(
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        reshard_after_forward=job_config.parallelism.fsdp_reshard_after_forward != "never",
-        reshard_experts=True,
-        prefetch_blocks=moecore_options(job_config).prefetch_blocks,
-    )
-
-
-def _tensor_parallel(layer: MoELayer, tp_mesh: DeviceMesh) -> None:
-    """Keep the router whole on every tp rank and cut the shared experts. No communication."""
-    router = layer.part("router")
-    for name in dict(router.named_parameters(recurse=False)):
-        shard_parameter(router, name, tp_mesh, (Replicate(),))
-    if layer.layout.shared not in layer._modules:
-        return
-    # Every rank brings its own tokens [T, D]; all ranks' tokens meet at the cut matrices.
-    tokens = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
-    plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(output_layouts=Shard(0))}
-    shared = layer.part("shared")
-    parallelize_module(shared, tp_mesh, tokens)
-    parallelize_module(shared, tp_mesh, {**plan, "w3": ColwiseParallel()})

@@ -7,35 +7,27 @@ from typing import Any
 import torch
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.components.optimizer import build_optimizers as build_titan_optimizers
 from torchtitan.tools.logging import logger
 
-from moecore.integrations.torchtitan_moe import TitanMoE
+from moecore.integrations.torchtitan_layer import TitanLayer
 from moecore.moe.state import MoEMetrics
 from moecore.parallelize import moe_state
 
 METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
 
 
-def build_optimizers(
-    model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
-) -> OptimizersContainer:
-    """Return torchtitan's optimizers, which call `finish_step` of every model part first.
+def finish_before_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
+    """Make torchtitan's optimizers call `finish_step` of every model part before each step.
 
     Args:
+        optimizers: an OptimizersContainer.
         model_parts: parallelized models.
-        optimizer_config: torchtitan's `job_config.optimizer`.
-        parallel_dims: torchtitan's degrees.
-        ft_manager: torchtitan's fault tolerance, or None.
     """
-    optimizers = build_titan_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
 
     def before_step(*_: Any) -> None:
         setattr(optimizers, METRICS, [finish_step(part) for part in model_parts])
 
     optimizers.register_step_pre_hook(before_step)
-    return optimizers
 
 
 @torch.no_grad()
@@ -51,7 +43,7 @@ def finish_step(model: nn.Module) -> MoEMetrics:
     before = {
         layer: layer.part("router").selection_bias.clone()
         for layer in state.layers.values()
-        if isinstance(layer, TitanMoE) and layer.config.balance.bias_update_rate
+        if isinstance(layer, TitanLayer) and layer.config.balance.bias_update_rate
     }
     metrics = state.finish_step()
     for layer, old_E in before.items():
@@ -102,10 +94,3 @@ def load_metrics(metrics: MoEMetrics) -> dict[str, float]:
     }
     drops = list(metrics.drop_rate().values())
     return numbers | ({"moe/drop_rate": sum(drops) / len(drops)} if drops else {})
-
-
-def build_metrics_processor(
-    job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
-) -> MoEMetricsProcessor:
-    """Return the metrics processor; the signature is torchtitan's."""
-    return MoEMetricsProcessor(job_config, parallel_dims, tag)

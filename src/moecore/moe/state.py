@@ -127,7 +127,7 @@ class MoEState:
         Raises:
             ValueError: when a layer with auxiliary losses saw another number of micro-batches than
                 `set_num_micro_batches` said, so that their gradient had the wrong scale.
-            RuntimeError: when an exchange went wrong on this rank, as far as the host can see
+            ExchangeError: when an exchange went wrong on this rank, as far as the host can see
                 without waiting; `check` waits. Before anything moves, and before the collective:
                 other ranks may not know, so let the process end.
         """
@@ -166,7 +166,7 @@ class MoEState:
         Only dispatcher "nvlink" has something to find: with any other this returns at once.
 
         Raises:
-            RuntimeError: names the rank that did not come in time, or the rank whose expert rows
+            ExchangeError: names the rank that did not come in time, or the rank whose expert rows
                 did not fit and the capacity factor that would have been enough.
         """
         if self.exchanges is not None:

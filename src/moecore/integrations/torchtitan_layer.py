@@ -1,0 +1,122 @@
+"""TitanLayer: a MoELayer under the names of a torchtitan MoE block, for any version of torchtitan.
+
+Legend: B sequences, t tokens of a sequence on this rank, D model dim, E experts.
+
+torchtitan keeps some parts one module deeper (`router.gate`) and saves the selection bias as a
+buffer of the block. Here those modules stand empty around moecore's parts, and the router chooses
+with the block's own buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from moecore.config import MoEConfig
+from moecore.moe.layer import LayerLayout, MoELayer
+from moecore.moe.params import shard_parameter
+from moecore.moe.router import Router
+
+
+class TitanLayer(MoELayer):
+    """A MoELayer under torchtitan's names; a version's subclass says which, and fills it.
+
+    Args:
+        config: the layer.
+        layout: `names`.
+        device: "meta", because `adopt` fills it.
+        dtype: dtype of the parameters.
+
+    Attributes:
+        names: the layout, with the innermost name of each part.
+        holders: role of a part -> name of the module around it.
+    """
+
+    names: ClassVar[LayerLayout]
+    holders: ClassVar[Mapping[str, str]]
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        layout: LayerLayout | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, layout=layout or self.names, device=device, dtype=dtype)
+        for role, holder in self.holders.items():
+            name = getattr(self.layout, role)
+            part = self._modules.pop(name)
+            self.add_module(holder, nn.Module())
+            self.get_submodule(holder).add_module(name, part)
+            deeper: dict[str, Any] = {role: f"{holder}.{name}"}
+            self.layout = replace(self.layout, **deeper)
+
+    def adopt_bias(self, bias_E: Tensor) -> None:
+        """Save the selection bias as this layer's own buffer, as torchtitan's checkpoints have it.
+
+        The router holds the same tensor, which it does not save.
+        """
+        self._router._non_persistent_buffers_set.add(self._bias)
+        self.register_buffer(self._bias, bias_E.float())
+        self._router._buffers[self._bias] = self._buffers[self._bias]
+
+    @property
+    def _router(self) -> Router:
+        return self.part("router")
+
+    @property
+    def _bias(self) -> str:
+        return self.layout.expert_bias
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TitanLayer:
+        """Move like any module; the bias stays fp32 and one tensor."""
+        super()._apply(fn, recurse)
+        if self._bias in self._buffers:
+            self._buffers[self._bias] = self._router._buffers[self._bias]
+        return self
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Return the block's output for this rank's tokens.
+
+        Args:
+            x: [B, t, D]; under tp a DTensor cut along the sequence.
+            padding_mask: not used by torchtitan; see `MoELayer.forward`.
+
+        Returns:
+            [B, t, D], a plain tensor.
+        """
+        x_BtD = x.to_local() if isinstance(x, DTensor) else x
+        return super().forward(x_BtD, padding_mask)
+
+
+def cut_dense_parts(layer: MoELayer, tp_mesh: DeviceMesh) -> None:
+    """Keep the router whole on every tp rank and cut the shared experts. No communication.
+
+    Args:
+        layer: on meta; its routed experts are left alone.
+        tp_mesh: one dim.
+    """
+    router = layer.part("router")
+    for name in dict(router.named_parameters(recurse=False)):
+        shard_parameter(router, name, tp_mesh, (Replicate(),))
+    if layer.layout.shared not in layer._modules:
+        return
+    # Every rank brings its own tokens [T, D]; all ranks' tokens meet at the cut matrices.
+    tokens = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
+    plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(output_layouts=Shard(0))}
+    shared = layer.part("shared")
+    parallelize_module(shared, tp_mesh, tokens)
+    parallelize_module(shared, tp_mesh, {**plan, "w3": ColwiseParallel()})

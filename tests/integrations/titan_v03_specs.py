@@ -1,0 +1,315 @@
+"""Tiny jobs for torchtitan 0.3, stock and moecore's, on seeded random tokens.
+
+torchtitan imports this module by `--module tests.integrations.titan_v03_specs`; its functions are
+what `--config` chooses from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import TrainingConfig
+from torchtitan.config.override import derive
+from torchtitan.models import deepseek_v3, qwen3
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.deepseek_v3.model import DeepSeekV3Model
+from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
+
+from moecore import BalanceConfig, MoEConfig
+from moecore.integrations.torchtitan_v03 import accelerated, decoder_job
+from moecore.integrations.torchtitan_v03_decoder import TitanDecoder
+from moecore.models import DecoderConfig
+from moecore.moe.params import init_normal_
+
+VOCAB, DIM, SEQ_LEN, STEPS = 96, 32, 16, 3
+LR, EPS, WEIGHT_DECAY = 1e-2, 1e-3, 0.1  # with eps 1e-8 the first steps are the gradients' signs
+DECODER = DecoderConfig(
+    vocab_size=VOCAB,
+    dim=DIM,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=64,
+    num_mtp_layers=1,
+    mtp_loss_coef=0.3,
+    moe=MoEConfig(
+        dim=DIM,
+        hidden_dim=16,
+        num_experts=8,
+        top_k=3,
+        shared_hidden_dim=16,
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=BalanceConfig(bias_update_rate=0.01, micro_batch_coef=0.01),
+    ),
+)
+
+
+class RandomTokens(BaseDataLoader):
+    """Sample i is a function of i alone, so every layout sees the same global batch."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_rank: int,
+        dp_world_size: int,
+        seq_len: int,
+        local_batch_size: int,
+        **_: Any,
+    ) -> None:
+        self.batch, self.seq_len, self.next = local_batch_size, seq_len, 0
+        self.first, self.step = dp_rank * self.batch, dp_world_size * self.batch
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            first = self.next * self.step + self.first
+            tokens, labels = samples(first, self.batch, self.seq_len)
+            self.next += 1
+            yield {"input": tokens}, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.next * self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.next = state_dict["seen"] // self.step if state_dict else 0
+
+
+def samples(first: int, count: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [count, seq_len]; every third sample has labels that do not count."""
+    rows = []
+    for i in range(first, first + count):
+        generator = torch.Generator().manual_seed(i)
+        rows.append(torch.randint(VOCAB, (seq_len + 1,), generator=generator))
+    tokens = torch.stack(rows)
+    labels = tokens[:, 1:].clone()
+    ignored = torch.arange(first, first + count) % 3 == 0
+    labels[ignored, :5] = -100
+    return tokens[:, :-1].contiguous(), labels
+
+
+class NoTokenizer(BaseTokenizer):
+    """The tokens are there already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return VOCAB
+
+
+class ExactExperts(GroupedExperts):
+    """Stock's experts in the dtype of their input: stock multiplies in bf16 whatever it gets."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        w1, w2, w3 = (w.transpose(-2, -1) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        gate = F.silu(torch._grouped_mm(x_RD, w1, offs=offsets))
+        h_RF = gate * torch._grouped_mm(x_RD, w3, offs=offsets)
+        return torch._grouped_mm(h_RF, w2, offs=offsets)
+
+
+def filled(model_cls: type, block: str) -> Any:
+    """A Config whose model's matrices are the same on every layout, and large in MoE blocks.
+
+    On CPU meshes torch fills every shard with the same random numbers, so that experts and router
+    rows would be copies of each other and choices ties.
+    """
+
+    class Filled(model_cls):  # type: ignore[misc, valid-type]
+        @dataclass(kw_only=True, slots=True)
+        class Config(model_cls.Config):  # type: ignore[misc, name-defined]
+            pass
+
+        @torch.no_grad()
+        def init_weights(self, **kwargs: Any) -> None:
+            super().init_weights(**kwargs)
+            for path, param in self.named_parameters():
+                if param.ndim > 1:
+                    key = path.replace("_checkpoint_wrapped_module.", "")
+                    init_normal_(param, std=0.2 if block in path else 0.05, key=key)
+
+    return Filled.Config
+
+
+def head_and_embedding(package: Any) -> dict[str, Any]:
+    table = dict(num_embeddings=VOCAB, embedding_dim=DIM)
+    head = dict(in_features=DIM, out_features=VOCAB)
+    return dict(
+        vocab_size=VOCAB,
+        dim=DIM,
+        norm=RMSNorm.Config(normalized_shape=DIM, param_init=package._NORM_INIT),
+        tok_embeddings=Embedding.Config(**table, param_init=package._EMBEDDING_INIT),
+        lm_head=Linear.Config(**head, param_init=package._LINEAR_INIT),
+    )
+
+
+def spec_of(package: Any, model_cls: type, layers: list[Any]) -> ModelSpec:
+    for layer in layers:  # flex attention has no backward on the CPU
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    model = filled(model_cls, ".moe.")(**head_and_embedding(package), layers=layers)
+    flavor = "debugmodel_moe" if package is qwen3 else "debugmodel"
+    return replace(package.model_registry(flavor), model=model)
+
+
+def tiny_qwen3() -> ModelSpec:
+    layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2,
+        dim=DIM,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        moe_hidden_dim=16,
+        num_experts=8,
+        top_k=3,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        rope=CosSinRoPE.Config(dim=8, max_seq_len=64, theta=1e4),
+    )
+    return spec_of(qwen3, Qwen3Model, layers)
+
+
+def tiny_deepseek_v3() -> ModelSpec:
+    layers = deepseek_v3._build_dsv3_layers(
+        n_layers=3,
+        n_dense_layers=1,
+        dim=DIM,
+        n_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        mscale=1.0,
+        dense_hidden_dim=64,
+        moe_hidden_dim=16,
+        num_experts=8,
+        num_shared_experts=2,
+        router_top_k=2,
+        router_score_func="sigmoid",
+        router_num_expert_groups=4,
+        router_num_limited_groups=2,
+        router_route_scale=2.0,
+        router_route_norm=True,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
+        rope=ComplexRoPE.Config(dim=8, max_seq_len=64, theta=1e4),
+    )
+    return spec_of(deepseek_v3, DeepSeekV3Model, layers)
+
+
+def exact(spec: ModelSpec) -> ModelSpec:
+    for _, config, parent, attr in list(spec.traverse(GroupedExperts.Config)):
+        setattr(parent, attr, derive(config, ExactExperts.Config))
+    return spec
+
+
+def on_gloo(spec: ModelSpec) -> ModelSpec:
+    """The stock spec on gloo, which has no scaled sum: FSDP2 must sum without a factor."""
+
+    def parallelize(*args: Any, **kwargs: Any) -> nn.Module:
+        model = spec.parallelize_fn(*args, **kwargs)
+        for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
+            unit.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return replace(spec, parallelize_fn=parallelize)
+
+
+def job(spec: ModelSpec) -> Trainer.Config:
+    loss = CrossEntropyLoss.Config(global_vocab_size=VOCAB)
+    return tiny(
+        Trainer.Config(
+            model_spec=spec,
+            loss=ChunkedLossWrapper.Config(num_chunks=4, loss_fn=loss),
+            metrics=MetricsProcessor.Config(),
+        )
+    )
+
+
+def tiny(job: Any) -> Any:
+    """The job with everything but the model and its loss replaced."""
+    optimizer = default_adamw(lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY)
+    return replace(
+        job,
+        dataloader=RandomTokens.Config(),
+        tokenizer=NoTokenizer.Config(),
+        metrics=replace(job.metrics, log_freq=1),
+        optimizer=replace(optimizer, implementation="foreach"),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1, decay_ratio=0.0),
+        training=TrainingConfig(
+            local_batch_size=1,
+            seq_len=SEQ_LEN,
+            steps=STEPS,
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        ),
+        activation_checkpoint=None,
+        debug=replace(job.debug, seed=7, enable_structured_logging=False),
+    )
+
+
+def stock_qwen3() -> Trainer.Config:
+    return job(on_gloo(exact(tiny_qwen3())))
+
+
+def stock_bf16_qwen3() -> Trainer.Config:
+    return job(on_gloo(tiny_qwen3()))
+
+
+def stock_deepseek_v3() -> Trainer.Config:
+    return job(on_gloo(exact(tiny_deepseek_v3())))
+
+
+def moecore_qwen3() -> Trainer.Config:
+    return accelerated(job(tiny_qwen3()))
+
+
+def moecore_deepseek_v3() -> Trainer.Config:
+    return accelerated(job(tiny_deepseek_v3()))
+
+
+def moecore_converted() -> Trainer.Config:
+    return accelerated(job(exact(tiny_qwen3())))
+
+
+def moecore_decoder() -> Trainer.Config:
+    made = decoder_job(DECODER)
+    made.model_spec.model = filled(TitanDecoder, ".mlp.")(decoder=DECODER)
+    return tiny(made)
