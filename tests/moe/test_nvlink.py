@@ -29,6 +29,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.kernels.exchange_port import ERROR_WORD, NEEDED_WORD
+from moecore.kernels.expert_mlp import RowsAgain
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import ExpertPlacement
@@ -329,7 +330,13 @@ def recompute_and_accumulate() -> dict[str, Any]:
     hook.remove()
     apart, its_operations = sharded_layer("ep2-etp2", overlap="none")
     after = gradients(apart, xs, recompute=False)
+    light, light_operations = sharded_layer("ep2-etp2", keep_rows=False)
+    fetched = gradients(light, xs, recompute=False)
+    once = list(light_operations)
     return {
+        "fetched": equal(plain, fetched) and equal(plain, gradients(light, xs, recompute=True)),
+        "fetched by": once,
+        "saved rows": [saved_rows(one, xs[0]) for one in (layer, light)],
         "same": equal(plain, again),
         "in flight": in_flight,
         "recomputed": recomputed,
@@ -339,6 +346,20 @@ def recompute_and_accumulate() -> dict[str, Any]:
         "eval": torch.equal(evaluated, plain[0]),
         "hooked": equal(plain, hooked),
     }
+
+
+def saved_rows(layer: MoELayer, x: Tensor) -> int:
+    """Return how many tensors of source rows the forward keeps."""
+    kept: list[Tensor] = []
+    rows = (4 * MAX_TOKENS, ranks.CONFIG.dim)
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer(x.detach().requires_grad_())
+    return sum(t.shape == rows for t in kept)
 
 
 def changed_gradient(layer: MoELayer, x: Tensor) -> str:
@@ -418,6 +439,25 @@ def test_gradients_that_go_home_early_are_the_same(results: dict[str, Any]) -> N
     steps = results["steps"]
     assert steps["without overlap"]
     assert steps["its operations"] == ["spread_choices", "reduce"] * 2 + ["spread", "reduce"] * 2
+
+
+def test_rows_that_come_again_are_the_same_and_not_kept(results: dict[str, Any]) -> None:
+    steps = results["steps"]
+    backward = ["spread", "spread", "copies", "reduce"]
+    assert steps["fetched by"] == ["spread_choices", "reduce"] * 2 + backward * 2
+    assert steps["fetched"] and steps["saved rows"] == [1, 0]
+
+
+@pytest.mark.parametrize(("backend", "biased"), [("sequential", False), ("torch", True)])
+def test_experts_that_keep_their_rows_refuse_to_have_them_sent_again(
+    backend: Any, biased: bool
+) -> None:
+    layer = MoELayer(MoEConfig(dim=16, hidden_dim=32, num_experts=4, top_k=2, fc2_bias=biased))
+    layer.part("experts").set_backend(backend)
+    x = torch.randn(3, 16)
+    inp = layer.dispatcher.dispatch(x, layer.router(x))
+    with pytest.raises(ValueError, match=r"keep_rows \(False\) must be True for experts"):
+        layer.part("experts")(replace(inp, again=RowsAgain(torch.clone, (x,))))
 
 
 def test_a_gradient_that_changes_after_it_was_sent_is_an_error(results: dict[str, Any]) -> None:

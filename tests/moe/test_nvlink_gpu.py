@@ -302,9 +302,13 @@ def make_layer(place: ExpertPlacement) -> MoELayer:
 
 
 def overlapped_layer() -> dict[str, bool]:
-    """Whether gradients that go home early are those that go late: eager, and replayed."""
+    """Whether gradients that go home early are those that go late: eager, and replayed.
+
+    And whether rows that come again are those that are kept.
+    """
     place = place_of(NUM_GPUS, 1)
-    early, late = make_layer(place), make_layer(place)
+    early, late, light = (make_layer(place) for _ in range(3))
+    light.dispatcher = nvlink_of(place, keep_rows=False)
     early.dispatcher = nvlink_of(place, overlap="weight_grads")
     late.dispatcher = nvlink_of(place, overlap="none")
     static_x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
@@ -336,7 +340,8 @@ def overlapped_layer() -> dict[str, bool]:
         expected = locals_of(step(late))
         differs["graph"] |= differ(replayed, expected)
         differs["eager"] |= differ(locals_of(step(early)), expected)
-    for layer in (early, late):
+        differs["again"] |= differ(locals_of(step(light)), expected)
+    for layer in (early, late, light):
         layer.dispatcher.exchanges.check()  # type: ignore[attr-defined]
     return {name: not bool(found) for name, found in differs.items()}
 
@@ -404,7 +409,7 @@ def test_whole_layer_agrees_with_alltoall(results: dict[str, Any]) -> None:
 
 
 def test_gradients_that_go_home_early_are_the_same_bits(results: dict[str, Any]) -> None:
-    assert results["overlapped_layer"] == {"eager": True, "graph": True}
+    assert results["overlapped_layer"] == dict(eager=True, graph=True, again=True)
 
 
 def test_an_absent_rank_is_named_within_the_timeout(results: dict[str, Any]) -> None:

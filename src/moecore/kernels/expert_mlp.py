@@ -19,6 +19,7 @@ floating-point operations forward and backward when gated.
 Source: Megatron-Core's memory-efficient permutation (arXiv:2603.07685) for the place of the weight.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol, get_args
@@ -72,6 +73,19 @@ class GradientSender(Protocol):
     ) -> None:
         """Begin to send them; backward returns the same tensors. The index is `ExpertInput`'s."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAgain:
+    """Brings the source rows once more in backward, so that nobody keeps them.
+
+    Attributes:
+        fetch: fetch(*kept) -> x_SD, the same bits.
+        kept: what autograd keeps instead.
+    """
+
+    fetch: Callable[..., Tensor]
+    kept: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,10 +272,15 @@ _expert_mlp_bwd = Op(
 )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, ...] = (),
+) -> None:
     *tensors, expert_rows_RD, main_grad1, main_grad2 = inputs[:10]
     kind, limit, alpha, interleaved, triton, _ = inputs[10:]
-    ctx.save_for_backward(*tensors, output[1])
+    ctx.save_for_backward(*tensors, output[1], *kept)
     # Not among the saved ones: another micro-batch's backward may have added to them since.
     ctx.main_grads = (main_grad1, main_grad2)
     ctx.unsummed = expert_rows_RD is not None
@@ -271,17 +290,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(
-    ctx: Any, dy: Tensor | None, _: None, sender: GradientSender | None = None
+    ctx: Any,
+    dy: Tensor | None,
+    _: None,
+    sender: GradientSender | None = None,
+    fetch: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 16
-    x_SD, w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e, h_RC = ctx.saved_tensors
+    (x_SD, w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e, h_RC, *kept) = (
+        ctx.saved_tensors
+    )
     needs = ctx.needs_input_grad
     wanted = [needs[7] if ctx.unsummed else needs[0], *needs[1:4]]
+    if fetch is not None and (wanted[1] or not h_RC.numel()):
+        x_SD = fetch(*kept)
     if sender is None or not ctx.unsummed or not wanted[0]:
         index = (row_ids_R, slots_SK, offsets_e)
-        saved = (dy, x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
-        grads = _expert_mlp_bwd(*saved, *index, *ctx.main_grads, *ctx.options, wanted)
+        tensors = (dy, x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
+        grads = _expert_mlp_bwd(*tensors, *index, *ctx.main_grads, *ctx.options, wanted)
     else:
         added_to = [m for m in ctx.main_grads if m is not None]
         if added_to:
@@ -289,8 +316,8 @@ def _backward(
         *activation_of, triton, _ = ctx.options
         options = _activation_options(*activation_of)
         products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
-        kept = _Saved(dy.contiguous(), x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
-        grads = _differentiate(products, kept, ctx.main_grads, True, wanted, sender)
+        saved = _Saved(dy.contiguous(), x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
+        grads = _differentiate(products, saved, ctx.main_grads, True, wanted, sender)
     added = (None, *ctx.main_grads, None)
     found = [g if w and m is None else None for g, w, m in zip(grads, wanted, added, strict=True)]
     dx, of_rows = (None, found[0]) if ctx.unsummed else (found[0], None)
@@ -300,19 +327,22 @@ def _backward(
 _expert_mlp = Op("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_backward)
 
 
-class _SendingMLP(torch.autograd.Function):
-    """The same operation in plain eager, whose backward hands gradients to a sender."""
+class _TravellingMLP(torch.autograd.Function):
+    """The same operation in plain eager, for a dispatcher that takes part in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs_and_sender: Any) -> tuple[Tensor, Tensor]:
-        *inputs, ctx.sender = inputs_and_sender
+    def forward(ctx: Any, *inputs_and_dispatcher: Any) -> tuple[Tensor, Tensor]:
+        *inputs, ctx.sender, again = inputs_and_dispatcher
         output = _forward(*inputs)
-        _save(ctx, tuple(inputs), output)
+        ctx.fetch, kept = (None, ()) if again is None else (again.fetch, again.kept)
+        if again is not None:
+            inputs[0] = inputs[0].new_empty(0)
+        _save(ctx, tuple(inputs), output, kept)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, grads[0], None, ctx.sender), None
+        return *_backward(ctx, grads[0], None, ctx.sender, ctx.fetch), None, None
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -365,6 +395,7 @@ def expert_mlp(
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
     expert_rows_RD: Tensor | None = None,
     sender: GradientSender | None = None,
+    again: RowsAgain | None = None,
 ) -> Tensor:
     """Return the weighted sum over each source row's experts; differentiable once, in reverse.
 
@@ -387,7 +418,9 @@ def expert_mlp(
         expert_rows_RD: [R, D], stands for x_SD[row_ids_R] and is not read. With it nothing is
             summed: the rows themselves come back, and theirs is the gradient, not that of x_SD.
         sender: gets the gradients of `expert_rows_RD` and weights_R early, to send them while those
-            of w1 and w2 are computed. Not under torch.compile, which ignores it.
+            of w1 and w2 are computed.
+        again: where backward gets x_SD, which is then not kept. Under torch.compile it and the
+            sender are not used.
 
     Returns:
         [S, D], dtype of x: added in fp32, rounded once. Bit-reproducible with "triton". With
@@ -417,8 +450,8 @@ def expert_mlp(
         options.products == "triton",
         options.keep_h,
     )
-    if sender is None or torch.compiler.is_compiling():
+    if (sender is None and again is None) or torch.compiler.is_compiling():
         y, _ = _expert_mlp(*inputs)
     else:
-        y, _ = _SendingMLP.apply(*inputs, sender)
+        y, _ = _TravellingMLP.apply(*inputs, sender, again)
     return y

@@ -134,6 +134,12 @@ def run_experts(
         name = "triton" if _suits_triton(inp.rows_SD, weights, config) else "torch"
     biased = weights.b1_eC is not None or weights.b2_eD is not None
     if name in ("sequential", "te") or biased:
+        if inp.again is not None:
+            raise ValueError(
+                f"NVLinkOptions.keep_rows (False) must be True for experts ({name!r}, with biases: "
+                f"{biased}), which keep their rows: set it, or use 'triton' or 'torch' without "
+                "biases"
+            )
         inp = own_sums(inp)
     if name == "sequential":
         return _sequential(inp, weights, config)
@@ -166,6 +172,7 @@ def run_experts(
         main_grads=weights.main_grads,
         expert_rows_RD=inp.expert_rows_RD,
         sender=inp.sender,
+        again=inp.again,
     )
     return y if inp.expert_rows_RD is None else UnsummedRows(y)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from moecore._compat import all_gather_single
-from moecore.kernels.expert_mlp import GradientSender
+from moecore.kernels.expert_mlp import GradientSender, RowsAgain
 from moecore.moe.router import Routing
 
 
@@ -43,6 +43,7 @@ class ExpertInput:
             those that add their rows themselves start with `own_sums`.
         sender: None, or from a dispatcher that can send the gradients of expert_rows_RD and
             weights_R home while the experts compute those of their weights; using it is optional.
+        again: None, or where backward gets rows_SD, which experts then do not keep.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -58,6 +59,7 @@ class ExpertInput:
     plan: Any
     expert_rows_RD: Tensor | None = None
     sender: GradientSender | None = None
+    again: RowsAgain | None = None
 
 
 @dataclass(frozen=True, slots=True)

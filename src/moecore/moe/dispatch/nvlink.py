@@ -27,6 +27,7 @@ from torch import Tensor
 
 from moecore._compat import disable_dynamo
 from moecore.kernels.exchange import SpreadChoices
+from moecore.kernels.expert_mlp import RowsAgain
 from moecore.kernels.index import ExpertIndex, build_index
 from moecore.kernels.rows import sum_rows_plain
 from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, UnsummedRows
@@ -85,7 +86,11 @@ class NVLinkDispatcher:
         rows_SD, expert_rows_RD, peers_T, places_S = made[:4]
         index = ExpertIndex(*made[4:])
         plan = NVLinkPlan(exchange, peers_T, places_S, index.slots_SK)
-        return ExpertInput(rows_SD, *index, index.offsets_e[-1], plan, expert_rows_RD, sender)
+        again = None
+        if not exchange.options.keep_rows:
+            again = RowsAgain(exchange.spread_again, (x_TD.detach(), peers_T, places_S))
+        num_rows = index.offsets_e[-1]
+        return ExpertInput(rows_SD, *index, num_rows, plan, expert_rows_RD, sender, again)
 
     @disable_dynamo
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:

@@ -61,6 +61,8 @@ class NVLinkOptions:
             multiprocessor.
         overlap: what runs while rows travel. "weight_grads": the gradients of the experts' weights,
             beside those of the tokens on their way home. "none": nothing.
+        keep_rows: whether backward finds the rows that came. False sends the tokens once more
+            there; for experts "triton" and "torch" without biases.
         timeout_s: seconds that a rank waits for another one before it is an error.
     """
 
@@ -68,6 +70,7 @@ class NVLinkOptions:
     capacity_factor: float | None = None
     num_sms: int | None = None
     overlap: Overlap = "weight_grads"
+    keep_rows: bool = True
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -138,6 +141,10 @@ class Exchange:
         where = (peers_T, places_S, slots_SN)
         self.note_operation()
         return kernels.spread(self.port, x_TD.contiguous(), *where, num_rows)
+
+    def spread_again(self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Tensor:
+        """Send tokens where they went; return the source rows [S, D], holes uninitialised."""
+        return self.spread(x_TD, peers_T, places_S, places_S[:, None], self.layout.source_rows)
 
     def reduce(
         self,
