@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 CATEGORIES = {
     "nccl": r"nccl",
     "nvlink dispatch": r"_spread_kernel|_reduce_kernel|limit_rows",
+    "copies to peers": r"Memcpy PtoP",
     "experts": r"_gg_|pingpong|grouped|wgrad|_mlp|activation|gather_rows|sum_rows|gather_used",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts",
     "attention": r"sdpa|flash|fmha|attn|attention",
@@ -26,7 +27,7 @@ CATEGORIES = {
     "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray",
     "compiled": r"triton_",
 }
-COMMUNICATION = ("nccl", "nvlink dispatch")
+COMMUNICATION = ("nccl", "nvlink dispatch", "copies to peers")
 OTHER = "other"
 
 

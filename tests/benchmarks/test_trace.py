@@ -49,6 +49,7 @@ def test_nothing_ran() -> None:
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "other"),
         ("triton_per_fused_add_0", "compiled"),
         ("Memcpy DtoD (Device -> Device)", "fsdp copies"),
+        ("Memcpy PtoP (Device -> Device)", "copies to peers"),
     ],
 )
 def test_categories(name: str, category: str) -> None:
