@@ -57,6 +57,8 @@ SHOWN = (
     "compile",
     "recompute_fc1",
     "gather_once",
+    "blocks_per_unit",
+    "send_again",
     "ep",
     "tp",
     "dp_shard",

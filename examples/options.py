@@ -49,6 +49,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--recompute-fc1", action="store_true", help="less memory for one product more")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
+    add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
+    add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
     add("--seed", type=int, default=0, help="of weights and data")
@@ -128,11 +130,12 @@ def _with_routing(moe: MoEConfig, routing: str) -> MoEConfig:
 
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
-    """Return the sizes of the nvlink dispatcher; None = nothing was said of it."""
-    if args.capacity_factor is None:
+    """Return the choices of the nvlink dispatcher; None = nothing was said of it."""
+    if args.capacity_factor is None and not args.send_again:
         return None
     return NVLinkOptions(
         capacity_factor=args.capacity_factor,
+        keep_rows=not args.send_again,
         max_tokens=args.batch_size * args.seq_len // (args.tp or 1),
     )
 

@@ -185,6 +185,7 @@ def build_job(args: argparse.Namespace) -> Job:
         fsdp=FSDPOptions(
             param_dtype=DTYPES[dtype],
             reshard_after_forward=not args.gather_once,
+            blocks_per_unit=args.blocks_per_unit,
             reshard_experts=True,
         ),
     )

@@ -105,6 +105,8 @@ def test_options_are_checked() -> None:
         FSDPOptions(param_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"prefetch_blocks \(-1\)"):
         FSDPOptions(prefetch_blocks=-1)
+    with pytest.raises(ValueError, match=r"blocks_per_unit \(0\) must be a whole number >= 1"):
+        FSDPOptions(blocks_per_unit=0)
 
 
 def test_a_unit_per_block_with_its_experts_on_the_expert_mesh() -> None:

@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 FP32_BOUND = 1e-5
 CASES_PER_SPAWN = 9
 GATHERED = FSDPOptions(reshard_after_forward=False, prefetch_blocks=0)
+TOGETHER = FSDPOptions(blocks_per_unit=2)  # of three blocks
 
 
 def case(world: int, dense: str, expert: str, **options: Any) -> Case:
@@ -40,7 +41,7 @@ CASES = [
     case(8, "dp_shard=8", "ep=2 etp=4 edp_shard=1", model="relu2", loss="sum"),
     case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="softmax", meta=True),
     case(8, "dp_shard=8", "etp=2 edp_shard=4", model="gated-shared", dispatcher="allgather"),
-    case(8, "dp_replicate=2 dp_shard=4", "ep=8 edp_shard=1", loss="sum"),
+    case(8, "dp_replicate=2 dp_shard=4", "ep=8 edp_shard=1", loss="sum", fsdp=TOGETHER),
     case(8, "dp_replicate=2 dp_shard=4", "edp_replicate=2 edp_shard=1 ep=4", model="sigmoid"),
     case(8, "dp_replicate=4 dp_shard=2", "edp_replicate=2 edp_shard=2 ep=2", model="biases"),
     case(8, "dp_replicate=8 dp_shard=1", "edp_replicate=4 edp_shard=1 ep=2", frozen=True),
@@ -54,7 +55,14 @@ CASES = [
     case(8, "dp_replicate=2 dp_shard=2 tp=2", "edp_replicate=2 edp_shard=2 ep=2", loss="sum"),
     case(8, "dp_replicate=4 dp_shard=1 tp=2", "edp_replicate=2 edp_shard=1 ep=4", model="relu2"),
     case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", model="latent-capacity", accumulate=2),
-    case(8, "dp_shard=2 tp=4", "ep=2 etp=2 edp_shard=2", model="sinkhorn", recompute=True),
+    case(
+        8,
+        "dp_shard=2 tp=4",
+        "ep=2 etp=2 edp_shard=2",
+        model="sinkhorn",
+        recompute=True,
+        fsdp=TOGETHER,
+    ),
     case(6, "dp_shard=2 tp=3", "ep=3 edp_shard=2", model="expert-choice", dispatcher="allgather"),
     case(6, "dp_shard=3 tp=2", "ep=6 edp_shard=1", model="top-1", loss="sum"),
     case(6, "dp_shard=6", "ep=6 edp_shard=1", model="biases", experts="sequential"),
@@ -73,14 +81,18 @@ CASES = [
         accumulate=2,
         no_sync=True,
         recompute=True,
+        fsdp=TOGETHER,
     ),
     case(6, "dp_shard=3 tp=2", "ep=3 etp=2 edp_shard=1", model="gated-shared", tied=True),
 ]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
+BF16_TOGETHER = FSDPOptions(param_dtype=torch.bfloat16, blocks_per_unit=2)
 BF16_CASES = [
-    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="balanced", bf16=True, fsdp=BF16),
+    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="balanced", bf16=True, fsdp=BF16_TOGETHER),
     case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="balanced", bf16=True, fsdp=BF16),
-    case(8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="balanced", bf16=True, fsdp=BF16),
+    case(
+        8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="balanced", bf16=True, fsdp=BF16_TOGETHER
+    ),
     case(
         8,
         "dp_replicate=2 dp_shard=4",

@@ -47,12 +47,13 @@ BLOCKS: dict[str, dict[str, Any]] = {
 EP, TP = "parallelism__expert_parallel_degree", "parallelism__tensor_parallel_degree"
 SECTION = {"job__custom_config_module": "moecore.integrations.torchtitan_options"}
 CHOICES = {**SECTION, "moecore__dispatcher": "allgather", "moecore__prefetch_blocks": 2}
+TOGETHER = {"moecore__blocks_per_unit": 2}
 DECODERS: dict[str, dict[str, Any]] = {
     "ep": {EP: 2, "activation_checkpoint__mode": "full"},
     "tp": {EP: 2, TP: 2, "training__global_batch_size": 4},
     "fsdp": {},
     "compiled": {EP: 2, "compile__enable": True, "compile__backend": "aot_eager"},
-    "choices": {EP: 2, **CHOICES, "moecore__experts": "sequential"},
+    "choices": {EP: 2, **CHOICES, **TOGETHER, "moecore__experts": "sequential"},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tp alone": ({TP: 2}, r"expert_parallel_degree \(1\) must be > 1 with tensor_parallel_degree"),

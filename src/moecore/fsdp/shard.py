@@ -40,8 +40,11 @@ class FSDPOptions:
         reshard_after_forward: free gathered parameters between forward and backward.
         reshard_experts: the same for routed experts, usually most of the memory; None = like the
             others. Experts that no other rank holds are not gathered: they free their cast weights.
-        prefetch_blocks: how many blocks ahead parameters are gathered; 0 = FSDP2's own order,
-            which loses its overlap behind the dispatcher's host sync.
+        prefetch_blocks: how many blocks ahead parameters are gathered, in whole units; 0 = FSDP2's
+            own order, which loses its overlap behind the dispatcher's host sync.
+        blocks_per_unit: blocks that are gathered and reduced together, and their routers likewise;
+            experts stay a unit each. Fewer, larger collectives and less host time, for the memory
+            of as many gathered blocks.
 
     Raises:
         ValueError: for a dtype or a number that is not among these.
@@ -52,6 +55,7 @@ class FSDPOptions:
     reshard_after_forward: bool = True
     reshard_experts: bool | None = None
     prefetch_blocks: int = 1
+    blocks_per_unit: int = 1
 
     def __post_init__(self) -> None:
         if self.param_dtype not in (None, torch.float32, torch.bfloat16):
@@ -69,6 +73,11 @@ class FSDPOptions:
                 f"FSDPOptions.prefetch_blocks ({self.prefetch_blocks}) must be a whole number "
                 ">= 0: use 0 to leave the order to FSDP2"
             )
+        if not isinstance(self.blocks_per_unit, int) or self.blocks_per_unit < 1:
+            raise ValueError(
+                f"FSDPOptions.blocks_per_unit ({self.blocks_per_unit}) must be a whole number "
+                ">= 1: use 1 for a unit per block"
+            )
 
 
 def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss: str) -> None:
@@ -80,9 +89,9 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         options: FSDP2 choices.
         loss: "mean" or "sum"; see the note "gradient scale".
     """
-    blocks = find_blocks(model)
+    groups = _group(model, find_blocks(model), options.blocks_per_unit)
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    parts_of = {b: _parts(b, options, whole_experts=_is_whole(meshes)) for b in blocks}
+    routers = [_separate_routers(group, options) for group in groups]
     dense_policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     # The experts' inputs hold fp32 routing weights that a cast would round.
     expert_policy = MixedPrecisionPolicy(
@@ -93,14 +102,13 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     reshard_experts = options.reshard_experts
     if reshard_experts is None:
         reshard_experts = options.reshard_after_forward
-    for router in (m.part("router") for m in layers):
-        if _keeps_precision(router, options):  # small: gathered once for forward and backward
-            fully_shard(
-                router,
-                mesh=meshes.dense_fsdp,
-                mp_policy=router_policy,
-                reshard_after_forward=False,
-            )
+    for unit in filter(None, routers):  # small: gathered once for forward and backward
+        fully_shard(
+            unit,
+            mesh=meshes.dense_fsdp,
+            mp_policy=router_policy,
+            reshard_after_forward=False,
+        )
     whole: set[nn.Parameter] = set()
     for experts in (m.part("experts") for m in layers):
         if _is_whole(meshes):
@@ -114,20 +122,26 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             reshard_after_forward=reshard_experts,
             shard_placement_fn=_expert_placement(experts, meshes),
         )
-    for module in [*(b for b in blocks if b is not model), model]:
+    inner = [group for group in groups if group != [model]]
+    for unit in [*inner, [model]]:
         fully_shard(
-            module,
+            unit,
             mesh=meshes.dense_fsdp,
             mp_policy=dense_policy,
-            reshard_after_forward=options.reshard_after_forward if module is not model else None,
+            reshard_after_forward=options.reshard_after_forward if unit in inner else None,
             ignored_params=whole,
         )
-    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    for unit in units:
-        is_experts = isinstance(unit, Experts)
-        _set_divisor(unit, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            is_experts = isinstance(module, Experts)
+            _set_divisor(module, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
     if options.prefetch_blocks:
-        _set_prefetch(model, blocks, parts_of, options.prefetch_blocks)
+        parts = [
+            _parts(g, r, whole_experts=_is_whole(meshes))
+            for g, r in zip(groups, routers, strict=True)
+        ]
+        ahead = -(-options.prefetch_blocks // options.blocks_per_unit)
+        _set_prefetch(model, groups, parts, ahead)
 
 
 def _is_whole(meshes: Meshes) -> bool:
@@ -228,34 +242,60 @@ def _keeps_precision(router: Router, options: FSDPOptions) -> bool:
     return options.param_dtype not in (None, router.weight.dtype)
 
 
-def _parts(block: nn.Module, options: FSDPOptions, *, whole_experts: bool) -> list[nn.Module]:
-    """Return the units inside a block in the order in which they are used."""
-    parts: list[nn.Module] = []
-    for layer in (m for m in block.modules() if isinstance(m, MoELayer)):
-        router = layer.part("router")
-        parts += [router] if _keeps_precision(router, options) else []
-        parts += [] if whole_experts else [layer.part("experts")]
-    return parts
+def _group(model: nn.Module, blocks: list[nn.Module], size: int) -> list[list[nn.Module]]:
+    """Return neighbours of one list of blocks together, `size` at most."""
+    list_of = _outermost_lists(model)
+    groups: list[list[nn.Module]] = []
+    for block in blocks:
+        last = groups[-1] if groups else []
+        if last and len(last) < size and list_of.get(last[0]) is list_of.get(block) is not None:
+            last.append(block)
+        else:
+            groups.append([block])
+    return groups
 
 
-def _set_prefetch(
-    model: nn.Module,
-    blocks: list[nn.Module],
-    parts_of: dict[nn.Module, list[nn.Module]],
-    ahead: int,
-) -> None:
-    """Gather parameters `ahead` blocks early, in the order in which they are used.
-
-    Forward stays within one list of blocks. The next list may not run (multi-token prediction
-    without labels), and FSDP2 would then keep the gathered values for a forward after later steps.
-    """
+def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the outermost list of modules that each module stands in."""
     list_of: dict[nn.Module, nn.Module] = {}
     for module in model.modules():  # outer ones first
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             for inner in module.modules():
                 list_of.setdefault(inner, module)
-    forward = [[b, *parts_of[b]] for b in blocks]
-    backward = [[b, *reversed(units[1:])] for b, units in zip(blocks, forward, strict=True)]
+    return list_of
+
+
+def _separate_routers(blocks: list[nn.Module], options: FSDPOptions) -> list[nn.Module]:
+    """Return the routers of the blocks that are units of their own."""
+    routers = [m.part("router") for m in _layers(blocks)]
+    return [r for r in routers if _keeps_precision(r, options)]
+
+
+def _layers(blocks: list[nn.Module]) -> list[MoELayer]:
+    return [m for block in blocks for m in block.modules() if isinstance(m, MoELayer)]
+
+
+def _parts(
+    blocks: list[nn.Module], routers: list[nn.Module], *, whole_experts: bool
+) -> list[nn.Module]:
+    """Return one module of each unit inside a group of blocks, in the order of first use."""
+    if whole_experts:
+        return routers[:1]
+    experts = [m.part("experts") for m in _layers(blocks)]
+    return [*routers[:1], *experts]
+
+
+def _set_prefetch(
+    model: nn.Module, groups: list[list[nn.Module]], parts: list[list[nn.Module]], ahead: int
+) -> None:
+    """Gather parameters `ahead` groups of blocks early, in the order in which they are used.
+
+    Forward stays within one list of blocks. The next list may not run (multi-token prediction
+    without labels), and FSDP2 would then keep the gathered values for a forward after later steps.
+    """
+    list_of = _outermost_lists(model)
+    forward = [[group[0], *units] for group, units in zip(groups, parts, strict=True)]
+    backward = [[units[0], *reversed(units[1:])] for units in forward]
     backward.reverse()
     for i, units in enumerate(forward):
         same = [u for u in forward[i + 1 :] if list_of.get(u[0]) is list_of.get(units[0])]

@@ -28,6 +28,7 @@ class MoECore:
         experts: how the experts' matrices are multiplied.
         recompute_fc1: keep only the experts' input for backward and run FC1 again there.
         prefetch_blocks: how many blocks ahead FSDP2 gathers parameters.
+        blocks_per_unit: how many blocks FSDP2 gathers together.
         hf_weights: Hugging Face directory that fills the model before the first step; None = from
             the seed. Of Hugging Face models and moecore's decoder.
     """
@@ -37,6 +38,7 @@ class MoECore:
     experts: Literal["auto", "triton", "torch", "te", "sequential"] = "auto"
     recompute_fc1: bool = False
     prefetch_blocks: int = FSDPOptions().prefetch_blocks
+    blocks_per_unit: int = FSDPOptions().blocks_per_unit
     hf_weights: str | None = None
 
 

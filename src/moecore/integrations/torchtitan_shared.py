@@ -192,11 +192,12 @@ def load_weights(path: str, model: nn.Module) -> None:
 
 
 def _fsdp_options(job: Any) -> FSDPOptions:
-    training = job.training
+    training, options = job.training, moecore_options(job)
     return FSDPOptions(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         reshard_after_forward=job.parallelism.fsdp_reshard_after_forward != "never",
         reshard_experts=True,
-        prefetch_blocks=moecore_options(job).prefetch_blocks,
+        prefetch_blocks=options.prefetch_blocks,
+        blocks_per_unit=options.blocks_per_unit,
     )
