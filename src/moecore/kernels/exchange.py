@@ -30,7 +30,7 @@ Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over 
 same read and written again by a receiver; expert rows on one side where the slots name them.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -310,9 +310,9 @@ def _reduce_kernel(
         finish(state_ptr, operation)
 
 
-def _options(port: ExchangePort, num_slots: int, *, reduce: bool) -> dict[str, Any]:
-    """Return the constants of a kernel."""
-    layout = port.layout
+@cache
+def _options(layout: ExchangeLayout, num_slots: int, *, reduce: bool) -> dict[str, Any]:
+    """Return the constants of a kernel; nobody may change them."""
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
     push = move_tile(layout, layout.chunk * layout.num_ranks)
@@ -447,7 +447,7 @@ def _launch_spread(
             RECEIVE=half != "push",
             CHOICES=tensors[1] is not None,
             ETP=etp,
-            **_options(port, num_slots, reduce=False),
+            **_options(port.layout, num_slots, reduce=False),
         )
 
 
@@ -493,7 +493,7 @@ def reduce(
             RECEIVE=half != "push",
             CHOICES=choices is not None,
             COPIED=copied,
-            **_options(port, slots_SN.shape[1], reduce=True),
+            **_options(port.layout, slots_SN.shape[1], reduce=True),
         )
     return out_TD, out_TK
 
