@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import MoEConfig
 from moecore._compat import HAS_SEPARATE_PIECES
-from moecore.kernels import expert_mlp
+from moecore.kernels import expert_products
 from moecore.kernels.index import build_index
 from moecore.moe import backends, experts_te
 from moecore.moe.dispatch.base import ExpertInput
@@ -249,7 +249,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         y = real(_FillPast.apply(a, offs[-1], "gradient"), b, offs=offs)
         return _FillPast.apply(y, offs[-1], "value")
 
-    for module in (backends, expert_mlp):
+    for module in (backends, expert_products):
         monkeypatch.setattr(module, "grouped_mm", grouped_mm)
     yield calls
 
