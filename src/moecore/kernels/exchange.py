@@ -17,6 +17,10 @@ Why two slots need no barrier. Operation n uses slot n % 2. A rank that pushes n
 n + 1, so it has seen the flags of n + 1 of every chunk of every rank (also of those without a row).
 Those ranks raised them after ending n, and so after the last read of slot n % 2.
 
+Sums may also come by copy engines (`copy_sums`), into a third slot and beside other kernels; the
+`reduce` that follows raises the flags and adds. An operation without copies between two of those
+tells that the third slot has been read.
+
 Why a flag holds n + 1. It is never cleared, and a flag that comes after a timeout can not be taken
 for one of a later operation. n is counted on the device, so a replayed graph goes on counting. All
 ranks must run the same operations in the same order, and each rank one after the other.

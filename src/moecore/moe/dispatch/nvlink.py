@@ -9,7 +9,8 @@ the group (ep * etp), S = G * C source rows, R expert rows.
 Each operation is one launch that sends and receives (`kernels/exchange.py`). Source row g * C + t
 is token t of rank g, or a hole where this rank does not need it. Sums run over the ranks in order.
 What is summed is one row per source row, or the expert rows of each, added on the way: then no sum
-is written and read, and backward's rows arrive in expert order.
+is written and read, and backward's rows arrive in expert order. Where experts take part (`_Sender`)
+gradients are added first, and copied home beside the gradients of the weights.
 Received rows are copied out of the buffer, and backward finds the copy: so layers share one buffer.
 
 Shapes are static and counts stay on the device, so a CUDA graph may hold any number of layers.

@@ -5,7 +5,7 @@ at first use, by all ranks together. Its buffer lives until `close()`, or until 
 owner is gone. Only the making and `check` wait for the device.
 
 Memory comes from torch's symmetric memory (CUDA backend, no multicast): 2 * G * C rows per rank and
-exchange, C the most tokens of any rank.
+exchange, 3 with overlap, C the most tokens of any rank.
 """
 
 from __future__ import annotations
