@@ -20,7 +20,7 @@ from tests.parity import Case, run_case
 from tests.ranks import run_ranks
 
 FP32_BOUND = 1e-5
-CASES_PER_SPAWN = 9
+CASES_PER_SPAWN = 4
 GATHERED = FSDPOptions(reshard_after_forward=False, prefetch_blocks=0)
 TOGETHER = FSDPOptions(blocks_per_unit=2)  # of three blocks
 
