@@ -11,7 +11,8 @@ and all SMs, the first shape):
                       sorted), in the same rounds
     ep_sum_combine    combine that also adds the expert rows of each source row, as in the layer;
                       against `combine` of the same dispatcher, which gets the sums
-    ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall
+    ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall. nvlink-MODE is
+                      NVLinkOptions.overlap MODE, of those that are not the default
     ep_experts_fwd_bwd  its experts alone, on the rows that they received; without the sums over
                       expert rows and their adjoints where the dispatcher has them
     ep_exposed        the first less the second, round by round: all that is not experts, which is
@@ -33,7 +34,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,15 @@ from moecore import MoEConfig, MoELayer, NVLinkOptions, ParallelConfig, build_me
 from moecore.kernels.rows import gather_rows, sum_rows
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.base import Dispatcher, ExpertInput, ExpertPlacement, UnsummedRows
+from moecore.moe.dispatch.base import (
+    Dispatcher,
+    ExpertInput,
+    ExpertPlacement,
+    UnsummedRows,
+    with_rows,
+)
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
+from moecore.moe.dispatch.symmetric import Overlap
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.router import Routing
 
@@ -168,7 +177,7 @@ def _local_weights(layer: MoELayer) -> list[Tensor]:
 
 
 def bench_layer(
-    shape: Shape, meshes: Meshes, factor: float, rounds: int
+    shape: Shape, meshes: Meshes, factor: float, rounds: int, overlaps: Iterable[Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of the whole layer and of its experts alone, forward and backward."""
     place, layer = place_of(shape, meshes), make_layer(shape, meshes)
@@ -176,8 +185,8 @@ def bench_layer(
     tokens = dict(generator=generator, device="cuda", dtype=torch.bfloat16)
     x_TD = torch.randn(shape.tokens, shape.dim, **tokens).requires_grad_()
     dy_TD = torch.randn(shape.tokens, shape.dim, **tokens)
-    nvlink = nvlink_of(place, NVLinkOptions(capacity_factor=factor))
-    dispatchers: dict[str, Dispatcher] = {"nvlink": nvlink, "alltoall": AllToAllDispatcher(place)}
+    nvlinks = overlapping(place, overlaps, capacity_factor=factor)
+    dispatchers: dict[str, Dispatcher] = {**nvlinks, "alltoall": AllToAllDispatcher(place)}
 
     def step(name: str) -> Tensor:
         layer.dispatcher = dispatchers[name]
@@ -188,10 +197,11 @@ def bench_layer(
         return y_TD.detach()
 
     found = {name: (step(name), x_TD.grad) for name in dispatchers}
-    nvlink.exchanges.check()
-    for ours, right in zip(found["nvlink"], found["alltoall"], strict=True):
-        error = float((ours.float() - right.float()).norm() / right.float().norm())
-        assert error < AGREEMENT, f"nvlink differs from alltoall by {error:.3g}: no numbers"
+    for name, nvlink in nvlinks.items():
+        nvlink.exchanges.check()
+        for ours, right in zip(found[name], found["alltoall"], strict=True):
+            error = float((ours.float() - right.float()).norm() / right.float().norm())
+            assert error < AGREEMENT, f"{name} differs from alltoall by {error:.3g}: no numbers"
     del found
     calls: dict[str, Call] = {name: lambda n=name: step(n) for name in dispatchers}
     alone = {f"experts {n}": experts_call(layer, d, x_TD) for n, d in dispatchers.items()}
@@ -201,10 +211,22 @@ def bench_layer(
         layer.dispatcher = dispatchers[name]
         memory = memory_fields(layer, call, x_TD)
         yield from layer_rows(shape, times, name, memory)
-    buffers = nvlink.exchanges.get(x_TD, shape.top_k).layout.num_bytes
-    if dist.get_rank() == 0:
-        print(f"buffers of nvlink, shared by all layers: {records.size(buffers)}", flush=True)
-    nvlink.exchanges.close()
+    for name, nvlink in nvlinks.items():
+        buffers = nvlink.exchanges.get(x_TD, shape.top_k).layout.num_bytes
+        if dist.get_rank() == 0:
+            print(f"buffers of {name}, shared by all layers: {records.size(buffers)}", flush=True)
+        nvlink.exchanges.close()
+
+
+def overlapping(
+    place: ExpertPlacement, overlaps: Iterable[Any], **options: Any
+) -> dict[str, NVLinkDispatcher]:
+    """Return a dispatcher per mode of overlap, the default one as "nvlink"."""
+    found = {"nvlink": nvlink_of(place, NVLinkOptions(**options))}
+    for mode in overlaps:
+        if mode != NVLinkOptions().overlap:
+            found[f"nvlink-{mode}"] = nvlink_of(place, NVLinkOptions(overlap=mode, **options))
+    return found
 
 
 def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
@@ -212,8 +234,8 @@ def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
     experts = layer.part("experts")
     with torch.no_grad():
         inp = dispatcher.dispatch(x_TD.detach(), layer.part("router")(x_TD, MicroBatch()))
+    inp = dataclasses.replace(with_rows(inp), sender=None)  # nothing travels
     rows = inp.rows_SD if inp.expert_rows_RD is None else inp.expert_rows_RD
-    inp = dataclasses.replace(inp, sender=None)  # nothing travels
     leaves = (rows.requires_grad_(), inp.weights_R.requires_grad_())
     dy = torch.randn(rows.shape, dtype=rows.dtype, device=rows.device)
 
@@ -274,8 +296,15 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
     shapes = [SHAPES[name] for name in (args.shapes[:1] if short else args.shapes)]
     num_sms, routings = ([0], ["even"]) if short else (args.num_sms, args.routings)
     layer = not args.no_layer
+    slots = {NVLinkOptions(overlap=mode, capacity_factor=1.0).copy_slots for mode in args.overlaps}
     compile_ahead(
-        (layout_of(s, ep, n), s.num_experts // ep, layer and not n) for s in shapes for n in num_sms
+        (
+            dataclasses.replace(layout_of(s, ep, n), copy_slots=0 if n else max(slots, default=1)),
+            s.num_experts // ep,
+            layer and not n,
+        )
+        for s in shapes
+        for n in num_sms
     )
     for shape in shapes:
         label = f"{shape.name}-ep{ep}"
@@ -285,7 +314,8 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
                 rows = bench_moves(shape, meshes, num_sms, args.rounds, **which)
                 report(args, rows, shape=label, routing=routing)
         if layer:
-            rows = bench_layer(shape, meshes, args.capacity_factor, args.layer_rounds)
+            rounds, overlaps = args.layer_rounds, [] if short else args.overlaps
+            rows = bench_layer(shape, meshes, args.capacity_factor, rounds, overlaps)
             report(args, rows, shape=label, routing="learned")
 
 
@@ -307,6 +337,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layer-rounds", type=int, default=10)
     parser.add_argument("--capacity-factor", type=float, default=2.0, help="of the layer")
+    parser.add_argument("--overlaps", nargs="+", default=[], choices=get_args(Overlap))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--no-layer", action="store_true")
     args = parser.parse_args()

@@ -5,11 +5,12 @@ r"""A whole training step: tokens/s, TFLOP/s, share of the dense ceiling, memory
         --routing balanced --tokens random
 
 It is the loop of examples/train.py with that script's arguments; `--warm-up`, `--timed`, `--trace`
-and `--results` are its own. A step's time is the slowest rank's, metrics and their host syncs
-included. TFLOP/s count 6 FLOPs per active parameter and causal attention (`models/size.py`); the
-ceiling is a large square bf16 product of the same run, on warm GPUs. Rank 0 prints the row and, if
-one with the same arguments is committed, that one beside it; `--results` appends it to
-<folder>/<day>-<gpu>.jsonl.
+and `--results` are its own. As there, ranks do not meet between steps and the host is a step ahead.
+A step's time is that from the end of the one before it to its own, on the device, so the times add
+up to that of all steps, data and metrics included; it is the slowest rank's. TFLOP/s count 6 FLOPs
+per active parameter and causal attention (`models/size.py`); the ceiling is a large square bf16
+product of the same run, on warm GPUs. Rank 0 prints the row and, if one with the same arguments is
+committed, that one beside it; `--results` appends it to <folder>/<day>-<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import shlex
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ SHOWN = (
     "recompute_fc1",
     "gather_once",
     "blocks_per_unit",
+    "overlap",
     "send_again",
     "ep",
     "tp",
@@ -119,19 +122,27 @@ def time_steps(
     job: train.Job, *, warm_up: int, timed: int
 ) -> tuple[list[float], list[train.Metrics]]:
     """Return the seconds of each timed step on this rank, and the metrics of all steps."""
-    seconds, metrics = [], []
-    for step in range(1, warm_up + timed + 1):
-        if step == warm_up + 1:
-            gc.collect()
-            gc.freeze()
-            if job.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-        dist.barrier()
-        start = time.perf_counter()
-        metrics.append(train.train_step(job, step))
-        if step > warm_up:
-            seconds.append(time.perf_counter() - start)
-    return seconds, metrics
+    _, warm = run_steps(job, range(1, warm_up + 1))
+    gc.collect()
+    gc.freeze()
+    if job.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    start = train.Moment(job.device)
+    ends, metrics = run_steps(job, range(warm_up + 1, warm_up + timed + 1))
+    seconds = [before.seconds_until(end) for before, end in pairwise([start, *ends])]
+    return seconds, warm + metrics
+
+
+def run_steps(job: train.Job, steps: range) -> tuple[list[train.Moment], list[train.Metrics]]:
+    """Return the end of each step and its metrics; all have ended."""
+    launched: list[train.Launched] = []
+    metrics = []
+    for step in steps:
+        launched.append(train.train_step(job, step))
+        metrics += [done.metrics() for done in launched[-2:-1]]
+    metrics += [done.metrics() for done in launched[-1:]]
+    return [done.ended for done in launched], metrics
 
 
 def describe_run(job: train.Job, seconds: list[float], metrics: list[train.Metrics]) -> Row:
@@ -171,7 +182,7 @@ def describe_run(job: train.Job, seconds: list[float], metrics: list[train.Metri
 def traced(job: train.Job, *, first_step: int) -> Row:
     """Return the breakdown of one more step on rank 0; every rank steps."""
     dist.barrier()
-    found = trace.trace(lambda: train.train_step(job, first_step))
+    found = trace.trace(lambda: train.train_step(job, first_step).metrics())
     return {
         "trace_wall_ms": found.wall,
         "trace_ms": found.categories,

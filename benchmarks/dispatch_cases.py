@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import harness
-from moecore.kernels import exchange
+from moecore.kernels import exchange, exchange_copies
 from moecore.kernels.common import num_sms
 from moecore.kernels.exchange_port import NUM_WORDS, ExchangeLayout, ExchangePort
 from moecore.mesh import Meshes
@@ -183,6 +183,12 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
             lambda: exchange.reduce(port, x, marks, marks, ids, choices),
             lambda: exchange.reduce(port, x, marks, marks, marks[:, None], choices, copied=True),
             lambda: exchange.spread(port, x, marks, marks, ids, 16),
+        ]
+    if layer and layout.copy_slots > 1:
+        jobs += [
+            lambda: exchange.spread_choices(port, x, ids, weights, **sizes, rows=False),
+            lambda: exchange_copies.take_rows(port, x, marks, ids, x, (0, 1)),
+            lambda: exchange_copies.take_rows(port, x, marks, ids, x, (1, 1)),
         ]
     return jobs
 

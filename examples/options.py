@@ -15,6 +15,7 @@ from data import VOCAB_SIZE
 from moecore import MoEConfig, NVLinkOptions, ParallelConfig
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
+from moecore.moe.dispatch.symmetric import Overlap
 from moecore.parallelize import DispatcherName
 
 DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
@@ -50,6 +51,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--recompute-fc1", action="store_true", help="less memory for one product more")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
+    add("--overlap", choices=get_args(Overlap), help="of nvlink: what runs while rows travel")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
@@ -131,9 +133,10 @@ def _with_routing(moe: MoEConfig, routing: str) -> MoEConfig:
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     """Return the choices of the nvlink dispatcher; None = nothing was said of it."""
-    if args.capacity_factor is None and not args.send_again:
+    if args.capacity_factor is None and args.overlap is None and not args.send_again:
         return None
     return NVLinkOptions(
+        overlap=args.overlap or NVLinkOptions().overlap,
         capacity_factor=args.capacity_factor,
         keep_rows=not args.send_again,
         max_tokens=args.batch_size * args.seq_len // (args.tp or 1),

@@ -13,6 +13,11 @@ Started again with the same arguments, a run goes on from its last whole checkpo
 if it had never stopped. The way of one step is `train_step`; how a model gets onto the ranks is
 `build_job`. The text is bytes: the Python standard library's own sources unless --data is given.
 
+Note "a step ahead": a GPU is kept busy over the end of a step when the next one is launched
+already. So the host waits for nothing in a step, and reads a step's metrics when it has launched
+the one after it, or before a checkpoint. An overflow may be noticed a step later for that; it never
+gets into a checkpoint.
+
 Legend: B sequences, T tokens of a sequence.
 """
 
@@ -23,6 +28,8 @@ import math
 import os
 import sys
 import time
+from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +51,10 @@ from torch import Tensor
 from moecore import FSDPOptions, Meshes, build_meshes, clip_grad_norm_, moe_state, parallelize_moe
 from moecore.checkpoint import Saver, latest, load
 from moecore.checkpoint.agree import on_first_rank
+from moecore.fsdp import GradientNorm
 from moecore.models import Decoder
 from moecore.moe.dispatch.symmetric import ExchangeError
+from moecore.moe.state import MoEMetrics
 
 CPU_RANKS = 2
 KEPT_CHECKPOINTS = 2
@@ -115,6 +124,8 @@ class Job:
     Attributes:
         start: steps that the loaded checkpoint has done; 0 = none was there.
         corpus_N: uint8 bytes.
+        reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
+            that has been launched. None on other devices.
     """
 
     args: argparse.Namespace
@@ -125,6 +136,67 @@ class Job:
     corpus_N: Tensor
     shape: BatchShape
     start: int
+    reader: torch.cuda.Stream | None
+
+
+class Moment:
+    """A point of this rank's work: on a GPU in its stream, else in time.
+
+    Args:
+        device: of the rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.time = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def wait(self) -> None:
+        """Return when it has come."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_until(self, later: Moment) -> float:
+        """Return the time between two moments that have come."""
+        if self.event is None or later.event is None:
+            return later.time - self.time
+        return self.event.elapsed_time(later.event) / 1e3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """An optimizer step that a GPU may still be at.
+
+    Attributes:
+        step: its number.
+        values_3: fp64 on the device: the loss, expert load and auxiliary loss.
+        norm: before clipping.
+        reader: of the job.
+    """
+
+    step: int
+    began: Moment
+    ended: Moment
+    lr: float
+    values_3: Tensor
+    norm: GradientNorm
+    reader: torch.cuda.Stream | None
+
+    def metrics(self) -> Metrics:
+        """Wait for the step, and for none after it; return its metrics, the same on every rank."""
+        self.ended.wait()
+        with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
+            loss, load, aux_loss = self.values_3.tolist()
+            norm = self.norm.total
+        return {
+            "loss": loss,
+            "expert_load_max_over_mean": load,
+            "grad_norm": norm,
+            "lr": self.lr,
+            "aux_loss": aux_loss,
+        }
 
 
 def run_rank(args: argparse.Namespace) -> int:
@@ -212,6 +284,7 @@ def build_job(args: argparse.Namespace) -> Job:
         corpus_N=corpus_N,
         shape=shape,
         start=resume(args, model, optimizer),
+        reader=torch.cuda.Stream() if device.type == "cuda" else None,
     )
 
 
@@ -240,20 +313,33 @@ def train(job: Job) -> None:
     is_first = dist.get_rank() == 0
     report = Report(args.run_dir, start=job.start, steps=args.steps) if is_first else None
     root, config = checkpoint_dir(args), job.model.config
+    running: deque[Launched] = deque()
     with Saver(root, job.model, job.optimizer, keep=KEPT_CHECKPOINTS, config=config) as saver:
         for step in range(job.start + 1, args.steps + 1):
-            began = time.perf_counter()
-            metrics = train_step(job, step)
-            metrics["tokens_per_second"] = job.shape.tokens / (time.perf_counter() - began)
-            if report:
-                report.log(step, metrics)
+            try:
+                running.append(train_step(job, step))
+            except RUN_ERRORS:
+                log(job, running, report)
+                raise
+            saved, last = is_saved(step, args), step == args.steps
+            log(job, running, report, keep=0 if saved or last else 1)
             saver.check()  # a save that failed in the background ends the run here
-            if is_saved(step, args):
+            if saved:
                 moe_state(job.model).check()  # no checkpoint of a step whose tokens got lost
                 saver.save(step, {"step": step, "seed": args.seed}, wait=False)
         moe_state(job.model).check()  # the last step's
     if report:
         report.close()
+
+
+def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
+    """Wait for all but the newest `keep` steps and report them. Every rank waits."""
+    while len(running) > keep:
+        done = running.popleft()
+        metrics = done.metrics()
+        metrics["tokens_per_second"] = job.shape.tokens / done.began.seconds_until(done.ended)
+        if report:
+            report.log(done.step, metrics)
 
 
 def is_saved(step: int, args: argparse.Namespace) -> bool:
@@ -262,15 +348,16 @@ def is_saved(step: int, args: argparse.Namespace) -> bool:
     return every > 0 and (step % every == 0 or step == args.steps)
 
 
-def train_step(job: Job, step: int) -> Metrics:
-    """Do one optimizer step and return its metrics, the same on every rank."""
-    args, model = job.args, job.model
+def train_step(job: Job, step: int) -> Launched:
+    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
+    args, model, began = job.args, job.model, Moment(job.device)
     lr = lr_at(step, args)
     for group in job.optimizer.param_groups:
         group["lr"] = lr
     total = torch.zeros((), device=job.device)
     for tokens_BT, labels_BT in batches_of(job, step):
-        loss = model(tokens_BT.to(job.device), labels_BT.to(job.device)) / args.grad_accum
+        loss = model(to_device(tokens_BT, job.device), to_device(labels_BT, job.device))
+        loss = loss / args.grad_accum
         loss.backward()
         total += loss.detach()
     norm = clip_grad_norm_(model, 1.0, optimizer=job.optimizer)  # a nan skips the step everywhere
@@ -278,14 +365,29 @@ def train_step(job: Job, step: int) -> Metrics:
     job.optimizer.zero_grad()
     routed = moe_state(model).finish_step(skipped=norm.skipped)  # moves the expert biases
     dist.all_reduce(total)  # tp ranks hold equal losses, so the mean over ranks is that over data
-    load = max(routed.load_max_over_mean().values())  # the first to wait for the device
-    return {
-        "loss": total.item() / dist.get_world_size(),
-        "expert_load_max_over_mean": load,
-        "grad_norm": norm.total,
-        "lr": lr,
-        "aux_loss": routed.total_aux_loss(),
-    }
+    return Launched(
+        step=step,
+        lr=lr,
+        values_3=torch.stack([total.double() / dist.get_world_size(), *of_routing(routed)]),
+        norm=norm,
+        began=began,
+        ended=Moment(job.device),
+        reader=job.reader,
+    )
+
+
+def to_device(cpu_BT: Tensor, device: torch.device) -> Tensor:
+    """Return a copy that nothing waits for; from memory that is not pinned the host would wait."""
+    if device.type == "cuda":
+        cpu_BT = cpu_BT.contiguous().pin_memory()
+    return cpu_BT.to(device, non_blocking=True)
+
+
+def of_routing(routed: MoEMetrics) -> tuple[Tensor, Tensor]:
+    """Return the worst layer's most loaded expert over the mean, and all auxiliary losses; fp64."""
+    counts_LE = torch.stack(list(routed.tokens_per_expert.values()))
+    ratios_L = counts_LE.amax(1) / counts_LE.float().mean(1).clamp(min=1e-9)
+    return ratios_L.max().double(), torch.stack(list(routed.aux_losses.values())).sum().double()
 
 
 def batches_of(job: Job, step: int) -> list[tuple[Tensor, Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecore.kernels import exchange
+from moecore.kernels import exchange, exchange_copies
 from moecore.kernels.exchange_port import NUM_WORDS, ExchangeLayout, ExchangePort
 from moecore.kernels.limit_rows import limit_rows
 from tests.kernels.test_compile import MAX_SPILL_BYTES, compiled, spilled_bytes
@@ -26,7 +26,8 @@ SHAPES = {  # G, C, D, K, dtype, programs that push, programs that receive
 }
 
 
-def run(shape: tuple[Any, ...]) -> None:
+def make(shape: tuple[Any, ...]) -> tuple[ExchangePort, torch.Tensor]:
+    """Return a port without buffers, and rows: compiling reads no value."""
     G, C, D, K, dtype, push, receive = shape
     layout = ExchangeLayout(
         num_ranks=G,
@@ -36,6 +37,7 @@ def run(shape: tuple[Any, ...]) -> None:
         dtype=dtype,
         num_push=push,
         num_receive=receive,
+        copy_slots=2,
     )
     words = torch.zeros(NUM_WORDS, dtype=torch.int32)
     port = ExchangePort(
@@ -46,7 +48,12 @@ def run(shape: tuple[Any, ...]) -> None:
         report=words.clone(),
         timeout_ns=10**11,
     )
-    x, marks = torch.empty(16, D, dtype=dtype), torch.zeros(16, dtype=torch.int32)
+    return port, torch.empty(16, D, dtype=dtype)
+
+
+def run(shape: tuple[Any, ...]) -> None:
+    (port, x), K = make(shape), shape[3]
+    marks = torch.zeros(16, dtype=torch.int32)
     ids, weights = torch.zeros(16, K, dtype=torch.int32), torch.zeros(16, K)
     exchange.spread_choices(port, x, ids, weights, num_local=16, etp=1)
     choices = (weights[:, 0].contiguous(), ids)
@@ -55,7 +62,18 @@ def run(shape: tuple[Any, ...]) -> None:
         exchange.spread(port, x, marks, marks, slots, 16)
         exchange.reduce(port, x, marks, marks, slots, choices)
         exchange.reduce(port, x, marks, marks, slots)
-    limit_rows(marks, 8, words, words)
+    limit_rows(port.state, 8, port.state, port.report)
+
+
+def run_copies(shape: tuple[Any, ...]) -> None:
+    """What goes with rows that copy engines bring; the last one is of choices alone."""
+    (port, x), K = make(shape), shape[3]
+    marks, ids = torch.zeros(16, dtype=torch.int32), torch.zeros(16, K, dtype=torch.int32)
+    for slots in (marks[:, None], ids):
+        for piece in ((0, 1), (1, 3)):  # own rows, those of others
+            exchange_copies.take_rows(port, x, marks, slots, x, piece)
+    choices = (ids, torch.zeros(16, K))
+    exchange.spread_choices(port, x, *choices, num_local=16, etp=1, rows=False)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -64,20 +82,42 @@ def test_compiles_without_spills_and_moves_16_bytes(
 ) -> None:
     run(SHAPES[name])
     assert len(compiled) == 9, sorted(compiled)
-    spills = {k: n for k, kernel in compiled.items() if (n := spilled_bytes(kernel, tmp_path))}
-    assert all(n <= MAX_SPILL_BYTES for n in spills.values()), spills
+    check_spills(compiled, tmp_path)
     ptx = {k: kernel.asm["ptx"] for k, kernel in compiled.items() if "_limit" not in k}
     loads = [re.search(r"ld\.global\.v4\.b32", text) for text in ptx.values()]
     assert sum(map(bool, loads)) == len(ptx) - 1  # after copies, a reduce reads its buffer alone
     for kernel, text in ptx.items():
-        assert re.search(r"st\.global\.v4\.b32", text), kernel
-        assert re.search(r"ld\.global\.cg\.v4\.b32", text), kernel
-        assert not re.search(r"[ls][dt]\.global[.\w]*\.b16", text), f"{kernel} moves 2 bytes"
+        check_moves(kernel, text)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_beside_copies_compile_without_spills_and_move_16_bytes(
+    name: str, compiled: dict[str, Any], tmp_path: Any
+) -> None:
+    run_copies(SHAPES[name])
+    assert len(compiled) == 5, sorted(compiled)
+    check_spills(compiled, tmp_path)
+    for kernel, made in compiled.items():
+        if "_take" in kernel:
+            check_moves(kernel, made.asm["ptx"])
+
+
+def check_spills(compiled: dict[str, Any], tmp_path: Any) -> None:
+    spills = {k: n for k, kernel in compiled.items() if (n := spilled_bytes(kernel, tmp_path))}
+    assert all(n <= MAX_SPILL_BYTES for n in spills.values()), spills
+
+
+def check_moves(kernel: str, ptx: str) -> None:
+    """Rows move 16 bytes at a time, out of the buffer past the L1."""
+    assert re.search(r"st\.global\.v4\.b32", ptx), kernel
+    assert re.search(r"ld\.global\.cg\.v4\.b32", ptx), kernel
+    assert not re.search(r"[ls][dt]\.global[.\w]*\.b16", ptx), f"{kernel} moves 2 bytes"
 
 
 def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, Any]) -> None:
     """Stores, barrier, release; acquire, barrier, loads."""
     run(SHAPES["dsv3"])
+    run_copies(SHAPES["dsv3"])
     for kernel, compiled_kernel in compiled.items():
         if "_limit" in kernel:
             continue
@@ -92,11 +132,16 @@ def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, Any
                 ("loads", r"tt\.load .*cacheModifier = cg"),
             )
         }
-        (release,) = where["release"]
-        last = max(i for i in where["stores"] if i < release)
-        assert any(last < i < release for i in where["barriers"]), kernel
+        release = -1
+        if "_take" not in kernel:
+            (release,) = where["release"]
+            last = max(i for i in where["stores"] if i < release)
+            assert any(last < i < release for i in where["barriers"]), kernel
+            assert "atom.global.sys.release.exch" in compiled_kernel.asm["ptx"]
+        if "_take" in kernel and not where["acquire"]:
+            continue  # a rank's own rows
         first = min(where["loads"])
         assert len(where["acquire"]) == 2 and release < max(where["acquire"]) < first, kernel
         assert any(max(where["acquire"]) < i < first for i in where["barriers"]), kernel
-        ptx = compiled_kernel.asm["ptx"]
-        assert "atom.global.sys.release.exch" in ptx and "ld.acquire.sys.global" in ptx
+        assert "ld.acquire.sys.global" in compiled_kernel.asm["ptx"]
+    assert sum("_take" in k for k in compiled) == 4

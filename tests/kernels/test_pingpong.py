@@ -105,7 +105,7 @@ def test_activation(name: str, D: int, F: int, kind: str) -> None:
     x, weights = randn(R, D), torch.rand(R, device="cuda")
     w1 = randn(len(counts), 2 * F, D) / D**0.5
     rows = torch.arange(R, dtype=torch.int32, device="cuda")
-    h, a = pingpong_activation(x, w1, tiles, weights, options)
+    h, a = pingpong_activation(x, w1, [tiles], weights, options)
     exact = (x.double(), w1.double(), rows, weights.double(), offsets, options)
     exact_h, exact_a = grouped_gemm_activation_ref(*exact)
     plain_h, plain_a = grouped_gemm_activation_ref(x, w1, rows, weights, offsets, options)
@@ -126,8 +126,8 @@ def test_activation_bwd(name: str, gather: bool, D: int, F: int, kind: str) -> N
     h, w2 = randn(R, 2 * F), randn(len(counts), D, F) / D**0.5
     h[used:] = float("nan")
     ids = row_ids if gather else None
-    found = pingpong_activation_bwd(dy, w2, tiles, h, weights, offsets, options, row_ids_R=ids)
-    again = pingpong_activation_bwd(dy, w2, tiles, h, weights, offsets, options, row_ids_R=ids)
+    found = pingpong_activation_bwd(dy, w2, [tiles], h, weights, offsets, options, row_ids_R=ids)
+    again = pingpong_activation_bwd(dy, w2, [tiles], h, weights, offsets, options, row_ids_R=ids)
     da = grouped_gemm_ref(dy, w2, offsets, row_ids_R=ids)
     exact_da = grouped_gemm_ref(dy.double(), w2.double(), offsets, row_ids_R=ids)
     plain = weighted_activation_bwd_ref(h, da, weights, offsets[-1], options)

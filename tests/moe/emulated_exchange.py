@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moecore._compat import all_gather_single
 from moecore.kernels.exchange import SpreadChoices, peers_ref, reduce_ref, spread_ref
+from moecore.kernels.exchange_copies import ranks_of
 from moecore.kernels.exchange_port import NUM_WORDS, ExchangeLayout, ExchangePort
 from moecore.kernels.rows import sum_rows_ref
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges
@@ -22,7 +23,14 @@ class EmulatedExchange(Exchange):
     operations: list[str]
 
     def spread_choices(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        num_local: int,
+        etp: int,
+        rows: bool = True,
     ) -> SpreadChoices:
         self.operations.append("spread_choices")
         self.note_operation()
@@ -31,8 +39,9 @@ class EmulatedExchange(Exchange):
         ids_SK = spread_ref(self._gather(ids_TK, -1), peers_GC, rank, -1)
         weights_SK = spread_ref(self._gather(weights_TK, 0), peers_GC, rank)
         rows_S = torch.arange(self.layout.source_rows, dtype=torch.int32, device=x_TD.device)
+        nothing_SD = x_TD.new_empty(0, x_TD.shape[1])
         return SpreadChoices(
-            rows_SD=spread_ref(self._gather(x_TD, 0), peers_GC, rank, float("nan")),
+            rows_SD=self._spread(x_TD, peers_GC) if rows else nothing_SD,
             ids_SK=ids_SK,
             weights_SK=weights_SK.where(ids_SK >= 0, 0),
             peers_T=peers_T,
@@ -44,8 +53,7 @@ class EmulatedExchange(Exchange):
     ) -> Tensor:
         self.operations.append("spread")
         self.note_operation()
-        sent = (self._gather(x_TD, 0), self._gather(peers_T, 0))
-        rows_SD = spread_ref(*sent, self.port.rank, float("nan"))
+        rows_SD = self._spread(x_TD, self._gather(peers_T, 0))
         out_RD = x_TD.new_full((num_rows, x_TD.shape[1]), float("nan"))
         s, n = (slots_SN >= 0).nonzero().T
         out_RD[slots_SN[s, n].long()] = rows_SD[s]
@@ -72,7 +80,7 @@ class EmulatedExchange(Exchange):
 
     def start_copies(self, sums_SD: Tensor) -> None:
         self.operations.append("copies")
-        self._copying = True
+        self._sums_travel = True
 
     def finish_copies(
         self,
@@ -82,8 +90,31 @@ class EmulatedExchange(Exchange):
         choices: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         home = self.reduce(sums_SD, peers_T, places_S, places_S[:, None], choices)
-        self._copying, self._captured = False, None
+        self._sums_travel, self._sums_free = False, None
         return home
+
+    def start_rows(self, x_TD: Tensor) -> None:
+        self.operations.append("rows")
+        self._rows_travel, self._rows_free = True, None
+        self._sent_GCD = self._gather(x_TD, float("nan"))
+
+    def take_rows(
+        self, x_TD: Tensor, places_S: Tensor, slots_SN: Tensor, out_RD: Tensor, piece: int
+    ) -> None:
+        assert self._rows_travel
+        C = self.layout.capacity
+        for g in ranks_of(self.pieces[piece], self.port.rank, self.layout.num_ranks):
+            t, n = (slots_SN[g * C : (g + 1) * C] >= 0).nonzero().T
+            assert (places_S[g * C + t] >= 0).all()
+            out_RD[slots_SN[g * C + t, n].long()] = self._sent_GCD[g, t]
+
+    def finish_rows(self, x_TD: Tensor) -> None:
+        self.operations.append("taken")
+        self._rows_travel, self._sums_free = False, self._is_capturing()
+
+    def _spread(self, x_TD: Tensor, peers_GC: Tensor) -> Tensor:
+        """Return the source rows of this rank; holes are NaN."""
+        return spread_ref(self._gather(x_TD, 0), peers_GC, self.port.rank, float("nan"))
 
     def _gather(self, tensor: Tensor, fill: float | None = None) -> Tensor:
         """Return [G, ...] of all ranks, padded to C tokens with `fill`."""
@@ -110,7 +141,7 @@ class EmulatedExchanges(Exchanges):
             dtype=x_TD.dtype,
             num_push=1,
             num_receive=1,
-            copies=self.options.overlap == "weight_grads",
+            copy_slots=self.options.copy_slots,
         )
         port = ExchangePort(
             layout=layout,

@@ -65,7 +65,7 @@ def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
     [
         (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be >= 1"),
         (dict(num_sms=1), r"NVLinkOptions.num_sms \(1\) must be >= 2"),
-        (dict(overlap="all"), r"NVLinkOptions.overlap \('all'\) must be 'none' or 'weight_grads'"),
+        (dict(overlap="all"), r"overlap \('all'\) must be 'none', 'weight_grads' or 'experts'"),
         (dict(capacity_factor=0.0), r"NVLinkOptions.capacity_factor \(0.0\) must be > 0"),
         (dict(timeout_s=float("inf")), r"NVLinkOptions.timeout_s \(inf\) must be > 0 and finite"),
     ],
@@ -325,15 +325,29 @@ def recompute_and_accumulate() -> dict[str, Any]:
     recomputed = list(operations)
     with torch.no_grad():
         evaluated = layer(xs[0])
-    hook = layer.part("experts").register_forward_pre_hook(pass_through)
-    hooked = gradients(layer, xs, recompute=False)
-    hook.remove()
+    hooked = with_hook(layer, pass_through, xs)
     apart, its_operations = sharded_layer("ep2-etp2", overlap="none")
     after = gradients(apart, xs, recompute=False)
     light, light_operations = sharded_layer("ep2-etp2", keep_rows=False)
     fetched = gradients(light, xs, recompute=False)
     once = list(light_operations)
+    pieces, its_pieces = sharded_layer("ep4", overlap="experts", capacity_factor=8 / 3)
+    whole, _ = sharded_layer("ep4")
+    in_one = gradients(whole, xs, recompute=False)
+    in_pieces = gradients(pieces, xs, recompute=False)
+    arrived = list(its_pieces)
+    both, _ = sharded_layer("ep4", overlap="experts", keep_rows=False)
     return {
+        "in pieces": equal(in_one, in_pieces),
+        "in pieces, recomputed": equal(in_one, gradients(pieces, xs, recompute=True)),
+        "in pieces, fetched": equal(in_one, gradients(both, xs, recompute=False)),
+        "in pieces, FC1 twice": equal(in_one, recomputed_fc1(pieces, xs)),
+        "in pieces, hooked": equal(in_one, with_hook(pieces, pass_through, xs)),
+        "in pieces, frozen": frozen_input(pieces, whole, xs[0]),
+        "in pieces, by": arrived,
+        "in pieces, changed": changed_output_gradient(pieces, xs[0]),
+        "in pieces, after an error": equal(in_one, gradients(pieces, xs, recompute=False)),
+        "room for pieces": room_for_pieces(xs),
         "fetched": equal(plain, fetched) and equal(plain, gradients(light, xs, recompute=True)),
         "fetched by": once,
         "saved rows": [saved_rows(one, xs[0]) for one in (layer, light)],
@@ -346,6 +360,59 @@ def recompute_and_accumulate() -> dict[str, Any]:
         "eval": torch.equal(evaluated, plain[0]),
         "hooked": equal(plain, hooked),
     }
+
+
+def with_hook(layer: MoELayer, hook: Any, xs: list[Tensor]) -> list[Tensor]:
+    handle = layer.part("experts").register_forward_pre_hook(hook)
+    found = gradients(layer, xs, recompute=False)
+    handle.remove()
+    return found
+
+
+def recomputed_fc1(layer: MoELayer, xs: list[Tensor]) -> list[Tensor]:
+    experts = layer.part("experts")
+    before, experts.recompute_fc1 = experts.recompute_fc1, True
+    found = gradients(layer, xs, recompute=False)
+    experts.recompute_fc1 = before
+    return found
+
+
+def frozen_input(layer: MoELayer, other: MoELayer, x: Tensor) -> bool:
+    """Whether tokens without a gradient leave the weights the same ones."""
+    found = []
+    for one in (layer, other):
+        one.zero_grad()
+        one(x.detach()).sum().backward()
+        found.append([p.grad for p in one.parameters()])
+    return equal(*found)  # type: ignore[arg-type]
+
+
+def changed_output_gradient(layer: MoELayer, x: Tensor) -> str:
+    """Return the error of a backward whose gradient is replaced while it is on its way."""
+
+    def scale(_: nn.Module, __: Any, out: Any) -> None:
+        out.y_RD.register_hook(lambda grad: grad * 2)
+
+    hook = layer.part("experts").register_forward_hook(scale)
+    try:
+        gradients(layer, [x], recompute=False)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        hook.remove()
+        layer.dispatcher.exchanges.close()  # type: ignore[attr-defined]
+    return ""
+
+
+def room_for_pieces(xs: list[Tensor]) -> list[tuple[bool, str]]:
+    """By option: whether all equals the layer without pieces, and what ran first."""
+    found = []
+    for options in ({}, dict(capacity_factor=2.0), dict(keep_rows=False)):
+        pieces, operations = sharded_layer("ep2-etp2", overlap="experts", **options)
+        whole, _ = sharded_layer("ep2-etp2", overlap="none")
+        same = equal(gradients(pieces, xs, False), gradients(whole, xs, False))
+        found.append((same, operations[0]))
+    return found
 
 
 def saved_rows(layer: MoELayer, x: Tensor) -> int:
@@ -439,6 +506,27 @@ def test_gradients_that_go_home_early_are_the_same(results: dict[str, Any]) -> N
     steps = results["steps"]
     assert steps["without overlap"]
     assert steps["its operations"] == ["spread_choices", "reduce"] * 2 + ["spread", "reduce"] * 2
+
+
+def test_rows_that_come_in_pieces_are_the_same(results: dict[str, Any]) -> None:
+    steps = results["steps"]
+    forward = ["rows", "spread_choices", "taken", "reduce"]
+    backward = ["rows", "taken", "copies", "reduce"]
+    assert steps["in pieces, by"] == forward * 2 + backward * 2
+    found = {k: v for k, v in steps.items() if k.startswith("in pieces") and isinstance(v, bool)}
+    assert len(found) == 7 and all(found.values()), found
+
+
+def test_pieces_that_are_kept_need_a_capacity_factor(results: dict[str, Any]) -> None:
+    """Rows for any routing, in expert order, are many times the source rows."""
+    found = results["steps"]["room for pieces"]
+    assert found == [(True, "spread_choices"), (True, "rows"), (True, "rows")]
+
+
+def test_a_gradient_that_changes_on_its_way_is_an_error(results: dict[str, Any]) -> None:
+    message = results["steps"]["in pieces, changed"]
+    assert "gradients of the experts' output must not change" in message
+    assert message.endswith("remove the hook or use overlap='weight_grads'")
 
 
 def test_rows_that_come_again_are_the_same_and_not_kept(results: dict[str, Any]) -> None:

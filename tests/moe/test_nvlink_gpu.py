@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.expert_products import take_all
 from moecore.kernels.rows import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import (
@@ -92,6 +93,11 @@ def nvlink_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
     return NVLinkDispatcher(place, exchanges)
 
 
+def in_pieces(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
+    """Return a dispatcher whose rows come in pieces, with room for any routing."""
+    return nvlink_of(place, overlap="experts", capacity_factor=float(2 * place.ep), **options)
+
+
 def batch_of(place: ExpertPlacement, shape: Shape, num_tokens: int, seed: int) -> Batch:
     """Random tokens; skewed choices of which a tenth is dropped. No host sync."""
     seed = seed * NUM_GPUS + dist.get_rank()
@@ -112,16 +118,41 @@ def batch_of(place: ExpertPlacement, shape: Shape, num_tokens: int, seed: int) -
     )
 
 
-class TakeRows(torch.autograd.Function):
-    """Expert rows whose gradient goes to `ExpertInput.expert_rows_RD`."""
+class FirstColumn(torch.autograd.Function):
+    """Experts that multiply the first column by the weight, whichever way rows and gradients come.
+
+    Gradients of the rows go home before backward ends, where the dispatcher can do that.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inp: ExpertInput, expert_rows_RD: Tensor) -> Tensor:
-        return gather_rows(inp.rows_SD, inp.row_ids_R, inp.slots_SK, inp.num_rows)
+    def forward(ctx: Any, inp: ExpertInput, expert_rows_RD: Tensor, weights_R: Tensor) -> Tensor:
+        if inp.arriving is None:
+            rows_RD = gather_rows(inp.rows_SD, inp.row_ids_R, inp.slots_SK, inp.num_rows)
+        else:
+            rows_RD = take_all(inp.arriving)
+        if inp.sender is not None:
+            inp.sender.takes_arriving = True
+        ctx.inp = inp
+        ctx.save_for_backward(rows_RD, weights_R)
+        return first_column(rows_RD, weights_R)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy_RD,), inp = grads, ctx.inp
+        arriving = inp.sender.arriving(dy_RD) if inp.sender is not None else None
+        if arriving is not None:
+            dy_RD = take_all(arriving)
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            found = torch.autograd.grad(first_column(*leaves), leaves, dy_RD)
+        if inp.sender is not None:
+            inp.sender.start(*found, inp.row_ids_R, inp.slots_SK, inp.num_rows)
+        return None, *found
+
+
+def first_column(rows_RD: Tensor, weights_R: Tensor) -> Tensor:
+    first_R1 = (rows_RD[:, :1] * weights_R[:, None]).to(rows_RD.dtype)
+    return torch.cat([first_R1, rows_RD[:, 1:]], dim=1)
 
 
 def run(dispatcher: Dispatcher, batch: Batch, *, sums: bool = False) -> list[Tensor]:
@@ -143,13 +174,11 @@ def run(dispatcher: Dispatcher, batch: Batch, *, sums: bool = False) -> list[Ten
     inp = dispatcher.dispatch(x_TD, routing)
     inp = own_sums(inp) if sums else inp
     where = (inp.row_ids_R, inp.slots_SK, inp.num_rows)
+    y: Tensor | UnsummedRows
     if inp.expert_rows_RD is not None:
-        rows_RD = TakeRows.apply(inp, inp.expert_rows_RD)
+        y = UnsummedRows(FirstColumn.apply(inp, inp.expert_rows_RD, inp.weights_R))
     else:
-        rows_RD = gather_rows(inp.rows_SD, *where)
-    first_R1 = (rows_RD[:, :1] * inp.weights_R[:, None]).to(rows_RD.dtype)
-    y_RD = torch.cat([first_R1, rows_RD[:, 1:]], dim=1)
-    y = sum_rows(y_RD, *where) if inp.expert_rows_RD is None else UnsummedRows(y_RD)
+        y = sum_rows(first_column(gather_rows(inp.rows_SD, *where), inp.weights_R), *where)
     y_TD = dispatcher.combine(y, inp.plan)
     return [y_TD, *torch.autograd.grad(y_TD, (x_TD, weights_TK), batch.dy_TD)]
 
@@ -167,23 +196,29 @@ def same_bits() -> dict[str, bool]:
         other = AllToAllDispatcher(place)
         for shape_name, shape in SHAPES.items():
             ours, bad = nvlink_of(place), torch.zeros((), dtype=torch.bool, device="cuda")
+            pieces = in_pieces(place)
             for i, num_tokens in enumerate((MOST_TOKENS, 1, 0, 37)):
                 num_tokens = 0 if (i + dist.get_rank()) % 4 == 3 else num_tokens
                 batch = batch_of(place, shape, num_tokens, i)
                 expected = run(other, batch)
-                bad |= differ(run(ours, batch), expected)
-                if shape is MAIN:
-                    bad |= differ(run(ours, batch, sums=True), expected)
-            ours.exchanges.check()
+                for dispatcher in (ours, pieces):
+                    bad |= differ(run(dispatcher, batch), expected)
+                    if shape is MAIN:
+                        bad |= differ(run(dispatcher, batch, sums=True), expected)
+            for dispatcher in (ours, pieces):
+                dispatcher.exchanges.check()
+                dispatcher.exchanges.close()
             found[f"{name}, {shape_name}"] = not bool(bad)
-            ours.exchanges.close()
     return found
 
 
 def stress() -> dict[str, Any]:
-    """Return how many of `ROUNDS` differed from alltoall, and the seconds that it took."""
+    """Return how many of `ROUNDS` differed from alltoall, and the seconds that it took.
+
+    Rows come in pieces in every other one.
+    """
     place = place_of(NUM_GPUS, 1)
-    ours, other = nvlink_of(place), AllToAllDispatcher(place)
+    both, other = (nvlink_of(place), in_pieces(place)), AllToAllDispatcher(place)
     mine = random.Random(dist.get_rank())
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     start = time.perf_counter()
@@ -194,28 +229,27 @@ def stress() -> dict[str, Any]:
             torch.cuda._sleep(mine.randint(1, 400_000))
         if mine.random() < 0.02:
             time.sleep(mine.random() * 0.01)
-        wrong += differ(run(ours, batch), run(other, batch))
-    ours.exchanges.check()
+        wrong += differ(run(both[i % 2], batch), run(other, batch))
+    for ours in both:
+        ours.exchanges.check()
     seconds = time.perf_counter() - start
     dist.all_reduce(wrong)
     return {"wrong": int(wrong), "seconds": seconds}
 
 
-def replays() -> bool:
+def replays() -> dict[str, bool]:
     """Two layers in one graph; tokens and routing change between replays."""
     place = place_of(NUM_GPUS, 1)
-    ours = nvlink_of(place, capacity_factor=3.0)
+    return {
+        "whole": replay(nvlink_of(place, capacity_factor=3.0)),
+        "pieces": replay(in_pieces(place)),
+    }
+
+
+def replay(ours: NVLinkDispatcher) -> bool:
+    place = ours.placement
     static = [batch_of(place, MAIN, 200, seed) for seed in (0, 1)]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for batch in static:
-            run(ours, batch)
-    torch.cuda.current_stream().wait_stream(side)
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = [t for batch in static for t in run(ours, batch)]
+    graph, found = captured(lambda: [t for batch in static for t in run(ours, batch)])
     good = True
     for i in range(6):
         for j, batch in enumerate(static):
@@ -223,7 +257,7 @@ def replays() -> bool:
             for name in ("x_TD", "ids_TK", "weights_TK", "dy_TD"):
                 getattr(batch, name).copy_(getattr(fresh, name))
         graph.replay()
-        replayed = [t.clone() for t in captured]
+        replayed = [t.clone() for t in found]
         eager = [t for batch in static for t in run(ours, batch)]
         good = good and not bool(differ(replayed, eager))
     ours.exchanges.check()
@@ -242,19 +276,27 @@ def syncs_are_errors() -> Iterator[None]:
 
 def without_sync() -> bool:
     place = place_of(NUM_GPUS, 1)
-    ours = nvlink_of(place)
     batch = batch_of(place, MAIN, 100, 0)
-    run(ours, batch)
-    with syncs_are_errors():
+    for ours in (nvlink_of(place), in_pieces(place)):
         run(ours, batch)
-    ours.exchanges.check()
+        with syncs_are_errors():
+            run(ours, batch)
+        ours.exchanges.check()
     return True
 
 
-def absent_rank() -> tuple[str, float]:
-    """The last rank stays away from one dispatch; return rank 0's error and its seconds."""
+def absent_rank() -> dict[str, tuple[str, float]]:
+    """By the way in which rows come, what `miss_one` returns."""
     place = place_of(NUM_GPUS, 1)
-    ours = nvlink_of(place, timeout_s=1.0)
+    return {
+        "whole": miss_one(nvlink_of(place, timeout_s=1.0)),
+        "pieces": miss_one(in_pieces(place, timeout_s=1.0)),
+    }
+
+
+def miss_one(ours: NVLinkDispatcher) -> tuple[str, float]:
+    """The last rank stays away from one dispatch; return rank 0's error and its seconds."""
+    place = ours.placement
     batch = batch_of(place, MAIN, 50, 0)
     run(ours, batch)
     ours.exchanges.check()
@@ -302,15 +344,18 @@ def make_layer(place: ExpertPlacement) -> MoELayer:
 
 
 def overlapped_layer() -> dict[str, bool]:
-    """Whether gradients that go home early are those that go late: eager, and replayed.
+    """Whether a layer's outputs and gradients are the same bits, whatever overlaps.
 
-    And whether rows that come again are those that are kept.
+    Eager, and replayed from a graph; and with rows that come again instead of being kept.
     """
-    place = place_of(NUM_GPUS, 1)
-    early, late, light = (make_layer(place) for _ in range(3))
-    light.dispatcher = nvlink_of(place, keep_rows=False)
-    early.dispatcher = nvlink_of(place, overlap="weight_grads")
-    late.dispatcher = nvlink_of(place, overlap="none")
+    place, room = place_of(NUM_GPUS, 1), dict(capacity_factor=float(2 * NUM_GPUS))
+    late, early, pieces, light, both = (make_layer(place) for _ in range(5))
+    late.dispatcher = nvlink_of(place, overlap="none", **room)
+    early.dispatcher = nvlink_of(place, overlap="weight_grads", **room)
+    pieces.dispatcher = nvlink_of(place, overlap="experts", **room)
+    light.dispatcher = nvlink_of(place, keep_rows=False, overlap="weight_grads", **room)
+    both.dispatcher = nvlink_of(place, keep_rows=False, overlap="experts", **room)
+    layers = dict(early=early, pieces=pieces, light=light, both=both)
     static_x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
 
     def step(layer: MoELayer) -> list[Tensor]:
@@ -321,29 +366,37 @@ def overlapped_layer() -> dict[str, bool]:
     def locals_of(tensors: list[Tensor]) -> list[Tensor]:
         return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
+    graphs = {
+        name: captured(lambda one=layer: locals_of(step(one))) for name, layer in layers.items()
+    }
+    never = torch.zeros((), dtype=torch.bool, device="cuda")
+    differs = {name: [never, never] for name in layers}
+    for _ in range(20):
+        static_x.normal_()
+        expected = locals_of(step(late))
+        for name, layer in layers.items():
+            graph, found = graphs[name]
+            graph.replay()
+            replayed = [t.clone() for t in found]
+            for i, ours in enumerate((locals_of(step(layer)), replayed)):
+                differs[name][i] = differs[name][i] | differ(ours, expected)
+    for layer in (late, *layers.values()):
+        layer.dispatcher.exchanges.check()  # type: ignore[attr-defined]
+    return {name: not bool(eager | replayed) for name, (eager, replayed) in differs.items()}
+
+
+def captured(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """Return a graph of a step and what it writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step(early)
+        step()
     torch.cuda.current_stream().wait_stream(side)
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = locals_of(step(early))
-    differs = {
-        name: torch.zeros((), dtype=torch.bool, device="cuda") for name in ("eager", "graph")
-    }
-    for _ in range(20):
-        static_x.normal_()
-        graph.replay()
-        replayed = [t.clone() for t in captured]
-        expected = locals_of(step(late))
-        differs["graph"] |= differ(replayed, expected)
-        differs["eager"] |= differ(locals_of(step(early)), expected)
-        differs["again"] |= differ(locals_of(step(light)), expected)
-    for layer in (early, late, light):
-        layer.dispatcher.exchanges.check()  # type: ignore[attr-defined]
-    return {name: not bool(found) for name, found in differs.items()}
+        found = step()
+    return graph, found
 
 
 def whole_layer() -> dict[str, float]:
@@ -395,7 +448,7 @@ def test_stress_with_delays_has_no_wrong_bit(results: dict[str, Any]) -> None:
 
 
 def test_replayed_graph_equals_eager_though_the_routing_changes(results: dict[str, Any]) -> None:
-    assert results["replays"]
+    assert results["replays"] == dict(whole=True, pieces=True)
 
 
 def test_never_syncs_with_the_host(results: dict[str, Any]) -> None:
@@ -408,14 +461,16 @@ def test_whole_layer_agrees_with_alltoall(results: dict[str, Any]) -> None:
     assert len(found) >= 5 and all(error < 5e-3 for error in found.values()), found
 
 
-def test_gradients_that_go_home_early_are_the_same_bits(results: dict[str, Any]) -> None:
-    assert results["overlapped_layer"] == dict(eager=True, graph=True, again=True)
+def test_whatever_overlaps_a_layer_has_the_same_bits(results: dict[str, Any]) -> None:
+    found = results["overlapped_layer"]
+    assert found == dict(early=True, pieces=True, light=True, both=True)
 
 
 def test_an_absent_rank_is_named_within_the_timeout(results: dict[str, Any]) -> None:
-    message, seconds = results["absent_rank"]
-    assert f"rank {NUM_GPUS - 1} must come to a" in message and "rank 0 waited" in message
-    assert seconds < 10
+    assert len(results["absent_rank"]) == 2
+    for message, seconds in results["absent_rank"].values():
+        assert f"rank {NUM_GPUS - 1} must come to a" in message and "rank 0 waited" in message
+        assert seconds < 10
 
 
 def test_overflow_names_rank_and_factor(results: dict[str, Any]) -> None:

@@ -17,9 +17,7 @@ Why two slots need no barrier. Operation n uses slot n % 2. A rank that pushes n
 n + 1, so it has seen the flags of n + 1 of every chunk of every rank (also of those without a row).
 Those ranks raised them after ending n, and so after the last read of slot n % 2.
 
-Sums may also come by copy engines (`copy_sums`), into a third slot and beside other kernels; the
-`reduce` that follows raises the flags and adds. An operation without copies between two of those
-tells that the third slot has been read.
+Rows and sums may also come by copy engines: `exchange_copies.py`.
 
 Why a flag holds n + 1. It is never cleared, and a flag that comes after a timeout can not be taken
 for one of a later operation. n is counted on the device, so a replayed graph goes on counting. All
@@ -44,9 +42,9 @@ from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, tr
 from moecore.kernels.exchange_port import (
     AT_ROWS,
     AT_WEIGHTS,
-    COPY_SLOT,
     ERROR_BEFORE,
     OPERATION,
+    SUMS_SLOT,
     ExchangeLayout,
     ExchangePort,
 )
@@ -151,6 +149,7 @@ def _spread_kernel(
     PUSH: tl.constexpr,
     RECEIVE: tl.constexpr,
     CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,  # False: choices alone, the rows come by `send_rows`
     SPIN: tl.constexpr,
     NUM_PUSH: tl.constexpr,
     NUM_RECEIVE: tl.constexpr,
@@ -184,9 +183,10 @@ def _spread_kernel(
                 if CHOICES:
                     sizes = (chunk, num_tokens, num_local)
                     find_peers(ids_ptr, peers_ptr, *sizes, G, ETP, K, CHUNK, BLOCK_K)
-                rows_ptrs = (x_ptr, peers_ptr, bases_ptr)
                 place = (chunk, num_tokens, capacity, first, rank)
-                push_rows(*rows_ptrs, *place, False, G, D, CHUNK, PAIRS, PUSH_D, TILES)
+                if ROWS:
+                    rows_ptrs = (x_ptr, peers_ptr, bases_ptr)
+                    push_rows(*rows_ptrs, *place, False, G, D, CHUNK, PAIRS, PUSH_D, TILES)
                 if CHOICES:
                     from_ptrs = (ids_ptr, weights_ptr, peers_ptr, bases_ptr)
                     push_choices(*from_ptrs, *place, False, G, K, CHUNK, CHOICE_PAIRS, BLOCK_K)
@@ -216,12 +216,13 @@ def _spread_kernel(
                     out_ptrs = (out_ids_ptr, out_weights_ptr, places_ptr)
                     there = (rows, exists, slot, arrived, rank)
                     to = receive_choices(bases_ptr, *out_ptrs, *there, G, K, CHUNK, BLOCK_K)
-                if arrived:
-                    if N == 1:
-                        copy_rows(base, out_ptr, to, rows, slot, D, TAKE_D, TILES)
-                    else:
-                        list_ptr = lists_ptr + pid * LIST
-                        copy_to_slots(base, out_ptr, list_ptr, to, rows, slot, D, CHUNK, TAKE_D)
+                if ROWS:
+                    if arrived:
+                        if N == 1:
+                            copy_rows(base, out_ptr, to, rows, slot, D, TAKE_D, TILES)
+                        else:
+                            list_ptr = lists_ptr + pid * LIST
+                            copy_to_slots(base, out_ptr, list_ptr, to, rows, slot, D, CHUNK, TAKE_D)
         finish(state_ptr, operation)
 
 
@@ -247,7 +248,7 @@ def _reduce_kernel(
     PUSH: tl.constexpr,
     RECEIVE: tl.constexpr,
     CHOICES: tl.constexpr,
-    COPIED: tl.constexpr,  # rows came by `copy_sums`, into the third slot
+    COPIED: tl.constexpr,  # rows came by `copy_sums`
     SPIN: tl.constexpr,
     NUM_PUSH: tl.constexpr,
     NUM_RECEIVE: tl.constexpr,
@@ -301,7 +302,7 @@ def _reduce_kernel(
             base = tl.multiple_of(base, 16)
             weights = tl.load(bases_ptr + AT_WEIGHTS * G + rank).to(tl.pointer_type(tl.float32))
             left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
-            first = COPY_SLOT * G * capacity if COPIED else slot
+            first = SUMS_SLOT * G * capacity if COPIED else slot
             for chunk in range(pid - FIRST, num_chunks, NUM_RECEIVE):
                 ptrs, whose = (bases_ptr, state_ptr, report_ptr), (0, chunk, num_chunks, rank)
                 arrived = wait(*ptrs, operation, *whose, left, 1, G, G, THREADS, SPIN)
@@ -375,6 +376,7 @@ def spread_choices(
     *,
     num_local: int,
     etp: int,
+    rows: bool = True,
     half: Half = "both",
 ) -> SpreadChoices:
     """Send each token with its choices to the ranks that own its experts; return what came.
@@ -388,20 +390,22 @@ def spread_choices(
         weights_TK: fp32, contiguous.
         num_local: experts of one rank; rank g owns block g // etp.
         etp: ranks that share a block.
+        rows: False sends the choices alone, for tokens that come by `send_rows`; rows_SD is empty.
         half: "push" and "receive" one after the other make up "both" (for tests that play all
             ranks in one process); what a half does not do is left uninitialised.
     """
     layout, (T, K) = port.layout, ids_TK.shape
     S, integers = layout.source_rows, partial(torch.empty, dtype=torch.int32, device=x_TD.device)
     out = SpreadChoices(
-        rows_SD=x_TD.new_empty(S, layout.dim),
+        rows_SD=x_TD.new_empty(S if rows else 0, layout.dim),
         ids_SK=integers(S, K),
         weights_SK=weights_TK.new_empty(S, K),
         peers_T=integers(T),
         places_S=integers(S),
     )
     made = (out.peers_T, out.places_S, out.places_S, out.rows_SD, out.ids_SK, out.weights_SK)
-    _launch_spread(port, (x_TD, ids_TK, weights_TK, *made), 1, num_local, etp, half)
+    sizes: dict[str, Any] = dict(num_slots=1, num_local=num_local, etp=etp, rows=rows)
+    _launch_spread(port, (x_TD, ids_TK, weights_TK, *made), half, **sizes)
     return out
 
 
@@ -430,17 +434,20 @@ def spread(
     """
     out_RD = x_TD.new_empty(num_rows, port.layout.dim)
     tensors = (x_TD, None, None, peers_T, places_S, slots_SN, out_RD, None, None)
-    _launch_spread(port, tensors, slots_SN.shape[1], 1, 1, half)
+    sizes: dict[str, Any] = dict(num_slots=slots_SN.shape[1], num_local=1, etp=1, rows=True)
+    _launch_spread(port, tensors, half, **sizes)
     return out_RD
 
 
 def _launch_spread(
     port: ExchangePort,
     tensors: tuple[Any, ...],
+    half: Half,
+    *,
     num_slots: int,
     num_local: int,
     etp: int,
-    half: Half,
+    rows: bool,
 ) -> None:
     with on_device(port.state):
         _spread_kernel[_grid(port, half)](
@@ -450,6 +457,7 @@ def _launch_spread(
             PUSH=half != "receive",
             RECEIVE=half != "push",
             CHOICES=tensors[1] is not None,
+            ROWS=rows,
             ETP=etp,
             **_options(port.layout, num_slots, reduce=False),
         )
@@ -500,20 +508,3 @@ def reduce(
             **_options(port.layout, slots_SN.shape[1], reduce=True),
         )
     return out_TD, out_TK
-
-
-def copy_sums(port: ExchangePort, sums_SD: Tensor) -> None:
-    """Copy the sums of all source rows, holes too, into the third slots of the tokens' ranks.
-
-    Copy engines do it beside whatever the multiprocessors do, at three quarters of the speed of
-    stores. No host sync. It is a part of the `reduce` that follows, with `copied`: between two such
-    there must be another operation (see "Why two slots need no barrier": each needs one slot).
-
-    Args:
-        port: this rank's end, of a layout with `copies`.
-        sums_SD: contiguous.
-    """
-    G, C = port.layout.num_ranks, port.layout.capacity
-    for i in range(1, G + 1):  # every rank begins with another peer
-        peer = (port.rank + i) % G
-        port.copy_slots[peer].copy_(sums_SD[peer * C : (peer + 1) * C], non_blocking=True)

@@ -6,6 +6,7 @@ Letters: T local tokens, G ranks, K choices per token.
 from moecore.kernels.common import tl, triton
 from moecore.kernels.exchange_port import (
     AT_FLAGS,
+    COPIES,
     ERROR,
     ERROR_BEFORE,
     FINISHED,
@@ -113,17 +114,55 @@ def wait(
     SPIN: tl.constexpr,  # False: look once, for the interpreter
 ):
     """Wait for the chunk of COUNT ranks; return whether all came, and record who did not."""
-    lanes = tl.arange(0, THREADS)
-    ranks = first + lanes % COUNT
+    ranks = first + tl.arange(0, THREADS) % COUNT
     flags = (operation % 2 * G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
-    late = _latest(addresses, ranks, operation + 1, SPIN)
+    words = (state_ptr, report_ptr)
+    return _wait_for(addresses, ranks, operation + 1, *words, timeout, KIND, THREADS, SPIN)
+
+
+@triton.jit
+def wait_for_copies(
+    bases_ptr,  # [4, G] int64
+    state_ptr,  # [NUM_WORDS] int32
+    report_ptr,  # [NUM_WORDS] int32
+    source,  # rank to wait for
+    num_chunks,
+    rank,
+    timeout,  # int64 nanoseconds
+    G: tl.constexpr,
+    THREADS: tl.constexpr,
+    SPIN: tl.constexpr,
+):
+    """Wait for the rows that a rank copies; return whether they came, and record if not."""
+    ranks = source + tl.zeros([THREADS], dtype=tl.int32)
+    flags = (2 * num_chunks * G + ranks).to(tl.int64)
+    addresses = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
+    expected = tl.load(state_ptr + COPIES)
+    words = (state_ptr, report_ptr)
+    return _wait_for(addresses, ranks, expected, *words, timeout, 0, THREADS, SPIN)
+
+
+@triton.jit
+def _wait_for(
+    addresses,  # [THREADS] int64, of flags
+    ranks,  # [THREADS] int32, whose
+    expected,
+    state_ptr,  # [NUM_WORDS] int32
+    report_ptr,  # [NUM_WORDS] int32
+    timeout,  # int64 nanoseconds
+    KIND: tl.constexpr,  # 0 spread, 1 reduce
+    THREADS: tl.constexpr,
+    SPIN: tl.constexpr,  # False: look once, for the interpreter
+):
+    late = _latest(addresses, ranks, expected, SPIN)
     if SPIN:
         if late >= 0:
+            lanes = tl.arange(0, THREADS)
             start = _now(lanes)
             waited = start - start
             while (late >= 0) & (waited < timeout):
-                late = _latest(addresses, ranks, operation + 1, SPIN)
+                late = _latest(addresses, ranks, expected, SPIN)
                 waited = _now(lanes) - start
     if late >= 0:
         found = 1 + late * 2 + KIND

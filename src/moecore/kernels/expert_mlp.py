@@ -34,8 +34,10 @@ from moecore.kernels.expert_products import (
     GATHER_FIRST_DY,
     GATHER_FIRST_FC1,
     GATHER_FIRST_WGRAD,
+    ArrivingRows,
     ExpertProducts,
     Source,
+    take_all,
 )
 from moecore.kernels.ops import Op
 from moecore.kernels.rows import sum_rows_plain, sum_rows_ref
@@ -61,7 +63,17 @@ class ExpertRows:
 
 
 class GradientSender(Protocol):
-    """Takes the gradients of expert rows before the weights' gradients are computed."""
+    """A dispatcher's part in the experts' backward: gradients that come, and gradients that go.
+
+    Attributes:
+        takes_arriving: set by experts whose backward asks `arriving`.
+    """
+
+    takes_arriving: bool
+
+    def arriving(self, dy_RD: Tensor) -> ArrivingRows | None:
+        """Return the rows for which a gradient stands that has none itself; None = it has."""
+        ...
 
     def start(
         self,
@@ -156,10 +168,8 @@ def _forward(
     """Return y_SD, or y_RD with `expert_rows_RD`, and h_RC (empty unless kept)."""
     options = _activation_options(kind, limit, alpha, interleaved)
     products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
-    hidden_dim = w2_eDF.shape[2]
-    x = products.source(x_SD, gather=options.gated and hidden_dim >= GATHER_FIRST_FC1)
-    h_RC, a_RF = products.fc1(x, w1_eCD, weights_R)
-    del x
+    gathers = options.gated and w2_eDF.shape[2] >= GATHER_FIRST_FC1
+    h_RC, a_RF = products.fc1(products.source(x_SD, gather=gathers), w1_eCD, weights_R)
     y = products.rows(a_RF, w2_eDF.transpose(1, 2))
     if expert_rows_RD is None:
         y = sum_rows_plain(y, *products.index)
@@ -205,14 +215,22 @@ def _gradients(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """dy and what the forward kept; h_RC is empty where FC1 runs again."""
+    """dy and what the forward kept; h_RC is empty where FC1 runs again.
 
-    dy: Tensor
-    x_SD: Tensor
+    x is [S, D], or [R, D] in expert order.
+    """
+
+    dy: Tensor | ArrivingRows
+    x: Tensor
     h_RC: Tensor
     w1_eCD: Tensor
     w2_eDF: Tensor
     weights_R: Tensor
+    in_order: bool = False
+
+    def source(self, products: ExpertProducts, *, gather: bool = False) -> Source:
+        """X for a product."""
+        return Source(self.x, None) if self.in_order else products.source(self.x, gather=gather)
 
 
 def _differentiate(
@@ -225,21 +243,28 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what `_gradients` returns; a sender gets dx and dweights before dw1 and dw2."""
     w1_eCD, w2_eDF = saved.w1_eCD, saved.w2_eDF
-    x_SD, weights_R, h_RC = saved.x_SD, saved.weights_R, saved.h_RC
+    weights_R, h_RC = saved.weights_R, saved.h_RC
     want_x, want_w1, want_w2, want_weights = wanted
     dh_RC, dweights_R = h_RC, weights_R  # replaced where anybody wants them
-    dx, dw1, dw2 = (x_SD.new_empty(0) for _ in range(3))
-    if unsummed:
+    dx, dw1, dw2 = (w1_eCD.new_empty(0) for _ in range(3))
+    dy_rows: Source | ArrivingRows
+    if not isinstance(saved.dy, Tensor):
+        dy_rows = saved.dy
+    elif unsummed:
         dy_rows = Source(saved.dy, None)
     else:
         gathers = products.options.gated and w2_eDF.shape[2] >= GATHER_FIRST_DY
         dy_rows = products.source(saved.dy, gather=gathers)
     if not h_RC.numel():
-        h_RC = products.product(products.source(x_SD), w1_eCD.transpose(1, 2))
+        h_RC = products.product(saved.source(products), w1_eCD.transpose(1, 2))
     if want_x or want_w1 or want_weights:
         dh_RC, dweights_R, a_RF = products.activation_bwd(dy_rows, w2_eDF, h_RC, weights_R)
     else:
         a_RF = weighted_activation(h_RC, weights_R, products.index[2], products.options)
+        if not isinstance(dy_rows, Source):
+            take_all(dy_rows)
+    if not isinstance(dy_rows, Source):
+        dy_rows = Source(dy_rows.rows_RD, None)  # all of them have come
     if sender is not None:
         dx = products.rows(dh_RC, w1_eCD)
         sender.start(dx, dweights_R if want_weights else None, *products.index)
@@ -248,7 +273,7 @@ def _differentiate(
         dw2 = grad if main_grads[1] is None else dw2
     del a_RF, dy_rows
     if want_w1:
-        x = products.source(x_SD, gather=w2_eDF.shape[2] >= GATHER_FIRST_WGRAD)
+        x = saved.source(products, gather=w2_eDF.shape[2] >= GATHER_FIRST_WGRAD)
         grad = products.weight_grad(x, dh_RC, True, main_grads[0])
         dw1 = grad if main_grads[0] is None else dw1
         del x  # gathered rows, as large as those of dx
@@ -283,7 +308,7 @@ def _save(
     ctx.save_for_backward(*tensors, output[1], *kept)
     # Not among the saved ones: another micro-batch's backward may have added to them since.
     ctx.main_grads = (main_grad1, main_grad2)
-    ctx.unsummed = expert_rows_RD is not None
+    ctx.unsummed, ctx.in_order = expert_rows_RD is not None, False
     ctx.options = (kind, limit, alpha, interleaved, triton, ctx.unsummed)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
@@ -305,10 +330,11 @@ def _backward(
     wanted = [needs[7] if ctx.unsummed else needs[0], *needs[1:4]]
     if fetch is not None and (wanted[1] or not h_RC.numel()):
         x_SD = fetch(*kept)
-    if sender is None or not ctx.unsummed or not wanted[0]:
-        index = (row_ids_R, slots_SK, offsets_e)
-        tensors = (dy, x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
-        grads = _expert_mlp_bwd(*tensors, *index, *ctx.main_grads, *ctx.options, wanted)
+    arriving = None if sender is None else sender.arriving(dy)
+    index = (row_ids_R, slots_SK, offsets_e)
+    tensors = (x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
+    if arriving is None and not ctx.in_order and (sender is None or not wanted[0]):
+        grads = _expert_mlp_bwd(dy, *tensors, *index, *ctx.main_grads, *ctx.options, wanted)
     else:
         added_to = [m for m in ctx.main_grads if m is not None]
         if added_to:
@@ -316,7 +342,8 @@ def _backward(
         *activation_of, triton, _ = ctx.options
         options = _activation_options(*activation_of)
         products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
-        saved = _Saved(dy.contiguous(), x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
+        saved = _Saved(arriving or dy.contiguous(), *tensors, in_order=ctx.in_order)
+        sender = sender if wanted[0] else None
         grads = _differentiate(products, saved, ctx.main_grads, True, wanted, sender)
     added = (None, *ctx.main_grads, None)
     found = [g if w and m is None else None for g, w, m in zip(grads, wanted, added, strict=True)]
@@ -327,22 +354,42 @@ def _backward(
 _expert_mlp = Op("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_backward)
 
 
+def _forward_arriving(arriving: ArrivingRows, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return y_RD and h_RC, of the inputs of `_forward` after the first."""
+    w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e = rest[:6]
+    *activation_of, triton, keep_h = rest[9:]
+    options = _activation_options(*activation_of)
+    products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
+    h_RC, a_RF = products.fc1(arriving, w1_eCD, weights_R)
+    y_RD = products.rows(a_RF, w2_eDF.transpose(1, 2))
+    return y_RD, h_RC if keep_h else h_RC.new_empty(0)
+
+
 class _TravellingMLP(torch.autograd.Function):
-    """The same operation in plain eager, for a dispatcher that takes part in its backward."""
+    """The same operation in plain eager, for a dispatcher that takes part in it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs_and_dispatcher: Any) -> tuple[Tensor, Tensor]:
-        *inputs, ctx.sender, again = inputs_and_dispatcher
-        output = _forward(*inputs)
+        x_SD, *rest, sender, again, arriving = inputs_and_dispatcher
+        if arriving is None:
+            output = _forward(x_SD, *rest)
+        else:
+            output = _forward_arriving(arriving, *rest)
         ctx.fetch, kept = (None, ()) if again is None else (again.fetch, again.kept)
         if again is not None:
-            inputs[0] = inputs[0].new_empty(0)
-        _save(ctx, tuple(inputs), output, kept)
+            x_SD = x_SD.new_empty(0)
+        elif arriving is not None:
+            x_SD = arriving.rows_RD
+        _save(ctx, (x_SD, *rest), output, kept)
+        ctx.in_order = arriving is not None and again is None
+        ctx.sender = sender if ctx.unsummed else None
+        if ctx.sender is not None:
+            ctx.sender.takes_arriving = True
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, grads[0], None, ctx.sender, ctx.fetch), None, None
+        return *_backward(ctx, grads[0], None, ctx.sender, ctx.fetch), None, None, None
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -396,6 +443,7 @@ def expert_mlp(
     expert_rows_RD: Tensor | None = None,
     sender: GradientSender | None = None,
     again: RowsAgain | None = None,
+    arriving: ArrivingRows | None = None,
 ) -> Tensor:
     """Return the weighted sum over each source row's experts; differentiable once, in reverse.
 
@@ -421,6 +469,7 @@ def expert_mlp(
             of w1 and w2 are computed.
         again: where backward gets x_SD, which is then not kept. Under torch.compile it and the
             sender are not used.
+        arriving: brings the rows of x_SD in expert order, which are kept then; x_SD is not read.
 
     Returns:
         [S, D], dtype of x: added in fp32, rounded once. Bit-reproducible with "triton". With
@@ -434,7 +483,7 @@ def expert_mlp(
     if options.products == "triton":
         _check_triton(x_SD, w1_eCD, w2_eDF, act)
     inputs = (
-        x_SD.contiguous(),
+        x_SD.contiguous() if arriving is None else x_SD,
         w1_eCD,
         w2_eDF,
         rows.weights_R,
@@ -450,8 +499,9 @@ def expert_mlp(
         options.products == "triton",
         options.keep_h,
     )
-    if (sender is None and again is None) or torch.compiler.is_compiling():
+    travelling = (sender, again, arriving)
+    if torch.compiler.is_compiling() or travelling == (None, None, None):
         y, _ = _expert_mlp(*inputs)
     else:
-        y, _ = _TravellingMLP.apply(*inputs, sender, again)
+        y, _ = _TravellingMLP.apply(*inputs, *travelling)
     return y

@@ -19,6 +19,8 @@ b and the outputs once each, and h for ACTIVATION_BWD.
 The Triton kernels of `grouped_gemm.py` compute the same; these run where they are faster.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -44,11 +46,35 @@ ROWS_PER_SUM = 1024
 
 
 @triton.jit
+def _find_row(
+    row_ids_ptr,  # [R] int32, rising within an expert
+    starts,  # [E] int32, of the experts
+    ends,  # [E] int32
+    source_row,
+    num_steps,
+):
+    """Return each expert's first row whose source row is not below, else its end."""
+    low, high = starts, ends
+    for _ in range(num_steps):
+        middle = (low + high) // 2
+        source = tl.load(row_ids_ptr + middle, mask=low < high, other=0)
+        below = (low < high) & (source < source_row)
+        high = tl.where(below, high, middle)
+        low = tl.where(below, middle + 1, low)
+    return low
+
+
+@triton.jit
 def _map_row_tiles_kernel(
     offsets_ptr,  # [e] int32
-    map_ptr,  # [1 + row tiles, MAP_FIELDS] int32, out; word 0 is the number of row tiles
+    row_ids_ptr,  # [R] int32; unused without RANGES
+    ranges_ptr,  # [pieces, RANGES, 2] int32 first and last + 1 of source rows; likewise
+    map_ptr,  # [pieces, most, FIELDS] int32, out; word 0 is the number of row tiles
+    most,  # rows of one piece's map
     num_experts,
+    num_steps,  # of a search among all rows
     E_POW2: tl.constexpr,
+    RANGES: tl.constexpr,  # of a piece; 0: the only piece is all rows
     BLOCK_M: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,20 +83,30 @@ def _map_row_tiles_kernel(
     exists = experts < num_experts
     ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
     starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
-    tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
-    mine = tl.program_id(0)
-    first = tl.sum(tl.where(experts < mine, tiles, 0), 0)
-    count = tl.sum(tl.where(experts == mine, tiles, 0), 0)
-    start = tl.sum(tl.where(experts == mine, starts, 0), 0)
-    end = tl.sum(tl.where(experts == mine, ends, 0), 0)
-    for done in range(0, count, BLOCK):
-        tile = done + tl.arange(0, BLOCK)
-        at = map_ptr + (1 + first + tile) * FIELDS
-        tl.store(at, tl.full([BLOCK], 0, tl.int32) + mine, mask=tile < count)
-        tl.store(at + 1, start + tile * BLOCK_M, mask=tile < count)
-        tl.store(at + 2, tl.full([BLOCK], 0, tl.int32) + end, mask=tile < count)
+    mine, piece = tl.program_id(0), tl.program_id(1)
+    map_ptr += piece * most * FIELDS
+    before = 0  # tiles of the ranges before
+    for i in tl.static_range(max(1, RANGES)):
+        low, high = starts, ends
+        if RANGES > 0:
+            at = ranges_ptr + (piece * RANGES + i) * 2
+            low = _find_row(row_ids_ptr, starts, ends, tl.load(at), num_steps)
+            high = _find_row(row_ids_ptr, starts, ends, tl.load(at + 1), num_steps)
+            high = tl.maximum(low, high)
+        tiles = tl.where(exists, (high - low + BLOCK_M - 1) // BLOCK_M, 0)
+        first = before + tl.sum(tl.where(experts < mine, tiles, 0), 0)
+        count = tl.sum(tl.where(experts == mine, tiles, 0), 0)
+        start = tl.sum(tl.where(experts == mine, low, 0), 0)
+        end = tl.sum(tl.where(experts == mine, high, 0), 0)
+        for done in range(0, count, BLOCK):
+            tile = done + tl.arange(0, BLOCK)
+            at = map_ptr + (1 + first + tile) * FIELDS
+            tl.store(at, tl.full([BLOCK], 0, tl.int32) + mine, mask=tile < count)
+            tl.store(at + 1, start + tile * BLOCK_M, mask=tile < count)
+            tl.store(at + 2, tl.full([BLOCK], 0, tl.int32) + end, mask=tile < count)
+        before += tl.sum(tiles, 0)
     if mine == 0:
-        tl.store(map_ptr, tl.sum(tiles, 0))
+        tl.store(map_ptr, before)
 
 
 @triton.jit
@@ -122,14 +158,43 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> Tensor:
     Returns:
         int32 [1 + most row tiles, MAP_FIELDS]; the first word counts the row tiles.
     """
+    return _map(offsets_e, offsets_e, None, num_rows)[0]
+
+
+def map_piece_tiles(offsets_e: Tensor, row_ids_R: Tensor, ranges_PN2: Tensor) -> Tensor:
+    """Return the same for each of several pieces, in which the rows arrive.
+
+    Args:
+        offsets_e: int32 on the device, running sum of the experts' rows.
+        row_ids_R: int32, source row of each expert row, rising within an expert.
+        ranges_PN2: int32, contiguous: first and last + 1 source row of each piece's N ranges.
+
+    Returns:
+        int32 [P, 1 + most row tiles, MAP_FIELDS], one map per piece.
+
+    Example, tiles of 2 rows, offsets [3, 5], row ids [0, 2, 3, 1, 2], pieces [[0, 2]] and [[2, 4]]:
+    the first has tiles (expert 0, rows 0 to 1) and (1, 3 to 4), the second (0, 1 to 3) and (1, 4 to
+    5).
+    """
+    return _map(offsets_e, row_ids_R, ranges_PN2, row_ids_R.shape[0])
+
+
+def _map(offsets_e: Tensor, row_ids_R: Tensor, ranges_PN2: Tensor | None, num_rows: int) -> Tensor:
     e = offsets_e.shape[0]
-    tiles = offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
+    pieces, ranges = (1, 0) if ranges_PN2 is None else ranges_PN2.shape[:2]
+    most = 1 + cdiv(num_rows, BLOCK_M) + e * max(1, ranges)
+    tiles = offsets_e.new_empty(pieces, most, MAP_FIELDS)
     with on_device(offsets_e):
-        _map_row_tiles_kernel[(e,)](
+        _map_row_tiles_kernel[(e, pieces)](
             offsets_e,
+            row_ids_R,
+            offsets_e if ranges_PN2 is None else ranges_PN2,
             tiles,
+            most,
             e,
+            num_rows.bit_length(),
             E_POW2=next_power_of_2(e),
+            RANGES=ranges,
             BLOCK_M=BLOCK_M,
             FIELDS=MAP_FIELDS,
             BLOCK=32,
@@ -215,14 +280,18 @@ def pingpong_gemm(
 
 
 def pingpong_activation(
-    x_RD: Tensor, w1_eCD: Tensor, tiles: Tensor, weights_R: Tensor, options: ActivationOptions
+    x_RD: Tensor,
+    w1_eCD: Tensor,
+    tiles: Iterable[Tensor],
+    weights_R: Tensor,
+    options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return FC1's output and the weighted activation of it. No autograd, no host sync.
 
     Args:
         x_RD: rows in expert order, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
-        tiles: from `map_row_tiles`.
+        tiles: one map, or those of all pieces; a piece is read after its map was asked for.
         weights_R: fp32 routing weights.
         options: a gated activation, not interleaved.
 
@@ -234,15 +303,16 @@ def pingpong_activation(
     if R:
         outputs = (weights_R, h_RC, a_RF, h_RC, weights_R)
         b = w1_eCD.transpose(1, 2)
-        found = launch_arguments(x_RD, b, tiles, None, R, C // 2, ACTIVATION, options, *outputs)
-        _launch(x_RD, *found)
+        for part in tiles:
+            sizes = (None, R, C // 2, ACTIVATION, options)
+            _launch(x_RD, *launch_arguments(x_RD, b, part, *sizes, *outputs))
     return h_RC, a_RF
 
 
 def pingpong_activation_bwd(
     dy: Tensor,
     w2_eDF: Tensor,
-    tiles: Tensor,
+    tiles: Iterable[Tensor],
     h_RC: Tensor,
     weights_R: Tensor,
     offsets_e: Tensor,
@@ -258,7 +328,7 @@ def pingpong_activation_bwd(
         dy: [R, D] rows in expert order, or [S, D] source rows with `row_ids_R`; bf16 or fp16,
             contiguous.
         w2_eDF: contiguous; D and F multiples of 8.
-        tiles: from `map_row_tiles`.
+        tiles: as for `pingpong_activation`.
         h_RC: [R, 2F] FC1's output, contiguous.
         weights_R: fp32 routing weights.
         offsets_e: int32 running sum of the experts' rows.
@@ -276,8 +346,9 @@ def pingpong_activation_bwd(
         return dh_RC, dweights_R, a_RF
     parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
     outputs = (weights_R, h_RC, a_RF, dh_RC, parts)
-    found = launch_arguments(dy, w2_eDF, tiles, row_ids_R, R, F, ACTIVATION_BWD, options, *outputs)
-    _launch(dy, *found)
+    for part in tiles:
+        sizes = (row_ids_R, R, F, ACTIVATION_BWD, options)
+        _launch(dy, *launch_arguments(dy, w2_eDF, part, *sizes, *outputs))
     e = offsets_e.shape[0]
     with on_device(dy):
         _finish_bwd_kernel[(CLEARED_ROWS + cdiv(R, ROWS_PER_SUM),)](

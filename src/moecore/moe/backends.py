@@ -31,7 +31,7 @@ from moecore.kernels.common import INTERPRET, has_hopper_kernels, warn_plain
 from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
 from moecore.kernels.rows import gather_rows, sum_rows
 from moecore.moe.activation import activate, activation_options
-from moecore.moe.dispatch.base import ExpertInput, UnsummedRows, own_sums
+from moecore.moe.dispatch.base import ExpertInput, UnsummedRows, own_sums, with_rows
 from moecore.moe.experts_te import check_te, te_experts
 from moecore.moe.plain_rows import gather_plain, sum_plain
 
@@ -141,6 +141,8 @@ def run_experts(
                 "biases"
             )
         inp = own_sums(inp)
+    if torch.compiler.is_compiling():
+        inp = with_rows(inp)
     if name == "sequential":
         return _sequential(inp, weights, config)
     if name == "triton":  # te_experts checks for itself
@@ -173,6 +175,7 @@ def run_experts(
         expert_rows_RD=inp.expert_rows_RD,
         sender=inp.sender,
         again=inp.again,
+        arriving=inp.arriving,
     )
     return y if inp.expert_rows_RD is None else UnsummedRows(y)
 

@@ -17,9 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from moecore._compat import all_gather_single
+from moecore._compat import all_gather_single, disable_dynamo
 from moecore.kernels.expert_mlp import GradientSender, RowsAgain
+from moecore.kernels.expert_products import ArrivingRows
 from moecore.moe.router import Routing
+
+
+class TravellingRows(ArrivingRows, Protocol):
+    """Rows on their way, for experts that take them in pieces and for those that do not."""
+
+    def take_source_rows(self) -> Tensor:
+        """Wait for all; return the source rows [S, D], holes uninitialised. Instead of `take`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +51,11 @@ class ExpertInput:
             then. Experts leave each expert row's gradient there and may return `UnsummedRows`;
             those that add their rows themselves start with `own_sums`.
         sender: None, or from a dispatcher that can send the gradients of expert_rows_RD and
-            weights_R home while the experts compute those of their weights; using it is optional.
+            weights_R home while the experts compute those of their weights, and can bring those of
+            their output piece by piece; using it is optional.
         again: None, or where backward gets rows_SD, which experts then do not keep.
+        arriving: None, or rows that are still on their way: rows_SD is NaN, without memory. Experts
+            multiply those that have come, or start with `with_rows`.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -60,6 +72,7 @@ class ExpertInput:
     expert_rows_RD: Tensor | None = None
     sender: GradientSender | None = None
     again: RowsAgain | None = None
+    arriving: TravellingRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +92,17 @@ for _record in (ExpertInput, UnsummedRows):
     register_dataclass(_record, field_names=[f.name for f in fields(_record)], drop_field_names=[])
 
 
+@disable_dynamo
+def with_rows(inp: ExpertInput) -> ExpertInput:
+    """Return the same input with all rows in rows_SD, for experts that do not take pieces."""
+    if inp.arriving is None:
+        return inp
+    return replace(inp, rows_SD=inp.arriving.take_source_rows(), arriving=None)
+
+
 def own_sums(inp: ExpertInput) -> ExpertInput:
     """Return the same input with differentiable rows_SD, for experts that gather and sum."""
+    inp = with_rows(inp)
     if inp.expert_rows_RD is None:
         return inp
     rows_SD = _SourceRows.apply(inp.expert_rows_RD, inp.rows_SD, inp.slots_SK)

@@ -6,6 +6,9 @@ the group (ep * etp), S = G * C source rows, R expert rows.
     dispatch = spread of tokens and choices     backward: reduce of their gradients
     combine  = reduce of partial sums           backward: spread of the gradient
 
+With overlap "experts" the tokens and the gradient of a combine come by copy engines instead
+(`_Travel`), rank after rank, while the experts multiply what has come.
+
 Each operation is one launch that sends and receives (`kernels/exchange.py`). Source row g * C + t
 is token t of rank g, or a hole where this rank does not need it. Sums run over the ranks in order.
 What is summed is one row per source row, or the expert rows of each, added on the way: then no sum
@@ -29,6 +32,7 @@ from torch import Tensor
 from moecore._compat import disable_dynamo
 from moecore.kernels.exchange import SpreadChoices
 from moecore.kernels.expert_mlp import RowsAgain
+from moecore.kernels.expert_products import take_all
 from moecore.kernels.index import ExpertIndex, build_index
 from moecore.kernels.rows import sum_rows_plain
 from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, UnsummedRows
@@ -45,12 +49,14 @@ class NVLinkPlan:
         peers_T: int32, bit g of each local token: rank g has it.
         places_S: int32, the row's own number, -1 = a hole.
         slots_SK: int32, expert rows of each source row, -1 = none.
+        sender: of the dispatch, where it has one.
     """
 
     exchange: Exchange
     peers_T: Tensor
     places_S: Tensor
     slots_SK: Tensor
+    sender: _Sender | None
 
 
 class NVLinkDispatcher:
@@ -82,16 +88,20 @@ class NVLinkDispatcher:
             )
         exchange = self.exchanges.get(x_TD, routing.expert_ids_TK.shape[1])
         tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
-        sender = _Sender(exchange) if exchange.options.overlap == "weight_grads" else None
-        made = _Dispatch.apply(*tokens, exchange, self.placement, sender)
+        sender = _Sender(exchange) if exchange.options.overlap != "none" else None
+        num_rows = most_expert_rows(exchange, self.placement)
+        travel = None
+        if exchange.can_send_rows():
+            travel = _Travel(exchange, x_TD.detach().contiguous(), num_rows)
+        made = _Dispatch.apply(*tokens, exchange, self.placement, sender, travel)
         rows_SD, expert_rows_RD, peers_T, places_S = made[:4]
         index = ExpertIndex(*made[4:])
-        plan = NVLinkPlan(exchange, peers_T, places_S, index.slots_SK)
+        plan = NVLinkPlan(exchange, peers_T, places_S, index.slots_SK, sender)
         again = None
         if not exchange.options.keep_rows:
             again = RowsAgain(exchange.spread_again, (x_TD.detach(), peers_T, places_S))
-        num_rows = index.offsets_e[-1]
-        return ExpertInput(rows_SD, *index, num_rows, plan, expert_rows_RD, sender, again)
+        used = index.offsets_e[-1]
+        return ExpertInput(rows_SD, *index, used, plan, expert_rows_RD, sender, again, travel)
 
     @disable_dynamo
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:
@@ -116,28 +126,78 @@ class NVLinkDispatcher:
         return _Combine.apply(rows, plan, slots_SN)
 
 
+def most_expert_rows(exchange: Exchange, place: ExpertPlacement) -> int:
+    """Return R: rows for any routing, or what the capacity factor leaves of them."""
+    most = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_local)
+    factor = exchange.options.capacity_factor
+    return most if factor is None else min(most, math.ceil(factor * exchange.balanced_rows))
+
+
 def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -> ExpertIndex:
-    """Return the index of the rows that came. Its length is static, and fits any balanced load."""
-    most_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_local)
-    num_rows, factor = most_rows, exchange.options.capacity_factor
-    if factor is not None:
-        num_rows = min(most_rows, math.ceil(factor * exchange.balanced_rows))
+    """Return the index of the rows that came. Its length is static."""
+    num_rows = most_expert_rows(exchange, place)
     sizes = dict(first=place.first_local, num_local=place.num_local, capacity=num_rows)
     index = build_index(came.ids_SK, came.weights_SK, **sizes)
-    if num_rows < most_rows:
+    if exchange.options.capacity_factor is not None:
         index = index._replace(offsets_e=exchange.limit_rows(index.offsets_e, num_rows))
     return index
 
 
+class _Travel:
+    """Rows on their way to the experts, by copy engines: a `TravellingRows`.
+
+    Args:
+        exchange: over which they go; `can_send_rows` now.
+        x_TD: this rank's rows, contiguous.
+        num_rows: R.
+    """
+
+    def __init__(self, exchange: Exchange, x_TD: Tensor, num_rows: int) -> None:
+        self.ranges_PN2 = exchange.ranges_PN2
+        self.rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+        self._exchange = exchange
+        self._x_TD = x_TD
+        self._where: tuple[Tensor, Tensor] | None = None
+
+    def start(self) -> None:
+        """Send them."""
+        self._exchange.start_rows(self._x_TD)
+
+    def locate(self, places_S: Tensor, slots_SK: Tensor) -> None:
+        """Say where the rows go that come; before the first is taken."""
+        self._where = (places_S, slots_SK)
+
+    def take(self, piece: int) -> None:
+        """Bring a piece into `rows_RD`; the last one ends the journey."""
+        assert self._where is not None
+        self._exchange.take_rows(self._x_TD, *self._where, self.rows_RD, piece)
+        if piece == len(self._exchange.pieces) - 1:
+            self._exchange.finish_rows(self._x_TD)
+
+    def take_source_rows(self) -> Tensor:
+        """Wait for all; return the source rows [S, D] instead, holes uninitialised."""
+        assert self._where is not None
+        places_S, S = self._where[0], self._exchange.layout.source_rows
+        self._where = (places_S, places_S[:, None])
+        self.rows_RD = self._x_TD.new_empty(S, self._x_TD.shape[1])
+        return take_all(self)
+
+
 class _Sender:
-    """Sends a dispatch's gradients home before its backward is asked for them.
+    """The part of one dispatch and its combine in the experts' backward: a `GradientSender`.
+
+    It sends the dispatch's gradients home before its backward is asked for them, and hands the
+    gradients of the combine over while they come.
 
     Args:
         exchange: over which the tokens came.
     """
 
     def __init__(self, exchange: Exchange) -> None:
+        self.takes_arriving = False
         self._exchange = exchange
+        self._travel: _Travel | None = None
+        self._stand_in: Tensor | None = None
         self._sent: tuple[Tensor, Tensor | None] | None = None
         self._versions: tuple[int, ...] = ()
         self._sums_SD: Tensor | None = None
@@ -161,6 +221,36 @@ class _Sender:
         self._sums_SD = sum_rows_plain(drows_RD, row_ids_R, slots_SK, num_rows)
         self._exchange.start_copies(self._sums_SD)
 
+    def can_hand_over(self) -> bool:
+        """Whether gradients may come piece by piece, the same on all ranks."""
+        return self.takes_arriving and self._exchange.can_send_rows()
+
+    def hand_over(self, travel: _Travel) -> Tensor:
+        """Return what stands for the gradients until the experts ask for them: NaN, no memory.
+
+        Whoever reads it instead of them sees it.
+        """
+        stand_in = travel.rows_RD.new_full((1,), math.nan).expand_as(travel.rows_RD)
+        self._travel, self._stand_in = travel, stand_in
+        return stand_in
+
+    def arriving(self, dy_RD: Tensor) -> _Travel | None:
+        """Return the gradients for which `dy_RD` stands; None = it is what it says.
+
+        Raises:
+            RuntimeError: when they were handed over and this is another tensor.
+        """
+        travel, stand_in, self._travel, self._stand_in = self._travel, self._stand_in, None, None
+        if travel is None or stand_in is None:
+            return None
+        if dy_RD is not stand_in or dy_RD._version:
+            raise RuntimeError(
+                "gradients of the experts' output must not change before the experts' backward "
+                "with NVLinkOptions.overlap ('experts'), where they are still on their way: remove "
+                "the hook or use overlap='weight_grads'"
+            )
+        return travel
+
     def finish(
         self, came: tuple[Tensor | None, Tensor | None], where: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor | None] | None:
@@ -179,8 +269,8 @@ class _Sender:
         if came[0] is not sent[0] or came[1] is not sent[1] or _versions(*came) != self._versions:
             raise RuntimeError(
                 "gradients of the experts' input must not change after the experts' backward with "
-                "NVLinkOptions.overlap ('weight_grads'), which has sent them already: remove the "
-                "hook or use overlap='none'"
+                f"NVLinkOptions.overlap ({self._exchange.options.overlap!r}), which has sent them "
+                "already: remove the hook or use overlap='none'"
             )
         peers_T, places_S, slots_SK = where
         dweights_R = sent[1]
@@ -205,18 +295,26 @@ class _Dispatch(torch.autograd.Function):
         exchange: Exchange,
         place: ExpertPlacement,
         sender: _Sender | None,
+        travel: _Travel | None,
     ) -> tuple[Tensor, ...]:
-        sizes = dict(num_local=place.num_local, etp=place.etp)
+        if travel is not None:
+            travel.start()
+        sizes: dict[str, Any] = dict(num_local=place.num_local, etp=place.etp, rows=travel is None)
         came = exchange.spread_choices(x_TD, ids_TK, weights_TK, **sizes)
         index = _index_of(came, exchange, place)
+        rows_SD = came.rows_SD
+        if travel is not None:
+            travel.locate(came.places_S, index.slots_SK)
+            shape = (exchange.layout.source_rows, x_TD.shape[1])
+            rows_SD = x_TD.new_full((1,), math.nan).expand(shape)
         expert_rows_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
         where = (came.peers_T, came.places_S)
         ctx.exchange, ctx.num_rows, ctx.sender = exchange, index.row_ids_R.shape[0], sender
         ctx.save_for_backward(*where, index.slots_SK)
         integers = (*where, index.row_ids_R, index.slots_SK, index.offsets_e)
-        ctx.mark_non_differentiable(came.rows_SD, *integers)
+        ctx.mark_non_differentiable(rows_SD, *integers)
         ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
-        return came.rows_SD, expert_rows_RD, *where, *index
+        return rows_SD, expert_rows_RD, *where, *index
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -225,7 +323,7 @@ class _Dispatch(torch.autograd.Function):
         _, drows_RD, _, _, _, dweights_R, *_ = grads
         home = ctx.sender.finish((drows_RD, dweights_R), where) if ctx.sender else None
         if home is not None:
-            return *home, None, None, None, None
+            return *home, *(None,) * 5
         # Every rank takes part, whichever gradients it has.
         zeros = partial(torch.zeros, device=places_S.device)
         if drows_RD is None:
@@ -234,17 +332,24 @@ class _Dispatch(torch.autograd.Function):
         if dweights_R is None:
             dweights_R = zeros(ctx.num_rows)
         dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *where, (dweights_R, slots_SK))
-        return dx_TD, dweights_TK, None, None, None, None
+        return dx_TD, dweights_TK, *(None,) * 5
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, plan: NVLinkPlan, slots_SN: Tensor) -> Tensor:
-        ctx.exchange, ctx.num_rows = plan.exchange, y_RD.shape[0]
+        ctx.exchange, ctx.num_rows, ctx.sender = plan.exchange, y_RD.shape[0], plan.sender
         where = (plan.peers_T, plan.places_S, slots_SN)
         ctx.save_for_backward(*where)
         return plan.exchange.reduce(y_RD, *where)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.spread(grads[0], *ctx.saved_tensors, ctx.num_rows), None, None
+        peers_T, places_S, slots_SN = ctx.saved_tensors
+        if ctx.sender is None or not ctx.sender.can_hand_over():
+            dy_RD = ctx.exchange.spread(grads[0], peers_T, places_S, slots_SN, ctx.num_rows)
+            return dy_RD, None, None
+        travel = _Travel(ctx.exchange, grads[0].contiguous(), ctx.num_rows)
+        travel.start()
+        travel.locate(places_S, slots_SN)
+        return ctx.sender.hand_over(travel), None, None

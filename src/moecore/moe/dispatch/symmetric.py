@@ -5,7 +5,7 @@ at first use, by all ranks together. Its buffer lives until `close()`, or until 
 owner is gone. Only the making and `check` wait for the device.
 
 Memory comes from torch's symmetric memory (CUDA backend, no multicast): 2 * G * C rows per rank and
-exchange, 3 with overlap, C the most tokens of any rank.
+exchange, C the most tokens of any rank; 3 with overlap "weight_grads", 4 with "experts".
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.kernels import exchange as kernels
+from moecore.kernels import exchange_copies as copies
 from moecore.kernels.common import HAS_TRITON, INTERPRET, num_sms, on_device
 from moecore.kernels.exchange_port import (
     ERROR_WORD,
@@ -27,12 +28,14 @@ from moecore.kernels.exchange_port import (
     MAX_RANKS,
     NEEDED_WORD,
     NUM_WORDS,
+    ROWS_SLOT,
+    SUMS_SLOT,
     ExchangeLayout,
     ExchangePort,
 )
 from moecore.kernels.limit_rows import limit_rows
 
-Overlap = Literal["none", "weight_grads"]
+Overlap = Literal["none", "weight_grads", "experts"]
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
 
 
@@ -60,7 +63,10 @@ class NVLinkOptions:
         num_sms: programs of one operation, of which half push and half receive; None = one per
             multiprocessor.
         overlap: what runs while rows travel. "weight_grads": the gradients of the experts' weights,
-            beside those of the tokens on their way home. "none": nothing.
+            beside those of the tokens on their way home. "experts": that, and the experts' first
+            products, forward and backward, on the rows that have come; these are kept in expert
+            order, so it needs a capacity_factor or keep_rows=False, else it is "weight_grads".
+            "none": nothing.
         keep_rows: whether backward finds the rows that came. False sends the tokens once more
             there; for experts "triton" and "torch" without biases.
         timeout_s: seconds that a rank waits for another one before it is an error.
@@ -76,7 +82,8 @@ class NVLinkOptions:
     def __post_init__(self) -> None:
         if self.overlap not in get_args(Overlap):
             raise ValueError(
-                f"NVLinkOptions.overlap ({self.overlap!r}) must be 'none' or 'weight_grads'"
+                f"NVLinkOptions.overlap ({self.overlap!r}) must be 'none', 'weight_grads' or "
+                "'experts'"
             )
         for name, least in (("max_tokens", 1), ("num_sms", 2)):
             value = getattr(self, name)
@@ -86,6 +93,14 @@ class NVLinkOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"NVLinkOptions.{name} ({value}) must be > 0 and finite")
+
+    @property
+    def copy_slots(self) -> int:
+        """Slots that copy engines write: for sums home, and for rows."""
+        kept_in_order = self.capacity_factor is None and self.keep_rows
+        if self.overlap == "experts" and not kept_in_order:
+            return 2
+        return int(self.overlap != "none")
 
 
 class Exchange:
@@ -116,10 +131,14 @@ class Exchange:
         self.options = options
         self.balanced_rows = balanced_rows
         self._memory = memory
+        self.pieces = copies.pieces_of(port.layout.num_ranks)
+        self.ranges_PN2 = self._ranges().to(port.state.device)
         self._stream: torch.cuda.Stream | None = None
-        self._copying = False  # between start_copies and finish_copies
-        # Whether the last operation was captured; None = it was one with copies, or there is none.
-        self._captured: bool | None = None
+        self._sums_travel = False  # between start_copies and finish_copies
+        self._rows_travel = False  # between start_rows and finish_rows
+        # Whether what freed a copy slot was captured; None = nothing has, since it was used.
+        self._sums_free: bool | None = False
+        self._rows_free: bool | None = False
 
     @property
     def layout(self) -> ExchangeLayout:
@@ -127,12 +146,22 @@ class Exchange:
         return self.port.layout
 
     def spread_choices(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        num_local: int,
+        etp: int,
+        rows: bool = True,
     ) -> kernels.SpreadChoices:
-        """Send tokens with their choices to the ranks that own the experts; return what came."""
+        """Send tokens with their choices to the ranks that own the experts; return what came.
+
+        Without `rows` the choices alone.
+        """
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self.note_operation()
-        return kernels.spread_choices(self.port, *sent, num_local=num_local, etp=etp)
+        return kernels.spread_choices(self.port, *sent, num_local=num_local, etp=etp, rows=rows)
 
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
@@ -165,28 +194,37 @@ class Exchange:
         return kernels.reduce(self.port, y_RD.contiguous(), *where, choices)
 
     def note_operation(self) -> None:
-        """Remember that an operation without copies comes now."""
-        self._captured = self._is_capturing()
+        """Remember that an operation without copied sums comes now: it frees the copy slots."""
+        self._sums_free = self._is_capturing()
+        self._note_reads_end()
+
+    def _note_reads_end(self) -> None:
+        """Remember that an operation comes: all ranks know then that taken rows have been read."""
+        if not self._rows_travel:
+            self._rows_free = self._is_capturing()
 
     def can_copy(self) -> bool:
         """Whether `start_copies` may come now, the same on all ranks.
 
-        Two operations with copies need another one between them, and of what ran before a CUDA
-        graph is captured nobody knows whether it comes before a replay.
+        The slot must have been freed since it was used (`kernels/exchange_copies.py`), and of what
+        ran before a CUDA graph is captured nobody knows whether it comes before a replay.
         """
-        return self.layout.copies and not self._copying and self._captured is self._is_capturing()
+        has_slot = self.layout.copy_slots > 0
+        return has_slot and not self._sums_travel and self._sums_free is self._is_capturing()
+
+    def can_send_rows(self) -> bool:
+        """Whether `start_rows` may come now, the same on all ranks; see `can_copy`."""
+        has_slot = self.layout.copy_slots > 1
+        return has_slot and not self._rows_travel and self._rows_free is self._is_capturing()
 
     def start_copies(self, sums_SD: Tensor) -> None:
         """Begin to copy sums home on a stream of their own; they must live until `finish_copies`.
 
         No multiprocessor takes part.
         """
-        self._copying = True
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(sums_SD.device)
-        self._stream.wait_stream(torch.cuda.current_stream(sums_SD.device))
-        with torch.cuda.stream(self._stream):
-            kernels.copy_sums(self.port, sums_SD)
+        self._sums_travel = True
+        with torch.cuda.stream(self._stream_after(sums_SD)):
+            copies.copy_sums(self.port, sums_SD)
 
     def finish_copies(
         self,
@@ -196,11 +234,53 @@ class Exchange:
         choices: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Return what `reduce` of the copied sums returns; the current stream waits for them."""
-        assert self._stream is not None
-        torch.cuda.current_stream(sums_SD.device).wait_stream(self._stream)
-        self._copying, self._captured = False, None
+        self._wait_for_stream(sums_SD)
+        self._sums_travel, self._sums_free = False, None
+        self._note_reads_end()
         where = (peers_T, places_S, places_S[:, None])
         return kernels.reduce(self.port, sums_SD, *where, choices, copied=True)
+
+    def start_rows(self, x_TD: Tensor) -> None:
+        """Begin to copy contiguous rows to all ranks; they must live until `finish_rows`.
+
+        No multiprocessor takes part.
+        """
+        self._rows_travel, self._rows_free = True, None
+        copies.count_rows(self.port)
+        with torch.cuda.stream(self._stream_after(x_TD)):
+            copies.send_rows(self.port, x_TD)
+
+    def take_rows(
+        self, x_TD: Tensor, places_S: Tensor, slots_SN: Tensor, out_RD: Tensor, piece: int
+    ) -> None:
+        """Write the rows of a piece, which come after `start_rows`, to where their slots say."""
+        copies.take_rows(self.port, x_TD, places_S, slots_SN, out_RD, self.pieces[piece])
+
+    def finish_rows(self, x_TD: Tensor) -> None:
+        """End what `start_rows` began, once the rows of all pieces are taken."""
+        self._wait_for_stream(x_TD)
+        self._rows_travel, self._sums_free = False, self._is_capturing()
+
+    def _stream_after(self, x: Tensor) -> torch.cuda.Stream:
+        """Return the stream of copies, which goes on when the current one has come to here."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        self._stream.wait_stream(torch.cuda.current_stream(x.device))
+        return self._stream
+
+    def _wait_for_stream(self, x: Tensor) -> None:
+        assert self._stream is not None
+        torch.cuda.current_stream(x.device).wait_stream(self._stream)
+
+    def _ranges(self) -> Tensor:
+        """Return int32 [P, 2, 2], first and last + 1 source row of each piece's two ranges."""
+        G, C = self.layout.num_ranks, self.layout.capacity
+        found = []
+        for first, count in self.pieces:
+            start = (self.port.rank - first - count + 1) % G
+            end = start + count
+            found.append([[start * C, min(end, G) * C], [0, max(0, end - G) * C]])
+        return torch.tensor(found, dtype=torch.int32)
 
     def _is_capturing(self) -> bool:
         return self.port.state.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -344,8 +424,8 @@ class Exchanges:
                 "one step first"
             )
         programs = self.options.num_sms or num_sms(x_TD.device)
-        dtype, copies = EXCHANGE_DTYPES.index(x_TD.dtype), self.options.overlap == "weight_grads"
-        mine = (self.options.max_tokens or T, D, top_k, dtype, programs, copies)
+        dtype, copy_slots = EXCHANGE_DTYPES.index(x_TD.dtype), self.options.copy_slots
+        mine = (self.options.max_tokens or T, D, top_k, dtype, programs, copy_slots)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
             capacity=max(1, _agree(mine, x_TD.device, self.group)),
@@ -354,7 +434,7 @@ class Exchanges:
             dtype=x_TD.dtype,
             num_push=num_push(programs),
             num_receive=programs - num_push(programs),
-            copies=copies,
+            copy_slots=copy_slots,
         )
         balanced = layout.source_rows * top_k // self.ep
         with on_device(x_TD):
@@ -401,11 +481,24 @@ def make_port(
         state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
         report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
         timeout_ns=round(timeout_s * 1e9),
-        copy_slots=tuple(layout.copy_slot(p, rank) for p in peers if layout.copies),
+        **_copy_targets(layout, peers, rank),
     )
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody may raise a flag that another rank is yet to clear
     return port, (buffer, handle)
+
+
+def _copy_targets(
+    layout: ExchangeLayout, peers: list[Tensor], rank: int
+) -> dict[str, tuple[Tensor, ...]]:
+    """Return what copy engines write, by peer: fields of `ExchangePort`."""
+    found = {}
+    if layout.copy_slots > 0:
+        found["sums_slots"] = [layout.copy_slot(p, SUMS_SLOT.value, rank) for p in peers]
+    if layout.copy_slots > 1:
+        found["rows_slots"] = [layout.copy_slot(p, ROWS_SLOT.value, rank) for p in peers]
+        found["rows_flags"] = [layout.copy_flag(p, rank) for p in peers]
+    return {name: tuple(targets) for name, targets in found.items()}
 
 
 def _symmetric_buffer(
