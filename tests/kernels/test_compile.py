@@ -27,6 +27,7 @@ from moecore.kernels import (
     cross_entropy,
     expert_mlp,
     index,
+    pingpong,
     route,
     route_weights,
     router_logits,
@@ -241,3 +242,10 @@ def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]
     wgrad.grouped_wgrad(*args, row_ids_R=ints(T * K), transposed=True)
     (kernel,) = compiled.values()
     assert "stmatrix.sync.aligned.m8n8.x4.trans" in kernel.asm["ptx"]
+
+
+def test_maps_of_row_tiles_compile(compiled: dict[str, Any]) -> None:
+    """Of all rows, and of pieces; the interpreter takes loops that the compiler refuses."""
+    pingpong.map_row_tiles(ints(8), 1024)
+    pingpong.map_piece_tiles(ints(8), ints(1024), ints(3, 2, 2))
+    assert len(compiled) == 2

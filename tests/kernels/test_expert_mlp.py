@@ -354,8 +354,13 @@ def test_worked_example() -> None:
 class Sender:
     """Records what it gets, beside what else happens."""
 
+    takes_arriving = False
+
     def __init__(self, events: list[Any]) -> None:
         self.events = events
+
+    def arriving(self, dy_RD: Tensor) -> None:
+        assert self.takes_arriving
 
     def start(self, *gradients_and_index: Any) -> None:
         self.events.append(("start", *gradients_and_index))

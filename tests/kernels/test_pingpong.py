@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from moecore.kernels.grouped_gemm import grouped_gemm_activation_ref, grouped_ge
 from moecore.kernels.pingpong import (
     CLEARED_ROWS,
     MAP_FIELDS,
+    map_piece_tiles,
     map_row_tiles,
     pingpong_activation,
     pingpong_activation_bwd,
@@ -151,3 +154,43 @@ def test_output_of_more_than_2_to_the_31_elements() -> None:
     out = pingpong_gemm(a, b, map_row_tiles(offsets, R))
     torch.testing.assert_close(out[-1000:], a[-1000:] @ b[1], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(out[:1000], a[:1000] @ b[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_pieces_are_the_whole(name: str) -> None:
+    """Rows that arrive in pieces, two ranges of source rows each, give the same bits."""
+    offsets, row_ids, tiles, S = make(COUNTS[name])
+    R, start = row_ids.shape[0], 0
+    for end in offsets.tolist():
+        row_ids[start:end] = row_ids[start:end].sort().values
+        start = end
+    cuts = sorted(torch.randint(0, S, (3,)).tolist())
+    ranges = [
+        [(cuts[0], cuts[1]), (0, 0)],
+        [(cuts[1], cuts[2]), (0, 0)],
+        [(cuts[2], S), (0, cuts[0])],
+    ]
+    pieces = map_piece_tiles(offsets, row_ids, torch.tensor(ranges).int().cuda())
+    x, w1, w2 = randn(R, 64), randn(len(offsets), 256, 64), randn(len(offsets), 64, 128)
+    weights, options = torch.rand(R, device="cuda"), ActivationOptions(kind="swiglu")
+    late = torch.full_like(x, float("nan"))
+
+    def arrive() -> Iterator[Tensor]:
+        used = torch.arange(R, device="cuda") < offsets[-1]
+        for piece, tiles_of_piece in zip(ranges, pieces, strict=True):
+            for first, last in piece:
+                came = used & (row_ids >= first) & (row_ids < last)
+                late[came] = x[came]
+            yield tiles_of_piece
+
+    used = int(offsets[-1])
+    whole = pingpong_activation(x, w1, [tiles], weights, options)
+    ours = pingpong_activation(late, w1, arrive(), weights, options)
+    for a, b in zip(whole, ours, strict=True):
+        assert torch.equal(a[:used], b[:used])
+    late.fill_(float("nan"))
+    where = (whole[0], weights, offsets, options)
+    whole_bwd = pingpong_activation_bwd(x, w2, [tiles], *where)
+    ours_bwd = pingpong_activation_bwd(late, w2, arrive(), *where)
+    for a, b in zip(whole_bwd, ours_bwd, strict=True):
+        assert torch.equal(a[:used], b[:used])

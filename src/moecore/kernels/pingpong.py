@@ -89,9 +89,9 @@ def _map_row_tiles_kernel(
     for i in tl.static_range(max(1, RANGES)):
         low, high = starts, ends
         if RANGES > 0:
-            at = ranges_ptr + (piece * RANGES + i) * 2
-            low = _find_row(row_ids_ptr, starts, ends, tl.load(at), num_steps)
-            high = _find_row(row_ids_ptr, starts, ends, tl.load(at + 1), num_steps)
+            bounds = ranges_ptr + (piece * RANGES + i) * 2
+            low = _find_row(row_ids_ptr, starts, ends, tl.load(bounds), num_steps)
+            high = _find_row(row_ids_ptr, starts, ends, tl.load(bounds + 1), num_steps)
             high = tl.maximum(low, high)
         tiles = tl.where(exists, (high - low + BLOCK_M - 1) // BLOCK_M, 0)
         first = before + tl.sum(tl.where(experts < mine, tiles, 0), 0)
