@@ -118,7 +118,7 @@ def test_a_unit_per_block_with_its_experts_on_the_expert_mesh() -> None:
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]
     experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoELayer)]
     nested = [[b, *(e for e in experts if e in b.modules())] for b in layers]
-    assert units == [model, *(unit for group in nested for unit in group)]
+    assert units == [model, *(unit for group in nested for unit in group), model.lm_head]
     dims = {e.w1.device_mesh.mesh_dim_names for e in experts}
     assert dims == {("edp_shard", "ep")}
     assert model.model.norm.weight.device_mesh.mesh_dim_names == ("dp_shard", "tp")

@@ -1,7 +1,19 @@
 """FSDP2 units on two meshes: a block on the dense mesh, its experts on the expert mesh inside it.
 
+    gathered    root (embedding, final norm) -> blocks -> head
+    reduced     head -> blocks, last to first -> root, when backward ends
+
 Experts that no other rank holds are left out (`fsdp/whole.py`): there is nothing to gather. Under
 mixed precision the router is a unit inside the block as well: its weight stays in its own dtype.
+
+Note "head": as part of the root the head would be gathered before the first block and reduced after
+the last gradient, with nothing to hide behind. As a unit it is gathered while the last block runs,
+stays so until backward, as the root does, and is reduced first. FSDP2 gathers a unit for the
+forward of its module alone, and reduces it behind that forward's backward. So only a head is one
+whose weight nothing but its own forward reads: `moecore.models`' own. Any other model's stays with
+the root, since losses often read `lm_head.weight` themselves, and so does a head that is tied.
+Multi-token prediction runs the head again. Backward then frees it after each use but has its
+gradient at the last one only, which is when it is reduced.
 
 Note "gradient scale": every data rank r has its own loss L_r. In the "mean" convention a gradient
 is (1 / data_ranks) * sum_r dL_r/dw. Dense gradients sum over the dense FSDP ranks. Expert gradients
@@ -16,6 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -25,6 +39,7 @@ from torch.distributed.tensor import Shard
 
 from moecore.fsdp.whole import WholeWeights
 from moecore.mesh import Meshes
+from moecore.models.decoder import Head
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.moe.router import Router
@@ -37,7 +52,8 @@ class FSDPOptions:
     Attributes:
         param_dtype: dtype of compute and all-gathers; None = the parameters' own.
         reduce_dtype: dtype in which gradients are reduced, fp32 or bf16.
-        reshard_after_forward: free gathered parameters between forward and backward.
+        reshard_after_forward: free a block's gathered parameters between forward and backward;
+            embedding, final norm and head stay gathered.
         reshard_experts: the same for routed experts, usually most of the memory; None = like the
             others. Experts that no other rank holds are not gathered: they free their cast weights.
         prefetch_blocks: how many blocks ahead parameters are gathered, in whole units; 0 = FSDP2's
@@ -81,7 +97,7 @@ class FSDPOptions:
 
 
 def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss: str) -> None:
-    """Apply FSDP2: experts on the expert mesh, blocks and the rest on the dense mesh. In place.
+    """Apply FSDP2: experts on the expert mesh, all else on the dense mesh. In place.
 
     Args:
         model: its routed experts are already DTensors on (ep, etp) where those exceed 1.
@@ -89,12 +105,14 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         options: FSDP2 choices.
         loss: "mean" or "sum"; see the note "gradient scale".
     """
-    groups = _group(model, find_blocks(model), options.blocks_per_unit)
+    blocks = find_blocks(model)
+    groups, heads = _group(model, blocks, options.blocks_per_unit), find_heads(model, blocks)
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     routers = [_separate_routers(group, options) for group in groups]
     dense_policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
-    # The experts' inputs hold fp32 routing weights that a cast would round.
-    expert_policy = MixedPrecisionPolicy(
+    # The experts' inputs hold fp32 routing weights that a cast would round; a head's are as the
+    # blocks left them.
+    as_it_is = MixedPrecisionPolicy(
         options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
     )
     router_policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
@@ -118,30 +136,29 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         fully_shard(
             experts,
             mesh=meshes.expert_fsdp,
-            mp_policy=expert_policy,
+            mp_policy=as_it_is,
             reshard_after_forward=reshard_experts,
             shard_placement_fn=_expert_placement(experts, meshes),
         )
-    inner = [group for group in groups if group != [model]]
-    for unit in [*inner, [model]]:
-        fully_shard(
-            unit,
-            mesh=meshes.dense_fsdp,
-            mp_policy=dense_policy,
-            reshard_after_forward=options.reshard_after_forward if unit in inner else None,
-            ignored_params=whole,
-        )
+    shard_dense = partial(fully_shard, mesh=meshes.dense_fsdp, ignored_params=whole)
+    for group in groups:
+        if group != [model]:
+            reshard = options.reshard_after_forward
+            shard_dense(group, mp_policy=dense_policy, reshard_after_forward=reshard)
+    for head in heads:
+        shard_dense(head, mp_policy=as_it_is, reshard_after_forward=False)
+    shard_dense(model, mp_policy=dense_policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             is_experts = isinstance(module, Experts)
             _set_divisor(module, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
     if options.prefetch_blocks:
-        parts = [
-            _parts(g, r, whole_experts=_is_whole(meshes))
-            for g, r in zip(groups, routers, strict=True)
+        whole_experts = _is_whole(meshes)
+        units = [
+            [group[0], *_parts(group, inside, whole_experts=whole_experts)]
+            for group, inside in zip(groups, routers, strict=True)
         ]
-        ahead = -(-options.prefetch_blocks // options.blocks_per_unit)
-        _set_prefetch(model, groups, parts, ahead)
+        _set_prefetch(model, units, heads, -(-options.prefetch_blocks // options.blocks_per_unit))
 
 
 def _is_whole(meshes: Meshes) -> bool:
@@ -189,6 +206,25 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
                 "because experts live on a mesh of their own: untie them"
             )
     return [block for block in blocks if block is model or not _is_tied(block, model)]
+
+
+def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the heads that are FSDP2 units of their own, in order: see the note "head".
+
+    They come after a block, and share no parameter with another module.
+
+    Args:
+        model: the whole model.
+        blocks: of `find_blocks`.
+    """
+    heads: list[nn.Module] = []
+    after_a_block = False
+    for module in model.modules():
+        after_a_block |= module in blocks
+        is_head = isinstance(module, Head) and module is not model and _has_parameters(module)
+        if is_head and after_a_block and not _is_tied(module, model):
+            heads.append(module)
+    return heads
 
 
 def _is_tied(block: nn.Module, model: nn.Module) -> bool:
@@ -286,23 +322,47 @@ def _parts(
 
 
 def _set_prefetch(
-    model: nn.Module, groups: list[list[nn.Module]], parts: list[list[nn.Module]], ahead: int
+    model: nn.Module, blocks: list[list[nn.Module]], heads: list[nn.Module], ahead: int
 ) -> None:
     """Gather parameters `ahead` groups of blocks early, in the order in which they are used.
 
-    Forward stays within one list of blocks. The next list may not run (multi-token prediction
-    without labels), and FSDP2 would then keep the gathered values for a forward after later steps.
+    Forward stays within one list of blocks and the head behind it. The next list may not run
+    (multi-token prediction without labels), and FSDP2 would then keep the gathered values for a
+    forward after later steps.
+
+    Args:
+        model: the whole model.
+        blocks: one module of each unit of a group of blocks, in the order of first use.
+        heads: of `find_heads`; each counts as one more group.
+        ahead: how many groups.
     """
+    place = {module: i for i, module in enumerate(model.modules())}
+    forward = sorted([*blocks, *([head] for head in heads)], key=lambda units: place[units[0]])
     list_of = _outermost_lists(model)
-    forward = [[group[0], *units] for group, units in zip(groups, parts, strict=True)]
-    backward = [[units[0], *reversed(units[1:])] for units in forward]
-    backward.reverse()
+    of_unit = {units[0]: list_of.get(units[0]) for units in forward}
+    for (before, *_), (unit, *_) in pairwise(forward):
+        if unit in heads:
+            of_unit[unit] = of_unit[before]
     for i, units in enumerate(forward):
-        same = [u for u in forward[i + 1 :] if list_of.get(u[0]) is list_of.get(units[0])]
+        same = [u for u in forward[i + 1 :] if of_unit[u[0]] is of_unit[units[0]]]
         later = [unit for group in same[:ahead] for unit in group]
         for j, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[j + 1 :] + later)  # type: ignore[operator]
+    _set_backward_prefetch([[u[0], *reversed(u[1:])] for u in reversed(forward)], heads, ahead)
+
+
+def _set_backward_prefetch(
+    backward: list[list[nn.Module]], heads: list[nn.Module], ahead: int
+) -> None:
+    """Do the same for backward, where a head runs again before each list of blocks behind it.
+
+    Such a head gathers what ran before it in forward, which FSDP2 knows and this order does not.
+    """
     for i, units in enumerate(backward):
-        later = [unit for group in backward[i + 1 : i + 1 + ahead] for unit in group]
+        if units[0] in heads and i > 0:
+            continue
+        rest = backward[i + 1 :]
+        again = [group[0] for group in rest if group[0] in heads]
+        later = dict.fromkeys([*again, *(unit for group in rest[:ahead] for unit in group)])
         for j, unit in enumerate(units):
-            unit.set_modules_to_backward_prefetch(units[j + 1 :] + later)  # type: ignore[operator]
+            unit.set_modules_to_backward_prefetch([*units[j + 1 :], *later])  # type: ignore[operator]
