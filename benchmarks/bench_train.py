@@ -55,6 +55,7 @@ SHOWN = (
     "tokens",
     "dispatcher",
     "capacity_factor",
+    "exact_rows",
     "experts",
     "compile",
     "recompute_fc1",

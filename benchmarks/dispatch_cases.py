@@ -188,7 +188,6 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
         jobs += [
             lambda: exchange.spread_choices(port, x, ids, weights, **sizes, rows=False),
             lambda: exchange_copies.take_rows(port, x, marks, ids, x, (0, 1)),
-            lambda: exchange_copies.take_rows(port, x, marks, ids, x, (1, 1)),
         ]
     return jobs
 

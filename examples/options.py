@@ -48,6 +48,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add(
         "--capacity-factor", type=positive, help="of nvlink: room over a balanced load (None = all)"
     )
+    add("--exact-rows", action="store_true", help="nvlink: room for what comes, at a host sync")
     add("--recompute-fc1", action="store_true", help="less memory for one product more")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
@@ -133,11 +134,12 @@ def _with_routing(moe: MoEConfig, routing: str) -> MoEConfig:
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     """Return the choices of the nvlink dispatcher; None = nothing was said of it."""
-    if args.capacity_factor is None and args.overlap is None and not args.send_again:
+    if not (args.capacity_factor or args.exact_rows or args.overlap or args.send_again):
         return None
     return NVLinkOptions(
         overlap=args.overlap or NVLinkOptions().overlap,
         capacity_factor=args.capacity_factor,
+        exact_rows=args.exact_rows,
         keep_rows=not args.send_again,
         max_tokens=args.batch_size * args.seq_len // (args.tp or 1),
     )

@@ -8,11 +8,13 @@ different numbers of tokens.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,16 +32,19 @@ from moecore import (
     Meshes,
     MoEConfig,
     MoELayer,
+    NVLinkOptions,
     ParallelConfig,
     build_meshes,
     clip_grad_norm_,
     moe_state,
     parallelize_moe,
 )
+from moecore.kernels.expert_products import GATHER_FIRST_FC1
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.dispatch.base import ExpertPlacement
+from moecore.moe.dispatch.symmetric import Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.reference import ReferenceOutput, moe_reference
 
@@ -48,6 +53,7 @@ ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
 )
 MOE = MoEConfig(dim=48, hidden_dim=48, num_experts=24, top_k=3, balance=ALL_LOSSES)
+BALANCED = replace(MOE, assignment="balanced", normalize_weights=False, shared_hidden_dim=32)
 MODELS = {
     "softmax": MOE,
     "gated-shared": replace(MOE, shared_hidden_dim=32, shared_gate=True, activation="geglu"),
@@ -71,7 +77,9 @@ MODELS = {
         fc2_bias=True,
     ),
     # Fixed choices: a rounded hidden state would pick other experts than fp32 does.
-    "balanced": replace(MOE, assignment="balanced", normalize_weights=False, shared_hidden_dim=32),
+    "balanced": BALANCED,
+    # Wide enough for kernels that gather their rows first.
+    "balanced-wide": replace(BALANCED, hidden_dim=GATHER_FIRST_FC1),
     "relu2": replace(
         MOE,
         activation="relu2",
@@ -121,9 +129,11 @@ class Case:
     parallel: dict[str, int]
     model: str = "softmax"
     dispatcher: str = "alltoall"
+    nvlink: NVLinkOptions | None = None  # with dispatcher "nvlink"
     experts: str = "torch"
     loss: str = "mean"
     accumulate: int = 1
+    sequences: int = 1  # times as many on every data rank
     tied: bool = False
     meta: bool = False
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
@@ -138,13 +148,27 @@ class Case:
         degrees = "-".join(f"{k}{v}" for k, v in self.parallel.items())
         options = f"{self.model}-{self.dispatcher}-{self.loss}"
         extras = [n for n in ("bf16", "recompute", "no_sync", "frozen") if getattr(self, n)]
+        extras += [self.experts] if self.experts != "torch" else []
+        extras += [f"accumulate_{self.accumulate}"] if self.accumulate > 1 else []
+        extras += _choices(self.nvlink) if self.nvlink else []
         return "-".join([f"{self.world}r", degrees, options, *extras]) + self.tamper
+
+
+def _choices(options: NVLinkOptions) -> list[str]:
+    """Name what differs from the defaults, and what overlaps in any case."""
+    values = {f.name: (getattr(options, f.name), f.default) for f in fields(options)}
+    return [
+        f"{name}_{value}"
+        for name, (value, default) in values.items()
+        if value != default or name == "overlap"
+    ]
 
 
 def run_case(case: Case, device: torch.device) -> dict[str, float]:
     """Return quantity -> worst relative error on rank 0, {} elsewhere.
 
-    A bf16 case returns our error over that of one process in bf16, both against fp32.
+    A bf16 case returns our error over that of one process in bf16, both against fp32. What did not
+    overlap although it was asked to, or did without, is infinitely wrong.
     """
     torch.manual_seed(0)
     meshes = build_meshes(ParallelConfig(**case.parallel), device.type)
@@ -167,15 +191,50 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
         )
     tamper(model, meshes, case.tamper)
     batches = make_batches(case, meshes, device)
-    found = train(model, meshes, batches, case)
+    with counted_copies() as copies:
+        found = train(model, meshes, batches, case)
     if dist.get_rank() != 0:
         return {}
     expected = train_reference(config, initial, batches, case, device)
+    errors = overlap_errors(case, copies)
     if not case.bf16:
-        return {name: worst_error(found[name], expected[name]) for name in expected}
+        return errors | {name: worst_error(found[name], expected[name]) for name in expected}
     plain = train_reference(config, initial, batches, case, device, dtype=torch.bfloat16)
     names = [n for n in expected if n.startswith(("loss/0", "norm/0", "grad/"))]
-    return {n: error_ratio(found[n], plain[n], expected[n]) for n in names}
+    return errors | {n: error_ratio(found[n], plain[n], expected[n]) for n in names}
+
+
+@contextmanager
+def counted_copies() -> Iterator[Counter[str]]:
+    """Count what dispatcher "nvlink" sends beside the experts' products."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, method: Callable[..., None]) -> Callable[..., None]:
+        def run(self: Exchange, sent: Tensor) -> None:
+            counts[name] += 1
+            method(self, sent)
+
+        return run
+
+    with (
+        patch.object(Exchange, "start_rows", counting("rows", Exchange.start_rows)),
+        patch.object(Exchange, "start_copies", counting("sums", Exchange.start_copies)),
+    ):
+        yield counts
+
+
+def overlap_errors(case: Case, copies: Counter[str]) -> dict[str, float]:
+    """Return 0 for what was sent beside products exactly if the case asks for it, else inf."""
+    if case.nvlink is None:
+        return {}
+    overlap = case.nvlink.overlap
+    keeps_room_for_all = case.nvlink.capacity_factor is None and case.nvlink.keep_rows
+    wanted = {
+        "rows": overlap == "experts" and not keeps_room_for_all,
+        "sums": overlap != "none" and not MODELS[case.model].fc1_bias,
+    }
+    right = {name: (copies[name] > 0) == want for name, want in wanted.items()}
+    return {f"overlap/{name}": 0.0 if ok else float("inf") for name, ok in right.items()}
 
 
 def decoder_config(case: Case) -> DecoderConfig:
@@ -202,7 +261,8 @@ def initial_state(case: Case, config: DecoderConfig, device: torch.device) -> di
     state = Decoder(config).state_dict()
     for name, tensor in state.items():
         if tensor.is_floating_point() and "norm" not in name:
-            values = torch.randn(tensor.shape, generator=generator) * 0.2
+            wide = tensor.shape[-1] / MOE.hidden_dim if name.endswith("experts.w2") else 1.0
+            values = torch.randn(tensor.shape, generator=generator) * 0.2 / wide**0.5
             tensor.copy_(values.bfloat16() if case.bf16 else values)
     return {name: tensor.to(device) for name, tensor in state.items()}
 
@@ -215,6 +275,7 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
         model,
         meshes,
         dispatcher=case.dispatcher if meshes.dispatch_group else "auto",  # type: ignore[arg-type]
+        nvlink=case.nvlink,
         experts=case.experts,  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
         fsdp=case.fsdp,
@@ -239,7 +300,7 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
         length = tp * (2 + data_rank % 3) + (0 if tp > 1 else data_rank % 2)
         if case.bf16:  # sums long enough that one unlucky rounding does not decide
             length *= 10
-        shape = (1 + data_rank % 2, length)
+        shape = (case.sequences * (1 + data_rank % 2), length)
         tokens = torch.randint(0, 61, shape, generator=generator)
         labels = torch.randint(0, 61, shape, generator=generator)
         labels[:, -1] = -100

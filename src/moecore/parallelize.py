@@ -308,7 +308,7 @@ def _choose_dispatcher(
 
 def _memory_problem(meshes: Meshes, options: NVLinkOptions) -> str | None:
     """Return why nvlink must be asked for by name: its shapes are static, so its room is too."""
-    if options.capacity_factor is not None:
+    if options.capacity_factor is not None or options.exact_rows:
         return None
     ep = meshes.parallel.ep
     return (

@@ -319,7 +319,7 @@ def check_rows(
     for r, (port, out_RD) in enumerate(zip(world.ports, outs, strict=True)):
         right, untouched = out_RD.clone(), torch.ones_like(out_RD[:, 0], dtype=torch.bool)
         rows_SD = spread_ref(world.padded(inp.x, 0), peers_GC, r)
-        for piece in pieces_of(world.G):
+        for piece in pieces_of(world.G, 1 + seed):
             exchange_copies.take_rows(port, inp.x[r], came[r].places_S, slots[r], out_RD, piece)
             for g in ranks_of(piece, r, world.G):
                 of_rank = slice(g * world.case.capacity, (g + 1) * world.case.capacity)
@@ -330,8 +330,8 @@ def check_rows(
 
 
 def test_worked_example_of_pieces() -> None:
-    assert pieces_of(8) == [(0, 1), (1, 2), (3, 2), (5, 3)]
-    assert pieces_of(1) == [(0, 1)] and pieces_of(2) == [(0, 1), (1, 1)]
+    assert pieces_of(8) == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert pieces_of(8, 3) == [(0, 3), (3, 3), (6, 2)] and pieces_of(2) == [(0, 1), (1, 1)]
     for G in range(1, 10):
         order = [g for piece in pieces_of(G) for g in ranks_of(piece, 2 % G, G)]
         assert order == [(2 - i) % G for i in range(G)], "in the order in which rows come"

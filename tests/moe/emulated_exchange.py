@@ -99,11 +99,16 @@ class EmulatedExchange(Exchange):
         self._sent_GCD = self._gather(x_TD, float("nan"))
 
     def take_rows(
-        self, x_TD: Tensor, places_S: Tensor, slots_SN: Tensor, out_RD: Tensor, piece: int
+        self,
+        x_TD: Tensor,
+        places_S: Tensor,
+        slots_SN: Tensor,
+        out_RD: Tensor,
+        piece: tuple[int, int],
     ) -> None:
         assert self._rows_travel
         C = self.layout.capacity
-        for g in ranks_of(self.pieces[piece], self.port.rank, self.layout.num_ranks):
+        for g in ranks_of(piece, self.port.rank, self.layout.num_ranks):
             t, n = (slots_SN[g * C : (g + 1) * C] >= 0).nonzero().T
             assert (places_S[g * C + t] >= 0).all()
             out_RD[slots_SN[g * C + t, n].long()] = self._sent_GCD[g, t]

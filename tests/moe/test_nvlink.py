@@ -64,6 +64,8 @@ def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
     ("options", "message"),
     [
         (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be >= 1"),
+        (dict(capacity_factor=2.0, exact_rows=True), r"capacity_factor \(2.0\) must be None with"),
+        (dict(rows_per_piece=0), r"NVLinkOptions.rows_per_piece \(0\) must be >= 1"),
         (dict(num_sms=1), r"NVLinkOptions.num_sms \(1\) must be >= 2"),
         (dict(overlap="all"), r"overlap \('all'\) must be 'none', 'weight_grads' or 'experts'"),
         (dict(capacity_factor=0.0), r"NVLinkOptions.capacity_factor \(0.0\) must be > 0"),
@@ -331,12 +333,14 @@ def recompute_and_accumulate() -> dict[str, Any]:
     light, light_operations = sharded_layer("ep2-etp2", keep_rows=False)
     fetched = gradients(light, xs, recompute=False)
     once = list(light_operations)
-    pieces, its_pieces = sharded_layer("ep4", overlap="experts", capacity_factor=8 / 3)
+    pieces, its_pieces = sharded_layer(
+        "ep4", overlap="experts", rows_per_piece=1, capacity_factor=8 / 3
+    )
     whole, _ = sharded_layer("ep4")
     in_one = gradients(whole, xs, recompute=False)
     in_pieces = gradients(pieces, xs, recompute=False)
     arrived = list(its_pieces)
-    both, _ = sharded_layer("ep4", overlap="experts", keep_rows=False)
+    both, _ = sharded_layer("ep4", overlap="experts", rows_per_piece=1, keep_rows=False)
     return {
         "in pieces": equal(in_one, in_pieces),
         "in pieces, recomputed": equal(in_one, gradients(pieces, xs, recompute=True)),
@@ -405,13 +409,15 @@ def changed_output_gradient(layer: MoELayer, x: Tensor) -> str:
 
 
 def room_for_pieces(xs: list[Tensor]) -> list[tuple[bool, str]]:
-    """By option: whether all equals the layer without pieces, and what ran first."""
+    """By option: whether all equals the layer without pieces, and what ran second."""
     found = []
-    for options in ({}, dict(capacity_factor=2.0), dict(keep_rows=False)):
+    few = dict(rows_per_piece=1000, capacity_factor=2.0)
+    for options in ({}, few, dict(capacity_factor=2.0), dict(keep_rows=False)):
+        options = dict(rows_per_piece=1) | options
         pieces, operations = sharded_layer("ep2-etp2", overlap="experts", **options)
         whole, _ = sharded_layer("ep2-etp2", overlap="none")
         same = equal(gradients(pieces, xs, False), gradients(whole, xs, False))
-        found.append((same, operations[0]))
+        found.append((same, operations[1]))
     return found
 
 
@@ -466,6 +472,22 @@ def capacity() -> dict[str, Any]:
     return {"same": same, "rows": rows, "message": message, "needed": needed}
 
 
+def exact() -> dict[str, Any]:
+    """Rows that are counted first, when nearly all go to one rank: what is kept, and the bits."""
+    x = ranks.tokens_of((20, 20, 20, 20), torch.float32)[dist.get_rank()]
+    found = {}
+    for overlap in ("weight_grads", "experts"):
+        options = dict(overlap=overlap, rows_per_piece=1)
+        whole, _ = sharded_layer("ep4", overlap=overlap)
+        counted, operations = sharded_layer("ep4", exact_rows=True, **options)
+        for layer in (whole, counted):
+            layer.router.weight.data[:2] = 4 * x.mean(0).sign()  # rank 0's experts
+        same = equal(gradients(whole, [x], False), gradients(counted, [x], False))
+        inp = counted.dispatcher.dispatch(x, counted.router(x))
+        found[overlap] = (same, inp.row_ids_R.numel() - int(inp.num_rows), operations[1])
+    return found
+
+
 def equal(ones: list[Tensor], others: list[Tensor]) -> bool:
     def local(t: Tensor) -> Tensor:
         return t.to_local() if isinstance(t, DTensor) else t
@@ -479,6 +501,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "errors": against_reference_and_alltoall(),
         "steps": recompute_and_accumulate(),
         "capacity": capacity(),
+        "exact": exact(),
     }
 
 
@@ -510,7 +533,7 @@ def test_gradients_that_go_home_early_are_the_same(results: dict[str, Any]) -> N
 
 def test_rows_that_come_in_pieces_are_the_same(results: dict[str, Any]) -> None:
     steps = results["steps"]
-    forward = ["rows", "spread_choices", "taken", "reduce"]
+    forward = ["spread_choices", "rows", "taken", "reduce"]
     backward = ["rows", "taken", "copies", "reduce"]
     assert steps["in pieces, by"] == forward * 2 + backward * 2
     found = {k: v for k, v in steps.items() if k.startswith("in pieces") and isinstance(v, bool)}
@@ -518,9 +541,12 @@ def test_rows_that_come_in_pieces_are_the_same(results: dict[str, Any]) -> None:
 
 
 def test_pieces_that_are_kept_need_a_capacity_factor(results: dict[str, Any]) -> None:
-    """Rows for any routing, in expert order, are many times the source rows."""
+    """Rows for any routing, in expert order, are many times the source rows.
+
+    And every expert must have enough of them.
+    """
     found = results["steps"]["room for pieces"]
-    assert found == [(True, "spread_choices"), (True, "rows"), (True, "rows")]
+    assert found == [(True, "reduce"), (True, "reduce"), (True, "rows"), (True, "rows")]
 
 
 def test_a_gradient_that_changes_on_its_way_is_an_error(results: dict[str, Any]) -> None:
@@ -552,6 +578,11 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(results: dict[str
     message = results["steps"]["changed"]
     assert "must not change after the experts' backward" in message
     assert message.endswith("remove the hook or use overlap='none'")
+
+
+def test_exact_rows_have_no_room_and_the_same_bits(results: dict[str, Any]) -> None:
+    found = results["exact"]
+    assert found == dict(weight_grads=(True, 0, "reduce"), experts=(True, 0, "rows"))
 
 
 def test_capacity_is_static_and_overflow_is_an_error(results: dict[str, Any]) -> None:

@@ -95,7 +95,8 @@ def nvlink_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
 
 def in_pieces(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
     """Return a dispatcher whose rows come in pieces, with room for any routing."""
-    return nvlink_of(place, overlap="experts", capacity_factor=float(2 * place.ep), **options)
+    room = dict(capacity_factor=float(2 * place.ep), rows_per_piece=1)
+    return nvlink_of(place, overlap="experts", **room, **options)
 
 
 def batch_of(place: ExpertPlacement, shape: Shape, num_tokens: int, seed: int) -> Batch:
@@ -348,7 +349,7 @@ def overlapped_layer() -> dict[str, bool]:
 
     Eager, and replayed from a graph; and with rows that come again instead of being kept.
     """
-    place, room = place_of(NUM_GPUS, 1), dict(capacity_factor=float(2 * NUM_GPUS))
+    place, room = place_of(NUM_GPUS, 1), dict(capacity_factor=float(2 * NUM_GPUS), rows_per_piece=1)
     late, early, pieces, light, both = (make_layer(place) for _ in range(5))
     late.dispatcher = nvlink_of(place, overlap="none", **room)
     early.dispatcher = nvlink_of(place, overlap="weight_grads", **room)

@@ -8,7 +8,9 @@
 
 Copies know no choices: every rank gets all tokens, of which `take_rows` reads those that it needs.
 In the i-th step each rank sends to the i-th rank after it, so that all links are busy, and the rows
-of the ranks before it come one by one: experts compute on the first while the others travel.
+of the ranks before it come one by one: experts compute on the first while the others travel. Copies
+that begin at different times share links and take twice as long, so what goes before them on the
+device should let all ranks go on together.
 
 Flags of rows count: the n-th `send_rows` of a rank raises its flag everywhere to n, by a copy too,
 because a kernel would wait for a persistent product to end. All ranks count alike, on the device.
@@ -23,7 +25,6 @@ GB/s; `take_rows` reads each used row once and writes its expert rows.
 """
 
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from moecore.kernels.exchange_steps import wait_for_copies
 from moecore.kernels.exchange_tiles import MAX_BLOCK_N, take_columns
 
 ROWS_AT_ONCE = 16  # that a program takes
+MOST_PIECES = 4
 
 
 def copy_sums(port: ExchangePort, sums_SD: Tensor) -> None:
@@ -75,20 +77,20 @@ def send_rows(port: ExchangePort, x_TD: Tensor) -> None:
     count = port.state[COPIES_WORD : COPIES_WORD + 1]
     for i in range(1, G):
         peer = (port.rank + i) % G
-        port.rows_slots[peer][:T].copy_(x_TD, non_blocking=True)
+        slot = port.rows_slots[peer]
+        (slot if slot.shape[0] == T else slot[:T]).copy_(x_TD, non_blocking=True)
         port.rows_flags[peer].copy_(count, non_blocking=True)
 
 
-def pieces_of(num_ranks: int) -> list[tuple[int, int]]:
+def pieces_of(num_ranks: int, least: int = 1) -> list[tuple[int, int]]:
     """Return how rows are taken: (first, how many) ranks before one's own, which is number 0.
 
-    One's own need not travel; the others come one by one, and are taken in three pieces at most.
+    In four pieces at most, of `least` ranks at least but for the last one.
 
-    Example: 8 ranks give [(0, 1), (1, 2), (3, 2), (5, 3)].
+    Example: 8 ranks give [(0, 2), (2, 2), (4, 2), (6, 2)], with least 3 [(0, 3), (3, 3), (6, 2)].
     """
-    others, parts = num_ranks - 1, min(3, num_ranks - 1)
-    firsts = [1 + others * i // max(1, parts) for i in range(parts + 1)]
-    return [(0, 1), *((a, b - a) for a, b in pairwise(firsts))]
+    count = max(least, -(-num_ranks // MOST_PIECES))
+    return [(i, min(count, num_ranks - i)) for i in range(0, num_ranks, count)]
 
 
 def ranks_of(piece: tuple[int, int], rank: int, num_ranks: int) -> list[int]:
@@ -117,7 +119,6 @@ def _take_rows_kernel(
     timeout,  # nanoseconds
     first,  # of the piece
     count,  # of the piece
-    OWN: tl.constexpr,  # the rows are this rank's
     SPIN: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -139,18 +140,16 @@ def _take_rows_kernel(
         tl.debug_barrier()  # the last list has been read
         list_slots(slots_ptr, list_ptr, rows, exists, 0, N, ROWS, ROWS, ROWS, BLOCK_N)
         tl.debug_barrier()
-        if OWN:
-            mine = -rank.to(tl.int64) * capacity
-            copy_to_slots(x_ptr, out_ptr, list_ptr, places, rows, mine, D, ROWS, TAKE_D)
-        else:
-            ptrs = (bases_ptr, state_ptr, report_ptr)
-            arrived = wait_for_copies(*ptrs, source, num_chunks, rank, left, G, THREADS, SPIN)
-            left = tl.where(arrived, left, 0)
-            if arrived:
-                base = tl.load(bases_ptr + AT_ROWS * G + rank)
-                base = tl.multiple_of(base.to(tl.pointer_type(out_ptr.dtype.element_ty)), 16)
-                slot = ROWS_SLOT * (capacity * G).to(tl.int64)
-                copy_to_slots(base, out_ptr, list_ptr, places, rows, slot, D, ROWS, TAKE_D)
+        own = source == rank
+        ptrs, whose = (bases_ptr, state_ptr, report_ptr), (source, num_chunks, rank)
+        arrived = wait_for_copies(*ptrs, *whose, left, G, THREADS, SPIN)
+        left = tl.where(arrived, left, 0)
+        if arrived:
+            buffer = tl.load(bases_ptr + AT_ROWS * G + rank)
+            base = tl.where(own, x_ptr.to(tl.int64, bitcast=True), buffer)
+            base = tl.multiple_of(base.to(tl.pointer_type(out_ptr.dtype.element_ty)), 16)
+            slot = tl.where(own, -rank.to(tl.int64), ROWS_SLOT * G) * capacity
+            copy_to_slots(base, out_ptr, list_ptr, places, rows, slot, D, ROWS, TAKE_D)
 
 
 def take_rows(
@@ -165,7 +164,7 @@ def take_rows(
 
     Args:
         port: this rank's end.
-        x_TD: this rank's own rows, contiguous.
+        x_TD: this rank's own rows, contiguous, at a multiple of 16 bytes.
         places_S: int32, -1 = a hole.
         slots_SN: int32, contiguous, the rows of `out_RD` that become copies of each source row,
             -1 = none.
@@ -181,7 +180,6 @@ def take_rows(
         _take_rows_kernel[(programs,)](
             *(x_TD, places_S, slots_SN, out_RD, lists, port.bases, port.state, port.report),
             *sizes,
-            OWN=piece[0] == 0,
             LIST=size,
             **_options(layout, N),
         )

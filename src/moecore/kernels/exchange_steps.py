@@ -134,11 +134,16 @@ def wait_for_copies(
     THREADS: tl.constexpr,
     SPIN: tl.constexpr,
 ):
-    """Wait for the rows that a rank copies; return whether they came, and record if not."""
+    """Wait for the rows that a rank copies; return whether they came, and record if not.
+
+    One's own are there: their flag is the count itself.
+    """
     ranks = source + tl.zeros([THREADS], dtype=tl.int32)
     flags = (2 * num_chunks * G + ranks).to(tl.int64)
-    addresses = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
-    expected = tl.load(state_ptr + COPIES)
+    count_ptr = state_ptr + COPIES
+    there = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
+    addresses = tl.where(ranks == rank, count_ptr.to(tl.int64, bitcast=True), there)
+    expected = tl.load(count_ptr)
     words = (state_ptr, report_ptr)
     return _wait_for(addresses, ranks, expected, *words, timeout, 0, THREADS, SPIN)
 

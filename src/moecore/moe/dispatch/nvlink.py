@@ -36,7 +36,7 @@ from moecore.kernels.expert_products import take_all
 from moecore.kernels.index import ExpertIndex, build_index
 from moecore.kernels.rows import sum_rows_plain
 from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, UnsummedRows
-from moecore.moe.dispatch.symmetric import Exchange, Exchanges
+from moecore.moe.dispatch.symmetric import Exchange, Exchanges, Pieces
 from moecore.moe.router import Routing
 
 
@@ -88,11 +88,11 @@ class NVLinkDispatcher:
             )
         exchange = self.exchanges.get(x_TD, routing.expert_ids_TK.shape[1])
         tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
-        sender = _Sender(exchange) if exchange.options.overlap != "none" else None
-        num_rows = most_expert_rows(exchange, self.placement)
+        pieces = self._pieces(exchange)
+        sender = _Sender(exchange, pieces) if exchange.options.overlap != "none" else None
         travel = None
-        if exchange.can_send_rows():
-            travel = _Travel(exchange, x_TD.detach().contiguous(), num_rows)
+        if pieces is not None and exchange.can_send_rows():
+            travel = _Travel(exchange, pieces, x_TD.detach())
         made = _Dispatch.apply(*tokens, exchange, self.placement, sender, travel)
         rows_SD, expert_rows_RD, peers_T, places_S = made[:4]
         index = ExpertIndex(*made[4:])
@@ -102,6 +102,15 @@ class NVLinkDispatcher:
             again = RowsAgain(exchange.spread_again, (x_TD.detach(), peers_T, places_S))
         used = index.offsets_e[-1]
         return ExpertInput(rows_SD, *index, used, plan, expert_rows_RD, sender, again, travel)
+
+    def _pieces(self, exchange: Exchange) -> Pieces | None:
+        """Return the pieces in which rows come, the same on all ranks; None = as a whole."""
+        if exchange.layout.copy_slots < 2:
+            return None
+        layout, place = exchange.layout, self.placement
+        per_rank = layout.capacity * layout.top_k / place.num_experts
+        least = math.ceil(exchange.options.rows_per_piece / per_rank)
+        return exchange.pieces(least) if least < layout.num_ranks else None
 
     @disable_dynamo
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:
@@ -126,19 +135,17 @@ class NVLinkDispatcher:
         return _Combine.apply(rows, plan, slots_SN)
 
 
-def most_expert_rows(exchange: Exchange, place: ExpertPlacement) -> int:
-    """Return R: rows for any routing, or what the capacity factor leaves of them."""
-    most = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_local)
-    factor = exchange.options.capacity_factor
-    return most if factor is None else min(most, math.ceil(factor * exchange.balanced_rows))
-
-
 def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -> ExpertIndex:
-    """Return the index of the rows that came. Its length is static."""
-    num_rows = most_expert_rows(exchange, place)
-    sizes = dict(first=place.first_local, num_local=place.num_local, capacity=num_rows)
-    index = build_index(came.ids_SK, came.weights_SK, **sizes)
-    if exchange.options.capacity_factor is not None:
+    """Return the index of the rows that came: room for any routing, or less if asked for."""
+    owned = dict(first=place.first_local, num_local=place.num_local)
+    num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_local)
+    factor = exchange.options.capacity_factor
+    if exchange.options.exact_rows:
+        num_rows = exchange.count_rows(came.ids_SK, **owned)
+    elif factor is not None:
+        num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
+    index = build_index(came.ids_SK, came.weights_SK, **owned, capacity=num_rows)
+    if factor is not None:
         index = index._replace(offsets_e=exchange.limit_rows(index.offsets_e, num_rows))
     return index
 
@@ -148,38 +155,41 @@ class _Travel:
 
     Args:
         exchange: over which they go; `can_send_rows` now.
-        x_TD: this rank's rows, contiguous.
-        num_rows: R.
+        pieces: in which they come.
+        x_TD: this rank's rows.
     """
 
-    def __init__(self, exchange: Exchange, x_TD: Tensor, num_rows: int) -> None:
-        self.ranges_PN2 = exchange.ranges_PN2
-        self.rows_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    rows_RD: Tensor
+
+    def __init__(self, exchange: Exchange, pieces: Pieces, x_TD: Tensor) -> None:
+        self.ranges_PN2 = pieces.ranges_PN2
         self._exchange = exchange
-        self._x_TD = x_TD
+        self._ranks = pieces.ranks
+        x_TD = x_TD.contiguous()
+        self._x_TD = x_TD.clone() if x_TD.data_ptr() % 16 else x_TD
         self._where: tuple[Tensor, Tensor] | None = None
 
     def start(self) -> None:
         """Send them."""
         self._exchange.start_rows(self._x_TD)
 
-    def locate(self, places_S: Tensor, slots_SK: Tensor) -> None:
-        """Say where the rows go that come; before the first is taken."""
-        self._where = (places_S, slots_SK)
+    def locate(self, places_S: Tensor, slots_SN: Tensor, num_rows: int) -> None:
+        """Say where the rows go that come, of `num_rows`; before the first is taken."""
+        self._where = (places_S, slots_SN)
+        self.rows_RD = self._x_TD.new_empty(num_rows, self._x_TD.shape[1])
 
     def take(self, piece: int) -> None:
         """Bring a piece into `rows_RD`; the last one ends the journey."""
         assert self._where is not None
-        self._exchange.take_rows(self._x_TD, *self._where, self.rows_RD, piece)
-        if piece == len(self._exchange.pieces) - 1:
+        self._exchange.take_rows(self._x_TD, *self._where, self.rows_RD, self._ranks[piece])
+        if piece == len(self._ranks) - 1:
             self._exchange.finish_rows(self._x_TD)
 
     def take_source_rows(self) -> Tensor:
         """Wait for all; return the source rows [S, D] instead, holes uninitialised."""
         assert self._where is not None
         places_S, S = self._where[0], self._exchange.layout.source_rows
-        self._where = (places_S, places_S[:, None])
-        self.rows_RD = self._x_TD.new_empty(S, self._x_TD.shape[1])
+        self.locate(places_S, places_S[:, None], S)
         return take_all(self)
 
 
@@ -191,11 +201,13 @@ class _Sender:
 
     Args:
         exchange: over which the tokens came.
+        pieces: in which gradients may come; None = as a whole.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, pieces: Pieces | None) -> None:
         self.takes_arriving = False
         self._exchange = exchange
+        self._pieces = pieces
         self._travel: _Travel | None = None
         self._stand_in: Tensor | None = None
         self._sent: tuple[Tensor, Tensor | None] | None = None
@@ -221,18 +233,26 @@ class _Sender:
         self._sums_SD = sum_rows_plain(drows_RD, row_ids_R, slots_SK, num_rows)
         self._exchange.start_copies(self._sums_SD)
 
-    def can_hand_over(self) -> bool:
-        """Whether gradients may come piece by piece, the same on all ranks."""
-        return self.takes_arriving and self._exchange.can_send_rows()
+    def hand_over(
+        self, dy_TD: Tensor, where: tuple[Tensor, Tensor], num_rows: int
+    ) -> Tensor | None:
+        """Begin to send a combine's gradient; return what stands for it until it has come.
 
-    def hand_over(self, travel: _Travel) -> Tensor:
-        """Return what stands for the gradients until the experts ask for them: NaN, no memory.
+        That is NaN without memory: whoever reads it instead of the gradient sees it. None where it
+        can not come in pieces, the same on all ranks.
 
-        Whoever reads it instead of them sees it.
+        Args:
+            dy_TD: of this rank's tokens.
+            where: places_S and slots_SN.
+            num_rows: R.
         """
-        stand_in = travel.rows_RD.new_full((1,), math.nan).expand_as(travel.rows_RD)
-        self._travel, self._stand_in = travel, stand_in
-        return stand_in
+        if not (self.takes_arriving and self._pieces and self._exchange.can_send_rows()):
+            return None
+        self._travel = _Travel(self._exchange, self._pieces, dy_TD)
+        self._travel.start()
+        self._travel.locate(*where, num_rows)
+        self._stand_in = dy_TD.new_full((1,), math.nan).expand(num_rows, dy_TD.shape[1])
+        return self._stand_in
 
     def arriving(self, dy_RD: Tensor) -> _Travel | None:
         """Return the gradients for which `dy_RD` stands; None = it is what it says.
@@ -297,14 +317,14 @@ class _Dispatch(torch.autograd.Function):
         sender: _Sender | None,
         travel: _Travel | None,
     ) -> tuple[Tensor, ...]:
-        if travel is not None:
-            travel.start()
         sizes: dict[str, Any] = dict(num_local=place.num_local, etp=place.etp, rows=travel is None)
         came = exchange.spread_choices(x_TD, ids_TK, weights_TK, **sizes)
+        if travel is not None:
+            travel.start()  # not earlier: copies would slow the choices down, which all wait for
         index = _index_of(came, exchange, place)
         rows_SD = came.rows_SD
         if travel is not None:
-            travel.locate(came.places_S, index.slots_SK)
+            travel.locate(came.places_S, index.slots_SK, index.row_ids_R.shape[0])
             shape = (exchange.layout.source_rows, x_TD.shape[1])
             rows_SD = x_TD.new_full((1,), math.nan).expand(shape)
         expert_rows_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
@@ -346,10 +366,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         peers_T, places_S, slots_SN = ctx.saved_tensors
-        if ctx.sender is None or not ctx.sender.can_hand_over():
+        dy_RD = None
+        if ctx.sender is not None:
+            dy_RD = ctx.sender.hand_over(grads[0], (places_S, slots_SN), ctx.num_rows)
+        if dy_RD is None:
             dy_RD = ctx.exchange.spread(grads[0], peers_T, places_S, slots_SN, ctx.num_rows)
-            return dy_RD, None, None
-        travel = _Travel(ctx.exchange, grads[0].contiguous(), ctx.num_rows)
-        travel.start()
-        travel.locate(places_S, slots_SN)
-        return ctx.sender.hand_over(travel), None, None
+        return dy_RD, None, None

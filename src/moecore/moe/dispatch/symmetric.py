@@ -60,13 +60,18 @@ class NVLinkOptions:
         max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
         capacity_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
             rank would give; more rows than that are an error. None = room for every routing.
+        exact_rows: room for exactly the expert rows that come, so that nothing overflows, at one
+            host sync per dispatch; not with a capacity_factor, not in CUDA graphs.
         num_sms: programs of one operation, of which half push and half receive; None = one per
             multiprocessor.
         overlap: what runs while rows travel. "weight_grads": the gradients of the experts' weights,
             beside those of the tokens on their way home. "experts": that, and the experts' first
             products, forward and backward, on the rows that have come; these are kept in expert
-            order, so it needs a capacity_factor or keep_rows=False, else it is "weight_grads".
+            order, so without a capacity_factor, exact_rows or keep_rows=False it is "weight_grads".
             "none": nothing.
+        rows_per_piece: with overlap "experts" rows come in two to four pieces, each of at least so
+            many rows per expert with balanced routing: a product reads all weights for each piece.
+            Experts with fewer rows than two pieces need get them as a whole.
         keep_rows: whether backward finds the rows that came. False sends the tokens once more
             there; for experts "triton" and "torch" without biases.
         timeout_s: seconds that a rank waits for another one before it is an error.
@@ -74,8 +79,10 @@ class NVLinkOptions:
 
     max_tokens: int | None = None
     capacity_factor: float | None = None
+    exact_rows: bool = False
     num_sms: int | None = None
     overlap: Overlap = "weight_grads"
+    rows_per_piece: int = 512
     keep_rows: bool = True
     timeout_s: float = 300.0
 
@@ -85,22 +92,41 @@ class NVLinkOptions:
                 f"NVLinkOptions.overlap ({self.overlap!r}) must be 'none', 'weight_grads' or "
                 "'experts'"
             )
-        for name, least in (("max_tokens", 1), ("num_sms", 2)):
+        for name, least in (("max_tokens", 1), ("num_sms", 2), ("rows_per_piece", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"NVLinkOptions.{name} ({value}) must be >= {least}, or None")
+                raise ValueError(f"NVLinkOptions.{name} ({value}) must be >= {least}")
         for name in ("capacity_factor", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"NVLinkOptions.{name} ({value}) must be > 0 and finite")
 
+        if self.exact_rows and self.capacity_factor is not None:
+            raise ValueError(
+                f"NVLinkOptions.capacity_factor ({self.capacity_factor}) must be None with "
+                "exact_rows (True), which needs no room beyond the rows: leave one of them out"
+            )
+
     @property
     def copy_slots(self) -> int:
         """Slots that copy engines write: for sums home, and for rows."""
-        kept_in_order = self.capacity_factor is None and self.keep_rows
-        if self.overlap == "experts" and not kept_in_order:
+        any_routing = self.capacity_factor is None and not self.exact_rows
+        if self.overlap == "experts" and not (any_routing and self.keep_rows):
             return 2
         return int(self.overlap != "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """In which pieces rows are taken that copy engines bring.
+
+    Attributes:
+        ranks: of each piece, as `kernels.exchange_copies.pieces_of` gives them.
+        ranges_PN2: int32 [P, 2, 2], first and last + 1 source row of each piece's two ranges.
+    """
+
+    ranks: tuple[tuple[int, int], ...]
+    ranges_PN2: Tensor
 
 
 class Exchange:
@@ -131,8 +157,7 @@ class Exchange:
         self.options = options
         self.balanced_rows = balanced_rows
         self._memory = memory
-        self.pieces = copies.pieces_of(port.layout.num_ranks)
-        self.ranges_PN2 = self._ranges().to(port.state.device)
+        self._pieces: dict[int, Pieces] = {}
         self._stream: torch.cuda.Stream | None = None
         self._sums_travel = False  # between start_copies and finish_copies
         self._rows_travel = False  # between start_rows and finish_rows
@@ -193,6 +218,19 @@ class Exchange:
         self.note_operation()
         return kernels.reduce(self.port, y_RD.contiguous(), *where, choices)
 
+    def count_rows(self, ids_SK: Tensor, *, first: int, num_local: int) -> int:
+        """Return how many choices are of experts [first, first + num_local). One host sync.
+
+        Raises:
+            RuntimeError: while a CUDA graph is captured, whose sizes can not change.
+        """
+        if self._is_capturing():
+            raise RuntimeError(
+                "NVLinkOptions.exact_rows (True) must be False while a CUDA graph is captured: set "
+                "a capacity_factor"
+            )
+        return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
+
     def note_operation(self) -> None:
         """Remember that an operation without copied sums comes now: it frees the copy slots."""
         self._sums_free = self._is_capturing()
@@ -251,10 +289,15 @@ class Exchange:
             copies.send_rows(self.port, x_TD)
 
     def take_rows(
-        self, x_TD: Tensor, places_S: Tensor, slots_SN: Tensor, out_RD: Tensor, piece: int
+        self,
+        x_TD: Tensor,
+        places_S: Tensor,
+        slots_SN: Tensor,
+        out_RD: Tensor,
+        piece: tuple[int, int],
     ) -> None:
         """Write the rows of a piece, which come after `start_rows`, to where their slots say."""
-        copies.take_rows(self.port, x_TD, places_S, slots_SN, out_RD, self.pieces[piece])
+        copies.take_rows(self.port, x_TD, places_S, slots_SN, out_RD, piece)
 
     def finish_rows(self, x_TD: Tensor) -> None:
         """End what `start_rows` began, once the rows of all pieces are taken."""
@@ -272,15 +315,22 @@ class Exchange:
         assert self._stream is not None
         torch.cuda.current_stream(x.device).wait_stream(self._stream)
 
-    def _ranges(self) -> Tensor:
-        """Return int32 [P, 2, 2], first and last + 1 source row of each piece's two ranges."""
-        G, C = self.layout.num_ranks, self.layout.capacity
-        found = []
-        for first, count in self.pieces:
+    def pieces(self, least: int) -> Pieces:
+        """Return the pieces of so many ranks at least."""
+        found = self._pieces.get(least)
+        if found is None:
+            found = self._pieces[least] = self._make_pieces(least)
+        return found
+
+    def _make_pieces(self, least: int) -> Pieces:
+        G, C, ranges = self.layout.num_ranks, self.layout.capacity, []
+        ranks = copies.pieces_of(G, least)
+        for first, count in ranks:
             start = (self.port.rank - first - count + 1) % G
             end = start + count
-            found.append([[start * C, min(end, G) * C], [0, max(0, end - G) * C]])
-        return torch.tensor(found, dtype=torch.int32)
+            ranges.append([[start * C, min(end, G) * C], [0, max(0, end - G) * C]])
+        on_host = torch.tensor(ranges, dtype=torch.int32)
+        return Pieces(tuple(ranks), on_host.to(self.port.state.device))
 
     def _is_capturing(self) -> bool:
         return self.port.state.is_cuda and torch.cuda.is_current_stream_capturing()
