@@ -132,7 +132,7 @@ def nvlink(
         overlap=overlap,
         keep_rows=keep_rows,
         capacity_factor=capacity_factor,
-        rows_per_piece=1,
+        rows_per_piece=0,
     )
     return case(world, dense, expert, dispatcher="nvlink", nvlink=choices, **options)
 

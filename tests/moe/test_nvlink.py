@@ -65,7 +65,7 @@ def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
     [
         (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be >= 1"),
         (dict(capacity_factor=2.0, exact_rows=True), r"capacity_factor \(2.0\) must be None with"),
-        (dict(rows_per_piece=0), r"NVLinkOptions.rows_per_piece \(0\) must be >= 1"),
+        (dict(rows_per_piece=-1), r"NVLinkOptions.rows_per_piece \(-1\) must be >= 0"),
         (dict(num_sms=1), r"NVLinkOptions.num_sms \(1\) must be >= 2"),
         (dict(overlap="all"), r"overlap \('all'\) must be 'none', 'weight_grads' or 'experts'"),
         (dict(capacity_factor=0.0), r"NVLinkOptions.capacity_factor \(0.0\) must be > 0"),
@@ -334,13 +334,13 @@ def recompute_and_accumulate() -> dict[str, Any]:
     fetched = gradients(light, xs, recompute=False)
     once = list(light_operations)
     pieces, its_pieces = sharded_layer(
-        "ep4", overlap="experts", rows_per_piece=1, capacity_factor=8 / 3
+        "ep4", overlap="experts", rows_per_piece=0, capacity_factor=8 / 3
     )
     whole, _ = sharded_layer("ep4")
     in_one = gradients(whole, xs, recompute=False)
     in_pieces = gradients(pieces, xs, recompute=False)
     arrived = list(its_pieces)
-    both, _ = sharded_layer("ep4", overlap="experts", rows_per_piece=1, keep_rows=False)
+    both, _ = sharded_layer("ep4", overlap="experts", rows_per_piece=0, keep_rows=False)
     return {
         "in pieces": equal(in_one, in_pieces),
         "in pieces, recomputed": equal(in_one, gradients(pieces, xs, recompute=True)),
@@ -413,7 +413,7 @@ def room_for_pieces(xs: list[Tensor]) -> list[tuple[bool, str]]:
     found = []
     few = dict(rows_per_piece=1000, capacity_factor=2.0)
     for options in ({}, few, dict(capacity_factor=2.0), dict(keep_rows=False)):
-        options = dict(rows_per_piece=1) | options
+        options = dict(rows_per_piece=0) | options
         pieces, operations = sharded_layer("ep2-etp2", overlap="experts", **options)
         whole, _ = sharded_layer("ep2-etp2", overlap="none")
         same = equal(gradients(pieces, xs, False), gradients(whole, xs, False))
@@ -477,7 +477,7 @@ def exact() -> dict[str, Any]:
     x = ranks.tokens_of((20, 20, 20, 20), torch.float32)[dist.get_rank()]
     found = {}
     for overlap in ("weight_grads", "experts"):
-        options = dict(overlap=overlap, rows_per_piece=1)
+        options = dict(overlap=overlap, rows_per_piece=0)
         whole, _ = sharded_layer("ep4", overlap=overlap)
         counted, operations = sharded_layer("ep4", exact_rows=True, **options)
         for layer in (whole, counted):

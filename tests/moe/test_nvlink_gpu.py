@@ -95,7 +95,7 @@ def nvlink_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
 
 def in_pieces(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
     """Return a dispatcher whose rows come in pieces, with room for any routing."""
-    room = dict(capacity_factor=float(2 * place.ep), rows_per_piece=1)
+    room = dict(capacity_factor=float(2 * place.ep), rows_per_piece=0)
     return nvlink_of(place, overlap="experts", **room, **options)
 
 
@@ -349,7 +349,7 @@ def overlapped_layer() -> dict[str, bool]:
 
     Eager, and replayed from a graph; and with rows that come again instead of being kept.
     """
-    place, room = place_of(NUM_GPUS, 1), dict(capacity_factor=float(2 * NUM_GPUS), rows_per_piece=1)
+    place, room = place_of(NUM_GPUS, 1), dict(capacity_factor=float(2 * NUM_GPUS), rows_per_piece=0)
     late, early, pieces, light, both = (make_layer(place) for _ in range(5))
     late.dispatcher = nvlink_of(place, overlap="none", **room)
     early.dispatcher = nvlink_of(place, overlap="weight_grads", **room)

@@ -109,7 +109,7 @@ class NVLinkDispatcher:
             return None
         layout, place = exchange.layout, self.placement
         per_rank = layout.capacity * layout.top_k / place.num_experts
-        least = math.ceil(exchange.options.rows_per_piece / per_rank)
+        least = max(1, math.ceil(exchange.options.rows_per_piece / per_rank))
         return exchange.pieces(least) if least < layout.num_ranks else None
 
     @disable_dynamo

@@ -71,7 +71,7 @@ class NVLinkOptions:
             "none": nothing.
         rows_per_piece: with overlap "experts" rows come in two to four pieces, each of at least so
             many rows per expert with balanced routing: a product reads all weights for each piece.
-            Experts with fewer rows than two pieces need get them as a whole.
+            Experts with fewer rows than two pieces need get them as a whole. 0 = four pieces.
         keep_rows: whether backward finds the rows that came. False sends the tokens once more
             there; for experts "triton" and "torch" without biases.
         timeout_s: seconds that a rank waits for another one before it is an error.
@@ -92,7 +92,7 @@ class NVLinkOptions:
                 f"NVLinkOptions.overlap ({self.overlap!r}) must be 'none', 'weight_grads' or "
                 "'experts'"
             )
-        for name, least in (("max_tokens", 1), ("num_sms", 2), ("rows_per_piece", 1)):
+        for name, least in (("max_tokens", 1), ("num_sms", 2), ("rows_per_piece", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"NVLinkOptions.{name} ({value}) must be >= {least}")
