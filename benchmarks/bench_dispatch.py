@@ -70,7 +70,7 @@ from moecore.moe.dispatch.base import (
     with_rows,
 )
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.symmetric import Overlap
+from moecore.moe.dispatch.nvlink_options import Overlap
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.router import Routing
 

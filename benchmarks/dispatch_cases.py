@@ -22,7 +22,8 @@ from moecore.kernels.exchange_port import NUM_WORDS, ExchangeLayout, ExchangePor
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.symmetric import Exchanges, NVLinkOptions, num_push
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.moe.dispatch.symmetric import Exchanges, num_push
 from moecore.moe.router import Routing
 
 Call = Callable[[], Any]

@@ -28,7 +28,9 @@ from benchmarks.dispatch_cases import (
 from moecore.kernels.exchange_port import ExchangeLayout, ExchangePort
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.symmetric import Exchange, Exchanges, NVLinkOptions, make_port
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.moe.dispatch.peer_memory import make_port
+from moecore.moe.dispatch.symmetric import Exchange, Exchanges
 
 SHARES = (1 / 3, 5 / 12, 1 / 2)
 ROUNDS = (8, 16)

@@ -15,7 +15,7 @@ from data import VOCAB_SIZE
 from moecore import MoEConfig, NVLinkOptions, ParallelConfig
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
-from moecore.moe.dispatch.symmetric import Overlap
+from moecore.moe.dispatch.nvlink_options import Overlap
 from moecore.parallelize import DispatcherName
 
 DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")

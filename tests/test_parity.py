@@ -24,7 +24,7 @@ import torch
 
 from moecore import FSDPOptions, NVLinkOptions
 from moecore.kernels.common import has_hopper_kernels
-from moecore.moe.dispatch.symmetric import Overlap
+from moecore.moe.dispatch.nvlink_options import Overlap
 from tests.parity import Case, run_case
 from tests.ranks import run_ranks
 

@@ -3,7 +3,8 @@
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig, ParallelConfig
 from moecore.fsdp import FSDPOptions, clip_grad_norm_
 from moecore.mesh import Meshes, build_meshes
-from moecore.moe.dispatch.symmetric import ExchangeError, NVLinkOptions
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.moe.dispatch.symmetric import ExchangeError
 from moecore.moe.layer import MoELayer
 from moecore.parallelize import moe_state, parallelize_moe
 

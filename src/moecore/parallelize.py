@@ -30,7 +30,9 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import Dispatcher, ExpertPlacement
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.symmetric import Exchanges, NVLinkOptions, find_problem
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.moe.dispatch.peer_memory import find_problem
+from moecore.moe.dispatch.symmetric import Exchanges
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.moe.state import MoEState

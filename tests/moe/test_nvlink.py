@@ -34,7 +34,8 @@ from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.symmetric import Exchanges, find_problem, num_push
+from moecore.moe.dispatch.peer_memory import find_problem
+from moecore.moe.dispatch.symmetric import Exchanges, num_push
 from moecore.moe.router import Routing
 from moecore.moe.state import MoEState
 from tests.moe import test_dispatch_ranks as ranks

@@ -33,7 +33,9 @@ from moecore.moe.dispatch.base import (
     own_sums,
 )
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.symmetric import Exchanges, NVLinkOptions, find_problem
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.moe.dispatch.peer_memory import find_problem
+from moecore.moe.dispatch.symmetric import Exchanges
 from moecore.moe.router import Routing
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moecore.fsdp import FSDPOptions
-from moecore.moe.dispatch.symmetric import NVLinkOptions
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 
 
 @dataclass

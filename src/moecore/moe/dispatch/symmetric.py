@@ -4,16 +4,14 @@
 at first use, by all ranks together. Its buffer lives until `close()`, or until the last user of the
 owner is gone. Only the making and `check` wait for the device.
 
-Memory comes from torch's symmetric memory (CUDA backend, no multicast): 2 * G * C rows per rank and
-exchange, C the most tokens of any rank; 3 with overlap "weight_grads", 4 with "experts".
+Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3 or
+4 with overlap "weight_grads" or "experts".
 """
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,21 +19,18 @@ from torch import Tensor
 
 from moecore.kernels import exchange as kernels
 from moecore.kernels import exchange_copies as copies
-from moecore.kernels.common import HAS_TRITON, INTERPRET, num_sms, on_device
+from moecore.kernels.common import num_sms, on_device
 from moecore.kernels.exchange_port import (
     ERROR_WORD,
     EXCHANGE_DTYPES,
-    MAX_RANKS,
     NEEDED_WORD,
-    NUM_WORDS,
-    ROWS_SLOT,
-    SUMS_SLOT,
     ExchangeLayout,
     ExchangePort,
 )
 from moecore.kernels.limit_rows import limit_rows
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.moe.dispatch.peer_memory import make_port
 
-Overlap = Literal["none", "weight_grads", "experts"]
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
 
 
@@ -50,70 +45,6 @@ class ExchangeError(RuntimeError):
     def __init__(self, message: str, capacity_factor: float | None = None) -> None:
         super().__init__(message)
         self.capacity_factor = capacity_factor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NVLinkOptions:
-    """Choices of the `nvlink` dispatcher.
-
-    Attributes:
-        max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
-        capacity_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
-            rank would give; more rows than that are an error. None = room for every routing.
-        exact_rows: room for exactly the expert rows that come, so that nothing overflows, at one
-            host sync per dispatch; not with a capacity_factor, not in CUDA graphs.
-        num_sms: programs of one operation, of which half push and half receive; None = one per
-            multiprocessor.
-        overlap: what runs while rows travel. "weight_grads": the gradients of the experts' weights,
-            beside those of the tokens on their way home. "experts": that, and the experts' first
-            products, forward and backward, on the rows that have come; these are kept in expert
-            order, so without a capacity_factor, exact_rows or keep_rows=False it is "weight_grads".
-            "none": nothing.
-        rows_per_piece: with overlap "experts" rows come in two to four pieces, each of at least so
-            many rows per expert with balanced routing: a product reads all weights for each piece.
-            Experts with fewer rows than two pieces need get them as a whole. 0 = four pieces.
-        keep_rows: whether backward finds the rows that came. False sends the tokens once more
-            there; for experts "triton" and "torch" without biases.
-        timeout_s: seconds that a rank waits for another one before it is an error.
-    """
-
-    max_tokens: int | None = None
-    capacity_factor: float | None = None
-    exact_rows: bool = False
-    num_sms: int | None = None
-    overlap: Overlap = "weight_grads"
-    rows_per_piece: int = 512
-    keep_rows: bool = True
-    timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        if self.overlap not in get_args(Overlap):
-            raise ValueError(
-                f"NVLinkOptions.overlap ({self.overlap!r}) must be 'none', 'weight_grads' or "
-                "'experts'"
-            )
-        for name, least in (("max_tokens", 1), ("num_sms", 2), ("rows_per_piece", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"NVLinkOptions.{name} ({value}) must be >= {least}")
-        for name in ("capacity_factor", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"NVLinkOptions.{name} ({value}) must be > 0 and finite")
-
-        if self.exact_rows and self.capacity_factor is not None:
-            raise ValueError(
-                f"NVLinkOptions.capacity_factor ({self.capacity_factor}) must be None with "
-                "exact_rows (True), which needs no room beyond the rows: leave one of them out"
-            )
-
-    @property
-    def copy_slots(self) -> int:
-        """Slots that copy engines write: for sums home, and for rows."""
-        any_routing = self.capacity_factor is None and not self.exact_rows
-        if self.overlap == "experts" and not (any_routing and self.keep_rows):
-            return 2
-        return int(self.overlap != "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,117 +443,3 @@ def _agree(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup
                 f"({rows[0][1:]}): give all ranks of a dispatch group the same layers and options"
             )
     return max(row[0] for row in rows)
-
-
-def make_port(
-    layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
-) -> tuple[ExchangePort, Any]:
-    """Return this rank's port and what keeps its memory alive. Collective."""
-    size = (layout.num_bytes,)
-    buffer, handle = _symmetric_buffer(layout.num_bytes, group, device)
-    buffer.zero_()  # the flags
-    peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
-    addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
-    rank = dist.get_rank(group)
-    port = ExchangePort(
-        layout=layout,
-        rank=rank,
-        bases=addresses.T.contiguous().to(device),
-        state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
-        report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
-        timeout_ns=round(timeout_s * 1e9),
-        **_copy_targets(layout, peers, rank),
-    )
-    torch.cuda.synchronize(device)
-    dist.barrier(group)  # nobody may raise a flag that another rank is yet to clear
-    return port, (buffer, handle)
-
-
-def _copy_targets(
-    layout: ExchangeLayout, peers: list[Tensor], rank: int
-) -> dict[str, tuple[Tensor, ...]]:
-    """Return what copy engines write, by peer: fields of `ExchangePort`."""
-    found = {}
-    if layout.copy_slots > 0:
-        found["sums_slots"] = [layout.copy_slot(p, SUMS_SLOT.value, rank) for p in peers]
-    if layout.copy_slots > 1:
-        found["rows_slots"] = [layout.copy_slot(p, ROWS_SLOT.value, rank) for p in peers]
-        found["rows_flags"] = [layout.copy_flag(p, rank) for p in peers]
-    return {name: tuple(targets) for name, targets in found.items()}
-
-
-def _symmetric_buffer(
-    num_bytes: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[Tensor, Any]:
-    """Return this rank's buffer and the handle that knows those of the others. Collective."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    # Not `symmetric_memory.empty`, which cuts a pool: offsets in it may differ between ranks once
-    # one of them has freed a buffer later than the others.
-    allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
-    buffer = allocate((num_bytes,), (1,), torch.uint8, device)
-    return buffer, symmetric_memory.rendezvous(buffer, group)
-
-
-def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return why tokens of this group can not travel by stores into peers' memory; None = they can.
-
-    "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
-
-    Args:
-        group: the ranks.
-        device_type: of the model.
-    """
-    if device_type != "cuda":
-        return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
-    if not HAS_TRITON or INTERPRET:
-        return "must have Triton for its kernels: install triton or use 'alltoall'"
-    if group.size() > MAX_RANKS:
-        return f"must have ep * etp ({group.size()}) <= {MAX_RANKS}: use 'alltoall'"
-    mine = _peer_problem(group) or _memory_problem(group)
-    problems: list[Any] = [None] * group.size()
-    dist.all_gather_object(problems, mine, group=group)
-    return next((p for p in problems if p), None)
-
-
-def _peer_problem(group: dist.ProcessGroup) -> str | None:
-    """Look at hosts and peer access; the answer is the same on all ranks that see all GPUs."""
-    device = torch.cuda.current_device()
-    here = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    places: list[Any] = [None] * group.size()
-    dist.all_gather_object(places, (_host(), str(_properties(device).uuid)), group=group)
-    hosts = len({host for host, _ in places})
-    if hosts > 1:
-        return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"
-    for g, (_, uuid) in enumerate(places):
-        rank = dist.get_global_rank(group, g)
-        if uuid not in here:
-            return (
-                f"must see the GPU of rank {rank} on every rank: make all GPUs of the host visible "
-                "to each process, or use 'alltoall'"
-            )
-        if here[uuid] != device and not torch.cuda.can_device_access_peer(device, here[uuid]):
-            me = dist.get_global_rank(group, dist.get_rank(group))
-            return f"must have peer access from rank {me} to rank {rank}: use 'alltoall'"
-    return None
-
-
-def _memory_problem(group: dist.ProcessGroup) -> str | None:
-    """Make a small symmetric buffer. Every rank comes here, or none: hosts and GPUs are fine."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        _symmetric_buffer(1024, group, device)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        return f"must have torch's symmetric memory, which fails here ({reason}): use 'alltoall'"
-    return None
-
-
-def _properties(index: int) -> Any:
-    return torch.cuda.get_device_properties(index)
-
-
-def _host() -> str:
-    """One name per running kernel: hosts may share a name, containers of one host need not."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()

@@ -1,0 +1,70 @@
+"""What a user chooses about the `nvlink` dispatcher; docs/dispatchers.md says what it costs."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Overlap = Literal["none", "weight_grads", "experts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NVLinkOptions:
+    """Choices of the `nvlink` dispatcher.
+
+    Attributes:
+        max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
+        capacity_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
+            rank would give; more rows than that are an error. None = room for every routing.
+        exact_rows: room for exactly the expert rows that come, so that nothing overflows, at one
+            host sync per dispatch; not with a capacity_factor, not in CUDA graphs.
+        num_sms: programs of one operation, of which half push and half receive; None = one per
+            multiprocessor.
+        overlap: what runs while rows travel. "weight_grads": the gradients of the experts' weights,
+            beside those of the tokens on their way home. "experts": that, and the experts' first
+            products, forward and backward, on the rows that have come; these are kept in expert
+            order, so without a capacity_factor, exact_rows or keep_rows=False it is "weight_grads".
+            "none": nothing.
+        rows_per_piece: with overlap "experts" rows come in two to four pieces, each of at least so
+            many rows per expert with balanced routing: a product reads all weights for each piece.
+            Experts with fewer rows than two pieces need get them as a whole. 0 = four pieces.
+        keep_rows: whether backward finds the rows that came. False sends the tokens once more
+            there; for experts "triton" and "torch" without biases.
+        timeout_s: seconds that a rank waits for another one before it is an error.
+    """
+
+    max_tokens: int | None = None
+    capacity_factor: float | None = None
+    exact_rows: bool = False
+    num_sms: int | None = None
+    overlap: Overlap = "weight_grads"
+    rows_per_piece: int = 512
+    keep_rows: bool = True
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.overlap not in get_args(Overlap):
+            raise ValueError(
+                f"NVLinkOptions.overlap ({self.overlap!r}) must be 'none', 'weight_grads' or "
+                "'experts'"
+            )
+        for name, least in (("max_tokens", 1), ("num_sms", 2), ("rows_per_piece", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"NVLinkOptions.{name} ({value}) must be >= {least}")
+        for name in ("capacity_factor", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"NVLinkOptions.{name} ({value}) must be > 0 and finite")
+
+        if self.exact_rows and self.capacity_factor is not None:
+            raise ValueError(
+                f"NVLinkOptions.capacity_factor ({self.capacity_factor}) must be None with "
+                "exact_rows (True), which needs no room beyond the rows: leave one of them out"
+            )
+
+    @property
+    def copy_slots(self) -> int:
+        """Slots that copy engines write: for sums home, and for rows."""
+        any_routing = self.capacity_factor is None and not self.exact_rows
+        if self.overlap == "experts" and not (any_routing and self.keep_rows):
+            return 2
+        return int(self.overlap != "none")

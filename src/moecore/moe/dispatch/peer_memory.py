@@ -1,0 +1,138 @@
+"""Memory of one rank that all ranks of its group can write, and whether a host has it.
+
+It is torch's symmetric memory: CUDA backend, no multicast.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.kernels.common import HAS_TRITON, INTERPRET
+from moecore.kernels.exchange_port import (
+    MAX_RANKS,
+    NUM_WORDS,
+    ROWS_SLOT,
+    SUMS_SLOT,
+    ExchangeLayout,
+    ExchangePort,
+)
+
+
+def make_port(
+    layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
+) -> tuple[ExchangePort, Any]:
+    """Return this rank's port and what keeps its memory alive. Collective."""
+    size = (layout.num_bytes,)
+    buffer, handle = _symmetric_buffer(layout.num_bytes, group, device)
+    buffer.zero_()  # the flags
+    peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
+    addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
+    rank = dist.get_rank(group)
+    port = ExchangePort(
+        layout=layout,
+        rank=rank,
+        bases=addresses.T.contiguous().to(device),
+        state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
+        report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
+        timeout_ns=round(timeout_s * 1e9),
+        **_copy_targets(layout, peers, rank),
+    )
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # nobody may raise a flag that another rank is yet to clear
+    return port, (buffer, handle)
+
+
+def _copy_targets(
+    layout: ExchangeLayout, peers: list[Tensor], rank: int
+) -> dict[str, tuple[Tensor, ...]]:
+    """Return what copy engines write, by peer: fields of `ExchangePort`."""
+    found = {}
+    if layout.copy_slots > 0:
+        found["sums_slots"] = [layout.copy_slot(p, SUMS_SLOT.value, rank) for p in peers]
+    if layout.copy_slots > 1:
+        found["rows_slots"] = [layout.copy_slot(p, ROWS_SLOT.value, rank) for p in peers]
+        found["rows_flags"] = [layout.copy_flag(p, rank) for p in peers]
+    return {name: tuple(targets) for name, targets in found.items()}
+
+
+def _symmetric_buffer(
+    num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Tensor, Any]:
+    """Return this rank's buffer and the handle that knows those of the others. Collective."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    # Not `symmetric_memory.empty`, which cuts a pool: offsets in it may differ between ranks once
+    # one of them has freed a buffer later than the others.
+    allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
+    buffer = allocate((num_bytes,), (1,), torch.uint8, device)
+    return buffer, symmetric_memory.rendezvous(buffer, group)
+
+
+def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """Return why tokens of this group can not travel by stores into peers' memory; None = they can.
+
+    "relation: fix" of an error in one line, the same on all ranks. Collective, with host syncs.
+
+    Args:
+        group: the ranks.
+        device_type: of the model.
+    """
+    if device_type != "cuda":
+        return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
+    if not HAS_TRITON or INTERPRET:
+        return "must have Triton for its kernels: install triton or use 'alltoall'"
+    if group.size() > MAX_RANKS:
+        return f"must have ep * etp ({group.size()}) <= {MAX_RANKS}: use 'alltoall'"
+    mine = _peer_problem(group) or _memory_problem(group)
+    problems: list[Any] = [None] * group.size()
+    dist.all_gather_object(problems, mine, group=group)
+    return next((p for p in problems if p), None)
+
+
+def _peer_problem(group: dist.ProcessGroup) -> str | None:
+    """Look at hosts and peer access; the answer is the same on all ranks that see all GPUs."""
+    device = torch.cuda.current_device()
+    here = {str(_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    places: list[Any] = [None] * group.size()
+    dist.all_gather_object(places, (_host(), str(_properties(device).uuid)), group=group)
+    hosts = len({host for host, _ in places})
+    if hosts > 1:
+        return f"must stay on one host (its ranks are on {hosts}): use 'alltoall'"
+    for g, (_, uuid) in enumerate(places):
+        rank = dist.get_global_rank(group, g)
+        if uuid not in here:
+            return (
+                f"must see the GPU of rank {rank} on every rank: make all GPUs of the host visible "
+                "to each process, or use 'alltoall'"
+            )
+        if here[uuid] != device and not torch.cuda.can_device_access_peer(device, here[uuid]):
+            me = dist.get_global_rank(group, dist.get_rank(group))
+            return f"must have peer access from rank {me} to rank {rank}: use 'alltoall'"
+    return None
+
+
+def _memory_problem(group: dist.ProcessGroup) -> str | None:
+    """Make a small symmetric buffer. Every rank comes here, or none: hosts and GPUs are fine."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        _symmetric_buffer(1024, group, device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        return f"must have torch's symmetric memory, which fails here ({reason}): use 'alltoall'"
+    return None
+
+
+def _properties(index: int) -> Any:
+    return torch.cuda.get_device_properties(index)
+
+
+def _host() -> str:
+    """One name per running kernel: hosts may share a name, containers of one host need not."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
