@@ -6,6 +6,7 @@ All of it runs on every rank of torchrun, each with one GPU.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from moecore.moe.router import Routing
 
 Call = Callable[[], Any]
 
-LEAD_CYCLES = 2_000_000  # about 1 ms, in which the host queues the call
+CYCLES_PER_SECOND = 2e9  # of a GPU that sleeps, at most
+LEAD_SECONDS, MOST_LEAD_SECONDS = 1e-3, 25e-3  # in which the host queues a call
 WARM_UP = 3  # rounds that do not count
 
 
@@ -117,21 +119,30 @@ def nccl_call(place: ExpertPlacement, routing: Routing, x_TD: Tensor) -> Call:
 
 
 def time_in_turn(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds by call and round, of the slowest rank; calls run in turn."""
+    """Return milliseconds by call and round, of the slowest rank; calls run in turn.
+
+    Time of the device: it sleeps for twice as long as the host took to queue the call in the rounds
+    that do not count, so that no call waits for the host.
+    """
     flush = torch.ones(harness.FLUSH_BYTES // 4, device="cuda")
     token = torch.zeros(1, device="cuda")
     spans: dict[str, list[Any]] = {name: [] for name in calls}
+    lead = dict.fromkeys(calls, LEAD_SECONDS)
     for i, (name, call) in itertools.product(range(-WARM_UP, rounds), calls.items()):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush.sum()
-        torch.cuda._sleep(LEAD_CYCLES)
+        torch.cuda._sleep(int(lead[name] * CYCLES_PER_SECOND))
         dist.all_reduce(token)
+        queued = time.perf_counter()
         start.record()
         call()
         stop.record()
+        queued = time.perf_counter() - queued
         torch.cuda.synchronize()
         if i >= 0:
             spans[name].append(start.elapsed_time(stop))
+        elif i > -WARM_UP:  # the first one compiles
+            lead[name] = min(max(lead[name], 2 * queued), MOST_LEAD_SECONDS)
     times = torch.tensor(list(spans.values()), device="cuda")
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return dict(zip(calls, times.tolist(), strict=True))
