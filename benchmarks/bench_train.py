@@ -52,6 +52,7 @@ SHOWN = (
     "grad_accum",
     "layers",
     "routing",
+    "quantile",
     "tokens",
     "dispatcher",
     "capacity_factor",

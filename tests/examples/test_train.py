@@ -278,3 +278,21 @@ def test_wrong_jsonl_names_the_line(
     path.write_text('{"text": "fine"}\n' + line + "\n")
     printed = error_of(script, tmp_path, f"--data {path}", monkeypatch, capsys)
     assert f'--data ({path}) line 2 must be a JSON object with a string "text"' in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--quantile", (True, "sigmoid", "quantile", 1.0)),
+        ("--quantile --bias-rate 0.5", (True, "sigmoid", "quantile", 0.5)),
+        ("--bias-rate 0.5", (True, "softmax", "sign", 0.5)),
+        ("", (False, "softmax", "sign", 0.0)),
+    ],
+)
+def test_what_balances_a_preset(
+    arguments: str, expected: tuple[bool, str, str, float], script: ModuleType
+) -> None:
+    words = f"--preset tiny-qwen3 --tokens random {arguments}".split()
+    moe = script.model_config(script.parse_arguments(words)).moe
+    found = (moe.expert_bias, moe.score_function, moe.balance.bias_update)
+    assert (*found, moe.balance.bias_update_rate) == expected
