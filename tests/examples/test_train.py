@@ -292,7 +292,7 @@ def test_wrong_jsonl_names_the_line(
 def test_what_balances_a_preset(
     arguments: str, expected: tuple[bool, str, str, float], script: ModuleType
 ) -> None:
-    words = f"--preset tiny-qwen3 --tokens random {arguments}".split()
+    words = f"--preset tiny-qwen3 --tokens random --seq-len 32 {arguments}".split()
     moe = script.model_config(script.parse_arguments(words)).moe
     found = (moe.expert_bias, moe.score_function, moe.balance.bias_update)
     assert (*found, moe.balance.bias_update_rate) == expected
