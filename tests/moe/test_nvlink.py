@@ -351,6 +351,8 @@ def recompute_and_accumulate() -> dict[str, Any]:
         "in pieces, frozen": frozen_input(pieces, whole, xs[0]),
         "in pieces, by": arrived,
         "in pieces, changed": changed_output_gradient(pieces, xs[0]),
+        "in pieces, changed rows": changed_rows(pieces, xs[0]),
+        "in pieces, inferred": equal([inferred(pieces, xs[0])], in_one[:1]),
         "in pieces, after an error": equal(in_one, gradients(pieces, xs, recompute=False)),
         "room for pieces": room_for_pieces(xs),
         "fetched": equal(plain, fetched) and equal(plain, gradients(light, xs, recompute=True)),
@@ -407,6 +409,27 @@ def changed_output_gradient(layer: MoELayer, x: Tensor) -> str:
         hook.remove()
         layer.dispatcher.exchanges.close()  # type: ignore[attr-defined]
     return ""
+
+
+def changed_rows(layer: MoELayer, x: Tensor) -> str:
+    """Return the error of a forward whose rows change in place while they travel."""
+    dispatcher = layer.dispatcher
+    tokens = x.clone()
+    routing = layer.part("router")(tokens)
+    inp = dispatcher.dispatch(tokens, routing)
+    tokens.mul_(2)
+    try:
+        layer.part("experts")(inp)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dispatcher.exchanges.close()  # type: ignore[attr-defined]
+    return ""
+
+
+def inferred(layer: MoELayer, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return layer(x.clone()).clone()
 
 
 def room_for_pieces(xs: list[Tensor]) -> list[tuple[bool, str]]:
@@ -538,7 +561,7 @@ def test_rows_that_come_in_pieces_are_the_same(results: dict[str, Any]) -> None:
     backward = ["rows", "taken", "copies", "reduce"]
     assert steps["in pieces, by"] == forward * 2 + backward * 2
     found = {k: v for k, v in steps.items() if k.startswith("in pieces") and isinstance(v, bool)}
-    assert len(found) == 7 and all(found.values()), found
+    assert len(found) == 8 and all(found.values()), found
 
 
 def test_pieces_that_are_kept_need_a_capacity_factor(results: dict[str, Any]) -> None:
@@ -554,6 +577,8 @@ def test_a_gradient_that_changes_on_its_way_is_an_error(results: dict[str, Any])
     message = results["steps"]["in pieces, changed"]
     assert "gradients of the experts' output must not change" in message
     assert message.endswith("remove the hook or use overlap='weight_grads'")
+    message = results["steps"]["in pieces, changed rows"]
+    assert message.startswith("rows must not change in place while they travel")
 
 
 def test_rows_that_come_again_are_the_same_and_not_kept(results: dict[str, Any]) -> None:

@@ -167,6 +167,7 @@ class _Travel:
         self._ranks = pieces.ranks
         x_TD = x_TD.contiguous()
         self._x_TD = x_TD.clone() if x_TD.data_ptr() % 16 else x_TD
+        self._version = _version(self._x_TD)
         self._where: tuple[Tensor, Tensor] | None = None
 
     def start(self) -> None:
@@ -179,8 +180,17 @@ class _Travel:
         self.rows_RD = self._x_TD.new_empty(num_rows, self._x_TD.shape[1])
 
     def take(self, piece: int) -> None:
-        """Bring a piece into `rows_RD`; the last one ends the journey."""
+        """Bring a piece into `rows_RD`; the last one ends the journey.
+
+        Raises:
+            RuntimeError: when this rank's rows have changed in place since they were sent.
+        """
         assert self._where is not None
+        if _version(self._x_TD) != self._version:
+            raise RuntimeError(
+                "rows must not change in place while they travel with NVLinkOptions.overlap "
+                "('experts'): change a copy or use overlap='weight_grads'"
+            )
         self._exchange.take_rows(self._x_TD, *self._where, self.rows_RD, self._ranks[piece])
         if piece == len(self._ranks) - 1:
             self._exchange.finish_rows(self._x_TD)
@@ -299,8 +309,13 @@ class _Sender:
         return self._exchange.finish_copies(sums_SD, peers_T, places_S, (dweights_R, slots_SK))
 
 
+def _version(x: Tensor) -> int:
+    """Count the changes in place; of what inference made nobody counts them."""
+    return 0 if x.is_inference() else x._version
+
+
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(t._version for t in tensors if t is not None)
+    return tuple(_version(t) for t in tensors if t is not None)
 
 
 class _Dispatch(torch.autograd.Function):
