@@ -90,12 +90,12 @@ class EmulatedExchange(Exchange):
         choices: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         home = self.reduce(sums_SD, peers_T, places_S, places_S[:, None], choices)
-        self._sums_travel, self._sums_free = False, None
+        self._sums_travel, self._sums_free, self._reduced_since = False, None, True
         return home
 
     def start_rows(self, x_TD: Tensor) -> None:
         self.operations.append("rows")
-        self._rows_travel, self._rows_free = True, None
+        self._rows_travel, self._rows_free, self._reduced_since = True, None, False
         self._sent_GCD = self._gather(x_TD, float("nan"))
 
     def take_rows(
@@ -115,7 +115,7 @@ class EmulatedExchange(Exchange):
 
     def finish_rows(self, x_TD: Tensor) -> None:
         self.operations.append("taken")
-        self._rows_travel, self._sums_free = False, self._is_capturing()
+        self._note_rows_end()
 
     def _spread(self, x_TD: Tensor, peers_GC: Tensor) -> Tensor:
         """Return the source rows of this rank; holes are NaN."""

@@ -215,7 +215,7 @@ def _gradients(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """dy and what the forward kept; h_RC is empty where FC1 runs again.
+    """dy and what the forward kept; h_RC is [0] where FC1 runs again.
 
     x is [S, D], or [R, D] in expert order.
     """
@@ -255,7 +255,7 @@ def _differentiate(
     else:
         gathers = products.options.gated and w2_eDF.shape[2] >= GATHER_FIRST_DY
         dy_rows = products.source(saved.dy, gather=gathers)
-    if not h_RC.numel():
+    if h_RC.ndim == 1:
         h_RC = products.product(saved.source(products), w1_eCD.transpose(1, 2))
     if want_x or want_w1 or want_weights:
         dh_RC, dweights_R, a_RF = products.activation_bwd(dy_rows, w2_eDF, h_RC, weights_R)
@@ -304,11 +304,11 @@ def _save(
     kept: tuple[Tensor, ...] = (),
 ) -> None:
     *tensors, expert_rows_RD, main_grad1, main_grad2 = inputs[:10]
-    kind, limit, alpha, interleaved, triton, _ = inputs[10:]
+    kind, limit, alpha, interleaved, triton, ctx.keep_h = inputs[10:]
     ctx.save_for_backward(*tensors, output[1], *kept)
     # Not among the saved ones: another micro-batch's backward may have added to them since.
     ctx.main_grads = (main_grad1, main_grad2)
-    ctx.unsummed, ctx.in_order = expert_rows_RD is not None, False
+    ctx.unsummed = expert_rows_RD is not None
     ctx.options = (kind, limit, alpha, interleaved, triton, ctx.unsummed)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
@@ -321,6 +321,7 @@ def _backward(
     sender: GradientSender | None = None,
     fetch: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
+    """Return the inputs' gradients; what is saved last is `_TravellingMLP`'s."""
     if dy is None:
         return (None,) * 16
     (x_SD, w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e, h_RC, *kept) = (
@@ -328,12 +329,15 @@ def _backward(
     )
     needs = ctx.needs_input_grad
     wanted = [needs[7] if ctx.unsummed else needs[0], *needs[1:4]]
-    if fetch is not None and (wanted[1] or not h_RC.numel()):
-        x_SD = fetch(*kept)
+    in_order = bool(kept) and kept[0].numel() > 0
+    if fetch is not None and (wanted[1] or not ctx.keep_h):
+        x_SD = fetch(*kept[1:])
     arriving = None if sender is None else sender.arriving(dy)
     index = (row_ids_R, slots_SK, offsets_e)
     tensors = (x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
-    if arriving is None and not ctx.in_order and (sender is None or not wanted[0]):
+    if sender is not None and not (wanted[0] and _will_run(ctx.rows_node)):
+        sender = None
+    if arriving is None and not in_order and sender is None:
         grads = _expert_mlp_bwd(dy, *tensors, *index, *ctx.main_grads, *ctx.options, wanted)
     else:
         added_to = [m for m in ctx.main_grads if m is not None]
@@ -342,8 +346,7 @@ def _backward(
         *activation_of, triton, _ = ctx.options
         options = _activation_options(*activation_of)
         products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
-        saved = _Saved(arriving or dy.contiguous(), *tensors, in_order=ctx.in_order)
-        sender = sender if wanted[0] else None
+        saved = _Saved(arriving or dy.contiguous(), *tensors, in_order=in_order)
         grads = _differentiate(products, saved, ctx.main_grads, True, wanted, sender)
     added = (None, *ctx.main_grads, None)
     found = [g if w and m is None else None for g, w, m in zip(grads, wanted, added, strict=True)]
@@ -352,6 +355,11 @@ def _backward(
 
 
 _expert_mlp = Op("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_backward)
+
+
+def _will_run(node: Any) -> bool:
+    """Whether the running backward comes to a node: not if others are asked for. None = a leaf."""
+    return node is None or torch._C._will_engine_execute_node(node)
 
 
 def _forward_arriving(arriving: ArrivingRows, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -376,15 +384,19 @@ class _TravellingMLP(torch.autograd.Function):
         else:
             output = _forward_arriving(arriving, *rest)
         ctx.fetch, kept = (None, ()) if again is None else (again.fetch, again.kept)
+        in_order = arriving is not None and again is None
         if again is not None:
             x_SD = x_SD.new_empty(0)
-        elif arriving is not None:
+        elif in_order:
             x_SD = arriving.rows_RD
-        _save(ctx, (x_SD, *rest), output, kept)
-        ctx.in_order = arriving is not None and again is None
-        ctx.sender = sender if ctx.unsummed else None
+        # Saved like x, which checkpointing replaces by that of a forward that may order otherwise.
+        order = x_SD.new_empty(int(in_order))
+        _save(ctx, (x_SD, *rest), output, (order, *kept))
+        ctx.sender, expert_rows_RD = sender if ctx.unsummed else None, rest[6]
         if ctx.sender is not None:
-            ctx.sender.takes_arriving = True
+            ctx.rows_node = expert_rows_RD.grad_fn
+            # Without a backward of the dispatch nothing would follow the rows that are taken.
+            ctx.sender.takes_arriving = expert_rows_RD.requires_grad
         return output
 
     @staticmethod

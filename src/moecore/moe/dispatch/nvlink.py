@@ -91,7 +91,7 @@ class NVLinkDispatcher:
         pieces = self._pieces(exchange)
         sender = _Sender(exchange, pieces) if exchange.options.overlap != "none" else None
         travel = None
-        if pieces is not None and exchange.can_send_rows():
+        if pieces is not None and exchange.can_send_rows(after_operation=True):
             travel = _Travel(exchange, pieces, x_TD.detach())
         made = _Dispatch.apply(*tokens, exchange, self.placement, sender, travel)
         rows_SD, expert_rows_RD, peers_T, places_S = made[:4]
@@ -169,6 +169,7 @@ class _Travel:
         self._x_TD = x_TD.clone() if x_TD.data_ptr() % 16 else x_TD
         self._version = _version(self._x_TD)
         self._where: tuple[Tensor, Tensor] | None = None
+        self._is_over = False
 
     def start(self) -> None:
         """Send them."""
@@ -183,9 +184,15 @@ class _Travel:
         """Bring a piece into `rows_RD`; the last one ends the journey.
 
         Raises:
-            RuntimeError: when this rank's rows have changed in place since they were sent.
+            RuntimeError: when it has ended, or this rank's rows have changed in place since they
+                were sent.
         """
         assert self._where is not None
+        if self._is_over:
+            raise RuntimeError(
+                "rows must be taken once with NVLinkOptions.overlap ('experts'), the slot may have "
+                "others since: checkpoint whole layers or use overlap='weight_grads'"
+            )
         if _version(self._x_TD) != self._version:
             raise RuntimeError(
                 "rows must not change in place while they travel with NVLinkOptions.overlap "
@@ -193,6 +200,7 @@ class _Travel:
             )
         self._exchange.take_rows(self._x_TD, *self._where, self.rows_RD, self._ranks[piece])
         if piece == len(self._ranks) - 1:
+            self._is_over = True
             self._exchange.finish_rows(self._x_TD)
 
     def take_source_rows(self) -> Tensor:
@@ -236,6 +244,7 @@ class _Sender:
 
         Does nothing where copies can not come now: then backward sends all of it.
         """
+        self._sent = self._sums_SD = None
         if not self._exchange.can_copy():
             return
         self._sent = (drows_RD, dweights_R)

@@ -92,6 +92,7 @@ class Exchange:
         self._stream: torch.cuda.Stream | None = None
         self._sums_travel = False  # between start_copies and finish_copies
         self._rows_travel = False  # between start_rows and finish_rows
+        self._reduced_since = False  # whether copied sums have been added since start_rows
         # Whether what freed a copy slot was captured; None = nothing has, since it was used.
         self._sums_free: bool | None = False
         self._rows_free: bool | None = False
@@ -167,6 +168,12 @@ class Exchange:
         self._sums_free = self._is_capturing()
         self._note_reads_end()
 
+    def _note_rows_end(self) -> None:
+        """Remember that the rows of all ranks came; what they read before they sent is free."""
+        self._rows_travel = False
+        if not self._reduced_since:
+            self._sums_free = self._is_capturing()
+
     def _note_reads_end(self) -> None:
         """Remember that an operation comes: all ranks know then that taken rows have been read."""
         if not self._rows_travel:
@@ -181,10 +188,14 @@ class Exchange:
         has_slot = self.layout.copy_slots > 0
         return has_slot and not self._sums_travel and self._sums_free is self._is_capturing()
 
-    def can_send_rows(self) -> bool:
-        """Whether `start_rows` may come now, the same on all ranks; see `can_copy`."""
-        has_slot = self.layout.copy_slots > 1
-        return has_slot and not self._rows_travel and self._rows_free is self._is_capturing()
+    def can_send_rows(self, *, after_operation: bool = False) -> bool:
+        """Whether `start_rows` may come now, the same on all ranks; see `can_copy`.
+
+        Or after the next operation, which frees the slot itself.
+        """
+        if self.layout.copy_slots < 2 or self._rows_travel:
+            return False
+        return after_operation or self._rows_free is self._is_capturing()
 
     def start_copies(self, sums_SD: Tensor) -> None:
         """Begin to copy sums home on a stream of their own; they must live until `finish_copies`.
@@ -204,7 +215,7 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Return what `reduce` of the copied sums returns; the current stream waits for them."""
         self._wait_for_stream(sums_SD)
-        self._sums_travel, self._sums_free = False, None
+        self._sums_travel, self._sums_free, self._reduced_since = False, None, True
         self._note_reads_end()
         where = (peers_T, places_S, places_S[:, None])
         return kernels.reduce(self.port, sums_SD, *where, choices, copied=True)
@@ -215,6 +226,7 @@ class Exchange:
         No multiprocessor takes part.
         """
         self._rows_travel, self._rows_free = True, None
+        self._reduced_since = False
         copies.count_rows(self.port)
         with torch.cuda.stream(self._stream_after(x_TD)):
             copies.send_rows(self.port, x_TD)
@@ -233,7 +245,7 @@ class Exchange:
     def finish_rows(self, x_TD: Tensor) -> None:
         """End what `start_rows` began, once the rows of all pieces are taken."""
         self._wait_for_stream(x_TD)
-        self._rows_travel, self._sums_free = False, self._is_capturing()
+        self._note_rows_end()
 
     def _stream_after(self, x: Tensor) -> torch.cuda.Stream:
         """Return the stream of copies, which goes on when the current one has come to here."""
@@ -404,9 +416,11 @@ class Exchanges:
                 "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
                 "one step first"
             )
-        programs = self.options.num_sms or num_sms(x_TD.device)
-        dtype, copy_slots = EXCHANGE_DTYPES.index(x_TD.dtype), self.options.copy_slots
-        mine = (self.options.max_tokens or T, D, top_k, dtype, programs, copy_slots)
+        options = self.options
+        programs = options.num_sms or num_sms(x_TD.device)
+        dtype, copy_slots = EXCHANGE_DTYPES.index(x_TD.dtype), options.copy_slots
+        equal = (D, top_k, dtype, programs, copy_slots, options.rows_per_piece, +options.keep_rows)
+        mine = (options.max_tokens or T, *equal)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
             capacity=max(1, _agree(mine, x_TD.device, self.group)),
@@ -418,7 +432,8 @@ class Exchanges:
             copy_slots=copy_slots,
         )
         balanced = layout.source_rows * top_k // self.ep
-        with on_device(x_TD):
+        # An evaluation may come first: what inference makes nobody else may write.
+        with on_device(x_TD), torch.inference_mode(False):
             port, memory = make_port(layout, self.group, x_TD.device, self.options.timeout_s)
         return Exchange(port, self.group, self.options, balanced_rows=balanced, memory=memory)
 
@@ -437,9 +452,10 @@ def _agree(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup
     rows = torch.stack(all_ranks).tolist()
     for g, row in enumerate(rows):
         if row[1:] != rows[0][1:]:
+            other, first = (dist.get_global_rank(group, i) for i in (g, 0))
             raise ValueError(
-                f"(D, K, dtype, num_sms, overlap) of rank {dist.get_global_rank(group, g)} "
-                f"({row[1:]}) must equal those of rank {dist.get_global_rank(group, 0)} "
-                f"({rows[0][1:]}): give all ranks of a dispatch group the same layers and options"
+                f"(D, K, dtype, num_sms, overlap, rows_per_piece, keep_rows) of rank {other} "
+                f"({row[1:]}) must equal those of rank {first} ({rows[0][1:]}): give "
+                "all ranks of a dispatch group the same layers and options"
             )
     return max(row[0] for row in rows)
