@@ -1,4 +1,4 @@
-"""Stores straight into the peers' memory: the dispatcher for one NVLink domain. No host sync.
+"""Stores straight into the peers' memory: the dispatcher for one NVLink domain.
 
 Legend: T local tokens, C the most tokens of any rank, D model dim, K experts per token, G ranks of
 the group (ep * etp), S = G * C source rows, R expert rows.
@@ -73,7 +73,9 @@ class NVLinkDispatcher:
 
     @disable_dynamo
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
-        """Bring tokens to their experts' ranks. No host sync after the first; no collective.
+        """Bring tokens to their experts' ranks. No collective, and no host sync after the first.
+
+        But for one with `NVLinkOptions.exact_rows`.
 
         Holes of `rows_SD` are uninitialised; no slot names them.
 
