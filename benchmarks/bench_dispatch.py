@@ -12,7 +12,8 @@ and all SMs, the first shape):
     ep_sum_combine    combine that also adds the expert rows of each source row, as in the layer;
                       against `combine` of the same dispatcher, which gets the sums
     ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall. nvlink-MODE is
-                      NVLinkOptions.overlap MODE, of those that are not the default
+                      NVLinkOptions.overlap MODE, of those that are not the default; nvlink-fp8 has
+                      fp8_dispatch
     ep_experts_fwd_bwd  its experts alone, on the rows that they received; without the sums over
                       expert rows and their adjoints where the dispatcher has them
     ep_exposed        the first less the second, round by round: all that is not experts, which is
@@ -21,6 +22,9 @@ and all SMs, the first shape):
 Before each timed call a tiny all-reduce lets all ranks start at once; of each round the slowest
 rank counts. `gbps` is of what the busiest rank sends or gets. `peak` is above
 weights, input and the exchange's own buffers, which all layers share and which are printed.
+
+With `--fp8-dispatch` all tokens are such that FP8 carries them as they are, so that every dispatcher
+must give the same; bits that are zero cost a product less power, so compare within a run.
 
 `--sweep` tries how the programs are divided instead, on the first shape (`dispatch_sweep.py`).
 """
@@ -59,6 +63,7 @@ from benchmarks.dispatch_cases import (
 from benchmarks.dispatch_sweep import sweep
 from benchmarks.records import Environment, Row
 from moecore import MoEConfig, MoELayer, NVLinkOptions, ParallelConfig, build_meshes
+from moecore.kernels.fp8_rows import pack_rows, unpack_rows
 from moecore.kernels.rows import gather_rows, sum_rows
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -86,10 +91,12 @@ def bench_moves(
     *,
     skewed: bool,
     sums: bool,
+    fp8: bool,
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of dispatch and combine alone; with `sums` also of `ep_sum_combine`."""
     place, routing = place_of(shape, meshes), routing_of(shape, skewed=skewed)
     x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
+    x_TD = rounded(x_TD) if fp8 else x_TD
     tokens = (x_TD, routing)
     calls: dict[str, Call] = {"nccl": nccl_call(place, routing, x_TD)}
     others = {"alltoall": AllToAllDispatcher(place)}
@@ -97,9 +104,11 @@ def bench_moves(
         f"nvlink-{n}" if n else "nvlink": nvlink_of(place, NVLinkOptions(num_sms=n or None))
         for n in num_sms
     }
+    if fp8:
+        nvlinks["nvlink-fp8"] = nvlink_of(place, NVLinkOptions(fp8_dispatch=True))
     gathered: dict[str, Tensor] = {}
     for name, dispatcher in (others | nvlinks).items():
-        inp = dispatcher.dispatch(x_TD, routing)
+        inp = with_rows(dispatcher.dispatch(x_TD, routing))
         home_TD = dispatcher.combine(poisoned(inp.rows_SD, inp.slots_SK), inp.plan)
         gathered[name] = home_TD.clone()
         calls[f"dispatch {name}"] = lambda d=dispatcher: d.dispatch(x_TD, routing)
@@ -122,6 +131,11 @@ def bench_moves(
             yield fields | dict(op=op, backend=name, gbps=moved / timing.ms / 1e6, syncs=syncs)
     for dispatcher in nvlinks.values():
         dispatcher.exchanges.close()
+
+
+def rounded(x_TD: Tensor) -> Tensor:
+    """Return tokens that travel as FP8 without another rounding."""
+    return unpack_rows(pack_rows(x_TD), x_TD.shape[1], x_TD.dtype)
 
 
 def sum_combine_call(
@@ -177,15 +191,25 @@ def _local_weights(layer: MoELayer) -> list[Tensor]:
 
 
 def bench_layer(
-    shape: Shape, meshes: Meshes, factor: float, rounds: int, overlaps: Iterable[Any]
+    shape: Shape,
+    meshes: Meshes,
+    factor: float,
+    rounds: int,
+    overlaps: Iterable[Any],
+    *,
+    fp8: bool,
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of the whole layer and of its experts alone, forward and backward."""
     place, layer = place_of(shape, meshes), make_layer(shape, meshes)
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     tokens = dict(generator=generator, device="cuda", dtype=torch.bfloat16)
-    x_TD = torch.randn(shape.tokens, shape.dim, **tokens).requires_grad_()
+    x_TD = torch.randn(shape.tokens, shape.dim, **tokens)
+    x_TD = (rounded(x_TD) if fp8 else x_TD).requires_grad_()
     dy_TD = torch.randn(shape.tokens, shape.dim, **tokens)
     nvlinks = overlapping(place, overlaps, capacity_factor=factor)
+    if fp8:
+        options = NVLinkOptions(fp8_dispatch=True, capacity_factor=factor)
+        nvlinks["nvlink-fp8"] = nvlink_of(place, options)
     dispatchers: dict[str, Dispatcher] = {**nvlinks, "alltoall": AllToAllDispatcher(place)}
 
     def step(name: str) -> Tensor:
@@ -295,7 +319,7 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
     meshes = build_meshes(ParallelConfig(ep=ep), "cuda")
     shapes = [SHAPES[name] for name in (args.shapes[:1] if short else args.shapes)]
     num_sms, routings = ([0], ["even"]) if short else (args.num_sms, args.routings)
-    layer = not args.no_layer
+    layer, fp8 = not args.no_layer, args.fp8_dispatch and not short
     slots = {NVLinkOptions(overlap=mode, capacity_factor=1.0).copy_slots for mode in args.overlaps}
     compile_ahead(
         (
@@ -310,12 +334,12 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
         label = f"{shape.name}-ep{ep}"
         for routing in routings:
             with torch.no_grad():
-                which = dict(skewed=routing == "skewed", sums=layer and 0 in num_sms)
+                which = dict(skewed=routing == "skewed", sums=layer and 0 in num_sms, fp8=fp8)
                 rows = bench_moves(shape, meshes, num_sms, args.rounds, **which)
                 report(args, rows, shape=label, routing=routing)
         if layer:
             rounds, overlaps = args.layer_rounds, [] if short else args.overlaps
-            rows = bench_layer(shape, meshes, args.capacity_factor, rounds, overlaps)
+            rows = bench_layer(shape, meshes, args.capacity_factor, rounds, overlaps, fp8=fp8)
             report(args, rows, shape=label, routing="learned")
 
 
@@ -338,6 +362,7 @@ def main() -> None:
     parser.add_argument("--layer-rounds", type=int, default=10)
     parser.add_argument("--capacity-factor", type=float, default=2.0, help="of the layer")
     parser.add_argument("--overlaps", nargs="+", default=[], choices=get_args(Overlap))
+    parser.add_argument("--fp8-dispatch", action="store_true", help="a dispatcher more")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--no-layer", action="store_true")
     args = parser.parse_args()

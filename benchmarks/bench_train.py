@@ -64,6 +64,7 @@ SHOWN = (
     "blocks_per_unit",
     "overlap",
     "send_again",
+    "fp8_dispatch",
     "ep",
     "tp",
     "dp_shard",

@@ -33,7 +33,7 @@ from moecore.moe.dispatch.peer_memory import make_port
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges
 
 SHARES = (1 / 3, 5 / 12, 1 / 2)
-ROUNDS = (8, 16)
+ROUNDS = (8, 16, 32)
 NUM_WARPS = (16,)
 OPS = ("dispatch", "combine")
 
@@ -58,7 +58,7 @@ class FixedExchanges(Exchanges):
 
     exchange: Exchange
 
-    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def get(self, x_TD: Tensor, top_k: int, *, one_way: bool = False) -> Exchange:
         return self.exchange
 
 

@@ -55,6 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
     add("--overlap", choices=get_args(Overlap), help="of nvlink: what runs while rows travel")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
+    add("--fp8-dispatch", action="store_true", help="nvlink: tokens travel and are kept as FP8")
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
     add("--seed", type=int, default=0, help="of weights and data")
@@ -144,13 +145,15 @@ def _with_routing(moe: MoEConfig, routing: str) -> MoEConfig:
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     """Return the choices of the nvlink dispatcher; None = nothing was said of it."""
-    if not (args.capacity_factor or args.exact_rows or args.overlap or args.send_again):
+    chosen = (args.capacity_factor, args.exact_rows, args.overlap)
+    if not any((*chosen, args.send_again, args.fp8_dispatch)):
         return None
     return NVLinkOptions(
         overlap=args.overlap or NVLinkOptions().overlap,
         capacity_factor=args.capacity_factor,
         exact_rows=args.exact_rows,
         keep_rows=not args.send_again,
+        fp8_dispatch=args.fp8_dispatch,
         max_tokens=args.batch_size * args.seq_len // (args.tp or 1),
     )
 

@@ -21,6 +21,7 @@ from moecore.kernels.activation import ActivationOptions
 from moecore.kernels.counts import add_expert_counts
 from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
+from moecore.kernels.fp8_rows import gather_packed_rows, pack_rows
 from moecore.kernels.index import build_index
 from moecore.kernels.limit_rows import limit_rows
 from moecore.kernels.route import RouteOptions
@@ -83,6 +84,8 @@ def run_pieces(device: str) -> None:
     limit_rows(index.offsets_e, 40, words, words.clone())
     x_TD = torch.randn(T, 72, device=device, dtype=torch.bfloat16)
     scaled_cast(x_TD, torch.float32, 0.5)
+    index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
+    gather_packed_rows(pack_rows(x_TD[:, :64].contiguous()), x_TD[:, :64], *index_of)
     gather_rows(x_TD, index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     add_expert_counts(torch.zeros(1, E, dtype=torch.int64, device=device), ids_TK)
     options = RouteOptions(

@@ -26,6 +26,7 @@ from moecore.kernels import (
     counts,
     cross_entropy,
     expert_mlp,
+    fp8_rows,
     index,
     pingpong,
     route,
@@ -158,6 +159,11 @@ def run_rows(K: int = K) -> None:
     rows.sum_rows(bf16(R, D), ints(R), ints(T, K), ints())
 
 
+def run_fp8_rows(D: int) -> None:
+    packed = fp8_rows.pack_rows(bf16(T, D))
+    fp8_rows.gather_packed_rows(packed, bf16(D), ints(T * K), ints(T, K), ints())
+
+
 def run_activation(kind: str, interleaved: bool) -> None:
     options = activation.ActivationOptions(kind=kind, interleaved=interleaved)
     h = bf16(T * K, 2 * F if options.gated else F)
@@ -219,6 +225,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     ),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
     "experts gelu": (lambda: run_experts("gelu", None), 9),
+    "rows as FP8": (lambda: run_fp8_rows(7168), 2),
+    "rows as FP8, odd": (lambda: run_fp8_rows(2896), 2),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
 

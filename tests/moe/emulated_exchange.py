@@ -135,7 +135,7 @@ class EmulatedExchange(Exchange):
 class EmulatedExchanges(Exchanges):
     """Makes emulated exchanges with room for `options.max_tokens` tokens, on the CPU."""
 
-    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def _make(self, x_TD: Tensor, top_k: int, copy_slots: int) -> Exchange:
         most = self.options.max_tokens
         assert most is not None
         layout = ExchangeLayout(
@@ -146,7 +146,7 @@ class EmulatedExchanges(Exchanges):
             dtype=x_TD.dtype,
             num_push=1,
             num_receive=1,
-            copy_slots=self.options.copy_slots,
+            copy_slots=copy_slots,
         )
         port = ExchangePort(
             layout=layout,

@@ -130,9 +130,9 @@ class NotedExchanges(Exchanges):
         super().__init__(None, ep=RANKS, options=options)  # type: ignore[arg-type]
         self.rank, self.device = rank, device
 
-    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def _make(self, x_TD: Tensor, top_k: int, copy_slots: int) -> Exchange:
         sizes: dict[str, Any] = dict(num_ranks=RANKS, capacity=TOKENS, dim=DIM, top_k=top_k)
-        programs: Any = dict(num_push=1, num_receive=1, copy_slots=self.options.copy_slots)
+        programs: Any = dict(num_push=1, num_receive=1, copy_slots=copy_slots)
         layout = ExchangeLayout(dtype=x_TD.dtype, **sizes, **programs)
         words, number = torch.zeros(NUM_WORDS, dtype=torch.int32), len(self._made)
         port: Any = SimpleNamespace(layout=layout, rank=self.rank, state=words, report=words)

@@ -30,6 +30,7 @@ from moecore import (
 )
 from moecore.kernels.exchange_port import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.expert_mlp import RowsAgain
+from moecore.kernels.fp8_rows import packed_bytes
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import ExpertPlacement
@@ -40,6 +41,7 @@ from moecore.moe.router import Routing
 from moecore.moe.state import MoEState
 from tests.moe import test_dispatch_ranks as ranks
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchanges
+from tests.moe.rounded import RoundedDispatcher
 from tests.ranks import run_ranks
 
 # --------------------------------------------------------------------------- rules
@@ -369,6 +371,37 @@ def recompute_and_accumulate() -> dict[str, Any]:
     }
 
 
+def fp8() -> dict[str, Any]:
+    """By case whether tokens as FP8 have the bits of tokens that were rounded; and what is kept."""
+    counts = ((5, 0, 11, 3), (7, 20, 1, 0))
+    xs = [ranks.tokens_of(c, torch.float32)[dist.get_rank()] for c in counts]
+    found: dict[str, Any] = {}
+    for folding in ("ep4", "ep2-etp2"):
+        rounded, _ = sharded_layer(folding)
+        rounded.dispatcher = RoundedDispatcher(rounded.dispatcher)
+        want = gradients(rounded, xs, recompute=False)
+        exact, _ = sharded_layer(folding)
+        found[f"{folding}, rounded"] = not equal(want, gradients(exact, xs, recompute=False))
+        for options in (
+            {},
+            dict(overlap="none"),
+            dict(overlap="experts", rows_per_piece=0, capacity_factor=8 / 3),
+            dict(keep_rows=False),
+        ):
+            layer, operations = sharded_layer(folding, fp8_dispatch=True, **options)
+            name = f"{folding}, {options}"
+            found[name] = equal(want, gradients(layer, xs, recompute=False))
+            found[f"{name}, over"] = sorted(set(operations))
+            found[f"{name}, recomputed"] = equal(want, gradients(layer, xs, recompute=True))
+    packed = (4 * MAX_TOKENS, packed_bytes(ranks.CONFIG.dim))
+    keeps, _ = sharded_layer("ep4", fp8_dispatch=True)
+    lets_go, _ = sharded_layer("ep4", fp8_dispatch=True, keep_rows=False)
+    found["saved"] = [
+        (saved_rows(layer, xs[0], packed), saved_rows(layer, xs[0])) for layer in (keeps, lets_go)
+    ]
+    return found
+
+
 def with_hook(layer: MoELayer, hook: Any, xs: list[Tensor]) -> list[Tensor]:
     handle = layer.part("experts").register_forward_pre_hook(hook)
     found = gradients(layer, xs, recompute=False)
@@ -445,10 +478,11 @@ def room_for_pieces(xs: list[Tensor]) -> list[tuple[bool, str]]:
     return found
 
 
-def saved_rows(layer: MoELayer, x: Tensor) -> int:
+def saved_rows(
+    layer: MoELayer, x: Tensor, rows: tuple[int, int] = (4 * MAX_TOKENS, ranks.CONFIG.dim)
+) -> int:
     """Return how many tensors of source rows the forward keeps."""
     kept: list[Tensor] = []
-    rows = (4 * MAX_TOKENS, ranks.CONFIG.dim)
 
     def pack(t: Tensor) -> Tensor:
         kept.append(t)
@@ -526,6 +560,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "steps": recompute_and_accumulate(),
         "capacity": capacity(),
         "exact": exact(),
+        "fp8": fp8(),
     }
 
 
@@ -609,6 +644,33 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(results: dict[str
 def test_exact_rows_have_no_room_and_the_same_bits(results: dict[str, Any]) -> None:
     found = results["exact"]
     assert found == dict(weight_grads=(True, 0, "reduce"), experts=(True, 0, "rows"))
+
+
+def test_tokens_as_fp8_have_the_bits_of_rounded_tokens(results: dict[str, Any]) -> None:
+    found = dict(results["fp8"])
+    assert found.pop("saved") == [(1, 0), (0, 0)], "half the memory, or none"
+    over = {name: found.pop(name) for name in list(found) if name.endswith("over")}
+    for name, operations in over.items():
+        copies = [] if "none" in name else ["copies"]
+        assert operations == [*copies, "reduce", "spread"], "tokens go over another exchange"
+    assert len(found) == 18 and all(found.values()), found
+
+
+@pytest.mark.parametrize("dim", [24, 40])
+def test_fp8_rows_of_odd_sizes_are_refused(dim: int, group: dist.ProcessGroup) -> None:
+    place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
+    options = NVLinkOptions(max_tokens=8, fp8_dispatch=True)
+    dispatcher = NVLinkDispatcher(place, EmulatedExchanges(group, ep=4, options=options))
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    routing = Routing(
+        expert_ids_TK=ids,
+        weights_TK=torch.zeros(3, 2),
+        logits_TE=torch.empty(0),
+        chosen_ids_TK=ids,
+    )
+    message = rf"model dim \({dim}\) must be a multiple of 16 with NVLinkOptions.fp8_dispatch"
+    with pytest.raises(ValueError, match=message):
+        dispatcher.dispatch(torch.zeros(3, dim), routing)
 
 
 def test_capacity_is_static_and_overflow_is_an_error(results: dict[str, Any]) -> None:

@@ -31,12 +31,14 @@ from moecore.moe.dispatch.base import (
     ExpertPlacement,
     UnsummedRows,
     own_sums,
+    with_rows,
 )
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.dispatch.symmetric import Exchanges
 from moecore.moe.router import Routing
+from tests.moe.rounded import RoundedDispatcher
 from tests.ranks import run_ranks
 
 NUM_GPUS = torch.cuda.device_count()
@@ -130,6 +132,7 @@ class FirstColumn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inp: ExpertInput, expert_rows_RD: Tensor, weights_R: Tensor) -> Tensor:
         if inp.arriving is None:
+            inp = with_rows(inp)
             rows_RD = gather_rows(inp.rows_SD, inp.row_ids_R, inp.slots_SK, inp.num_rows)
         else:
             rows_RD = take_all(inp.arriving)
@@ -213,6 +216,49 @@ def same_bits() -> dict[str, bool]:
                 dispatcher.exchanges.close()
             found[f"{name}, {shape_name}"] = not bool(bad)
     return found
+
+
+def fp8() -> dict[str, Any]:
+    """Whether tokens as FP8 have alltoall's bits of rounded tokens, and a layer over them."""
+    found: dict[str, Any] = {}
+    for name, degrees in foldings().items():
+        place = place_of(*degrees)
+        rounded = RoundedDispatcher(AllToAllDispatcher(place))
+        for shape in (MAIN, SHAPES["long rows, K > e"], Shape(80, 1, torch.float32)):
+            ours, bad = nvlink_of(place, fp8_dispatch=True), []
+            for i, num_tokens in enumerate((MOST_TOKENS, 1, 0, 37)):
+                num_tokens = 0 if (i + dist.get_rank()) % 4 == 3 else num_tokens
+                batch = batch_of(place, shape, num_tokens, i)
+                expected = run(rounded, batch)
+                bad += [differ(run(ours, batch, sums=sums), expected) for sums in (False, True)]
+            ours.exchanges.check()
+            ours.exchanges.close()
+            found[f"{name}, {shape}"] = not bool(torch.stack(bad).any())
+    found["replayed"] = replay(nvlink_of(place_of(NUM_GPUS, 1), fp8_dispatch=True))
+    return found | fp8_layers()
+
+
+def fp8_layers() -> dict[str, Any]:
+    """Kept and sent again the same bits; against wide rows a rounding of other products."""
+    place, room = place_of(NUM_GPUS, 1), dict(capacity_factor=3.0)
+    kept, again, wide = (make_layer(place) for _ in range(3))
+    kept.dispatcher = nvlink_of(place, fp8_dispatch=True, **room)
+    again.dispatcher = nvlink_of(place, fp8_dispatch=True, keep_rows=False, **room)
+    wide.dispatcher = RoundedDispatcher(nvlink_of(place, **room))
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for layer in (kept, again, wide):
+        leaf = x.detach().requires_grad_()
+        y = layer(leaf)
+        grads = torch.autograd.grad(y, [leaf, *layer.parameters()], torch.cos(x))
+        results.append([t.to_local() if isinstance(t, DTensor) else t for t in (y, *grads)])
+    for layer in (kept, again):
+        layer.dispatcher.exchanges.check()  # type: ignore[attr-defined]
+    ours, others, wides = results
+    errors = [
+        float((a - b).float().norm() / b.float().norm()) for a, b in zip(ours, wides, strict=True)
+    ]
+    return {"sent again": not bool(differ(ours, others)), "errors": errors}
 
 
 def stress() -> dict[str, Any]:
@@ -425,7 +471,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     problem = find_problem(dist.group.WORLD, "cuda")  # type: ignore[arg-type]
     assert problem is None, f"dispatcher ('nvlink') {problem}"
     layers = (whole_layer, overlapped_layer)
-    parts = (same_bits, without_sync, replays, *layers, stress, overflow, absent_rank)
+    parts = (same_bits, fp8, without_sync, replays, *layers, stress, overflow, absent_rank)
     found: dict[str, Any] = {}
     for part in parts:
         start = time.perf_counter()
@@ -444,6 +490,13 @@ def test_equals_alltoall_bit_for_bit(results: dict[str, Any]) -> None:
     found = results["same_bits"]
     assert len(found) == len(foldings()) * len(SHAPES)
     assert all(found.values()), found
+
+
+def test_tokens_as_fp8_have_the_bits_of_rounded_tokens(results: dict[str, Any]) -> None:
+    found = dict(results["fp8"])
+    errors = found.pop("errors")
+    assert len(errors) == 5 and all(error < 5e-3 for error in errors), errors
+    assert len(found) == 3 * len(foldings()) + 2 and all(found.values()), found
 
 
 def test_stress_with_delays_has_no_wrong_bit(results: dict[str, Any]) -> None:

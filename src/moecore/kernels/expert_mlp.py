@@ -39,6 +39,7 @@ from moecore.kernels.expert_products import (
     Source,
     take_all,
 )
+from moecore.kernels.fp8_rows import PACKED
 from moecore.kernels.ops import Op
 from moecore.kernels.rows import sum_rows_plain, sum_rows_ref
 
@@ -169,7 +170,7 @@ def _forward(
     options = _activation_options(kind, limit, alpha, interleaved)
     products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
     gathers = options.gated and w2_eDF.shape[2] >= GATHER_FIRST_FC1
-    h_RC, a_RF = products.fc1(products.source(x_SD, gather=gathers), w1_eCD, weights_R)
+    h_RC, a_RF = products.fc1(products.source(x_SD, w1_eCD, gather=gathers), w1_eCD, weights_R)
     y = products.rows(a_RF, w2_eDF.transpose(1, 2))
     if expert_rows_RD is None:
         y = sum_rows_plain(y, *products.index)
@@ -217,7 +218,7 @@ def _gradients(
 class _Saved:
     """dy and what the forward kept; h_RC is [0] where FC1 runs again.
 
-    x is [S, D], or [R, D] in expert order.
+    x is [S, D], packed or not, or [R, D] in expert order.
     """
 
     dy: Tensor | ArrivingRows
@@ -230,7 +231,9 @@ class _Saved:
 
     def source(self, products: ExpertProducts, *, gather: bool = False) -> Source:
         """X for a product."""
-        return Source(self.x, None) if self.in_order else products.source(self.x, gather=gather)
+        if self.in_order:
+            return Source(self.x, None)
+        return products.source(self.x, self.w1_eCD, gather=gather)
 
 
 def _differentiate(
@@ -254,7 +257,7 @@ def _differentiate(
         dy_rows = Source(saved.dy, None)
     else:
         gathers = products.options.gated and w2_eDF.shape[2] >= GATHER_FIRST_DY
-        dy_rows = products.source(saved.dy, gather=gathers)
+        dy_rows = products.source(saved.dy, w2_eDF.transpose(1, 2), gather=gathers)
     if h_RC.ndim == 1:
         h_RC = products.product(saved.source(products), w1_eCD.transpose(1, 2))
     if want_x or want_w1 or want_weights:
@@ -415,7 +418,7 @@ def _refuse_tangents(*tensors: Tensor) -> None:
 
 
 def _check_triton(x_SD: Tensor, w1: Tensor, w2: Tensor, act: ActivationOptions) -> None:
-    dtypes = {x_SD.dtype, w1.dtype, w2.dtype}
+    dtypes = {w1.dtype if x_SD.dtype == PACKED else x_SD.dtype, w1.dtype, w2.dtype}
     if act.interleaved and act.gated:
         raise ValueError(
             "ActivationOptions.interleaved (True) must be False with products ('triton'): use "
@@ -466,9 +469,11 @@ def expert_mlp(
     torch.compile it is one opaque operation.
 
     Args:
-        x_SD: [S, D] source rows.
-        w1_eCD: [e, C, D], dtype of x: gate rows then up rows when gated.
-        w2_eDF: [e, D, F], dtype of x.
+        x_SD: [S, D] source rows; with `expert_rows_RD` also packed ones (`fp8_rows.py`), but for
+            torch.compile.
+        w1_eCD: [e, C, D], dtype of x, or that in which packed rows are multiplied: gate rows
+            then up rows when gated.
+        w2_eDF: [e, D, F], dtype of w1.
         rows: which rows each expert reads, and with which weight.
         options: how.
         main_grads: contiguous fp32 or bf16 tensors of the shapes of w1 and w2, to which the
@@ -484,7 +489,7 @@ def expert_mlp(
         arriving: brings the rows of x_SD in expert order, which are kept then; x_SD is not read.
 
     Returns:
-        [S, D], dtype of x: added in fp32, rounded once. Bit-reproducible with "triton". With
+        [S, D], dtype of w1: added in fp32, rounded once. Bit-reproducible with "triton". With
         `expert_rows_RD` [R, D], rows that hold no choice uninitialised.
 
     Raises:

@@ -19,6 +19,7 @@ from moecore.kernels.activation import (
     weighted_activation_bwd,
 )
 from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.fp8_rows import PACKED, gather_packed_rows, unpack_rows
 from moecore.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped_wgrad import grouped_wgrad
 from moecore.kernels.pingpong import (
@@ -90,8 +91,20 @@ class ExpertProducts:
         hopper = triton and row_ids_R.shape[0] and has_hopper_kernels(row_ids_R.device)
         self.tiles = map_row_tiles(offsets_e, row_ids_R.shape[0]) if hopper else None
 
-    def source(self, x_SK: Tensor, *, gather: bool = False) -> Source:
-        """Rows for the verbs below; "triton" gathers them beforehand only where told to."""
+    def source(self, x_SK: Tensor, w_eNK: Tensor, *, gather: bool = False) -> Source:
+        """Rows for the verbs below; "triton" gathers them beforehand only where told to.
+
+        Packed rows (`fp8_rows.py`) come out wide, and are always gathered where a kernel does it.
+
+        Args:
+            x_SK: source rows, or packed ones.
+            w_eNK: has the columns and the dtype that the rows must have.
+            gather: whether rows that are wide are gathered beforehand.
+        """
+        if x_SK.dtype == PACKED:
+            if self.tiles is not None:
+                return Source(gather_packed_rows(x_SK, w_eNK, *self.index), None)
+            x_SK = unpack_rows(x_SK, w_eNK.shape[-1], w_eNK.dtype)
         if not self.triton:
             return Source(gather_rows_plain(x_SK, *self.index), None)
         if gather and self.tiles is not None and x_SK.shape[0]:

@@ -131,7 +131,7 @@ def run_experts(
         ValueError: when the backend cannot multiply matrices of this size, dtype or layout.
     """
     if name == "auto":
-        name = "triton" if _suits_triton(inp.rows_SD, weights, config) else "torch"
+        name = "triton" if _suits_triton(inp, weights, config) else "torch"
     biased = weights.b1_eC is not None or weights.b2_eD is not None
     if name in ("sequential", "te") or biased:
         if inp.again is not None:
@@ -146,7 +146,7 @@ def run_experts(
     if name == "sequential":
         return _sequential(inp, weights, config)
     if name == "triton":  # te_experts checks for itself
-        check_compute(name, inp.rows_SD.dtype, inp.rows_SD.device)
+        check_compute(name, inp.dtype, inp.rows_SD.device)
     _, dim, hidden_dim = weights.w2_eDF.shape
     check_alignment(dim, hidden_dim, weights.w2_eDF.dtype)
     if name == "te":
@@ -180,12 +180,12 @@ def run_experts(
     return y if inp.expert_rows_RD is None else UnsummedRows(y)
 
 
-def _suits_triton(rows_SD: Tensor, weights: ExpertWeights, config: MoEConfig) -> bool:
+def _suits_triton(inp: ExpertInput, weights: ExpertWeights, config: MoEConfig) -> bool:
     """Whether "triton" computes these experts, in the form in which it was measured."""
     matrices = (weights.w1_eCD, weights.w2_eDF)
-    dtypes = {t.dtype for t in (rows_SD, *matrices)}
+    dtypes = {t.dtype for t in (inp, *matrices)}
     return (
-        has_hopper_kernels(rows_SD.device)
+        has_hopper_kernels(inp.rows_SD.device)
         and config.gated
         and not weights.interleaved
         and weights.b1_eC is None

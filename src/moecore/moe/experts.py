@@ -199,7 +199,7 @@ class Experts(nn.Module):
             inp: what a dispatcher gives.
 
         Returns:
-            dtype of `inp.rows_SD`; added in fp32, rounded once. Under etp and ep a partial sum.
+            dtype of `inp.dtype`; added in fp32, rounded once. Under etp and ep a partial sum.
             Expert rows not yet summed where `inp.expert_rows_RD` lets the dispatcher do that.
 
         Raises:
@@ -207,7 +207,7 @@ class Experts(nn.Module):
                 fit.
         """
         with self.reader.reading():
-            weights = self._weights(inp.rows_SD.dtype)
+            weights = self._weights(inp.dtype)
             return run_experts(
                 self.backend, inp, weights, self.config, recompute_fc1=self.recompute_fc1
             )

@@ -20,6 +20,7 @@ from torch.utils._pytree import register_dataclass
 from moecore._compat import all_gather_single, disable_dynamo
 from moecore.kernels.expert_mlp import GradientSender, RowsAgain
 from moecore.kernels.expert_products import ArrivingRows
+from moecore.kernels.fp8_rows import PACKED, unpack_rows
 from moecore.moe.router import Routing
 
 
@@ -36,7 +37,9 @@ class ExpertInput:
     """All that the experts of one rank need, the same from every dispatcher.
 
     Attributes:
-        rows_SD: source rows held by this rank (without EP: the tokens themselves, no copy).
+        rows_SD: source rows held by this rank (without EP: the tokens themselves, no copy). With
+            `expert_rows_RD` maybe packed as FP8 with their scales (`kernels/fp8_rows.py`), uint8
+            [S, W]: experts widen what they gather, or start with `with_rows`.
         row_ids_R: int32, source row of each expert row; contiguous in expert order.
         weights_R: fp32, routing weight of each expert row; differentiable.
         slots_SK: int32, expert row of each source row's k-th choice; -1 where that expert lives on
@@ -74,6 +77,12 @@ class ExpertInput:
     again: RowsAgain | None = None
     arriving: TravellingRows | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which rows are multiplied."""
+        rows = self.rows_SD if self.expert_rows_RD is None else self.expert_rows_RD
+        return rows.dtype
+
 
 @dataclass(frozen=True, slots=True)
 class UnsummedRows:
@@ -94,10 +103,13 @@ for _record in (ExpertInput, UnsummedRows):
 
 @disable_dynamo
 def with_rows(inp: ExpertInput) -> ExpertInput:
-    """Return the same input with all rows in rows_SD, for experts that do not take pieces."""
-    if inp.arriving is None:
-        return inp
-    return replace(inp, rows_SD=inp.arriving.take_source_rows(), arriving=None)
+    """Return the same input with all rows in rows_SD and wide, for experts that need that."""
+    if inp.arriving is not None:
+        return replace(inp, rows_SD=inp.arriving.take_source_rows(), arriving=None)
+    if inp.expert_rows_RD is not None and inp.rows_SD.dtype == PACKED:
+        rows_SD = unpack_rows(inp.rows_SD, inp.expert_rows_RD.shape[1], inp.dtype)
+        return replace(inp, rows_SD=rows_SD)
+    return inp
 
 
 def own_sums(inp: ExpertInput) -> ExpertInput:

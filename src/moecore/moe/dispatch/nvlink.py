@@ -15,6 +15,8 @@ What is summed is one row per source row, or the expert rows of each, added on t
 is written and read, and backward's rows arrive in expert order. Where experts take part (`_Sender`)
 gradients are added first, and copied home beside the gradients of the weights.
 Received rows are copied out of the buffer, and backward finds the copy: so layers share one buffer.
+With `fp8_dispatch` tokens go out as FP8 rows over an exchange of their own (`_Outward`), and stay
+that until experts gather them; all else is the same.
 
 Shapes are static and counts stay on the device, so a CUDA graph may hold any number of layers.
 """
@@ -33,11 +35,14 @@ from moecore._compat import disable_dynamo
 from moecore.kernels.exchange import SpreadChoices
 from moecore.kernels.expert_mlp import RowsAgain
 from moecore.kernels.expert_products import take_all
+from moecore.kernels.fp8_rows import PACKED, PACKED_COLUMNS, pack_rows, packed_bytes
 from moecore.kernels.index import ExpertIndex, build_index
 from moecore.kernels.rows import sum_rows_plain
 from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, UnsummedRows
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges, Pieces
 from moecore.moe.router import Routing
+
+CARRIED_AS = torch.bfloat16  # packed rows: exchanges move 16 or 32 bits at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +94,37 @@ class NVLinkDispatcher:
                 "('nvlink'): use 'alltoall'"
             )
         exchange = self.exchanges.get(x_TD, routing.expert_ids_TK.shape[1])
+        outward = self._outward(exchange, x_TD)
         tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
         pieces = self._pieces(exchange)
         sender = _Sender(exchange, pieces) if exchange.options.overlap != "none" else None
         travel = None
         if pieces is not None and exchange.can_send_rows(after_operation=True):
             travel = _Travel(exchange, pieces, x_TD.detach())
-        made = _Dispatch.apply(*tokens, exchange, self.placement, sender, travel)
+        made = _Dispatch.apply(*tokens, exchange, self.placement, sender, travel, outward)
         rows_SD, expert_rows_RD, peers_T, places_S = made[:4]
         index = ExpertIndex(*made[4:])
         plan = NVLinkPlan(exchange, peers_T, places_S, index.slots_SK, sender)
         again = None
         if not exchange.options.keep_rows:
-            again = RowsAgain(exchange.spread_again, (x_TD.detach(), peers_T, places_S))
+            again = RowsAgain(outward.again, (x_TD.detach(), peers_T, places_S))
         used = index.offsets_e[-1]
         return ExpertInput(rows_SD, *index, used, plan, expert_rows_RD, sender, again, travel)
+
+    def _outward(self, exchange: Exchange, x_TD: Tensor) -> _Outward:
+        """Return how tokens go to their experts."""
+        T, D = x_TD.shape
+        if not exchange.options.fp8_dispatch:
+            return _Outward(exchange, is_packed=False)
+        if D % PACKED_COLUMNS:
+            raise ValueError(
+                f"model dim ({D}) must be a multiple of {PACKED_COLUMNS} with "
+                "NVLinkOptions.fp8_dispatch (True): pad it, or let rows travel as they are"
+            )
+        shape = (T, packed_bytes(D) // CARRIED_AS.itemsize)
+        packed = x_TD.new_empty(1, dtype=CARRIED_AS).expand(shape)
+        top_k = exchange.layout.top_k
+        return _Outward(self.exchanges.get(packed, top_k, one_way=True), is_packed=True)
 
     def _pieces(self, exchange: Exchange) -> Pieces | None:
         """Return the pieces in which rows come, the same on all ranks; None = as a whole."""
@@ -150,6 +171,31 @@ def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -
     if factor is not None:
         index = index._replace(offsets_e=exchange.limit_rows(index.offsets_e, num_rows))
     return index
+
+
+@dataclass(frozen=True, slots=True)
+class _Outward:
+    """How tokens go to their experts: as they are, or packed over an exchange of their own.
+
+    Attributes:
+        exchange: over which.
+        is_packed: as FP8 rows, which to the exchange are 16-bit columns.
+    """
+
+    exchange: Exchange
+    is_packed: bool
+
+    def pack(self, x_TD: Tensor) -> Tensor:
+        """Return what the exchange carries."""
+        return pack_rows(x_TD.contiguous()).view(CARRIED_AS) if self.is_packed else x_TD
+
+    def rows(self, came_SN: Tensor) -> Tensor:
+        """Return what came as `ExpertInput.rows_SD`."""
+        return came_SN.view(PACKED) if self.is_packed else came_SN
+
+    def again(self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Tensor:
+        """Send tokens where they went; return the same rows once more."""
+        return self.rows(self.exchange.spread_again(self.pack(x_TD), peers_T, places_S))
 
 
 class _Travel:
@@ -342,13 +388,15 @@ class _Dispatch(torch.autograd.Function):
         place: ExpertPlacement,
         sender: _Sender | None,
         travel: _Travel | None,
+        outward: _Outward,
     ) -> tuple[Tensor, ...]:
         sizes: dict[str, Any] = dict(num_local=place.num_local, etp=place.etp, rows=travel is None)
-        came = exchange.spread_choices(x_TD, ids_TK, weights_TK, **sizes)
+        sent = (outward.pack(x_TD), ids_TK, weights_TK)
+        came = outward.exchange.spread_choices(*sent, **sizes)
         if travel is not None:
             travel.start()  # not earlier: copies would slow the choices down, which all wait for
         index = _index_of(came, exchange, place)
-        rows_SD = came.rows_SD
+        rows_SD = outward.rows(came.rows_SD)
         if travel is not None:
             travel.locate(came.places_S, index.slots_SK, index.row_ids_R.shape[0])
             shape = (exchange.layout.source_rows, x_TD.shape[1])
@@ -369,7 +417,7 @@ class _Dispatch(torch.autograd.Function):
         _, drows_RD, _, _, _, dweights_R, *_ = grads
         home = ctx.sender.finish((drows_RD, dweights_R), where) if ctx.sender else None
         if home is not None:
-            return *home, *(None,) * 5
+            return *home, *(None,) * 6
         # Every rank takes part, whichever gradients it has.
         zeros = partial(torch.zeros, device=places_S.device)
         if drows_RD is None:
@@ -378,7 +426,7 @@ class _Dispatch(torch.autograd.Function):
         if dweights_R is None:
             dweights_R = zeros(ctx.num_rows)
         dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *where, (dweights_R, slots_SK))
-        return dx_TD, dweights_TK, *(None,) * 5
+        return dx_TD, dweights_TK, *(None,) * 6
 
 
 class _Combine(torch.autograd.Function):

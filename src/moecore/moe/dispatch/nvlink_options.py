@@ -28,6 +28,10 @@ class NVLinkOptions:
             Experts with fewer rows than two pieces need get them as a whole. 0 = four pieces.
         keep_rows: whether backward finds the rows that came. False sends the tokens once more
             there; for experts "triton" and "torch" without biases.
+        fp8_dispatch: the tokens of a dispatch travel, and are kept for backward, as float8_e4m3fn
+            with a scale per 128 columns; experts multiply them in the dtype that they had. Sums and
+            gradients travel as they are, and the rounding has the gradient of an identity. Rows
+            come as a whole: "experts" is "weight_grads" then.
         timeout_s: seconds that a rank waits for another one before it is an error.
     """
 
@@ -38,6 +42,7 @@ class NVLinkOptions:
     overlap: Overlap = "weight_grads"
     rows_per_piece: int = 512
     keep_rows: bool = True
+    fp8_dispatch: bool = False
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -65,6 +70,7 @@ class NVLinkOptions:
     def copy_slots(self) -> int:
         """Slots that copy engines write: for sums home, and for rows."""
         any_routing = self.capacity_factor is None and not self.exact_rows
-        if self.overlap == "experts" and not (any_routing and self.keep_rows):
+        in_pieces = not (any_routing and self.keep_rows) and not self.fp8_dispatch
+        if self.overlap == "experts" and in_pieces:
             return 2
         return int(self.overlap != "none")

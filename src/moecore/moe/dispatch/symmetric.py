@@ -1,8 +1,8 @@
 """Buffers that every rank of a group can write, who owns them, and what went wrong in them.
 
-`Exchanges` belongs to a model: all its layers share one `Exchange` per (D, K, dtype), which is made
-at first use, by all ranks together. Its buffer lives until `close()`, or until the last user of the
-owner is gone. Only the making and `check` wait for the device.
+`Exchanges` belongs to a model: all its layers share one `Exchange` per (D, K, dtype), and one more
+for FP8 rows. Each is made at first use, by all ranks together. Its buffer lives until `close()`, or
+until the last user of the owner is gone. Only the making and `check` wait for the device.
 
 Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3 or
 4 with overlap "weight_grads" or "experts".
@@ -343,20 +343,26 @@ class Exchanges:
         self.group = group
         self.ep = ep
         self.options = options or NVLinkOptions()
-        self._made: dict[tuple[int, int, torch.dtype], Exchange] = {}
+        self._made: dict[tuple[int, int, torch.dtype, bool], Exchange] = {}
 
-    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def get(self, x_TD: Tensor, top_k: int, *, one_way: bool = False) -> Exchange:
         """Return the exchange for these tokens; made, by all ranks together, at first use.
+
+        Args:
+            x_TD: the tokens.
+            top_k: K.
+            one_way: for rows that have no sums and no gradients: without slots for copies.
 
         Raises:
             ValueError: for a dtype or a row size that can not travel, for ranks that disagree, and
                 for more tokens than there is room for, before anything is sent.
             RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
         """
-        key, T = (x_TD.shape[1], top_k, x_TD.dtype), x_TD.shape[0]
+        key, T = (x_TD.shape[1], top_k, x_TD.dtype, one_way), x_TD.shape[0]
         exchange = self._made.get(key)
         if exchange is None:
-            exchange = self._made[key] = self._make(x_TD, top_k)
+            copy_slots = 0 if one_way else self.options.copy_slots
+            exchange = self._made[key] = self._make(x_TD, top_k, copy_slots)
         exchange.poll()
         capacity = exchange.layout.capacity
         if capacity < T:
@@ -399,7 +405,7 @@ class Exchanges:
                 dist.barrier(self.group)  # nobody may free what another rank still writes
             self._made.clear()
 
-    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def _make(self, x_TD: Tensor, top_k: int, copy_slots: int) -> Exchange:
         T, D = x_TD.shape
         if not x_TD.is_cuda:
             raise ValueError(
@@ -418,7 +424,7 @@ class Exchanges:
             )
         options = self.options
         programs = options.num_sms or num_sms(x_TD.device)
-        dtype, copy_slots = EXCHANGE_DTYPES.index(x_TD.dtype), options.copy_slots
+        dtype = EXCHANGE_DTYPES.index(x_TD.dtype)
         equal = (D, top_k, dtype, programs, copy_slots, options.rows_per_piece, +options.keep_rows)
         mine = (options.max_tokens or T, *equal)
         layout = ExchangeLayout(

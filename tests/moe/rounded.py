@@ -1,0 +1,38 @@
+"""What tokens that travel as FP8 must equal: any dispatcher behind the same rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.fp8_rows import pack_rows_ref, unpack_rows
+from moecore.moe.dispatch.base import Dispatcher, ExpertInput
+from moecore.moe.router import Routing
+
+
+class Rounded(torch.autograd.Function):
+    """Tokens as they are after they were packed; the gradient of an identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor) -> Tensor:
+        return unpack_rows(pack_rows_ref(x_TD), x_TD.shape[1], x_TD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+@dataclass(frozen=True)
+class RoundedDispatcher:
+    """Another dispatcher, after the rounding."""
+
+    inner: Dispatcher
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
+        return self.inner.dispatch(Rounded.apply(x_TD), routing)
+
+    def combine(self, y_SD: Any, plan: Any) -> Tensor:
+        return self.inner.combine(y_SD, plan)
