@@ -23,8 +23,8 @@ Before each timed call a tiny all-reduce lets all ranks start at once; of each r
 rank counts. `gbps` is of what the busiest rank sends or gets. `peak` is above
 weights, input and the exchange's own buffers, which all layers share and which are printed.
 
-With `--fp8-dispatch` all tokens are such that FP8 carries them as they are, so every dispatcher must
-give the same; bits that are zero cost a product less power, so compare within a run.
+With `--fp8-dispatch` all tokens are such that FP8 carries them as they are: every dispatcher must
+give the same. Bits that are zero cost a product less power, so compare within a run.
 
 `--sweep` tries how the programs are divided instead, on the first shape (`dispatch_sweep.py`).
 """
