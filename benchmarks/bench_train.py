@@ -50,6 +50,7 @@ SHOWN = (
     "batch_size",
     "seq_len",
     "grad_accum",
+    "reduce_once",
     "layers",
     "routing",
     "quantile",

@@ -24,7 +24,7 @@ from moecore.mesh import Meshes
 from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.dispatch.symmetric import Exchanges, num_push
+from moecore.moe.dispatch.symmetric import Exchanges, divide
 from moecore.moe.router import Routing
 
 Call = Callable[[], Any]
@@ -83,8 +83,7 @@ def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
         dim=shape.dim,
         top_k=shape.top_k,
         dtype=torch.bfloat16,
-        num_push=num_push(programs),
-        num_receive=programs - num_push(programs),
+        **divide(programs),
     )
 
 

@@ -52,6 +52,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--exact-rows", action="store_true", help="nvlink: room for what comes, at a host sync")
     add("--recompute-fc1", action="store_true", help="less memory for one product more")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
+    add("--reduce-once", action="store_true", help="of --grad-accum: reduce with the last one")
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
     add("--overlap", choices=get_args(Overlap), help="of nvlink: what runs while rows travel")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")

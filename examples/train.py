@@ -51,7 +51,7 @@ from torch import Tensor
 from moecore import FSDPOptions, Meshes, build_meshes, clip_grad_norm_, moe_state, parallelize_moe
 from moecore.checkpoint import Saver, latest, load
 from moecore.checkpoint.agree import on_first_rank
-from moecore.fsdp import GradientNorm
+from moecore.fsdp import GradientNorm, start_micro_batch
 from moecore.models import Decoder
 from moecore.moe.dispatch.symmetric import ExchangeError
 from moecore.moe.state import MoEMetrics
@@ -355,7 +355,9 @@ def train_step(job: Job, step: int) -> Launched:
     for group in job.optimizer.param_groups:
         group["lr"] = lr
     total = torch.zeros((), device=job.device)
-    for tokens_BT, labels_BT in batches_of(job, step):
+    for n, (tokens_BT, labels_BT) in enumerate(batches_of(job, step), start=1):
+        if args.reduce_once:
+            start_micro_batch(model, is_last=n == args.grad_accum)
         loss = model(to_device(tokens_BT, job.device), to_device(labels_BT, job.device))
         loss = loss / args.grad_accum
         loss.backward()

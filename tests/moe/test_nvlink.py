@@ -36,7 +36,7 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
-from moecore.moe.dispatch.symmetric import Exchanges, num_push
+from moecore.moe.dispatch.symmetric import Exchanges, divide
 from moecore.moe.router import Routing
 from moecore.moe.state import MoEState
 from tests.moe import test_dispatch_ranks as ranks
@@ -145,9 +145,11 @@ def test_options_for_another_dispatcher_are_refused(no_group_left: None) -> None
         parallelize_moe(model, meshes, dispatcher="alltoall", nvlink=NVLinkOptions())
 
 
-@pytest.mark.parametrize(("programs", "push"), [(2, 1), (3, 1), (4, 2), (24, 12), (132, 66)])
-def test_half_of_the_programs_push_and_at_least_one_receives(programs: int, push: int) -> None:
-    assert 0 < num_push(programs) == push < programs
+@pytest.mark.parametrize(("programs", "push"), [(2, 1), (3, 1), (4, 1), (24, 10), (132, 66)])
+def test_some_programs_push_and_at_least_one_receives(programs: int, push: int) -> None:
+    sizes = divide(programs)
+    assert 0 < sizes["num_push"] == push < programs
+    assert sizes["num_push"] + sizes["num_receive"] == programs
 
 
 def test_tokens_on_a_cpu_are_refused(group: dist.ProcessGroup) -> None:

@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from moecore.fsdp.accumulate import STAYS_GATHERED
 from moecore.fsdp.whole import WholeWeights
 from moecore.mesh import Meshes
 from moecore.models.decoder import Head
@@ -127,6 +128,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             mp_policy=router_policy,
             reshard_after_forward=False,
         )
+        _mark_gathered(unit)
     whole: set[nn.Parameter] = set()
     for experts in (m.part("experts") for m in layers):
         if _is_whole(meshes):
@@ -140,14 +142,20 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             reshard_after_forward=reshard_experts,
             shard_placement_fn=_expert_placement(experts, meshes),
         )
+        if not reshard_experts:
+            _mark_gathered([experts])
     shard_dense = partial(fully_shard, mesh=meshes.dense_fsdp, ignored_params=whole)
     for group in groups:
         if group != [model]:
             reshard = options.reshard_after_forward
             shard_dense(group, mp_policy=dense_policy, reshard_after_forward=reshard)
+            if not reshard:
+                _mark_gathered(group)
     for head in heads:
         shard_dense(head, mp_policy=as_it_is, reshard_after_forward=False)
     shard_dense(model, mp_policy=dense_policy)
+    for single in (*heads, model):
+        _mark_gathered([single])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             is_experts = isinstance(module, Experts)
@@ -159,6 +167,11 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             for group, inside in zip(groups, routers, strict=True)
         ]
         _set_prefetch(model, units, heads, -(-options.prefetch_blocks // options.blocks_per_unit))
+
+
+def _mark_gathered(unit: list[nn.Module]) -> None:
+    """Remember that forward leaves a unit gathered, at the first of its modules."""
+    setattr(unit[0], STAYS_GATHERED, True)
 
 
 def _is_whole(meshes: Meshes) -> bool:

@@ -31,6 +31,7 @@ from moecore.kernels.limit_rows import limit_rows
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_port
 
+FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
 
 
@@ -433,8 +434,7 @@ class Exchanges:
             dim=D,
             top_k=top_k,
             dtype=x_TD.dtype,
-            num_push=num_push(programs),
-            num_receive=programs - num_push(programs),
+            **divide(programs),
             copy_slots=copy_slots,
         )
         balanced = layout.source_rows * top_k // self.ep
@@ -444,9 +444,14 @@ class Exchanges:
         return Exchange(port, self.group, self.options, balanced_rows=balanced, memory=memory)
 
 
-def num_push(programs: int) -> int:
-    """Return how many of an operation's programs push; the others receive."""
-    return programs // 2  # two thirds are slower, by a third with 24 programs: docs/log.md
+def divide(programs: int) -> dict[str, int]:
+    """Return how an operation divides its programs into pushing and receiving ones, and its tokens.
+
+    As `ExchangeLayout` takes it, and as `bench_dispatch --sweep` found it fastest.
+    """
+    is_few = programs < FEW_PROGRAMS
+    push = max(1, programs * 5 // 12) if is_few else programs // 2
+    return dict(num_push=push, num_receive=programs - push, rounds=16 if is_few else 8)
 
 
 def _agree(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> int:

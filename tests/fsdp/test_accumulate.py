@@ -1,0 +1,144 @@
+"""Micro-batches that gather and reduce once: what communicates, and the same gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile
+
+from moecore import (
+    FSDPOptions,
+    MoEConfig,
+    ParallelConfig,
+    build_meshes,
+    clip_grad_norm_,
+    moe_state,
+    parallelize_moe,
+)
+from moecore.fsdp import start_micro_batch
+from moecore.models import Decoder, DecoderConfig
+from tests.ranks import run_ranks
+
+WORLD, STEPS, MICRO_BATCHES = 4, 2, 3
+FP32_BOUND = 1e-5
+CONFIG = DecoderConfig(
+    vocab_size=61,
+    dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=32,
+    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
+)
+WHOLE, SHARDED = ParallelConfig(ep=4), ParallelConfig(ep=2)
+ONCE = FSDPOptions(reshard_after_forward=False, reshard_experts=True)
+LAYOUTS: dict[str, tuple[ParallelConfig, FSDPOptions]] = {
+    "whole experts, gathered once": (WHOLE, ONCE),
+    "sharded experts, gathered once": (SHARDED, ONCE),
+    "all gathered once": (SHARDED, FSDPOptions(reshard_after_forward=False)),
+    "gathered again": (SHARDED, FSDPOptions()),
+    "two blocks together": (SHARDED, replace(ONCE, blocks_per_unit=2)),
+    "bf16": (WHOLE, replace(ONCE, param_dtype=torch.bfloat16)),
+}
+
+
+def make(layout: str) -> Decoder:
+    parallel, options = LAYOUTS[layout]
+    model = Decoder(CONFIG, device="meta")
+    parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=options)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    moe_state(model).set_num_micro_batches(MICRO_BATCHES)
+    return model
+
+
+def tokens_of(step: int, n: int, rank: int) -> Tensor:
+    g = torch.Generator().manual_seed(100 * step + 10 * n + rank)
+    return torch.randint(0, CONFIG.vocab_size, (2, 13), generator=g)
+
+
+def run_step(model: Decoder, step: int, rank: int, *, once: bool) -> None:
+    for n in range(MICRO_BATCHES):
+        if once:
+            start_micro_batch(model, is_last=n + 1 == MICRO_BATCHES)
+        tokens = tokens_of(step, n, rank)
+        (model(tokens[:, :-1], tokens[:, 1:].contiguous()) / MICRO_BATCHES).backward()
+
+
+def train(layout: str, rank: int, *, once: bool) -> dict[str, Tensor]:
+    model = make(layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2)
+    found: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        run_step(model, step, rank, once=once)
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            found[f"{name}/{step}"] = p.grad.full_tensor().clone()  # type: ignore[attr-defined]
+        found[f"norm/{step}"] = torch.tensor(clip_grad_norm_(model, 0.1).total)
+        optimizer.step()
+        optimizer.zero_grad()
+        moe_state(model).finish_step()
+    return found
+
+
+def communication(layout: str, rank: int) -> dict[str, int]:
+    """Count what FSDP2 does in the second step; and its units."""
+    model = make(layout)
+    for step in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            run_step(model, step, rank, once=True)
+    names = Counter(e.name.partition(" (")[0] for e in prof.events())
+    states = {id(m._get_fsdp_state()) for m in model.modules() if isinstance(m, FSDPModule)}
+    experts = sum(isinstance(m.mlp.experts, FSDPModule) for m in model.model.layers)  # type: ignore[union-attr]
+    return dict(
+        units=len(states),
+        experts=experts,
+        gathers=names["FSDP::all_gather"],
+        reductions=names["c10d::_reduce_scatter_base_"],
+    )
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        every, once = (train(layout, rank, once=once) for once in (False, True))
+        found[layout] = {
+            name: float((once[name] - t).abs().max() / t.abs().max()) for name, t in every.items()
+        }
+        found[f"{layout}, by"] = communication(layout, rank)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(WORLD, worker)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_reducing_every_time(layout: str, found: dict[str, Any]) -> None:
+    """With bf16 each reduction would round; sums over micro-batches are in fp32 in both."""
+    bound = 2e-2 if layout == "bf16" else FP32_BOUND
+    errors = found[layout]
+    assert len(errors) > 20
+    assert not {name: error for name, error in errors.items() if not error <= bound}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_gathers_and_reduces_once(layout: str, found: dict[str, Any]) -> None:
+    by = found[f"{layout}, by"]
+    units, experts = by["units"], by["experts"]
+    assert by["reductions"] == units
+    per_micro_batch = {"sharded experts, gathered once": 2, "two blocks together": 2}
+    if layout == "gathered again":
+        kept = 2  # root and head
+        assert by["gathers"] == kept + 2 * MICRO_BATCHES * (units - kept)
+    else:
+        again = per_micro_batch.get(layout, 0) * experts
+        assert by["gathers"] == units - (experts if again else 0) + again * MICRO_BATCHES
