@@ -7,10 +7,11 @@ r"""A whole training step: tokens/s, TFLOP/s, share of the dense ceiling, memory
 It is the loop of examples/train.py with that script's arguments; `--warm-up`, `--timed`, `--trace`
 and `--results` are its own. As there, ranks do not meet between steps and the host is a step ahead.
 A step's time is that from the end of the one before it to its own, on the device, so the times add
-up to that of all steps, data and metrics included; it is the slowest rank's. TFLOP/s count 6 FLOPs
-per active parameter and causal attention (`models/size.py`); the ceiling is a large square bf16
-product of the same run, on warm GPUs. Rank 0 prints the row and, if one with the same arguments is
-committed, that one beside it; `--results` appends it to <folder>/<day>-<gpu>.jsonl.
+up to that of all steps, data and metrics included; it is the slowest rank's. Power and clock are
+rank 0's, means over those steps. TFLOP/s count 6 FLOPs per active parameter and causal attention
+(`models/size.py`); the ceiling is a large square bf16 product of the same run, on warm GPUs. Rank 0
+prints the row and, if one with the same arguments is committed, that one beside it; `--results`
+appends it to <folder>/<day>-<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch.distributed as dist
 
 from benchmarks import trace
 from benchmarks.gate import ROOT
+from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment
 from moecore import moe_state
 from moecore.models.size import active_params, flops_per_token, num_params
@@ -77,6 +79,8 @@ PRINTED = (
     "step_ms",
     "peak_gib",
     "exposed_share",
+    "power_watts",
+    "sm_mhz",
 )
 
 
@@ -114,8 +118,8 @@ def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def measure(job: train.Job, own: argparse.Namespace) -> Row:
     """Return the row of one run, without the ceiling; collective."""
-    seconds, metrics = time_steps(job, warm_up=own.warm_up, timed=own.timed)
-    row = describe_run(job, seconds, metrics)
+    seconds, metrics, power = time_steps(job, warm_up=own.warm_up, timed=own.timed)
+    row = describe_run(job, seconds, metrics) | power
     if own.trace and job.device.type == "cuda":
         row |= traced(job, first_step=own.warm_up + own.timed + 1)
     moe_state(job.model).check()  # no row of steps whose tokens got lost
@@ -124,8 +128,8 @@ def measure(job: train.Job, own: argparse.Namespace) -> Row:
 
 def time_steps(
     job: train.Job, *, warm_up: int, timed: int
-) -> tuple[list[float], list[train.Metrics]]:
-    """Return the seconds of each timed step on this rank, and the metrics of all steps."""
+) -> tuple[list[float], list[train.Metrics], dict[str, float]]:
+    """Return seconds and power of the timed steps on this rank, and the metrics of all steps."""
     _, warm = run_steps(job, range(1, warm_up + 1))
     gc.collect()
     gc.freeze()
@@ -133,9 +137,11 @@ def time_steps(
         torch.cuda.reset_peak_memory_stats()
     dist.barrier()
     start = train.Moment(job.device)
-    ends, metrics = run_steps(job, range(warm_up + 1, warm_up + timed + 1))
+    sampled = job.device if dist.get_rank() == 0 else torch.device("cpu")
+    with PowerLog(sampled) as power:
+        ends, metrics = run_steps(job, range(warm_up + 1, warm_up + timed + 1))
     seconds = [before.seconds_until(end) for before, end in pairwise([start, *ends])]
-    return seconds, warm + metrics
+    return seconds, warm + metrics, power.summary()
 
 
 def run_steps(job: train.Job, steps: range) -> tuple[list[train.Moment], list[train.Metrics]]:
@@ -180,6 +186,7 @@ def describe_run(job: train.Job, seconds: list[float], metrics: list[train.Metri
         "reserved_gib": peak[1].item(),
         "losses": [m["loss"] for m in metrics],
         "load_max_over_mean": metrics[-1]["expert_load_max_over_mean"],
+        "rank_loads": [round(m["rank_load_max_over_mean"], 3) for m in metrics],
     }
 
 
@@ -220,7 +227,8 @@ def report(row: Row, folder: Path | None) -> None:
         beside = f"   committed {ours[name]:.4g}" if ours and name in ours else ""
         print(f"{name:<28}{row[name]:.4g}{beside}")
     losses = row["losses"]
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, load {row['load_max_over_mean']:.2f}")
+    loads = f"load {row['load_max_over_mean']:.2f}, of ranks {row['rank_loads'][-1]:.2f}"
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {loads}")
     if "trace_ms" in row:
         found = trace.Breakdown(
             wall=row["trace_wall_ms"],

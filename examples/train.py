@@ -171,7 +171,7 @@ class Launched:
 
     Attributes:
         step: its number.
-        values_3: fp64 on the device: the loss, expert load and auxiliary loss.
+        values_4: fp64 on the device: the loss, and what `of_routing` returns.
         norm: before clipping.
         reader: of the job.
     """
@@ -180,7 +180,7 @@ class Launched:
     began: Moment
     ended: Moment
     lr: float
-    values_3: Tensor
+    values_4: Tensor
     norm: GradientNorm
     reader: torch.cuda.Stream | None
 
@@ -188,11 +188,12 @@ class Launched:
         """Wait for the step, and for none after it; return its metrics, the same on every rank."""
         self.ended.wait()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
-            loss, load, aux_loss = self.values_3.tolist()
+            loss, load, rank_load, aux_loss = self.values_4.tolist()
             norm = self.norm.total
         return {
             "loss": loss,
             "expert_load_max_over_mean": load,
+            "rank_load_max_over_mean": rank_load,
             "grad_norm": norm,
             "lr": self.lr,
             "aux_loss": aux_loss,
@@ -367,10 +368,11 @@ def train_step(job: Job, step: int) -> Launched:
     job.optimizer.zero_grad()
     routed = moe_state(model).finish_step(skipped=norm.skipped)  # moves the expert biases
     dist.all_reduce(total)  # tp ranks hold equal losses, so the mean over ranks is that over data
+    loss = total / dist.get_world_size()
     return Launched(
         step=step,
         lr=lr,
-        values_3=torch.stack([total.double() / dist.get_world_size(), *of_routing(routed)]),
+        values_4=torch.stack([loss.double(), *of_routing(routed, job.meshes.parallel.ep)]),
         norm=norm,
         began=began,
         ended=Moment(job.device),
@@ -385,11 +387,17 @@ def to_device(cpu_BT: Tensor, device: torch.device) -> Tensor:
     return cpu_BT.to(device, non_blocking=True)
 
 
-def of_routing(routed: MoEMetrics) -> tuple[Tensor, Tensor]:
-    """Return the worst layer's most loaded expert over the mean, and all auxiliary losses; fp64."""
-    counts_LE = torch.stack(list(routed.tokens_per_expert.values()))
-    ratios_L = counts_LE.amax(1) / counts_LE.float().mean(1).clamp(min=1e-9)
-    return ratios_L.max().double(), torch.stack(list(routed.aux_losses.values())).sum().double()
+def of_routing(routed: MoEMetrics, ep: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return two loads and the sum of all auxiliary losses; fp64.
+
+    The worst layer's busiest expert over the mean, which tells of balance, and the busiest ep rank
+    over the mean as layers have it on average, which tells of time.
+    """
+    counts_LE = torch.stack(list(routed.tokens_per_expert.values())).double()
+    ranks_LP = counts_LE.unflatten(1, (ep, -1)).sum(2)
+    experts_L, ranks_L = (n.amax(1) / n.mean(1).clamp(min=1e-9) for n in (counts_LE, ranks_LP))
+    aux_losses = torch.stack(list(routed.aux_losses.values()))
+    return experts_L.max(), ranks_L.mean(), aux_losses.sum().double()
 
 
 def batches_of(job: Job, step: int) -> list[tuple[Tensor, Tensor]]:

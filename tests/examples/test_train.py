@@ -96,7 +96,8 @@ def test_a_run_leaves_its_files_and_a_sample(straight: tuple[Path, str]) -> None
     run_dir, printed = straight
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    wanted = {"loss", "expert_load_max_over_mean", "grad_norm", "lr", "aux_loss"}
+    loads = {"expert_load_max_over_mean", "rank_load_max_over_mean"}
+    wanted = {"loss", *loads, "grad_norm", "lr", "aux_loss"}
     assert all(wanted <= line.keys() for line in lines)
     assert lines[0]["loss"] == pytest.approx(5.6, abs=0.3) and lines[-1]["loss"] < 5.0
     assert f"--- sample after {STEPS} steps ---\ndef " in printed

@@ -1,0 +1,80 @@
+"""What a GPU draws and how fast it clocks while something runs, as nvidia-smi samples it.
+
+A step that draws its GPU's limit all the time is bound by energy: work that overlaps makes it no
+faster, less work does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from types import TracebackType
+
+import torch
+
+PERIOD_MS = 100
+FIELDS = ("power.draw", "power.limit", "clocks.sm")  # W, W, MHz
+
+
+class PowerLog:
+    """Samples one GPU from `with` to its end; says nothing where there is no nvidia-smi.
+
+    Args:
+        device: the GPU; another device is not sampled.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process: subprocess.Popen[str] | None = None
+        self._samples: list[tuple[float, ...]] = []
+
+    def __enter__(self) -> PowerLog:
+        """Start to sample."""
+        if self._device.type == "cuda":
+            uuid = torch.cuda.get_device_properties(self._device).uuid
+            self._start(f"GPU-{uuid}")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        out, _ = self._process.communicate()
+        self._samples = parse(out)
+
+    def _start(self, gpu: str) -> None:
+        query = f"--query-gpu={','.join(FIELDS)}"
+        how = ("--format=csv,noheader,nounits", f"--id={gpu}", f"--loop-ms={PERIOD_MS}")
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        try:
+            self._process = subprocess.Popen(["nvidia-smi", query, *how], **pipes)  # type: ignore[call-overload]
+        except OSError:
+            return
+
+    def summary(self) -> dict[str, float]:
+        """Return means: watts, the limit in watts, MHz of the multiprocessors; {} = no sample."""
+        if not self._samples:
+            return {}
+        watts, limits, mhz = (
+            statistics.fmean(values) for values in zip(*self._samples, strict=True)
+        )
+        return {"power_watts": watts, "power_limit_watts": limits, "sm_mhz": mhz}
+
+
+def parse(text: str) -> list[tuple[float, ...]]:
+    """Return the samples; a line that was cut off, or says [N/A], is none."""
+    found = []
+    for line in text.splitlines():
+        try:
+            values = tuple(float(word) for word in line.split(","))
+        except ValueError:
+            continue
+        if len(values) == len(FIELDS):
+            found.append(values)
+    return found
