@@ -24,6 +24,7 @@ from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
 from moecore.kernels.fp8_rows import gather_packed_rows, pack_rows
 from moecore.kernels.index import build_index
 from moecore.kernels.limit_rows import limit_rows
+from moecore.kernels.margins import NUM_BINS, add_margins_
 from moecore.kernels.route import RouteOptions
 from moecore.kernels.route_weights import route_weights
 from moecore.kernels.rows import gather_rows
@@ -84,6 +85,9 @@ def run_pieces(device: str) -> None:
     limit_rows(index.offsets_e, 40, words, words.clone())
     x_TD = torch.randn(T, 72, device=device, dtype=torch.bfloat16)
     scaled_cast(x_TD, torch.float32, 0.5)
+    histogram = torch.zeros(E, NUM_BINS, dtype=torch.int64, device=device)
+    scores_of = (torch.randn(T, E, device=device), torch.zeros(E, device=device), K, "softmax")
+    add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     gather_packed_rows(pack_rows(x_TD[:, :64].contiguous()), x_TD[:, :64], *index_of)
     gather_rows(x_TD, index.row_ids_R, index.slots_SK, index.offsets_e[-1])

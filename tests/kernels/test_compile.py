@@ -28,6 +28,7 @@ from moecore.kernels import (
     expert_mlp,
     fp8_rows,
     index,
+    margins,
     pingpong,
     route,
     route_weights,
@@ -159,6 +160,13 @@ def run_rows(K: int = K) -> None:
     rows.sum_rows(bf16(R, D), ints(R), ints(T, K), ints())
 
 
+def run_margins(E: int, K: int) -> None:
+    histogram = torch.zeros(E, margins.NUM_BINS, dtype=torch.int64)
+    where = (torch.zeros(T, E), torch.zeros(E), K, "sigmoid")
+    margins.add_margins_(histogram, *where)
+    margins.add_margins_(histogram, *where, torch.zeros(T, dtype=torch.bool))
+
+
 def run_fp8_rows(D: int) -> None:
     packed = fp8_rows.pack_rows(bf16(T, D))
     fp8_rows.gather_packed_rows(packed, bf16(D), ints(T * K), ints(T, K), ints())
@@ -225,6 +233,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     ),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
     "experts gelu": (lambda: run_experts("gelu", None), 9),
+    "margins": (lambda: run_margins(128, 8), 2),
+    "margins of many experts": (lambda: run_margins(1536, 24), 2),
     "rows as FP8": (lambda: run_fp8_rows(7168), 2),
     "rows as FP8, odd": (lambda: run_fp8_rows(2896), 2),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),

@@ -214,7 +214,7 @@ def _score(
 
 
 @triton.jit
-def _row_scores(
+def row_scores(
     x,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
     FUNCTION: tl.constexpr,
 ):
@@ -334,7 +334,7 @@ def _route_fwd_kernel(
     if POST:
         ranked = x
     else:
-        ranked, top, factor = _row_scores(x, FUNCTION)
+        ranked, top, factor = row_scores(x, FUNCTION)
     in_k = here & (slots < K)
     if GIVEN:
         chosen = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
@@ -398,7 +398,7 @@ def _route_bwd_kernel(
         if FUNCTION == "softmax":  # the other scores need nothing of the other experts
             x = tl.load(logits + rows * E + columns, mask=here & (columns < E), other=0.0)
             x = tl.where(columns < E, x, float("-inf"))
-        scores, top, factor = _row_scores(x, FUNCTION)
+        scores, top, factor = row_scores(x, FUNCTION)
         s, slope = _score(picked, top, factor, FUNCTION)
         s = tl.where(in_k, s, 0.0)
         if NORMALIZE:

@@ -27,9 +27,9 @@ from moecore.config import MoEConfig
 from moecore.kernels.balance import balance_statistics
 from moecore.kernels.balance_loss import BalanceLossOptions, balance_loss
 from moecore.kernels.counts import add_expert_counts, count_experts, count_experts_and_tokens
-from moecore.kernels.scores import scores_ref
+from moecore.kernels.margins import add_margins_
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.quantile import add_margins, new_histogram
+from moecore.moe.quantile import new_histogram
 from moecore.moe.router import Routing
 
 LOSS_NAMES = ("micro_batch", "sequence", "global_batch", "z")
@@ -195,7 +195,7 @@ class LoadTracker:
             self.counts = moved
 
     def commit(self, losses: Tensor | None, observed: tuple[Any, ...]) -> None:
-        """Add one micro-batch; called by backward. One kernel, and one more for losses and drops.
+        """Add one micro-batch; called by backward. One kernel, and one more per option that counts.
 
         Args:
             losses: fp32, in the order of `LOSS_NAMES`; None = no auxiliary loss is on.
@@ -215,8 +215,8 @@ class LoadTracker:
         if losses is not None:
             counts.losses += losses
         if counts.margins_EX is not None:
-            scores_TE = scores_ref(logits_TE, self.config.score_function)
-            add_margins(counts.margins_EX, scores_TE, bias_E, self.config.top_k, padding_mask_T)
+            how = (self.config.top_k, self.config.score_function)
+            add_margins_(counts.margins_EX, logits_TE, bias_E, *how, padding_mask_T)
 
 
 def is_recomputing() -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.moe.balance import LOSS_NAMES, BalanceGroups, LoadCounts
+from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.dispatch.symmetric import Exchanges
 from moecore.moe.quantile import solve_bias
 
@@ -114,8 +114,8 @@ class MoEState:
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
         """Reduce the step's counts, move the expert biases, and start counting anew.
 
-        Call once per optimizer step on every rank. One collective for all layers, and one
-        more for each layer with quantile balancing; no host sync.
+        Call once per optimizer step on every rank. One collective for all layers, and one more for
+        those with quantile balancing; no host sync.
 
         Args:
             skipped: the step was dropped (`clip_grad_norm_(...).skipped`): biases stay too. A bool,
@@ -134,29 +134,11 @@ class MoEState:
         if self.exchanges is not None:
             self.exchanges.poll()
         self._check_micro_batches()
-        layers = self.layers
-        counts = {name: self._counts(layer) for name, layer in layers.items()}
-        # Every rank packs every layer, counted or not: all reduce the same length. fp64 carries
-        # counts exactly (to 2^53) beside the losses in one tensor.
-        packed = torch.cat([_pack(c) for c in counts.values()])
-        margins = [c.margins_EX for c in counts.values() if c.margins_EX is not None]
-        if self.groups.global_batch is not None:
-            dist.all_reduce(packed, group=self.groups.global_batch)
-            for margins_EX in margins:
-                dist.all_reduce(margins_EX, group=self.groups.global_batch)
-        metrics, start = MoEMetrics(), 0
-        # As told, not as seen: replays of a CUDA graph are not seen, and the rest is checked.
-        shares = self.num_micro_batches * self.groups.data_ranks
-        for name, layer in layers.items():
-            size = _pack(counts[name]).numel()
-            chosen_E, losses, kept_E = _unpack(packed[start : start + size], counts[name])
-            start += size
-            metrics.tokens_per_expert[name] = chosen_E.long()
-            if kept_E is not None:
-                metrics.dropped_per_expert[name] = (chosen_E - kept_E).long()
-            metrics.aux_losses[name] = (losses / shares).float()
-            if skipped is not True:
-                _move_bias(layer, chosen_E, counts[name].margins_EX, skipped)
+        counts = {name: self._counts(layer) for name, layer in self.layers.items()}
+        metrics = self._sum_over_ranks(counts)
+        if skipped is not True:
+            for alike in _alike(self.layers):
+                self._move_biases(alike, counts, metrics.tokens_per_expert, skipped)
         self._reset()
         return metrics
 
@@ -186,6 +168,59 @@ class MoEState:
                     "one forward can have no auxiliary loss"
                 )
 
+    def _sum_over_ranks(self, counts: Mapping[str, LoadCounts]) -> MoEMetrics:
+        """Return what all ranks counted. One collective, and few launches for all layers together.
+
+        Every rank packs every layer, counted or not: all reduce the same length. fp64 carries
+        counts exactly (to 2^53) beside the losses in one tensor.
+        """
+        chosen = {name: c.chosen_E for name, c in counts.items()}
+        losses = {name: c.losses for name, c in counts.items()}
+        kept = {name: c.kept_E for name, c in counts.items() if c.kept_E is not None}
+        parts = [
+            torch.cat(list(found.values())).double() for found in (chosen, losses, kept) if found
+        ]
+        packed = torch.cat(parts)
+        if self.groups.global_batch is not None:
+            dist.all_reduce(packed, group=self.groups.global_batch)
+        all_chosen, all_losses, *all_kept = packed.split([len(part) for part in parts])
+        # As told, not as seen: replays of a CUDA graph are not seen, and the rest is checked.
+        shares = self.num_micro_batches * self.groups.data_ranks
+        metrics = MoEMetrics(
+            tokens_per_expert=_split(all_chosen.long(), chosen),
+            aux_losses=_split((all_losses / shares).float(), losses),
+        )
+        for kept_E in all_kept:
+            for name, n_E in _split(kept_E.long(), kept).items():
+                metrics.dropped_per_expert[name] = metrics.tokens_per_expert[name] - n_E
+        return metrics
+
+    def _move_biases(
+        self,
+        names: list[str],
+        counts: Mapping[str, LoadCounts],
+        chosen: Mapping[str, Tensor],
+        skipped: bool | Tensor,
+    ) -> None:
+        """Move the selection biases of layers that are alike, unless the step was skipped."""
+        config = self.layers[names[0]].config
+        rate = config.balance.bias_update_rate
+        biases = [self.layers[name].part("router").selection_bias for name in names]
+        bias_LE = torch.stack(biases)
+        if config.balance.bias_update == "quantile":
+            margins_LEX = torch.stack([counts[name].margins_EX for name in names])  # type: ignore[misc]
+            if self.groups.global_batch is not None:
+                dist.all_reduce(margins_LEX, group=self.groups.global_batch)
+            move_LE = rate * (solve_bias(margins_LEX, bias_LE, config.top_k) - bias_LE)
+        else:
+            chosen_LE = torch.stack([chosen[name] for name in names]).double()
+            move_LE = rate * torch.sign(chosen_LE.mean(1, keepdim=True) - chosen_LE).to(
+                bias_LE.dtype
+            )
+        if isinstance(skipped, Tensor):
+            move_LE = move_LE.masked_fill(skipped, 0.0)
+        torch._foreach_add_(biases, list(move_LE))
+
     def _reset(self) -> None:
         for layer in self.layers.values():
             layer.tracker.reset()
@@ -198,30 +233,17 @@ class MoEState:
         return LoadCounts.zeros(tracker.config, layer.part("router").weight.device)
 
 
-def _pack(counts: LoadCounts) -> Tensor:
-    """Choices, losses and what was kept in one fp64 tensor."""
-    parts = (counts.chosen_E, counts.losses, counts.kept_E)
-    # Each to fp64 first: cat would round the counts to the fp32 of the losses.
-    return torch.cat([part.double() for part in parts if part is not None])
+def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parts of one tensor by the names of what it was made of."""
+    return dict(zip(like, flat.split([len(t) for t in like.values()]), strict=True))
 
 
-def _unpack(packed: Tensor, counts: LoadCounts) -> tuple[Tensor, Tensor, Tensor | None]:
-    E, L = counts.chosen_E.numel(), len(LOSS_NAMES)
-    kept_E = None if counts.kept_E is None else packed[E + L :]
-    return packed[:E], packed[E : E + L], kept_E
-
-
-def _move_bias(
-    layer: Any, chosen_E: Tensor, margins_EX: Tensor | None, skipped: bool | Tensor
-) -> None:
-    """Move the selection bias as the layer's balance config says, unless the step was skipped."""
-    config = layer.config
-    rate = config.balance.bias_update_rate
-    if not rate:
-        return
-    bias_E = layer.part("router").selection_bias
-    if margins_EX is None:
-        move_E = rate * torch.sign(chosen_E.mean() - chosen_E).to(bias_E.dtype)
-    else:
-        move_E = rate * (solve_bias(margins_EX, bias_E, config.top_k) - bias_E)
-    bias_E += move_E.masked_fill(skipped, 0.0) if isinstance(skipped, Tensor) else move_E
+def _alike(layers: Mapping[str, Any]) -> list[list[str]]:
+    """Return the names of layers whose biases move, by what they have in common."""
+    groups: dict[Any, list[str]] = {}
+    for name, layer in layers.items():
+        config = layer.config
+        if config.balance.bias_update_rate:
+            how = (config.balance.bias_update, config.balance.bias_update_rate)
+            groups.setdefault((config.num_experts, config.top_k, *how), []).append(name)
+    return list(groups.values())
