@@ -24,7 +24,8 @@ rank counts. `gbps` is of what the busiest rank sends or gets. `peak` is above
 weights, input and the exchange's own buffers, which all layers share and which are printed.
 
 With `--fp8-dispatch` all tokens are such that FP8 carries them as they are: every dispatcher must
-give the same. Bits that are zero cost a product less power, so compare within a run.
+give the same. Bits that are zero cost a product less power, so these shapes have a name of their
+own.
 
 `--sweep` tries how the programs are divided instead, on the first shape (`dispatch_sweep.py`).
 """
@@ -331,7 +332,7 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
         for n in num_sms
     )
     for shape in shapes:
-        label = f"{shape.name}-ep{ep}"
+        label = f"{shape.name}-ep{ep}" + ("-fp8-exact" if fp8 else "")
         for routing in routings:
             with torch.no_grad():
                 which = dict(skewed=routing == "skewed", sums=layer and 0 in num_sms, fp8=fp8)
