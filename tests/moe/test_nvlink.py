@@ -548,6 +548,28 @@ def exact() -> dict[str, Any]:
     return found
 
 
+def disagreements() -> dict[str, str]:
+    """By what is other on rank 2, the error on this rank; and the most tokens where nothing is."""
+    group, is_odd = dist.group.WORLD, dist.get_rank() == 2
+    assert group is not None
+    found = {}
+    for name, usual, other in (
+        ("keep_rows", True, False),
+        ("fp8_dispatch", False, True),
+        ("rows_per_piece", 512, 100),
+        ("dim", 16, 32),
+    ):
+        chosen = {name: other if is_odd else usual}
+        x = torch.zeros(3, chosen.pop("dim", 16))
+        exchanges = Exchanges(group, ep=4, options=NVLinkOptions(**chosen))
+        try:
+            exchanges._agree(x, 2, 132, 1)
+        except ValueError as error:
+            found[name] = str(error)
+    most = Exchanges(group, ep=4)._agree(torch.zeros(3 + dist.get_rank(), 16), 2, 132, 1)
+    return found | {"most": str(most)}
+
+
 def equal(ones: list[Tensor], others: list[Tensor]) -> bool:
     def local(t: Tensor) -> Tensor:
         return t.to_local() if isinstance(t, DTensor) else t
@@ -563,6 +585,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "capacity": capacity(),
         "exact": exact(),
         "fp8": fp8(),
+        "disagreements": disagreements(),
     }
 
 
@@ -646,6 +669,15 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(results: dict[str
 def test_exact_rows_have_no_room_and_the_same_bits(results: dict[str, Any]) -> None:
     found = results["exact"]
     assert found == dict(weight_grads=(True, 0, "reduce"), experts=(True, 0, "rows"))
+
+
+def test_ranks_that_disagree_are_named_before_anything_is_sent(results: dict[str, Any]) -> None:
+    found = dict(results["disagreements"])
+    assert found.pop("most") == "6" and len(found) == 4
+    for message in found.values():
+        assert "of rank 2 (" in message and "must equal those of rank 0 (" in message
+    assert "[16, 2, 1, 132, 1, 512, 1, 1]) must equal" not in found["fp8_dispatch"]
+    assert "[16, 2, 0, 132, 1, 512, 1, 1]) must equal" in found["fp8_dispatch"]
 
 
 def test_tokens_as_fp8_have_the_bits_of_rounded_tokens(results: dict[str, Any]) -> None:

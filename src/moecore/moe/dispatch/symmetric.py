@@ -31,6 +31,8 @@ from moecore.kernels.limit_rows import limit_rows
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_port
 
+# What `Exchanges._agree` compares.
+AGREED = ("D", "K", "dtype", "num_sms", "overlap", "rows_per_piece", "keep_rows", "fp8_dispatch")
 FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
 
@@ -407,7 +409,7 @@ class Exchanges:
             self._made.clear()
 
     def _make(self, x_TD: Tensor, top_k: int, copy_slots: int) -> Exchange:
-        T, D = x_TD.shape
+        D = x_TD.shape[1]
         if not x_TD.is_cuda:
             raise ValueError(
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
@@ -423,14 +425,11 @@ class Exchanges:
                 "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
                 "one step first"
             )
-        options = self.options
-        programs = options.num_sms or num_sms(x_TD.device)
-        dtype = EXCHANGE_DTYPES.index(x_TD.dtype)
-        equal = (D, top_k, dtype, programs, copy_slots, options.rows_per_piece, +options.keep_rows)
-        mine = (options.max_tokens or T, *equal)
+        programs = self.options.num_sms or num_sms(x_TD.device)
+        most = self._agree(x_TD, top_k, programs, copy_slots)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
-            capacity=max(1, _agree(mine, x_TD.device, self.group)),
+            capacity=max(1, most),
             dim=D,
             top_k=top_k,
             dtype=x_TD.dtype,
@@ -443,6 +442,32 @@ class Exchanges:
             port, memory = make_port(layout, self.group, x_TD.device, self.options.timeout_s)
         return Exchange(port, self.group, self.options, balanced_rows=balanced, memory=memory)
 
+    def _agree(self, x_TD: Tensor, top_k: int, programs: int, copy_slots: int) -> int:
+        """Return the most tokens of any rank. One collective and host sync.
+
+        Raises:
+            ValueError: when something else is not the same on all ranks.
+        """
+        options, (T, D) = self.options, x_TD.shape
+        dtype, pieces = EXCHANGE_DTYPES.index(x_TD.dtype), options.rows_per_piece
+        choices = (pieces, int(options.keep_rows), int(options.fp8_dispatch))
+        mine = (options.max_tokens or T, D, top_k, dtype, programs, copy_slots, *choices)
+        ranks = [
+            torch.empty(len(mine), dtype=torch.int64, device=x_TD.device)
+            for _ in range(self.group.size())
+        ]
+        dist.all_gather(ranks, torch.tensor(mine, device=x_TD.device), group=self.group)
+        rows = torch.stack(ranks).tolist()
+        for g, row in enumerate(rows):
+            if row[1:] != rows[0][1:]:
+                other, first = (dist.get_global_rank(self.group, i) for i in (g, 0))
+                raise ValueError(
+                    f"({', '.join(AGREED)}) of rank {other} ({row[1:]}) must equal those of rank "
+                    f"{first} ({rows[0][1:]}): give all ranks of a dispatch group the same layers "
+                    "and options"
+                )
+        return max(row[0] for row in rows)
+
 
 def divide(programs: int) -> dict[str, int]:
     """Return how an operation divides its programs into pushing and receiving ones, and its tokens.
@@ -452,21 +477,3 @@ def divide(programs: int) -> dict[str, int]:
     is_few = programs < FEW_PROGRAMS
     push = max(1, programs * 5 // 12) if is_few else programs // 2
     return dict(num_push=push, num_receive=programs - push, rounds=16 if is_few else 8)
-
-
-def _agree(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> int:
-    """Return the most tokens of any rank; all else must be equal. One collective and host sync."""
-    all_ranks = [
-        torch.empty(len(mine), dtype=torch.int64, device=device) for _ in range(group.size())
-    ]
-    dist.all_gather(all_ranks, torch.tensor(mine, device=device), group=group)
-    rows = torch.stack(all_ranks).tolist()
-    for g, row in enumerate(rows):
-        if row[1:] != rows[0][1:]:
-            other, first = (dist.get_global_rank(group, i) for i in (g, 0))
-            raise ValueError(
-                f"(D, K, dtype, num_sms, overlap, rows_per_piece, keep_rows) of rank {other} "
-                f"({row[1:]}) must equal those of rank {first} ({rows[0][1:]}): give "
-                "all ranks of a dispatch group the same layers and options"
-            )
-    return max(row[0] for row in rows)
