@@ -131,14 +131,18 @@ def test_gradients_are_those_of_reducing_every_time(layout: str, found: dict[str
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_gathers_and_reduces_once(layout: str, found: dict[str, Any]) -> None:
+def test_what_stays_gathered_is_gathered_and_reduced_once(
+    layout: str, found: dict[str, Any]
+) -> None:
+    """All else twice per micro-batch, forward and backward, and reduced by each."""
     by = found[f"{layout}, by"]
-    units, experts = by["units"], by["experts"]
-    assert by["reductions"] == units
-    per_micro_batch = {"sharded experts, gathered once": 2, "two blocks together": 2}
-    if layout == "gathered again":
-        kept = 2  # root and head
-        assert by["gathers"] == kept + 2 * MICRO_BATCHES * (units - kept)
-    else:
-        again = per_micro_batch.get(layout, 0) * experts
-        assert by["gathers"] == units - (experts if again else 0) + again * MICRO_BATCHES
+    freed = {
+        "sharded experts, gathered once": by["experts"],
+        "two blocks together": by["experts"],
+        "gathered again": by["units"] - 2,  # all but root and head
+    }.get(layout, 0)
+    kept = by["units"] - freed
+    assert by["experts"] == (0 if LAYOUTS[layout][0] is WHOLE else CONFIG.num_layers)
+    assert kept >= 2
+    assert by["gathers"] == kept + 2 * MICRO_BATCHES * freed
+    assert by["reductions"] == kept + MICRO_BATCHES * freed

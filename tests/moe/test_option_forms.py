@@ -12,8 +12,9 @@ from torch import Tensor
 from moecore import BalanceConfig, MoELayer
 from moecore.config import CapacityConfig
 from moecore.moe.assignment import skewed_ids
-from moecore.moe.balance import LOSS_NAMES
+from moecore.moe.balance import LOSS_NAMES, BalanceGroups
 from moecore.moe.reference_route import capacity_reference
+from moecore.moe.state import MoEState
 from tests.moe.moe_cases import (
     ALL_LOSSES,
     BASE,
@@ -331,6 +332,44 @@ def test_a_rate_goes_a_share_of_the_way_and_padding_has_no_say() -> None:
     assert float(biases[0].abs().max()) > 0.01
     torch.testing.assert_close(biases[1], biases[0] * 0.25)
     assert torch.equal(biases[0], biases[2])
+
+
+@pytest.mark.parametrize("skipped", [False, torch.tensor(False), torch.tensor(True)])
+def test_layers_of_all_kinds_move_as_each_would_alone(skipped: Any) -> None:
+    """Layers that are alike are solved together; sizes, rates and rules differ here."""
+    quantile, sign = OPTIONS["quantile"], BalanceConfig(bias_update_rate=0.125)
+    dropping = replace(BASE, expert_bias=True, capacity=CapacityConfig(factor=0.5), balance=sign)
+    configs = {
+        "first": quantile,
+        "sign": replace(BASE, expert_bias=True, balance=sign),
+        "wide": replace(quantile, num_experts=12),
+        "second": quantile,
+        "still": replace(BASE, balance=BalanceConfig(micro_batch_coef=0.1)),
+        "dropping": dropping,
+        "more choices": replace(quantile, top_k=3),
+    }
+
+    def run() -> dict[str, MoELayer]:
+        layers = {n: make_layer(c, seed=i) for i, (n, c) in enumerate(configs.items())}
+        for i, layer in enumerate(layers.values()):
+            layer(tokens(64, 32, seed=i)).sum().backward()
+        return layers
+
+    together, alone = run(), run()
+    state = MoEState(together, BalanceGroups())
+    metrics = state.finish_step(skipped=skipped)
+    assert list(metrics.tokens_per_expert) == list(configs)
+    assert list(metrics.dropped_per_expert) == ["dropping"]
+    for name, layer in alone.items():
+        before = [b.clone() for b in layer.buffers()]
+        expected = make_state(layer).finish_step(skipped=skipped)
+        assert torch.equal(
+            metrics.tokens_per_expert[name], expected.tokens_per_expert["moe"]
+        ) and torch.equal(metrics.aux_losses[name], expected.aux_losses["moe"])
+        moved = [not torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True)]
+        assert any(moved) == (name != "still" and not bool(skipped)), name
+        for ours, theirs in zip(together[name].buffers(), layer.buffers(), strict=True):
+            assert torch.equal(ours, theirs), name
 
 
 def test_sign_bias_counts_what_was_chosen_before_dropping() -> None:
