@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
 from moecore.kernels.router_logits import router_logits_ref
@@ -40,9 +42,61 @@ def train_on_ranks(rank: int, device: torch.device) -> dict[str, Any]:
     return {"logits": routings[0].logits_TE, "grads": grads, "is_unit": is_unit}
 
 
+def partly_recomputed(rank: int) -> dict[str, bool]:
+    """By (blocks per unit, recomputed blocks) whether two steps have the bits of none recomputed.
+
+    Routers of several blocks are one unit, of which a recomputed forward runs some.
+    """
+    found = {}
+    for together in (2, 4):
+        plain = two_steps(rank, together, ())
+        for blocks in ((3,), (0, 2), (1, 2), (0, 1, 2, 3)):
+            steps = two_steps(rank, together, blocks)
+            pairs = zip(plain, steps, strict=True)
+            same = all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in pairs)
+            found[f"{together}, {blocks}"] = same
+    return found
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make_layer(CONFIG, seed=i, std=0.1) for i in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def two_steps(rank: int, together: int, recomputed: tuple[int, ...]) -> list[Tensor]:
+    model = Residual()
+    options = FSDPOptions(param_dtype=torch.bfloat16, blocks_per_unit=together)
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
+    for i in recomputed:
+        layer = model.layers[i]
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(10 * step + rank).requires_grad_()).float().square().mean().backward()
+        found += [p.grad.full_tensor() for p in model.parameters()]
+        optimizer.step()
+    return found
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    return train_on_ranks(rank, device) | {"partly": partly_recomputed(rank)}
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return run_ranks(WORLD, train_on_ranks)
+    return run_ranks(WORLD, worker)
+
+
+def test_routers_of_one_unit_may_be_recomputed_in_part(found: dict[str, Any]) -> None:
+    assert len(found["partly"]) == 8 and all(found["partly"].values()), found["partly"]
 
 
 def test_logits_are_those_of_the_unrounded_weight(found: dict[str, Any]) -> None:
