@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
-from moecore.kernels.route import row_scores
-from moecore.kernels.scores import scores_ref
+from moecore.kernels.scores import row_scores, scores_ref
 
 NUM_BINS = 1000
 TILE = 1024  # logits of one warp, which holds whole rows

@@ -38,7 +38,14 @@ from moecore.kernels.common import (
     warn_plain,
 )
 from moecore.kernels.ops import Op
-from moecore.kernels.scores import check_score_function, exp, row_sums, scores_ref, sqrtsoftplus
+from moecore.kernels.scores import (
+    check_score_function,
+    exp,
+    row_scores,
+    row_sums,
+    score,
+    scores_ref,
+)
 
 SCORE_ORDERS = ("pre", "post")
 FWD_TILE, BWD_TILE = 1024, 512  # logits of one program: 32 and 16 registers per thread
@@ -194,44 +201,6 @@ def _best(keys, columns):
 
 
 @triton.jit
-def _score(
-    x,  # fp32 logits
-    top,  # [rows, 1], greatest logit; "softmax" only
-    factor,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
-    FUNCTION: tl.constexpr,
-):
-    """Return the scores and, unless "softmax", their slopes."""
-    if FUNCTION == "sigmoid":
-        # exp(89) is already inf, and its score 0.
-        s = 1.0 / (1.0 + exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))
-        slope = s * (1.0 - s)
-    elif FUNCTION == "sqrtsoftplus":
-        s, slope = sqrtsoftplus(x)
-    else:
-        s = exp(x - top) * factor
-        slope = s
-    return s, slope
-
-
-@triton.jit
-def row_scores(
-    x,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
-    FUNCTION: tl.constexpr,
-):
-    """Return the scores, and top and factor for `_score`."""
-    if FUNCTION != "softmax":
-        top = tl.zeros([x.shape[0], 1], dtype=tl.float32)
-        factor = top
-        scores, _ = _score(x, top, factor, FUNCTION)
-    else:
-        top = tl.max(x, axis=1, keep_dims=True)
-        exps = exp(x - top)
-        factor = tl.div_rn(1.0, row_sums(exps))
-        scores = exps * factor
-    return scores, top, factor
-
-
-@triton.jit
 def _softmax_of_chosen(picked, in_k):
     """Return the softmax over a row's chosen logits, 0 elsewhere and in a row without any."""
     exps = tl.where(in_k, picked, float("-inf"))
@@ -353,7 +322,7 @@ def _route_fwd_kernel(
     if POST:
         w = _softmax_of_chosen(picked, in_k)
     else:
-        w, _ = _score(picked, top, factor, FUNCTION)
+        w, _ = score(picked, top, factor, FUNCTION)
         w = tl.where(in_k, w, 0.0)
         if NORMALIZE:
             w = tl.div_rn(w, row_sums(w) + 1e-20)
@@ -399,7 +368,7 @@ def _route_bwd_kernel(
             x = tl.load(logits + rows * E + columns, mask=here & (columns < E), other=0.0)
             x = tl.where(columns < E, x, float("-inf"))
         scores, top, factor = row_scores(x, FUNCTION)
-        s, slope = _score(picked, top, factor, FUNCTION)
+        s, slope = score(picked, top, factor, FUNCTION)
         s = tl.where(in_k, s, 0.0)
         if NORMALIZE:
             norm = tl.div_rn(1.0, tl.sum(s, axis=1, keep_dims=True) + 1e-20)

@@ -90,3 +90,41 @@ def sqrtsoftplus(x):
     root = tl.sqrt_rn(tl.where(x < 0.0, r, x + u * r))
     factor = tl.where(x < 0.0, h, 1.0)
     return factor * root, factor / (2.0 * (1.0 + u) * root)
+
+
+@triton.jit
+def score(
+    x,  # fp32 logits
+    top,  # [rows, 1], greatest logit; "softmax" only
+    factor,  # [rows, 1], 1 / sum of exp(logit - top); "softmax" only
+    FUNCTION: tl.constexpr,
+):
+    """Return the scores and, unless "softmax", their slopes."""
+    if FUNCTION == "sigmoid":
+        # exp(89) is already inf, and its score 0.
+        s = 1.0 / (1.0 + exp(tl.minimum(-x, 89.0, propagate_nan=tl.PropagateNan.ALL)))
+        slope = s * (1.0 - s)
+    elif FUNCTION == "sqrtsoftplus":
+        s, slope = sqrtsoftplus(x)
+    else:
+        s = exp(x - top) * factor
+        slope = s
+    return s, slope
+
+
+@triton.jit
+def row_scores(
+    x,  # fp32 logits of whole rows; the caller masks what it gets in padding columns
+    FUNCTION: tl.constexpr,
+):
+    """Return the scores, and top and factor for `score`."""
+    if FUNCTION != "softmax":
+        top = tl.zeros([x.shape[0], 1], dtype=tl.float32)
+        factor = top
+        scores, _ = score(x, top, factor, FUNCTION)
+    else:
+        top = tl.max(x, axis=1, keep_dims=True)
+        exps = exp(x - top)
+        factor = tl.div_rn(1.0, row_sums(exps))
+        scores = exps * factor
+    return scores, top, factor
