@@ -10,10 +10,16 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
 from moecore.checkpoint import Saver, latest, load, save
+
+# Children fork from a process that has torch imported and no threads: they start in no time, and
+# hold no lock that a thread of the tests had at that moment.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
 
 
 def build(value: float, width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -81,18 +87,15 @@ def kill_at_random(
     Raises:
         AssertionError: when something else is left, or nothing that loads.
     """
-    # Ranks fork from a process that has torch imported and no threads: they start in no time.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     start, left = 1, []
     save(root, 0, *build(0.0, width), {"step": 0})
     dice = random.Random(seed)
     for attempt in range(num_kills):
-        done = context.Value("i", start - 1)
+        done = FORKS.Value("i", start - 1)
         store = root.parent / f"store-{seed}-{attempt}"
         args = (world, root, width, start, store)
         ranks = [
-            context.Process(
+            FORKS.Process(
                 target=save_forever, args=(rank, *args), kwargs={"wait": wait, "done": done}
             )
             for rank in range(world)

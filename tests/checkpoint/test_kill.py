@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from moecore.checkpoint import Saver, directory, latest, load, save
-from tests.checkpoint.kills import build, kill_at_random, loaded_step
+from tests.checkpoint.kills import FORKS, build, kill_at_random, loaded_step
 
 CRASH_EXIT = 77
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("wait", [True, False], ids=["sync", "background"])
 def test_kill_at_random_moments(tmp_path: Path, wait: bool) -> None:
     left = kill_at_random(tmp_path / "root", 2, world=4, width=64, wait=wait, seed=9)
@@ -37,11 +36,21 @@ CRASH_POINTS = {
 }
 
 
-def crash_at(root: Path, step: int, point: str, nth: int, *, after: bool) -> bool:
-    """Save in a forked child that dies at the nth call of a point; return whether it died."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == CRASH_EXIT
+def in_child(action: Callable[..., None], *args: object, **kwargs: object) -> int:
+    """Run in a process of its own, where limits and crashes stay; return how it ended.
+
+    Raises:
+        AssertionError: when it neither finished nor crashed where it was told to.
+    """
+    child = FORKS.Process(target=action, args=args, kwargs=kwargs)
+    child.start()
+    child.join()
+    assert child.exitcode in (0, CRASH_EXIT), f"exit code {child.exitcode}: see stderr"
+    return child.exitcode
+
+
+def save_and_crash(root: Path, step: int, point: str, nth: int, *, after: bool) -> None:
+    """Save, and die at the nth call of a point."""
     owner, name = CRASH_POINTS[point]
     original, calls = getattr(owner, name), 0
 
@@ -57,17 +66,14 @@ def crash_at(root: Path, step: int, point: str, nth: int, *, after: bool) -> boo
 
     setattr(owner, name, crashing)
     save(root, step, *build(float(step)), {"step": step}, keep=1)
-    os._exit(0)
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("point", CRASH_POINTS)
 def test_crash_at_every_file_operation(tmp_path: Path, point: str, after: bool) -> None:
-    torch.set_num_threads(1)
     step, nth = 1, 1
     save(tmp_path, step, *build(1.0), {"step": 1})
-    while crash_at(tmp_path, step + 1, point, nth, after=after):
+    while in_child(save_and_crash, tmp_path, step + 1, point, nth, after=after) == CRASH_EXIT:
         left = loaded_step(tmp_path)
         assert left in (step, step + 1)
         step, nth = left, nth + 1
@@ -77,45 +83,29 @@ def test_crash_at_every_file_operation(tmp_path: Path, point: str, after: bool) 
     assert not list(tmp_path.glob(".*"))
 
 
-def in_child(action: object) -> int:
-    """Run in a forked child, where limits and crashes stay; return its exit code."""
-    child = os.fork()
-    if child == 0:
-        try:
-            action()  # type: ignore[operator]
-        except BaseException as error:
-            print(f"child: {error!r}", flush=True)
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def limit_files(num_bytes: int) -> None:
     """No file of this process may grow past it, as on a full disk (EFBIG instead of ENOSPC)."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def fails_then_recovers(root: Path, room: int, *, wait: bool) -> None:
+    saver = Saver(root, *build(2.0))
+    limit_files(room)
+    with pytest.raises(OSError, match=r"rank 0 could not write it: OSError.27, .File too large"):
+        saver.save(2, {"step": 2}, wait=wait)
+        saver.close()
+    assert not list(root.glob(".step-*")), "the draft must not fill the disk"
+    assert loaded_step(root) == 1
+    limit_files(resource.RLIM_INFINITY)
+    save(root, 3, *build(3.0), {"step": 3})
+
+
 @pytest.mark.parametrize("room", [0, 100, 4096, 150_000])
 @pytest.mark.parametrize("wait", [True, False], ids=["sync", "background"])
 def test_full_disk_leaves_the_save_before(tmp_path: Path, room: int, wait: bool) -> None:
-    torch.set_num_threads(1)
     save(tmp_path, 1, *build(1.0), {"step": 1})
 
-    def fails_then_recovers() -> None:
-        saver = Saver(tmp_path, *build(2.0))
-        limit_files(room)
-        with pytest.raises(
-            OSError, match=r"rank 0 could not write it: OSError.27, .File too large"
-        ):
-            saver.save(2, {"step": 2}, wait=wait)
-            saver.close()
-        assert not list(tmp_path.glob(".step-*")), "the draft must not fill the disk"
-        assert loaded_step(tmp_path) == 1
-        limit_files(resource.RLIM_INFINITY)
-        save(tmp_path, 3, *build(3.0), {"step": 3})
-
-    assert in_child(fails_then_recovers) == 0
+    assert in_child(fails_then_recovers, tmp_path, room, wait=wait) == 0
     assert loaded_step(tmp_path) == 3
 
 
