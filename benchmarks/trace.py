@@ -1,9 +1,9 @@
 """Where the time of a training step goes on one GPU: kernels by category, exposed communication.
 
-A kernel belongs to the first category whose pattern its name contains. Kernels of several streams
-overlap; so besides the sum of each category there are three shares of the wall time: some kernel
-other than communication runs ("compute"), only communication runs ("exposed"), nothing runs
-("idle").
+A kernel belongs to the first category whose pattern its name contains; one that waits for other
+ranks is communication, whatever else it does. Kernels of several streams overlap; so besides the
+sum of each category there are three shares of the wall time: some kernel other than communication
+runs ("compute"), only communication runs ("exposed"), nothing runs ("idle").
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from torch.profiler import ProfilerActivity, profile
 
 CATEGORIES = {
     "nccl": r"nccl",
-    "nvlink dispatch": r"_spread_kernel|_reduce_kernel|limit_rows",
+    "nvlink dispatch": r"_spread_kernel|_reduce_kernel|_take_rows|limit_rows|_pack_rows",
     "copies to peers": r"Memcpy PtoP",
-    "experts": r"_gg_|pingpong|grouped|wgrad|_mlp|activation|gather_rows|sum_rows|gather_used",
-    "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts",
+    "experts": r"_gg_|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows|sum_rows"
+    r"|gather_used|map_row_tiles|_finish_bwd_kernel",
+    "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
+    r"|add_margins|^_(split|product|sum_splits)_kernel",
+    "loss": r"cross_entropy",
     "attention": r"sdpa|flash|fmha|attn|attention",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
-    "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce",
+    "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast",
     "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray",
     "compiled": r"triton_",
 }

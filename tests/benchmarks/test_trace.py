@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.trace import Kernel, break_down, category_of, table
+from benchmarks.trace import OTHER, Kernel, break_down, category_of, table
+
+from tests.kernels.every_kernel import OF_SEVERAL_RANKS, every_kernel
 
 US = 1e-3  # ms
 
@@ -50,7 +52,19 @@ def test_nothing_ran() -> None:
         ("triton_per_fused_add_0", "compiled"),
         ("Memcpy DtoD (Device -> Device)", "fsdp copies"),
         ("Memcpy PtoP (Device -> Device)", "copies to peers"),
+        ("_take_rows_kernel", "nvlink dispatch"),
+        ("_gather_packed_rows_kernel", "experts"),
+        ("_product_kernel", "routing"),
+        ("_scaled_cast_kernel", "optimizer"),
     ],
 )
 def test_categories(name: str, category: str) -> None:
     assert category_of(name) == category
+
+
+def test_every_kernel_of_the_package_has_a_category() -> None:
+    """One that is forgotten would count as "other", and as compute where it waits for a rank."""
+    pytest.importorskip("triton")
+    others = {name for name in every_kernel() if category_of(name) == OTHER}
+    assert not others
+    assert {category_of(name) for name in OF_SEVERAL_RANKS} == {"nvlink dispatch"}
