@@ -56,6 +56,7 @@ SHOWN = (
     "layers",
     "routing",
     "quantile",
+    "bias_per_micro_batch",
     "tokens",
     "dispatcher",
     "capacity_factor",
@@ -255,7 +256,8 @@ def committed(row: Row) -> Row | None:
     rows = []
     for path in sorted((RESULTS / "train").glob("*.jsonl")):
         rows += [json.loads(line) for line in path.read_text().splitlines()]
-    found = [r for r in rows if all(r.get(name) == row.get(name) for name in same)]
+    # A row from before an option was there had it off.
+    found = [r for r in rows if all((r.get(n) or None) == (row.get(n) or None) for n in same)]
     return found[-1] if found else None
 
 

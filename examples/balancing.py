@@ -20,6 +20,7 @@ from moecore.models import Decoder, DecoderConfig, preset
 
 SHAPE = BatchShape(data_ranks=1, grad_accum=1, batch_size=8, seq_len=64)
 LAST = 50  # steps that the table's means are over
+EVAL_BATCHES = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,17 @@ class Way:
 
 @dataclass(slots=True)
 class Curve:
-    """What a run gave per step: training loss, most loaded expert over the mean (worst layer)."""
+    """What a run gave per step: training loss, most loaded expert over the mean (worst layer).
+
+    Attributes:
+        losses: of the training batches.
+        loads: counted in training.
+        eval_loss: in eval mode after the last step, on text drawn anew.
+    """
 
     losses: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
+    eval_loss: float = float("nan")
 
     def means(self) -> tuple[float, float]:
         """Return both over the last steps."""
@@ -60,6 +68,12 @@ WAYS = (
     Way(
         "bias, quantile",
         BalanceConfig(bias_update="quantile", bias_update_rate=0.5),
+        expert_bias=True,
+        score_function="sigmoid",
+    ),
+    Way(
+        "the same per micro-batch",
+        BalanceConfig(bias_update="quantile", bias_update_rate=0.5, bias_per_micro_batch=True),
         expert_bias=True,
         score_function="sigmoid",
     ),
@@ -100,15 +114,30 @@ def train(way: Way, corpus: torch.Tensor, *, steps: int, seed: int) -> Curve:
         metrics = moe_state(model).finish_step()
         curve.losses.append(float(loss.detach()))
         curve.loads.append(max(metrics.load_max_over_mean().values()))
+    curve.eval_loss = eval_loss(model, corpus, seed=seed + 1)
     return curve
 
 
+@torch.no_grad()
+def eval_loss(model: Decoder, corpus: torch.Tensor, *, seed: int) -> float:
+    """Return the mean over `EVAL_BATCHES` batches, with the experts that inference would choose."""
+    model.eval()
+    total = 0.0
+    for step in range(EVAL_BATCHES):
+        ((tokens, labels),) = read_batches(corpus, SHAPE, seed=seed, step=step, data_rank=0)
+        total += float(model(tokens, labels))
+    return total / EVAL_BATCHES
+
+
 def table(curves: dict[str, Curve]) -> str:
-    """Return the means over the last steps as a Markdown table."""
-    lines = ["| balancing | training loss | hottest expert / mean |", "| --- | --- | --- |"]
+    """Return the means over the last steps, and the loss in eval mode, as a Markdown table."""
+    lines = [
+        "| balancing | training loss | eval loss | hottest expert / mean |",
+        "| --- | --- | --- | --- |",
+    ]
     for name, curve in curves.items():
         loss, load = curve.means()
-        lines.append(f"| {name} | {loss:.3f} | {load:.2f} |")
+        lines.append(f"| {name} | {loss:.3f} | {curve.eval_loss:.3f} | {load:.2f} |")
     return "\n".join(lines)
 
 

@@ -42,6 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--aux-loss", type=float, help="balance loss coefficient (None = the preset's)")
     add("--bias-rate", type=float, help="step of the expert bias (None = the preset's)")
     add("--quantile", action="store_true", help="sigmoid scores, a bias solved for even loads")
+    add("--bias-per-micro-batch", action="store_true", help="of --quantile: solved before choosing")
     add("--layers", type=whole, help="cut the preset to so many layers (None = all)")
     add("--routing", default="learned", choices=("learned", "balanced"), help="who gets a token")
     add("--tokens", default="text", choices=("text", "random"), help="random: over the vocabulary")
@@ -121,19 +122,24 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
     moe = _with_routing(config.moe, args.routing)
     if args.aux_loss is not None:
         moe = replace(moe, balance=replace(moe.balance, micro_batch_coef=args.aux_loss))
-    if args.quantile or args.bias_rate is not None:
-        moe = _with_bias(moe, quantile=args.quantile, rate=args.bias_rate)
+    if args.quantile or args.bias_per_micro_batch or args.bias_rate is not None:
+        moe = _with_bias(moe, args)
     return replace(config, moe=moe)
 
 
-def _with_bias(moe: MoEConfig, *, quantile: bool, rate: float | None) -> MoEConfig:
+def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
     """Return a layer whose expert bias moves; by quantiles all the way if nothing else is said."""
-    if not quantile:
-        balance = replace(moe.balance, bias_update_rate=rate)
-        return replace(moe, expert_bias=True, balance=balance)
-    whole = 1.0 if rate is None else rate
-    balance = replace(moe.balance, bias_update="quantile", bias_update_rate=whole)
-    return replace(moe, expert_bias=True, score_function="sigmoid", balance=balance)
+    rate = args.bias_rate
+    if rate is None:
+        rate = 1.0 if args.quantile else moe.balance.bias_update_rate
+    balance = replace(
+        moe.balance,
+        bias_update="quantile" if args.quantile else "sign",
+        bias_update_rate=rate,
+        bias_per_micro_batch=args.bias_per_micro_batch,
+    )
+    scores = "sigmoid" if args.quantile else moe.score_function
+    return replace(moe, expert_bias=True, score_function=scores, balance=balance)
 
 
 def _with_routing(moe: MoEConfig, routing: str) -> MoEConfig:

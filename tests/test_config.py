@@ -283,6 +283,13 @@ def test_bias_update_is_one_of_the_known() -> None:
     assert "BalanceConfig.bias_update ('mean') must be one of 'sign', 'quantile'" in message
 
 
+def test_a_bias_per_micro_batch_starts_from_quantiles() -> None:
+    message = error_of(BalanceConfig, bias_per_micro_batch=True)
+    assert "BalanceConfig.bias_per_micro_batch (True) must go with bias_update ('sign')" in message
+    message = error_of(BalanceConfig, bias_per_micro_batch=1)
+    assert "BalanceConfig.bias_per_micro_batch (1) must be True or False" in message
+
+
 @pytest.mark.parametrize("name", ["micro_batch_coef", "sequence_coef", "global_batch_coef"])
 def test_needs_counts_loss(name: str) -> None:
     assert BalanceConfig(**{name: 0.1}).needs_counts_loss

@@ -43,10 +43,15 @@ class BalanceConfig:
             overloaded ones (DeepSeek-V3: 0.001). "quantile" solves for the bias at which each
             expert would have got K / E of the step's choices, and moves there by the rate as a
             share of the way, so at most 1 (Kimi K3: 1).
+        bias_per_micro_batch: while training, solve anew for every data rank's micro-batch before
+            its tokens choose, by quantiles from the bias of the step before. Loads are even from
+            the first step on, but a token's choice depends on its neighbours, later ones
+            included, through E numbers. Eval chooses by the bias that steps move.
 
     Source: Switch Transformer (arXiv:2101.03961), ST-MoE (arXiv:2202.08906), aux-loss-free
     balancing (arXiv:2408.15664), global-batch balancing (arXiv:2501.11873), quantile balancing
-    (https://kexue.fm/archives/11619; Kimi K3 technical report, section 2.3.3).
+    (https://kexue.fm/archives/11619; Kimi K3 technical report, section 2.3.3), a bias solved for
+    one batch (arXiv:2502.15451).
     """
 
     micro_batch_coef: float = 0.0
@@ -55,16 +60,27 @@ class BalanceConfig:
     z_loss_coef: float = 0.0
     bias_update_rate: float = 0.0
     bias_update: BiasUpdate = "sign"
+    bias_per_micro_batch: bool = False
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            if f.name != "bias_update":
+            if not f.name.startswith("bias_") or f.name == "bias_update_rate":
                 _finite("BalanceConfig", f.name, getattr(self, f.name))
         _one_of("BalanceConfig", "bias_update", self.bias_update, get_args(BiasUpdate))
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
             raise ValueError(
                 f"BalanceConfig.bias_update_rate ({self.bias_update_rate}) must lie in (0, 1] "
                 'with bias_update ("quantile"), which goes that share of the way: use 1.0'
+            )
+        if not isinstance(self.bias_per_micro_batch, bool):
+            raise ValueError(
+                f"BalanceConfig.bias_per_micro_batch ({self.bias_per_micro_batch!r}) must be True "
+                "or False"
+            )
+        if self.bias_per_micro_batch and self.bias_update != "quantile":
+            raise ValueError(
+                "BalanceConfig.bias_per_micro_batch (True) must go with bias_update "
+                f'({self.bias_update!r}) = "quantile", which it starts from: set it so'
             )
 
     @property

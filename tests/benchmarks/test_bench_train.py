@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.bench_train import committed
 
 REPO = Path(__file__).parents[2]
 ARGUMENTS = (
@@ -56,3 +57,13 @@ def test_a_run_prints_and_records_its_row(tmp_path: Path) -> None:
 def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
     done = start(f"{ARGUMENTS} --layers 9", tmp_path, code=2, launcher="", **ONE_RANK)
     assert "--layers (9) must be <= num_layers (2)" in done.stderr
+
+
+def test_a_row_from_before_an_option_is_one_without_it() -> None:
+    """The newest committed row with other options, and none of a run that had the new one."""
+    path = sorted((REPO / "benchmarks/results/train").glob("*.jsonl"))[0]
+    row = json.loads(path.read_text().splitlines()[0])
+    assert "bias_per_micro_batch" not in row
+    found = committed(row | {"bias_per_micro_batch": False, "fp8_dispatch": False})
+    assert found is not None and found["batch_size"] == row["batch_size"]
+    assert committed(row | {"bias_per_micro_batch": True}) is None

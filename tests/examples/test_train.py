@@ -284,16 +284,18 @@ def test_wrong_jsonl_names_the_line(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--quantile", (True, "sigmoid", "quantile", 1.0)),
-        ("--quantile --bias-rate 0.5", (True, "sigmoid", "quantile", 0.5)),
-        ("--bias-rate 0.5", (True, "softmax", "sign", 0.5)),
-        ("", (False, "softmax", "sign", 0.0)),
+        ("--quantile", (True, "sigmoid", "quantile", 1.0, False)),
+        ("--quantile --bias-rate 0.5", (True, "sigmoid", "quantile", 0.5, False)),
+        ("--quantile --bias-per-micro-batch", (True, "sigmoid", "quantile", 1.0, True)),
+        ("--bias-rate 0.5", (True, "softmax", "sign", 0.5, False)),
+        ("", (False, "softmax", "sign", 0.0, False)),
     ],
 )
 def test_what_balances_a_preset(
-    arguments: str, expected: tuple[bool, str, str, float], script: ModuleType
+    arguments: str, expected: tuple[bool, str, str, float, bool], script: ModuleType
 ) -> None:
     words = f"--preset tiny-qwen3 --tokens random --seq-len 32 {arguments}".split()
     moe = script.model_config(script.parse_arguments(words)).moe
-    found = (moe.expert_bias, moe.score_function, moe.balance.bias_update)
-    assert (*found, moe.balance.bias_update_rate) == expected
+    balance = moe.balance
+    found = (moe.expert_bias, moe.score_function, balance.bias_update, balance.bias_update_rate)
+    assert (*found, balance.bias_per_micro_batch) == expected

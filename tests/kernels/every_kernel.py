@@ -24,7 +24,7 @@ from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
 from moecore.kernels.fp8_rows import gather_packed_rows, pack_rows
 from moecore.kernels.index import build_index
 from moecore.kernels.limit_rows import limit_rows
-from moecore.kernels.margins import NUM_BINS, add_margins_
+from moecore.kernels.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.route import RouteOptions
 from moecore.kernels.route_weights import route_weights
 from moecore.kernels.rows import gather_rows
@@ -88,6 +88,7 @@ def run_pieces(device: str) -> None:
     histogram = torch.zeros(E, NUM_BINS, dtype=torch.int64, device=device)
     scores_of = (torch.randn(T, E, device=device), torch.zeros(E, device=device), K, "softmax")
     add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)
+    even_bias(histogram, scores_of[1], K)
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     gather_packed_rows(pack_rows(x_TD[:, :64].contiguous()), x_TD[:, :64], *index_of)
     gather_rows(x_TD, index.row_ids_R, index.slots_SK, index.offsets_e[-1])

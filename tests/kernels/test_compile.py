@@ -165,6 +165,7 @@ def run_margins(E: int, K: int) -> None:
     where = (torch.zeros(T, E), torch.zeros(E), K, "sigmoid")
     margins.add_margins_(histogram, *where)
     margins.add_margins_(histogram, *where, torch.zeros(T, dtype=torch.bool))
+    margins.even_bias(histogram, where[1], K)
 
 
 def run_fp8_rows(D: int) -> None:
@@ -233,8 +234,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     ),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
     "experts gelu": (lambda: run_experts("gelu", None), 9),
-    "margins": (lambda: run_margins(128, 8), 2),
-    "margins of many experts": (lambda: run_margins(1536, 24), 2),
+    "margins": (lambda: run_margins(128, 8), 3),
+    "margins of many experts": (lambda: run_margins(1536, 24), 3),
     "rows as FP8": (lambda: run_fp8_rows(7168), 2),
     "rows as FP8, odd": (lambda: run_fp8_rows(2896), 2),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),

@@ -1,4 +1,4 @@
-"""Margins: every token counts once per expert, where the reference counts it."""
+"""Margins: every token counts once per expert, where the reference counts it; their quantiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.kernels.margins import NUM_BINS, add_margins_, add_margins_ref, margin_range
+from moecore.kernels.margins import (
+    NUM_BINS,
+    add_margins_,
+    add_margins_ref,
+    even_bias,
+    even_bias_ref,
+    margin_range,
+)
 from moecore.kernels.scores import scores_ref
 
 
@@ -79,3 +86,29 @@ def test_a_nan_is_no_address(device: str) -> None:
     for function in ("softmax", "sigmoid"):
         histogram_EX = count(add_margins_, logits_TE, bias_E, 2, function)
         assert histogram_EX.sum(1).tolist() == [5] * 16
+
+
+@pytest.mark.parametrize(("T", "E", "K"), [(1, 2, 1), (77, 12, 11), (300, 128, 8), (9, 1025, 24)])
+def test_even_bias_has_the_bits_of_the_reference(T: int, E: int, K: int, device: str) -> None:
+    """Layers of other biases side by side, each as it would be alone; nothing counted in one."""
+    logits_TE, bias_E = inputs(T, E, device)
+    bias_LE = torch.stack([bias_E, bias_E.flip(0) * 3, bias_E - 5])
+    histogram_LEX = torch.stack(
+        [count(add_margins_ref, logits_TE, bias, K, "sigmoid", None) for bias in bias_LE]
+    )
+    histogram_LEX[1] = 0
+    solved_LE = even_bias(histogram_LEX, bias_LE, K)
+    assert torch.equal(solved_LE, even_bias_ref(histogram_LEX, bias_LE, K))
+    assert torch.equal(solved_LE[1], bias_LE[1]) and solved_LE.dtype == torch.float32
+    assert torch.equal(solved_LE[2], even_bias(histogram_LEX[2], bias_LE[2], K))
+    assert torch.equal(solved_LE, even_bias(histogram_LEX.mT.contiguous().mT, bias_LE, K))
+
+
+def test_even_bias_worked_example(device: str) -> None:
+    """K / E of 8 tokens are 2. One expert has 1 in bin 10 and 4 in bin 20: a quarter into it."""
+    histogram_EX = torch.zeros(4, NUM_BINS, dtype=torch.int64, device=device)
+    histogram_EX[:, 999] = 8
+    histogram_EX[0, 10], histogram_EX[0, 20], histogram_EX[0, 999] = 1, 4, 3
+    solved_E = even_bias(histogram_EX, torch.zeros(4, device=device), 1)
+    expected = torch.tensor([-1 + 20.25 * 0.002] + [-1 + 999.25 * 0.002] * 3)
+    torch.testing.assert_close(solved_E.cpu(), expected, atol=1e-6, rtol=0)

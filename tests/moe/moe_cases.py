@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +110,14 @@ OPTIONS = {
         expert_bias=True,
         balance=BalanceConfig(bias_update_rate=1.0, bias_update="quantile"),
     ),
+    "quantile-micro-batch": replace(
+        BASE,
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=BalanceConfig(
+            bias_update_rate=1.0, bias_update="quantile", bias_per_micro_batch=True
+        ),
+    ),
 }
 
 
@@ -122,6 +131,15 @@ def make_layer(
         for tensor in [*layer.parameters(), *layer.buffers()]:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
     return layer
+
+
+def with_losses(config: MoEConfig) -> MoEConfig:
+    """All auxiliary losses that the config may have."""
+    if config.assignment == "expert_choice":
+        return replace(config, balance=BalanceConfig(z_loss_coef=0.1))
+    rule = ("bias_update_rate", "bias_update", "bias_per_micro_batch")
+    kept: Any = {name: getattr(config.balance, name) for name in rule}
+    return replace(config, balance=replace(ALL_LOSSES, **kept))
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:

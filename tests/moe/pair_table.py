@@ -53,6 +53,12 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
             ".bias_update_rate": 1.0,
             ".bias_update": "quantile",
         },
+        "quantile per micro-batch": {
+            "expert_bias": True,
+            ".bias_update_rate": 1.0,
+            ".bias_update": "quantile",
+            ".bias_per_micro_batch": True,
+        },
     },
     "router_bias": {"no": {}, "yes": {"router_bias": True}},
     "router_dtype": {"32": {}, "64": {"router_dtype": "float64"}},

@@ -294,14 +294,8 @@ def exact_bias(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
 
 
 def test_quantile_bias_evens_out_frozen_scores() -> None:
-    layer, x = make_layer(OPTIONS["quantile"]), tokens(2048, 32)
-    x[:, 0] = 1.0
-    skew_router(layer)
-    with torch.no_grad():
-        layer.router.weight[:, 1:] *= 0.7
-        layer.router.expert_bias.zero_()
+    layer, x = skewed_layer("quantile")
     layer.requires_grad_(False)
-    x.requires_grad_()
     state, bias_E = make_state(layer), layer.router.expert_bias
     before = float(loads_of(layer, x).max())
     scores_TE = layer.router(x).logits_TE.detach().sigmoid()
@@ -332,6 +326,33 @@ def test_a_rate_goes_a_share_of_the_way_and_padding_has_no_say() -> None:
     assert float(biases[0].abs().max()) > 0.01
     torch.testing.assert_close(biases[1], biases[0] * 0.25)
     assert torch.equal(biases[0], biases[2])
+
+
+def skewed_layer(name: str) -> tuple[MoELayer, Tensor]:
+    """A layer whose router sends everybody to the same experts, and tokens."""
+    layer, x = make_layer(OPTIONS[name]), tokens(2048, 32)
+    x[:, 0] = 1.0
+    skew_router(layer)
+    with torch.no_grad():
+        layer.router.weight[:, 1:] *= 0.7
+        layer.router.expert_bias.zero_()
+    return layer, x.requires_grad_()
+
+
+def test_a_bias_per_micro_batch_evens_out_the_first_step() -> None:
+    """In training only: eval chooses by the bias that steps move, which is as without it."""
+    layer, x = skewed_layer("quantile-micro-batch")
+    solved, stored = loads_of(layer.train(), x), loads_of(layer.eval(), x)
+    assert float(stored.max()) > 2.5 and float(solved.max()) < 1.5
+    assert not layer.router.expert_bias.any(), "a forward moves nothing"
+    layer.train()(x).sum().backward()
+    make_state(layer).finish_step()
+    other, _ = skewed_layer("quantile")
+    other(x).sum().backward()
+    make_state(other).finish_step()
+    assert torch.equal(layer.router.expert_bias, other.router.expert_bias)
+    solved, stored = loads_of(layer.train(), x), loads_of(layer.eval(), x)
+    assert float(stored.max()) < 1.5 and float(solved.max()) < 1.25, "from a bias that is nearer"
 
 
 @pytest.mark.parametrize("skipped", [False, torch.tensor(False), torch.tensor(True)])

@@ -38,6 +38,7 @@ from tests.moe.moe_cases import (
     leaves,
     make_layer,
     oracle_of,
+    with_losses,
 )
 from tests.moe.pair_table import Choice, config_of, covering_choices, name_of
 from tests.ranks import run_ranks
@@ -179,18 +180,14 @@ SHARED = {
     **{name: OPTIONS[name] for name in ("expert-choice", "expert-choice-small", "biased")},
     "expert-choice-pad": replace(BASE, assignment="expert_choice", capacity=PAD),
     "sinkhorn-capacity": replace(BASE, assignment="sinkhorn", capacity=PAD),
-    "quantile": OPTIONS["quantile"],
+    **{name: OPTIONS[name] for name in ("quantile", "quantile-micro-batch")},
     "sign": replace(BASE, expert_bias=True, balance=BalanceConfig(bias_update_rate=0.1)),
 }
 
 
 def run_shared(config: MoEConfig, dispatcher: str, masked: bool, training: bool) -> float:
     """Ranks 0 and 1 share one micro-batch, ranks 2 and 3 another: slices of each sequence."""
-    if config.assignment == "expert_choice":
-        config = replace(config, balance=BalanceConfig(z_loss_coef=0.1))
-    else:
-        rule = {n: getattr(config.balance, n) for n in ("bias_update_rate", "bias_update")}
-        config = replace(config, balance=replace(ALL_LOSSES, **rule))
+    config = with_losses(config)
     layer = make_layer(config).train(training)
     params = leaves(layer)
     shard(layer, "ep2-etp2", dispatcher)

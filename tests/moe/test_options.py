@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore import MoELayer
 from moecore.config import CapacityConfig
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.reference import moe_reference
 from tests.moe.moe_cases import (
-    ALL_LOSSES,
     BASE,
     OPTIONS,
     assert_equal_to_scale,
@@ -29,17 +28,8 @@ from tests.moe.moe_cases import (
     oracle_of,
     padding,
     tokens,
+    with_losses,
 )
-
-
-def with_losses(config: MoEConfig) -> MoEConfig:
-    """All auxiliary losses that the config may have."""
-    if config.assignment == "expert_choice":
-        return replace(config, balance=BalanceConfig(z_loss_coef=0.1))
-    balance = config.balance
-    rule: Any = dict(bias_update_rate=balance.bias_update_rate, bias_update=balance.bias_update)
-    return replace(config, balance=replace(ALL_LOSSES, **rule))
-
 
 # --------------------------------------------------------------------------- against the oracle
 

@@ -1,13 +1,15 @@
-"""Histograms of the bias with which an expert would be chosen: what quantile balancing counts.
+"""Histograms of the bias with which an expert would be chosen, and the bias that evens out loads.
 
     margin[t, e] = cutoff[t] - score[t, e]      cutoff[t] = the (K + 1)-th best score + bias of t
     histogram[e, bin(margin[t, e])] += 1        for every token that is no padding
+    even_bias[e] = the K / E quantile of what histogram[e] counted
 
 Scores lie in [0, 1], so margins lie within 1 of the least and the greatest bias; the bins divide
 that range. Integer atomics: the same counts in every run, where scores have the same bits.
 
-Letters: T tokens, E experts, K choices, X bins. One launch reads the logits, 4 * T * E bytes, and
-adds T * E times in the second-level cache; the reference makes about ten passes over [T, E].
+Letters: L layers, T tokens, E experts, K choices, X bins. One launch reads the logits, 4 * T * E
+bytes, and adds T * E times in the second-level cache; the reference makes about ten passes over
+[T, E]. The quantiles of any number of layers are one launch, which reads each histogram once.
 """
 
 from functools import partial
@@ -48,6 +50,21 @@ def add_margins_ref(
     if padding_mask_T is not None:
         counted_TE = counted_TE.masked_fill(padding_mask_T[:, None], 0)
     histogram_EX.view(-1).scatter_add_(0, bins_TE.flatten(), counted_TE.flatten())
+
+
+def even_bias_ref(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
+    """Return what `even_bias` returns, in plain PyTorch."""
+    E, X = histogram_EX.shape[-2:]
+    low_1, width_1 = margin_range(bias_E)
+    below_EX = histogram_EX.cumsum(-1)
+    total_E1 = below_EX[..., -1:]
+    wanted_E1 = total_E1.double() * top_k / E
+    bin_E1 = torch.searchsorted(below_EX.double(), wanted_E1).clamp(max=X - 1)
+    inside_E1 = histogram_EX.gather(-1, bin_E1)
+    before_E1 = below_EX.gather(-1, bin_E1) - inside_E1
+    place_E1 = bin_E1 + (wanted_E1 - before_E1) / inside_E1.clamp(min=1)
+    solved_E = (low_1 + width_1 * place_E1[..., 0]).float()
+    return torch.where(total_E1[..., 0] > 0, solved_E, bias_E)
 
 
 # `partial` because jit with options, as a decorator, needs Triton to be installed.
@@ -136,3 +153,65 @@ def add_margins_(
                 enable_fp_fusion=False,  # scores with the bits of `route`
                 num_warps=max(1, EP // TILE),
             )
+
+
+@triton.jit
+def _even_bias_kernel(
+    histogram_ptr,  # [L, E, X] int64
+    bias_ptr,  # [L, E] fp32
+    out_ptr,  # [L, E] fp32, out
+    E: tl.constexpr,
+    K: tl.constexpr,
+    X: tl.constexpr,
+    XP: tl.constexpr,  # X up to a power of two
+    EP: tl.constexpr,  # E up to a power of two
+):
+    row = tl.program_id(0).to(tl.int64)  # of [L * E]
+    bins, columns = tl.arange(0, XP), tl.arange(0, EP)
+    counts = tl.load(histogram_ptr + row * X + bins, mask=bins < X, other=0)
+    below = tl.cumsum(counts, axis=0)
+    total = tl.sum(counts, axis=0)
+    wanted = total.to(tl.float64) * K / E
+    place = tl.minimum(tl.sum((below.to(tl.float64) < wanted).to(tl.int32), axis=0), X - 1)
+    inside = tl.sum(tl.where(bins == place, counts, 0), axis=0)
+    before = tl.sum(tl.where(bins < place, counts, 0), axis=0)
+    share = (wanted - before.to(tl.float64)) / tl.maximum(inside, 1).to(tl.float64)
+
+    real = columns < E
+    bias = tl.load(bias_ptr + row // E * E + columns, mask=real, other=0.0)
+    low = tl.min(tl.where(real, bias, float("inf")), axis=0).to(tl.float64)
+    high = tl.max(tl.where(real, bias, float("-inf")), axis=0).to(tl.float64)
+    width = (high + 2.0 - low) / X
+    solved = (low - 1.0 + width * (place.to(tl.float64) + share)).to(tl.float32)
+    tl.store(out_ptr + row, tl.where(total > 0, solved, tl.load(bias_ptr + row)))
+
+
+def even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
+    """Return fp32 like bias_E: with it every expert gets K / E of the tokens that were counted.
+
+    Not exactly: who else is chosen moves too, and a quantile is as fine as its bin, within which
+    it is interpolated. The old bias where nothing was counted. No host sync.
+
+    Args:
+        histogram_EX: int64 [..., E, X], counts of margins.
+        bias_E: fp32 [..., E], the bias under which they were counted.
+        top_k: K, less than E.
+    """
+    if not use_kernel(bias_E):
+        return even_bias_ref(histogram_EX, bias_E, top_k)
+    E, X = histogram_EX.shape[-2:]
+    out_E = torch.empty_like(bias_E, memory_format=torch.contiguous_format)
+    if bias_E.numel():
+        with on_device(bias_E):
+            _even_bias_kernel[(bias_E.numel(),)](
+                histogram_EX.contiguous(),
+                bias_E.contiguous(),
+                out_E,
+                E=E,
+                K=top_k,
+                X=X,
+                XP=next_power_of_2(X),
+                EP=next_power_of_2(E),
+                enable_fp_fusion=False,  # the bits of the reference
+            )
+    return out_E

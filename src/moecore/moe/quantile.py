@@ -1,21 +1,27 @@
 """Quantile balancing: solve for the expert bias instead of stepping towards it.
 
-Legend: L layers, E experts, K choices per token, X bins.
+Legend: L layers, T tokens, E experts, K choices per token, X bins.
 
 A token takes expert e when score_e + bias_e exceeds its cutoff, the (K + 1)-th best score + bias.
 So the margin cutoff - score_e is the bias that e would have needed, and the bias at which e gets
 K / E of the tokens is the K / E quantile of its margins. A histogram per expert counts the margins
-of a step, on all ranks (`kernels/margins.py`).
+(`kernels/margins.py`): those of a step on all ranks move the bias that the layer keeps; those of
+one micro-batch, where asked for, are solved before its tokens choose.
 
-Source: https://kexue.fm/archives/11619; Kimi K3 technical report, section 2.3.3 and appendix D.
+Source: https://kexue.fm/archives/11619; Kimi K3 technical report, section 2.3.3 and appendix D;
+for one batch at a time arXiv:2502.15451.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moecore.kernels.margins import NUM_BINS, margin_range
+from moecore._compat import disable_dynamo
+from moecore.config import MoEConfig
+from moecore.kernels.margins import NUM_BINS, add_margins_, even_bias
+from moecore.moe.micro_batch import MicroBatch
 
 
 def new_histogram(num_experts: int, device: torch.device) -> Tensor:
@@ -23,23 +29,37 @@ def new_histogram(num_experts: int, device: torch.device) -> Tensor:
     return torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device)
 
 
-def solve_bias(histogram_LEX: Tensor, bias_LE: Tensor, top_k: int) -> Tensor:
-    """Return fp32 [L, E]: balanced biases, with mean 0; the old ones where nothing was counted.
+def bias_move(histogram_LEX: Tensor, bias_LE: Tensor, top_k: int) -> Tensor:
+    """Return fp32 [L, E]: what to add for even loads, with mean 0; 0 where nothing was counted.
 
     Args:
         histogram_LEX: counts of a step's margins over all ranks, of layers of the same sizes.
         bias_LE: the biases under which they were counted.
         top_k: K.
     """
-    E, X = histogram_LEX.shape[-2:]
-    low_L1, width_L1 = margin_range(bias_LE)
-    below_LEX = histogram_LEX.cumsum(-1)
-    total_LE1 = below_LEX[..., -1:]
-    wanted_LE1 = total_LE1.double() * (top_k / E)
-    bin_LE1 = torch.searchsorted(below_LEX.double(), wanted_LE1).clamp(max=X - 1)
-    inside_LE1 = histogram_LEX.gather(-1, bin_LE1)
-    before_LE1 = below_LEX.gather(-1, bin_LE1) - inside_LE1
-    bins_LE1 = bin_LE1 + (wanted_LE1 - before_LE1) / inside_LE1.clamp(min=1)
-    solved_LE = low_L1 + width_L1 * bins_LE1[..., 0]
-    solved_LE = solved_LE - solved_LE.mean(-1, keepdim=True)
-    return torch.where(total_LE1[..., 0] > 0, solved_LE, bias_LE).float()
+    move_LE = even_bias(histogram_LEX, bias_LE, top_k) - bias_LE
+    return move_LE - move_LE.mean(-1, keepdim=True)
+
+
+@disable_dynamo
+@torch.no_grad()
+def bias_of_micro_batch(
+    logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch
+) -> Tensor:
+    """Return fp32 [E]: the bias that evens out the loads of one micro-batch.
+
+    The same on all ranks that share it: one all-reduce of the histogram where there are several.
+    No host sync.
+
+    Args:
+        logits_TE: this rank's tokens.
+        bias_E: the layer's own bias, from which the margins are counted.
+        config: the layer.
+        micro_batch: where the tokens stand; its padding has no say.
+    """
+    histogram_EX = new_histogram(config.num_experts, logits_TE.device)
+    how = (config.top_k, config.score_function)
+    add_margins_(histogram_EX, logits_TE, bias_E, *how, micro_batch.padding_mask_T)
+    if micro_batch.group is not None:
+        dist.all_reduce(histogram_EX, group=micro_batch.group)
+    return even_bias(histogram_EX, bias_E, config.top_k)

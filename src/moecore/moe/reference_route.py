@@ -21,6 +21,7 @@ from moecore.config import CapacityConfig, MoEConfig
 
 Rows = list[list[float]]
 SINKHORN_ROUNDS = 32  # part of the definition: another number may choose otherwise
+MARGIN_BINS = 1000  # too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +177,8 @@ def _choose(
             logits_NE = logits_NE + bias_E
         pre = config.score_order == "pre"
         ranked = (_scores(logits_NE, config) if pre else logits_NE).tolist()
+        if bias is not None and training and config.balance.bias_per_micro_batch:
+            bias = _even_bias(ranked, real, bias, config)
         if bias is not None:
             ranked = [[v + b for v, b in zip(row, bias, strict=True)] for row in ranked]
     return [_tokens_choice(row, config) for row in ranked]
@@ -193,6 +196,28 @@ def _tokens_choice(row: list[float], config: MoEConfig) -> list[bool]:
     allowed = [e for g in sorted(groups) for e in range(g * size, (g + 1) * size)]
     picks = sorted(allowed, key=lambda e: -row[e])[: config.top_k]
     return [e in picks for e in range(config.num_experts)]
+
+
+def _even_bias(scores: Rows, real: list[bool], bias: list[float], config: MoEConfig) -> list[float]:
+    """Return the K / E quantile of each expert's margins, from a histogram of the real tokens."""
+    K, E = config.top_k, config.num_experts
+    low, width = min(bias) - 1, (max(bias) - min(bias) + 2) / MARGIN_BINS
+    counts = [[0] * MARGIN_BINS for _ in range(E)]
+    for row in [row for row, is_real in zip(scores, real, strict=True) if is_real]:
+        cutoff = sorted(v + b for v, b in zip(row, bias, strict=True))[-K - 1]
+        for e, score in enumerate(row):
+            counts[e][max(0, min(MARGIN_BINS - 1, int((cutoff - score - low) / width)))] += 1
+    wanted = sum(real) * K / E
+    if not wanted:
+        return bias
+    solved = []
+    for row_counts in counts:
+        below = place = 0
+        while below + row_counts[place] < wanted:
+            below += row_counts[place]
+            place += 1
+        solved.append(low + width * (place + (wanted - below) / row_counts[place]))
+    return solved
 
 
 def _experts_choose(

@@ -35,6 +35,7 @@ from moecore.moe.assignment import (
 )
 from moecore.moe.micro_batch import MicroBatch, capacity_of
 from moecore.moe.params import init_normal_, local_param
+from moecore.moe.quantile import bias_of_micro_batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +160,7 @@ class Router(nn.Module):
 
         Returns:
             The routing of these tokens; no host sync. Collective over `micro_batch.group` where
-            tokens are compared: capacity, Sinkhorn, expert choice.
+            tokens are compared: capacity, Sinkhorn, expert choice, a bias per micro-batch.
         """
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
@@ -203,10 +204,17 @@ class Router(nn.Module):
         """Return int32 ids and fp32 weights [T, K], from the scores or by rule."""
         options, choice = _options(self.config), self.config.assignment
         if choice in ("learned", "balanced") or (choice == "sinkhorn" and not self.training):
-            return route(logits_TE, self.selection_bias, options)
+            return route(logits_TE, self._bias(logits_TE, micro_batch), options)
         with torch.no_grad():
             ids_TK = self._assign(logits_TE, micro_batch).to(torch.int32)
         return ids_TK, route_weights(logits_TE, ids_TK, options)
+
+    def _bias(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor | None:
+        """Return the bias under which these tokens choose: the layer's, or their own."""
+        bias_E = self.selection_bias
+        if bias_E is None or not (self.training and self.config.balance.bias_per_micro_batch):
+            return bias_E
+        return bias_of_micro_batch(logits_TE, bias_E, self.config, micro_batch)
 
     def _assign(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return the ids of the rules that compare tokens or ignore scores."""

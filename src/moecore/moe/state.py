@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.dispatch.symmetric import Exchanges
-from moecore.moe.quantile import solve_bias
+from moecore.moe.quantile import bias_move
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class MoEState:
             margins_LEX = torch.stack([counts[name].margins_EX for name in names])  # type: ignore[misc]
             if self.groups.global_batch is not None:
                 dist.all_reduce(margins_LEX, group=self.groups.global_batch)
-            move_LE = rate * (solve_bias(margins_LEX, bias_LE, config.top_k) - bias_LE)
+            move_LE = rate * bias_move(margins_LEX, bias_LE, config.top_k)
         else:
             chosen_LE = torch.stack([chosen[name] for name in names]).double()
             move_LE = rate * torch.sign(chosen_LE.mean(1, keepdim=True) - chosen_LE).to(
