@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moecore import BalanceConfig, MoEConfig
 from tests.integrations.titan_runs import (
     EPS,
     LR,
@@ -94,7 +95,27 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         }
     results["refused"] |= {"converters": converters(folder), "model": other_model()}
     results["oracle"] = oracle()
+    results["dealt"] = dealt_balance()
     return results
+
+
+def dealt_balance() -> BalanceConfig:
+    """What is left of quantile balancing when the job deals experts out."""
+    from moecore.integrations.torchtitan_shared import dealt
+
+    balance = BalanceConfig(
+        z_loss_coef=0.1, bias_update="quantile", bias_update_rate=1.0, bias_per_micro_batch=True
+    )
+    config = MoEConfig(
+        dim=16,
+        hidden_dim=16,
+        num_experts=4,
+        top_k=2,
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=balance,
+    )
+    return dealt(config).balance
 
 
 def stock_block(**options: Any) -> nn.Module:
@@ -266,6 +287,10 @@ def test_blocks_share_the_graph_of_attention_and_norms(results: dict[str, Any]) 
     # The prediction module stays as it is.
     assert results["compiled"].graphs == 1
     assert results["ep"].graphs == 0
+
+
+def test_no_bias_moves_when_experts_are_dealt_out(results: dict[str, Any]) -> None:
+    assert results["dealt"] == BalanceConfig(z_loss_coef=0.1)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -107,7 +107,9 @@ def dealt(config: MoEConfig) -> MoEConfig:
 
     That choice reads no selection bias, so none moves.
     """
-    still = replace(config.balance, bias_update_rate=0.0, bias_update="sign")
+    still = replace(
+        config.balance, bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False
+    )
     return replace(config, assignment="balanced", balance=still)
 
 
