@@ -98,7 +98,9 @@ def model_config(way: Way) -> DecoderConfig:
     )
 
 
-def train(way: Way, corpus: torch.Tensor, *, steps: int, seed: int) -> Curve:
+def train(
+    way: Way, corpus: torch.Tensor, *, steps: int, seed: int, shape: BatchShape = SHAPE
+) -> Curve:
     """Return the curves of one run; every way starts from the same weights and reads the same."""
     model = Decoder(model_config(way))
     model.init_weights(seed=seed)
@@ -106,7 +108,7 @@ def train(way: Way, corpus: torch.Tensor, *, steps: int, seed: int) -> Curve:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     curve = Curve()
     for step in range(steps):
-        ((tokens, labels),) = read_batches(corpus, SHAPE, seed=seed, step=step, data_rank=0)
+        ((tokens, labels),) = read_batches(corpus, shape, seed=seed, step=step, data_rank=0)
         loss = model(tokens, labels)
         loss.backward()
         optimizer.step()
@@ -165,11 +167,13 @@ def main() -> None:
     """Train with every way, print the table, and draw the plot if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
+    parser.add_argument("--batch-size", type=int, default=SHAPE.batch_size, help="of 64 bytes each")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     parser.add_argument("--plot", type=Path, help="file to draw the curves into")
     args = parser.parse_args()
     corpus = read_corpus([], seq_len=SHAPE.seq_len)
-    curves = {w.name: train(w, corpus, steps=args.steps, seed=args.seed) for w in WAYS}
+    shape = replace(SHAPE, batch_size=args.batch_size)
+    curves = {w.name: train(w, corpus, steps=args.steps, seed=args.seed, shape=shape) for w in WAYS}
     print(table(curves))
     if args.plot:
         plot(curves, args.plot)
