@@ -25,7 +25,8 @@ def balancing() -> ModuleType:
 @pytest.mark.usefixtures("no_group_left")
 def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None:
     corpus = balancing.read_corpus([], seq_len=balancing.SHAPE.seq_len)
-    names = ("none", "micro-batch loss", "bias, sign", "bias, quantile")
+    early, late = "the same per micro-batch", "bias, quantile"
+    names = ("none", "micro-batch loss", "bias, sign", late, early)
     ways = [w for w in balancing.WAYS if w.name in names]
     curves = {w.name: balancing.train(w, corpus, steps=STEPS, seed=0) for w in ways}
     assert set(curves) == set(names)
@@ -36,6 +37,9 @@ def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None
         assert load < 0.75 * none_load, f"{name}: {load} against {none_load}"
         assert curve.loads[-1] < curve.loads[0], f"{name}: the load falls"
         assert abs(loss - none_loss) < 0.1, f"{name}: {loss} against {none_loss}"
+    first = {name: sum(curves[name].loads[:10]) for name in (early, late)}
+    assert first[early] < 0.6 * first[late], "what is solved before choosing is not a step late"
+    assert all(curve.eval_loss < 3 for curve in curves.values())
     balancing.plot(curves, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert balancing.table(curves).count("\n") == 1 + len(curves)
