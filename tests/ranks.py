@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -43,9 +44,19 @@ def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "c
         return torch.load(path, weights_only=False)
 
 
+def forks() -> ForkServerContext:
+    """Return a context whose processes fork from the server.
+
+    The server has no threads: a fork of the process that runs tests would hold their locks forever.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))  # before the server starts; later it is ignored
+    return context
+
+
 def _start(setup: tuple[Any, ...], ranks: range, method: str) -> ProcessContext:
     if method == "forkserver":
-        multiprocessing.set_forkserver_preload(list(IMPORTED))
+        forks()
     return mp.start_processes(
         _main, (ranks.start, *setup), len(ranks), join=False, start_method=method
     )

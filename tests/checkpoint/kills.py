@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -10,16 +9,13 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
 from moecore.checkpoint import Saver, latest, load, save
+from tests.ranks import forks
 
-# Children fork from a process that has torch imported and no threads: they start in no time, and
-# hold no lock that a thread of the tests had at that moment.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
+FORKS = forks()
 
 
 def build(value: float, width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -241,7 +241,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[Any, Any]:
     kept = save_all(root, rank, world)
     dist.barrier()
     (root / f"saved-{world}").touch()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not all((root / f"saved-{size}").exists() for size in WORLDS):
         assert time.monotonic() < deadline, "another world has failed"
         time.sleep(0.05)
