@@ -11,7 +11,7 @@ import torch
 from benchmarks.harness import count_launches
 from torch import Tensor
 
-from moecore import MoEConfig, MoELayer
+from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.kernels.common import has_hopper_kernels
 from moecore.moe.experts_te import is_available
 from moecore.moe.reference import moe_reference
@@ -52,6 +52,17 @@ CONFIGS = {
         top_k=1,
         activation="relu2",
         normalize_weights=False,
+    ),
+    "quantile": MoEConfig(
+        dim=64,
+        hidden_dim=64,
+        num_experts=16,
+        top_k=4,
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=BalanceConfig(
+            bias_update="quantile", bias_update_rate=1.0, bias_per_micro_batch=True
+        ),
     ),
 }
 COUNTS = (0, 1, 37, 512)
