@@ -22,7 +22,7 @@ CATEGORIES = {
     "experts": r"_gg_|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows|sum_rows"
     r"|gather_used|map_row_tiles|_finish_bwd_kernel",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
-    r"|add_margins|^_(split|product|sum_splits)_kernel",
+    r"|add_margins|even_bias|^_(split|product|sum_splits)_kernel",
     "loss": r"cross_entropy",
     "attention": r"sdpa|flash|fmha|attn|attention",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
