@@ -64,7 +64,7 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            if not f.name.startswith("bias_") or f.name == "bias_update_rate":
+            if f.name not in ("bias_update", "bias_per_micro_batch"):
                 _finite("BalanceConfig", f.name, getattr(self, f.name))
         _one_of("BalanceConfig", "bias_update", self.bias_update, get_args(BiasUpdate))
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:

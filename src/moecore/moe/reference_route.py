@@ -21,7 +21,7 @@ from moecore.config import CapacityConfig, MoEConfig
 
 Rows = list[list[float]]
 SINKHORN_ROUNDS = 32  # part of the definition: another number may choose otherwise
-MARGIN_BINS = 1000  # too
+MARGIN_BINS = 1000  # likewise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
