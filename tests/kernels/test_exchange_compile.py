@@ -128,7 +128,7 @@ def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, Any
                 ("barriers", r"(gpu|ttg)\.barrier"),
                 ("release", r"tt\.atomic_rmw exch, release, sys"),
                 ("acquire", r"ld\.acquire\.sys\.global"),
-                ("loads", r"tt\.load .*cacheModifier = cg"),
+                ("loads", r"tt\.load .*(cacheModifier|cache_modifier) = cg"),
             )
         }
         release = -1
