@@ -117,11 +117,11 @@ def plain(name: str) -> nn.Module:
     """The model on one process as transformers makes it, with the weights of every run."""
     from transformers import AutoModelForCausalLM
 
-    from moecore.integrations.torchtitan_hf_model import fill
+    from moecore.checkpoint.hf import init_hf
     from tests.integrations.titan_hf_specs import CONFIGS
 
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
-    fill(model, SEED)
+    init_hf(model, SEED)
     return model
 
 

@@ -83,11 +83,11 @@ def plain(config: str) -> nn.Module:
     """The model on one process as transformers makes it, with the weights of every run."""
     from transformers import AutoModelForCausalLM
 
-    from moecore.integrations.torchtitan_hf_model import fill
+    from moecore.checkpoint.hf import init_hf
     from tests.integrations.titan_v03_hf_specs import CONFIGS
 
     model = AutoModelForCausalLM.from_config(CONFIGS[config]).train()
-    fill(model, SEED)
+    init_hf(model, SEED)
     return model
 
 

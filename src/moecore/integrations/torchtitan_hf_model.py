@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,6 @@ from moecore.adapters.base import swap_blocks
 from moecore.config import BalanceConfig
 from moecore.integrations.torchtitan_shared import dealt, load_weights
 from moecore.models.loss import linear_cross_entropy
-from moecore.moe.layer import MoELayer
-from moecore.moe.params import clean_name, init_normal_
 
 Source = Any  # a transformers PreTrainedConfig, or the path of a directory with a config.json
 PREFIX = "hf."  # of the names in torchtitan's checkpoints
@@ -64,7 +62,9 @@ class HFModel(nn.Module):
             ValueError: on every rank, for files that do not fit the model.
         """
         if self.hf_weights is None:
-            fill(self.hf, torch.initial_seed())
+            from moecore.checkpoint.hf.init import init_hf
+
+            init_hf(self.hf, torch.initial_seed())
         else:
             load_weights(self.hf_weights, self.hf)
 
@@ -214,32 +214,3 @@ def model_size(config: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
     heads = config.num_hidden_layers * config.num_attention_heads
     attention = heads * (key_dim + value_dim) * seq_len
     return total, int(6 * (total - idle - table) + 3 * attention)
-
-
-@torch.no_grad()
-def fill(model: nn.Module, seed: int) -> None:
-    """Fill every parameter and buffer of a transformers model, the same on every layout.
-
-    Norms are 1, biases 0 (gpt-oss's router bias too), everything else is N(0, s^2) with s the
-    config's `initializer_range`. No communication.
-
-    Args:
-        model: plain or parallelized, with storage.
-        seed: different seeds give independent models.
-    """
-    from moecore.checkpoint.hf.load import fresh_buffers
-
-    std = cast(Any, model).config.initializer_range
-    for name, param in model.named_parameters():
-        key = clean_name(name)
-        if key.endswith("bias"):
-            param.zero_()
-        elif param.ndim == 1 and key.endswith("weight"):  # only norms have such weights
-            param.fill_(1)
-        else:
-            init_normal_(param, std=std, key=key, seed=seed)
-    for layer in (m for m in model.modules() if isinstance(m, MoELayer)):
-        if (bias_E := layer.part("router").selection_bias) is not None:
-            bias_E.zero_()
-    for buffer, value in fresh_buffers(model):
-        buffer.copy_(value)

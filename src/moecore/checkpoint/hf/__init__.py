@@ -3,6 +3,7 @@
 from moecore.checkpoint.hf.config import decoder_config_from_hf
 from moecore.checkpoint.hf.convert import hf_to_native, native_to_hf
 from moecore.checkpoint.hf.export import export_hf
+from moecore.checkpoint.hf.init import init_hf
 from moecore.checkpoint.hf.load import LoadReport, load_hf
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "decoder_config_from_hf",
     "export_hf",
     "hf_to_native",
+    "init_hf",
     "load_hf",
     "native_to_hf",
 ]

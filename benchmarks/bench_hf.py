@@ -1,0 +1,303 @@
+r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: the same weights.
+
+    torchrun --nproc-per-node 4 -m benchmarks.bench_hf --preset qwen3-30b-a3b --layers 24 \
+        --batch-size 2 --seq-len 4096 --capacity-factor 2
+
+    transformers    each layer compiled and an FSDP2 unit; experts by transformers' grouped_mm
+    moecore         parallelize_moe(model, meshes, compile=True, ...) with experts over all ranks
+    moecore+loss    the same, head and loss by moecore's linear_cross_entropy
+
+All of them train a Qwen3-MoE model of the preset's sizes on random tokens, with AdamW, fp32 weights
+and bf16 compute (fp32 on CPUs), one after the other in one run. Routing is what fresh routers do. A
+step's time is from the end of the one before to its own, on the slowest rank; the median counts. A
+variant that runs out of memory says so. Losses of the same step must agree: the weights are equal.
+Rank 0 prints a table; `--results` appends a row per variant to <folder>/<day>-<gpu>.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.gate import ROOT
+from benchmarks.records import Environment
+from moecore import (
+    FSDPOptions,
+    Meshes,
+    NVLinkOptions,
+    ParallelConfig,
+    build_meshes,
+    clip_grad_norm_,
+    moe_state,
+    parallelize_moe,
+)
+from moecore.checkpoint.hf import init_hf
+from moecore.models import DecoderConfig, flops_per_token, preset
+from moecore.models.loss import linear_cross_entropy
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from train import Moment
+
+Row = dict[str, Any]
+MAX_NORM = 1.0
+
+
+class WithLoss(nn.Module):
+    """A transformers model that returns its loss.
+
+    Args:
+        hf: the model.
+        chunked: head and loss by `linear_cross_entropy`; False = as the model has them.
+    """
+
+    def __init__(self, hf: nn.Module, *, chunked: bool) -> None:
+        super().__init__()
+        self.hf: Any = hf
+        self.chunked = chunked
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return the mean loss of predicting each token from those before it."""
+        if not self.chunked:
+            return self.hf(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+        x_BTD = self.hf.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        x_ND, labels_N = x_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
+        return linear_cross_entropy(x_ND, self.hf.get_output_embeddings().weight, labels_N)
+
+
+def main() -> int:
+    """Run the variants and report on this rank of torchrun."""
+    args = parse()
+    config = dataclasses.replace(preset(args.preset))
+    if args.layers is not None:
+        config = dataclasses.replace(config, num_layers=args.layers)
+    meshes = build_meshes(ParallelConfig(ep=int(os.environ["WORLD_SIZE"])))
+    rows = []
+    for name in args.variants:
+        row = {"op": "hf", "variant": name} | describe(args, config) | run(name, args, meshes)
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(line_of(row, rows[0]), flush=True)
+    if dist.get_rank() == 0 and args.results is not None:
+        write(rows, args.results)
+    dist.barrier()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--preset", default="qwen3-30b-a3b", help="a Qwen3-MoE one, whose sizes the model has")
+    add("--layers", type=int, help="cut it to so many (None = all)")
+    add("--batch-size", type=int, default=2, help="sequences per rank")
+    add("--seq-len", type=int, default=4096)
+    add("--warm-up", type=int, default=4, help="steps that do not count")
+    add("--timed", type=int, default=8, help="steps that do")
+    add("--lr", type=float, default=1e-5)
+    add("--capacity-factor", type=float, default=2.0, help="of nvlink, on GPUs")
+    add("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    add("--results", type=Path, help="folder for the records")
+    return parser.parse_args()
+
+
+def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
+    """Return what tells two rows apart beside the variant."""
+    return {
+        "preset": args.preset,
+        "layers": config.num_layers,
+        "num_gpus": dist.get_world_size(),
+        "batch_size": args.batch_size,
+        "seq_len": args.seq_len,
+        "capacity_factor": args.capacity_factor,
+        "flops_per_token": flops_per_token(config, args.seq_len),
+    }
+
+
+def qwen3_config(args: argparse.Namespace) -> Any:
+    """Return transformers' config of the preset's sizes."""
+    from transformers import Qwen3MoeConfig
+
+    config = preset(args.preset)
+    moe = config.moe
+    if moe is None or config.qk_norm != "head" or config.mla is not None or moe.shared_hidden_dim:
+        raise ValueError(f"--preset ({args.preset}) must be a Qwen3-MoE one: qwen3-30b-a3b, say")
+    return Qwen3MoeConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        num_hidden_layers=args.layers or config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_seq_len,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        moe_intermediate_size=moe.hidden_dim,
+        num_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        norm_topk_prob=True,
+        experts_implementation="grouped_mm",
+    )
+
+
+def build_plain(args: argparse.Namespace, config: Any, meshes: Meshes) -> WithLoss:
+    """Return the model as transformers has it, each layer compiled and an FSDP2 unit."""
+    model = WithLoss(on_meta(config), chunked=False)
+    policy = MixedPrecisionPolicy(compute_dtype(meshes), torch.float32)
+    for layer in model.hf.base_model.layers:
+        layer.compile(dynamic=False)
+        fully_shard(layer, mesh=meshes.dense_fsdp, mp_policy=policy)
+    fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy)
+    return model
+
+
+def build_parallel(
+    args: argparse.Namespace, config: Any, meshes: Meshes, *, chunked: bool
+) -> WithLoss:
+    """Return the model after parallelize_moe."""
+    on_gpus = meshes.device_type == "cuda"
+    model = WithLoss(on_meta(config), chunked=chunked)
+    parallelize_moe(
+        model,
+        meshes,
+        dispatcher="nvlink" if on_gpus else "auto",
+        nvlink=NVLinkOptions(capacity_factor=args.capacity_factor) if on_gpus else None,
+        compile=True,
+        fsdp=FSDPOptions(
+            param_dtype=compute_dtype(meshes), reshard_after_forward=False, reshard_experts=True
+        ),
+    )
+    return model
+
+
+Build = Callable[[argparse.Namespace, Any, Meshes], WithLoss]
+VARIANTS: dict[str, Build] = {
+    "transformers": build_plain,
+    "moecore": partial(build_parallel, chunked=False),
+    "moecore+loss": partial(build_parallel, chunked=True),
+}
+
+
+def on_meta(config: Any) -> nn.Module:
+    """Return the transformers model, fp32."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def compute_dtype(meshes: Meshes) -> torch.dtype:
+    return torch.bfloat16 if meshes.device_type == "cuda" else torch.float32
+
+
+def run(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
+    """Build one variant, time its steps and let it go; collective."""
+    try:
+        return train(name, args, meshes)
+    except torch.OutOfMemoryError as error:
+        # All ranks have the same sizes, but not the same routing: end the run where one can not.
+        raise SystemExit(f"{name}: {str(error).partition('. ')[0]}") from None
+    finally:
+        gc.collect()
+        if meshes.device_type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
+    """Return losses and times of one variant."""
+    device = torch.device(meshes.device_type)
+    model = VARIANTS[name](args, qwen3_config(args), meshes)
+    model.to_empty(device=device)
+    init_hf(model.hf)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    plain = name == "transformers"
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    moments, losses = [], []
+    for _ in range(args.warm_up + args.timed):
+        shape = (args.batch_size, args.seq_len)
+        tokens_BT = torch.randint(0, model.hf.config.vocab_size, shape, generator=generator)
+        loss = model(tokens_BT.to(device))
+        loss.backward()
+        if plain:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        else:
+            norm = clip_grad_norm_(model, MAX_NORM, optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not plain:
+            moe_state(model).finish_step(skipped=norm.skipped)
+        losses.append(loss.detach())
+        moments.append(Moment(device))
+    moments[-1].wait()
+    if not plain:
+        state = moe_state(model)
+        state.check()
+        if state.exchanges is not None:
+            state.exchanges.close()
+    return summary(args, moments, torch.stack(losses), device)
+
+
+def summary(
+    args: argparse.Namespace, moments: list[Moment], losses: Tensor, device: torch.device
+) -> Row:
+    """Return the row of one run; collective."""
+    times = [before.seconds_until(end) for before, end in pairwise(moments)][-args.timed :]
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(losses)
+    step_s = statistics.median(slowest.tolist())
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    return {
+        "step_ms": step_s * 1e3,
+        "tokens_per_second_per_gpu": args.batch_size * args.seq_len / step_s,
+        "peak_gib": peak,
+        "losses": [round(x, 5) for x in (losses / dist.get_world_size()).tolist()],
+    }
+
+
+def line_of(row: Row, first: Row) -> str:
+    """Return a row as it is printed, beside the first variant."""
+    rate = row["tokens_per_second_per_gpu"]
+    tflops = rate * row["flops_per_token"] / 1e12
+    times = rate / first["tokens_per_second_per_gpu"]
+    apart = max(abs(a - b) for a, b in zip(row["losses"], first["losses"], strict=True))
+    return (
+        f"{row['variant']:<13}{rate:>9.0f} tokens/s/GPU {times:>6.2f} x {tflops:>6.0f} TFLOP/s "
+        f"{row['peak_gib']:>6.1f} GiB  loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}, "
+        f"apart {apart:.4f}"
+    )
+
+
+def write(rows: list[Row], folder: Path) -> None:
+    """Append the rows to the records."""
+    command = shlex.join(["-m", "benchmarks.bench_hf", *sys.argv[1:]])
+    environment = dataclasses.replace(Environment.here(), command=command)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / environment.file_name).open("a") as file:
+        for row in rows:
+            file.write(json.dumps(dataclasses.asdict(environment) | row) + "\n")
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # without destructors, see examples/launch.py
