@@ -218,13 +218,18 @@ def launch_arguments(
     b_is_NK = b.stride(1) == 1
     flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else num_columns)
     width = BLOCK_N // 2 if epilogue == ACTIVATION else BLOCK_N
+    weights_R, h, *rest = outputs
+    h_desc = gluon_descriptor(h, (BLOCK_M, BLOCK_N // 4)) if epilogue == ACTIVATION_BWD else None
     args = (
         a,
         gluon_descriptor(a, (BLOCK_M, BLOCK_K)),
         gluon_descriptor(flat, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)),
         tiles if row_ids_R is None else row_ids_R,
         tiles,
-        *outputs,
+        weights_R,
+        h,
+        h_desc,
+        *rest,
         num_rows,
         K,
         num_columns,

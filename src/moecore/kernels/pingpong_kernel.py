@@ -12,7 +12,7 @@ multiplied it. Which rows a tile covers comes from a map made beforehand (`map_r
 from functools import partial
 
 from moecore.kernels.activation import activate, activate_with_gradients
-from moecore.kernels.common import async_load, gl, gluon, hopper, tma_load
+from moecore.kernels.common import async_load, gl, gluon, hopper, thread_barrier, tma_load
 
 
 @gluon.jit
@@ -148,11 +148,33 @@ def _store_activation(
 
 
 @gluon.jit
+def _fetch_h(
+    h_desc,  # [R, 2F] as blocks [BLOCK_M, PART]
+    h_smem,  # [4, BLOCK_M, PART]: two slots of gate and up
+    arrived,  # two barriers: a slot has its data
+    row,
+    column,
+    quarter,
+    F,
+):
+    """Begin to load h of a quarter of a tile's columns."""
+    slot = quarter % 2
+    bar = arrived.index(slot)
+    PART: gl.constexpr = h_smem.shape[2]
+    first = column + quarter * PART
+    hopper.mbarrier.expect(bar, h_smem.shape[1] * PART * 4)
+    tma_load(h_desc, [row, first], bar, h_smem.index(2 * slot))
+    tma_load(h_desc, [row, F + first], bar, h_smem.index(2 * slot + 1))
+
+
+@gluon.jit
 def _store_activation_bwd(
     total_MN,  # da
-    da_smem,  # [4, BLOCK_M, BLOCK_N / 4]: a loop over quarters needs few registers
+    da_smem,  # [4, BLOCK_M, PART]: a loop over quarters needs few registers
+    h_desc,
+    h_smem,
+    arrived,
     weights_ptr,
-    h_ptr,
     dh_ptr,
     out_ptr,
     dweights_ptr,  # [BLOCK_M] and on: this column tile's part
@@ -164,6 +186,7 @@ def _store_activation_bwd(
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
 ):
+    """The first half of h is on its way; the second half follows into the same slots."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     left, right = _halves(total_MN.to(dtype))
     part0, part1 = _halves(left)
@@ -184,17 +207,22 @@ def _store_activation_bwd(
     for i in range(4):
         columns = column + i * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
         mask = in_rows[:, None] & (columns < F)[None, :]
-        at = (rows.to(gl.int64) * (2 * F))[:, None] + columns[None, :]
-        gate = gl.load(h_ptr + at, mask=mask, other=0.0).to(gl.float32)
-        up = gl.load(h_ptr + at + F, mask=mask, other=0.0).to(gl.float32)
-        da = da_smem.index(i).load(layout).to(gl.float32)
+        hopper.mbarrier.wait(arrived.index(i % 2), i // 2)
+        gate = h_smem.index(i % 2 * 2).load(layout)
+        up = h_smem.index(i % 2 * 2 + 1).load(layout)
+        if i < 2:
+            thread_barrier()  # all have read the slot
+            _fetch_h(h_desc, h_smem, arrived, row, column, i + 2, F)
+        gate, up = gate.to(gl.float32), up.to(gl.float32)
         a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
+        da = da_smem.index(i).load(layout).to(gl.float32)
         dweights += gl.sum(gl.where(mask, da * a, 0.0), 1)
         out = out_ptr + (rows.to(gl.int64) * F)[:, None] + columns[None, :]
         gl.store(out, (a * weights[:, None]).to(dtype), mask=mask)
         da = da * weights[:, None]
-        gl.store(dh_ptr + at, (da * da_dgate).to(dtype), mask=mask)
-        gl.store(dh_ptr + at + F, (da * da_dup).to(dtype), mask=mask)
+        dh = dh_ptr + (rows.to(gl.int64) * (2 * F))[:, None] + columns[None, :]
+        gl.store(dh, (da * da_dgate).to(dtype), mask=mask)
+        gl.store(dh + F, (da * da_dup).to(dtype), mask=mask)
     gl.store(dweights_ptr + rows, dweights, mask=in_rows)
 
 
@@ -202,7 +230,11 @@ def _store_activation_bwd(
 def _consume(
     GROUP: gl.constexpr,
     turn,  # two barriers: a group's turn to multiply
+    store_turn,  # likewise: to use what both have for ACTIVATION_BWD's epilogue
     da_smem,
+    h_desc,
+    h_smem,
+    arrived,
     map_ptr,
     weights_ptr,
     h_ptr,
@@ -237,10 +269,17 @@ def _consume(
     )
     WIDTH: gl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
     num_k = gl.cdiv(K, BLOCK_K)
+    num_tiles = num_row_tiles * num_n
     step = GROUP * num_k
     parity = 1 - GROUP
+    store_parity = parity
     first = gl.program_id(0) + GROUP * gl.num_programs(0)
-    for tile in range(first, num_row_tiles * num_n, 2 * gl.num_programs(0)):
+    if EPILOGUE == 2 and GROUP == 0:
+        if first < num_tiles:
+            _, row, _, n = _locate(first, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+            _fetch_h(h_desc, h_smem, arrived, row, n * WIDTH, 0, N)
+            _fetch_h(h_desc, h_smem, arrived, row, n * WIDTH, 1, N)
+    for tile in range(first, num_tiles, 2 * gl.num_programs(0)):
         _, row, end, n = _locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         # Not before the other group has read its last stage: a barrier tells even phases from odd
@@ -273,11 +312,15 @@ def _consume(
                 total_MN, weights_ptr, h_ptr, out_ptr, row, end, column, N, KIND, LIMIT, ALPHA
             )
         else:
+            hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
+            store_parity = 1 - store_parity
             _store_activation_bwd(
                 total_MN,
                 da_smem,
+                h_desc,
+                h_smem,
+                arrived,
                 weights_ptr,
-                h_ptr,
                 dh_ptr,
                 out_ptr,
                 dweights_ptr + n.to(gl.int64) * R,
@@ -289,6 +332,13 @@ def _consume(
                 LIMIT,
                 ALPHA,
             )
+            thread_barrier()  # all have read the slots and da
+            after = tile + gl.num_programs(0)  # the other group's
+            if after < num_tiles:
+                _, row, _, n = _locate(after, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+                _fetch_h(h_desc, h_smem, arrived, row, n * WIDTH, 0, N)
+                _fetch_h(h_desc, h_smem, arrived, row, n * WIDTH, 1, N)
+            hopper.mbarrier.arrive(store_turn.index(1 - GROUP), count=1)
 
 
 @partial(gluon.jit, do_not_specialize=["R"])
@@ -300,6 +350,7 @@ def pingpong_kernel(
     map_ptr,  # see _map_row_tiles_kernel
     weights_ptr,  # [R] fp32; unused by PLAIN, as what follows
     h_ptr,  # [R, 2F]; out for ACTIVATION, in for ACTIVATION_BWD
+    h_desc,  # for ACTIVATION_BWD: the same as blocks [BLOCK_M, BLOCK_N / 4]
     out_ptr,  # [R, N]; rows past the last offset stay as they are, in all outputs
     dh_ptr,  # [R, 2F], out
     dweights_ptr,  # [column tiles, R] fp32, out
@@ -338,13 +389,19 @@ def pingpong_kernel(
         hopper.mbarrier.init(empty.index(i), count=1)
     hopper.mbarrier.init(turn.index(0), count=1)
     hopper.mbarrier.init(turn.index(1), count=1)
+    store_turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    for i in gl.static_range(2):
+        hopper.mbarrier.init(store_turn.index(i), count=1)
+        hopper.mbarrier.init(arrived.index(i), count=1)
     if EPILOGUE != 2:
-        da0: gl.constexpr = None
-        da1: gl.constexpr = None
+        da_smem: gl.constexpr = None
+        h_smem: gl.constexpr = None
     else:
+        part: gl.constexpr = [4, BLOCK_M, BLOCK_N // 4]
         staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        da0 = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N // 4], staged)
-        da1 = gl.allocate_shared_memory(dtype, [4, BLOCK_M, BLOCK_N // 4], staged)
+        da_smem = gl.allocate_shared_memory(dtype, part, staged)
+        h_smem = gl.allocate_shared_memory(dtype, part, h_desc.layout)
     WIDTH: gl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
     num_n = gl.cdiv(N, WIDTH)
     num_row_tiles = gl.load(map_ptr)
@@ -355,7 +412,11 @@ def pingpong_kernel(
                 (
                     0,
                     turn,
-                    da0,
+                    store_turn,
+                    da_smem,
+                    h_desc,
+                    h_smem,
+                    arrived,
                     map_ptr,
                     weights_ptr,
                     h_ptr,
@@ -389,7 +450,11 @@ def pingpong_kernel(
                 (
                     1,
                     turn,
-                    da1,
+                    store_turn,
+                    da_smem,
+                    h_desc,
+                    h_smem,
+                    arrived,
                     map_ptr,
                     weights_ptr,
                     h_ptr,
