@@ -7,6 +7,10 @@ Letters: S source rows, R expert rows (capacity), M N K the sizes of one product
 
 A stage is full when its TMA and copies have arrived, and empty when the group that has the turn has
 multiplied it. Which rows a tile covers comes from a map made beforehand (`map_row_tiles`).
+
+The epilogue of ACTIVATION_BWD reads h from two slots that both groups use, one after the other: a
+group that has read a slot has the columns after the next brought there, in the end those of the
+other group's tile. So h has come when a product ends.
 """
 
 from functools import partial
@@ -152,19 +156,16 @@ def _fetch_h(
     h_desc,  # [R, 2F] as blocks [BLOCK_M, PART]
     h_smem,  # [4, BLOCK_M, PART]: two slots of gate and up
     arrived,  # two barriers: a slot has its data
+    slot,
     row,
     column,
-    quarter,
     F,
 ):
-    """Begin to load h of a quarter of a tile's columns."""
-    slot = quarter % 2
+    """Begin to load some columns of a tile's h."""
     bar = arrived.index(slot)
-    PART: gl.constexpr = h_smem.shape[2]
-    first = column + quarter * PART
-    hopper.mbarrier.expect(bar, h_smem.shape[1] * PART * 4)
-    tma_load(h_desc, [row, first], bar, h_smem.index(2 * slot))
-    tma_load(h_desc, [row, F + first], bar, h_smem.index(2 * slot + 1))
+    hopper.mbarrier.expect(bar, h_smem.shape[1] * h_smem.shape[2] * 4)
+    tma_load(h_desc, [row, column], bar, h_smem.index(2 * slot))
+    tma_load(h_desc, [row, F + column], bar, h_smem.index(2 * slot + 1))
 
 
 @gluon.jit
@@ -174,6 +175,7 @@ def _store_activation_bwd(
     h_desc,
     h_smem,
     arrived,
+    others_turn,  # barrier: the other group may use da_smem and h_smem
     weights_ptr,
     dh_ptr,
     out_ptr,
@@ -182,11 +184,17 @@ def _store_activation_bwd(
     end,
     column,
     F,
+    has_next,
+    next_row,  # of the other group's tile
+    next_column,
     KIND: gl.constexpr,
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
 ):
-    """The first half of h is on its way; the second half follows into the same slots."""
+    """The first half of h is on its way; each quarter read makes room for the one after the next.
+
+    Those are this tile's second half, then the next tile's first one.
+    """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     left, right = _halves(total_MN.to(dtype))
     part0, part1 = _halves(left)
@@ -210,12 +218,18 @@ def _store_activation_bwd(
         hopper.mbarrier.wait(arrived.index(i % 2), i // 2)
         gate = h_smem.index(i % 2 * 2).load(layout)
         up = h_smem.index(i % 2 * 2 + 1).load(layout)
-        if i < 2:
-            thread_barrier()  # all have read the slot
-            _fetch_h(h_desc, h_smem, arrived, row, column, i + 2, F)
+        thread_barrier()  # all have read the slot
+        is_own = i < 2
+        if is_own or has_next:
+            coming_row = gl.where(is_own, row, next_row)
+            coming = gl.where(is_own, column, next_column) + (i + 2) % 4 * PART
+            _fetch_h(h_desc, h_smem, arrived, i % 2, coming_row, coming, F)
         gate, up = gate.to(gl.float32), up.to(gl.float32)
         a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
         da = da_smem.index(i).load(layout).to(gl.float32)
+        if i == 3:
+            thread_barrier()  # all have read da
+            hopper.mbarrier.arrive(others_turn, count=1)
         dweights += gl.sum(gl.where(mask, da * a, 0.0), 1)
         out = out_ptr + (rows.to(gl.int64) * F)[:, None] + columns[None, :]
         gl.store(out, (a * weights[:, None]).to(dtype), mask=mask)
@@ -277,8 +291,8 @@ def _consume(
     if EPILOGUE == 2 and GROUP == 0:
         if first < num_tiles:
             _, row, _, n = _locate(first, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
-            _fetch_h(h_desc, h_smem, arrived, row, n * WIDTH, 0, N)
-            _fetch_h(h_desc, h_smem, arrived, row, n * WIDTH, 1, N)
+            _fetch_h(h_desc, h_smem, arrived, 0, row, n * WIDTH, N)
+            _fetch_h(h_desc, h_smem, arrived, 1, row, n * WIDTH + WIDTH // 4, N)
     for tile in range(first, num_tiles, 2 * gl.num_programs(0)):
         _, row, end, n = _locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
@@ -312,6 +326,10 @@ def _consume(
                 total_MN, weights_ptr, h_ptr, out_ptr, row, end, column, N, KIND, LIMIT, ALPHA
             )
         else:
+            after = tile + gl.num_programs(0)  # the other group's
+            has_next = after < num_tiles
+            at = gl.where(has_next, after, tile)
+            _, next_row, _, next_n = _locate(at, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
             hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
             store_parity = 1 - store_parity
             _store_activation_bwd(
@@ -320,6 +338,7 @@ def _consume(
                 h_desc,
                 h_smem,
                 arrived,
+                store_turn.index(1 - GROUP),
                 weights_ptr,
                 dh_ptr,
                 out_ptr,
@@ -328,17 +347,13 @@ def _consume(
                 end,
                 column,
                 N,
+                has_next,
+                next_row,
+                next_n * WIDTH,
                 KIND,
                 LIMIT,
                 ALPHA,
             )
-            thread_barrier()  # all have read the slots and da
-            after = tile + gl.num_programs(0)  # the other group's
-            if after < num_tiles:
-                _, row, _, n = _locate(after, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
-                _fetch_h(h_desc, h_smem, arrived, row, n * WIDTH, 0, N)
-                _fetch_h(h_desc, h_smem, arrived, row, n * WIDTH, 1, N)
-            hopper.mbarrier.arrive(store_turn.index(1 - GROUP), count=1)
 
 
 @partial(gluon.jit, do_not_specialize=["R"])
@@ -349,8 +364,8 @@ def pingpong_kernel(
     row_ids_ptr,  # [R] int32; unused without GATHER
     map_ptr,  # see _map_row_tiles_kernel
     weights_ptr,  # [R] fp32; unused by PLAIN, as what follows
-    h_ptr,  # [R, 2F]; out for ACTIVATION, in for ACTIVATION_BWD
-    h_desc,  # for ACTIVATION_BWD: the same as blocks [BLOCK_M, BLOCK_N / 4]
+    h_ptr,  # [R, 2F]; out for ACTIVATION
+    h_desc,  # in for ACTIVATION_BWD, else None: the same as blocks [BLOCK_M, BLOCK_N / 4]
     out_ptr,  # [R, N]; rows past the last offset stay as they are, in all outputs
     dh_ptr,  # [R, 2F], out
     dweights_ptr,  # [column tiles, R] fp32, out
