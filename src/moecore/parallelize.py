@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
-from moecore.adapters.hf import refuse_router_logits
+from moecore.adapters.hf import refuse_router_logits, warn_about_cache
 from moecore.config import BalanceConfig
 from moecore.fsdp.shard import FSDPOptions, find_blocks, shard_model
 from moecore.graphs.regions import compile_blocks
@@ -128,6 +128,7 @@ def parallelize_moe(
     shard_model(model, meshes, options, loss=loss)
     if compile:
         compile_blocks(find_blocks(model), dynamic=False)
+        warn_about_cache(model)
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -287,6 +288,25 @@ def test_twice(meshes: Meshes) -> None:
     model = parallelize_moe(qwen3_moe(), meshes)
     with pytest.raises(ValueError, match="must not be parallelized already"):
         parallelize_moe(model, meshes)
+
+
+@pytest.mark.slow
+def test_compiled_layers_share_their_code_unless_there_is_a_cache(meshes: Meshes) -> None:
+    torch._dynamo.reset()
+    model = MODELS["qwen3-moe"](num_hidden_layers=3, attn_implementation="sdpa").train()
+    ids = torch.randint(0, 61, (2, 5))
+    want = model(input_ids=ids).logits
+    parallelize_moe(model, meshes, compile=True)
+    torch._dynamo.utils.counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="use_cache")
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, want)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with torch.no_grad():
+            model.eval()(input_ids=ids)  # generation may have one
+    assert graphs == 2, "up to the MoE layer, and from there on"
+    with pytest.warns(UserWarning, match=r"use_cache \(True\) of Qwen3MoeModel must be False"):
+        model.train()(input_ids=ids)
 
 
 def test_moe_state_of_a_plain_model() -> None:

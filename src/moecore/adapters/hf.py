@@ -8,11 +8,13 @@ imported here.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moecore.adapters.adopt import adopt
@@ -85,6 +87,30 @@ def _refusal(module: nn.Module, *, is_root: bool) -> str:
             "parallelize the model that holds it, such as ...ForCausalLM"
         )
     return ""
+
+
+def warn_about_cache(model: nn.Module) -> None:
+    """Warn at training forwards that keep keys and values, in a model whose layers are compiled.
+
+    Each layer is then compiled anew for its place in the cache, up to torch's limit of 8; the
+    others run as they are.
+    """
+    for module in model.modules():
+        if _is_hf(module) and getattr(module, "base_model", None) is module:
+            module.register_forward_pre_hook(_check_cache, with_kwargs=True)
+
+
+def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a base model."""
+    asked = kwargs.get("use_cache")
+    asked = getattr(module.config, "use_cache", False) if asked is None else asked
+    if asked and module.training and torch.is_grad_enabled():
+        warnings.warn(
+            f"use_cache (True) of {type(module).__name__} must be False to train it with "
+            "compile=True, or most of its layers stay uncompiled: pass use_cache=False, or set "
+            "model.config.use_cache",
+            stacklevel=2,
+        )
 
 
 def _check_recorded(
