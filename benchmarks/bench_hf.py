@@ -10,7 +10,7 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
 All of them train a Qwen3-MoE model of the preset's sizes on random tokens, with AdamW, fp32 weights
 and bf16 compute (fp32 on CPUs), one after the other in one run. Routing is what fresh routers do. A
 step's time is from the end of the one before to its own, on the slowest rank; the median counts. A
-variant that runs out of memory says so. Losses of the same step must agree: the weights are equal.
+variant that runs out of memory ends the run. Losses of one step must agree: the weights are equal.
 Rank 0 prints a table; `--results` appends a row per variant to <folder>/<day>-<gpu>.jsonl.
 """
 
@@ -84,7 +84,7 @@ class WithLoss(nn.Module):
 def main() -> int:
     """Run the variants and report on this rank of torchrun."""
     args = parse()
-    config = dataclasses.replace(preset(args.preset))
+    config = preset(args.preset)
     if args.layers is not None:
         config = dataclasses.replace(config, num_layers=args.layers)
     meshes = build_meshes(ParallelConfig(ep=int(os.environ["WORLD_SIZE"])))

@@ -180,14 +180,28 @@ def test_one_process_agrees_with_torch() -> None:
         clip_grad_norm_(ours, 0.0)
 
 
-def test_an_optimizer_on_the_device_clips_alike() -> None:
+@pytest.mark.parametrize("max_norm", [0.1, 1e6, math.inf])
+def test_a_fused_optimizer_clips_in_its_step(max_norm: float) -> None:
     host, device = make_model(), make_model()
-    for model in (host, device):
-        model(torch.linspace(-1, 1, 96).view(6, 16)).square().sum().backward()
-    fused = torch.optim.AdamW(device.parameters(), fused=True)
-    assert clip_grad_norm_(host, 0.1).total == clip_grad_norm_(device, 0.1, optimizer=fused).total
+    optimizers = []
+    for model, fused in ((host, False), (device, True)):
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.01, fused=fused))
+    for _ in range(2):  # what the first step was told is not left for the second
+        for model in (host, device):
+            model(torch.linspace(-1, 1, 96).view(6, 16)).square().sum().backward()
+        totals = [clip_grad_norm_(host, max_norm).total]
+        totals.append(clip_grad_norm_(device, max_norm, optimizer=optimizers[1]).total)
+        assert totals[0] == pytest.approx(totals[1], rel=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        max_norm *= 3
     for a, b in zip(host.parameters(), device.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_an_optimizer_that_can_not_skip_is_refused() -> None:
+    device = make_model()
     plain = torch.optim.AdamW(device.parameters(), foreach=True)
     with pytest.raises(ValueError, match="fused=True"):
         clip_grad_norm_(device, 0.1, optimizer=plain)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,12 +68,14 @@ def clip_grad_norm_(
     A nan or inf anywhere drops the step on every rank: `optimizer.step()` then changes nothing
     anywhere, weights and state alike. Without `optimizer` all gradients are set to None, and a
     warning has the parameters' names; that needs a host sync. With a fused optimizer its next step
-    skips itself on the device, and nothing waits: the names are in the returned norm.
+    scales the gradients while it reads them, or skips itself, and nothing waits: the names are in
+    the returned norm.
 
     Args:
         model: parallelized or plain; the same on every rank.
         max_norm: > 0; `math.inf` only measures.
-        optimizer: of the model, with fused=True: its `found_inf` is set, as GradScaler would.
+        optimizer: of the model, with fused=True: its `grad_scale` and `found_inf` are set for its
+            next step, as GradScaler would. Until then gradients are as backward left them.
 
     Returns:
         The norm before clipping, the same on every rank. Give its `skipped` to `finish_step`.
@@ -91,18 +94,17 @@ def clip_grad_norm_(
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     squares = _squares([p for _, p in params])
     norm = GradientNorm(tuple(n for n, _ in params), squares)
-    grads = [_local(p.grad) for _, p in params if p.grad is not None]
-    grads = [g for g in grads if g.numel()]
     if optimizer is not None:
-        # The names are for who looks; a nan in the factor meets gradients that nobody will use.
-        factor = (max_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)
-        if grads and max_norm < math.inf:
-            torch._foreach_mul_(grads, factor.to(torch.float32))
-        optimizer.found_inf = norm.skipped.float()  # type: ignore[attr-defined]
+        # A nan divides nothing: found_inf skips all of the step.
+        divisor = ((squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0)
+        told: Any = optimizer
+        told.grad_scale = divisor.float() if max_norm < math.inf else None
+        told.found_inf = norm.skipped.float()
     elif norm.non_finite:
         _drop_gradients(params, norm.non_finite)
     elif norm.total > max_norm:
-        torch._foreach_mul_(grads, max_norm / (norm.total + 1e-6))
+        grads = [_local(p.grad) for _, p in params if p.grad is not None]
+        torch._foreach_mul_([g for g in grads if g.numel()], max_norm / (norm.total + 1e-6))
     return norm
 
 
