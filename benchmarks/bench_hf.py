@@ -171,13 +171,11 @@ def build_parallel(
     args: argparse.Namespace, config: Any, meshes: Meshes, *, chunked: bool
 ) -> WithLoss:
     """Return the model after parallelize_moe."""
-    on_gpus = meshes.device_type == "cuda"
     model = WithLoss(on_meta(config), chunked=chunked)
     parallelize_moe(
         model,
         meshes,
-        dispatcher="nvlink" if on_gpus else "auto",
-        nvlink=NVLinkOptions(capacity_factor=args.capacity_factor) if on_gpus else None,
+        nvlink=NVLinkOptions(capacity_factor=args.capacity_factor),  # the GPUs of a host take it
         compile=True,
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(meshes), reshard_after_forward=False, reshard_experts=True
