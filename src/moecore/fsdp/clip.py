@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+FORGETS = "_moecore_forgets_clipping"
+
 
 class GradientNorm:
     """The gradient before clipping. The first look at `total` or `non_finite` is a host sync.
@@ -96,10 +98,8 @@ def clip_grad_norm_(
     norm = GradientNorm(tuple(n for n, _ in params), squares)
     if optimizer is not None:
         # A nan divides nothing: found_inf skips all of the step.
-        divisor = ((squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0)
-        told: Any = optimizer
-        told.grad_scale = divisor.float() if max_norm < math.inf else None
-        told.found_inf = norm.skipped.float()
+        divisor = ((squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
+        _tell(optimizer, divisor if max_norm < math.inf else None, norm.skipped.float())
     elif norm.non_finite:
         _drop_gradients(params, norm.non_finite)
     elif norm.total > max_norm:
@@ -113,6 +113,14 @@ def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups
     )
+
+
+def _tell(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Set what the next step of an optimizer reads; the step after it finds nothing."""
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    if not hasattr(optimizer, FORGETS):
+        hook = optimizer.register_step_post_hook(lambda done, *_: _tell(done, None, None))
+        setattr(optimizer, FORGETS, hook)
 
 
 def _squares(params: list[nn.Parameter]) -> Tensor:
