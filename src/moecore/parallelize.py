@@ -20,7 +20,7 @@ from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.adapters.hf import refuse_router_logits, warn_about_cache
 from moecore.config import BalanceConfig
-from moecore.fsdp.shard import FSDPOptions, find_blocks, shard_model
+from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
 from moecore.graphs.regions import compile_blocks
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_alignment, check_compute
@@ -324,7 +324,7 @@ def _place_experts(
     layer: MoELayer, meshes: Meshes, dispatcher: DispatcherName, exchanges: Exchanges | None
 ) -> None:
     p = meshes.parallel
-    if p.ep * p.etp > 1:
+    if p.ep * p.etp > 1 or is_whole(meshes):
         experts = layer.part("experts")
         assert isinstance(experts, Experts)
         experts.shard(meshes.expert["ep", "etp"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -152,6 +153,20 @@ def test_they_are_no_unit_and_stay_dtensors(found: dict[str, Any]) -> None:
         assert not found["whole", dtype]["unit"] and found["sharded", dtype]["unit"]
         assert found["whole", dtype]["dtensor"]
         assert found["whole", dtype]["dtypes"] == {torch.float32}
+
+
+def test_one_rank_has_all_experts_whole() -> None:
+    plain, model = (nn.Sequential(make_layer(CONFIG)) for _ in range(2))
+    plain(batch(0)).square().sum().backward()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+    model(batch(0)).square().sum().backward()
+    dist.destroy_process_group()
+    assert isinstance(model, FSDPModule) and not isinstance(model[0].experts, FSDPModule)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.to_local(), want.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -101,7 +101,8 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     """Apply FSDP2: experts on the expert mesh, all else on the dense mesh. In place.
 
     Args:
-        model: its routed experts are already DTensors on (ep, etp) where those exceed 1.
+        model: its routed experts are already DTensors on (ep, etp) where those exceed 1, or where
+            they are whole.
         meshes: both views.
         options: FSDP2 choices.
         loss: "mean" or "sum"; see the note "gradient scale".
@@ -131,7 +132,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         _mark_gathered(unit)
     whole: set[nn.Parameter] = set()
     for experts in (m.part("experts") for m in layers):
-        if _is_whole(meshes):
+        if is_whole(meshes):
             experts.reader = WholeWeights(options.param_dtype, divisor, keep=not reshard_experts)
             whole.update(experts.parameters())
             continue
@@ -161,7 +162,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             is_experts = isinstance(module, Experts)
             _set_divisor(module, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
     if options.prefetch_blocks:
-        whole_experts = _is_whole(meshes)
+        whole_experts = is_whole(meshes)
         units = [
             [group[0], *_parts(group, inside, whole_experts=whole_experts)]
             for group, inside in zip(groups, routers, strict=True)
@@ -174,13 +175,9 @@ def _mark_gathered(unit: list[nn.Module]) -> None:
     setattr(unit[0], STAYS_GATHERED, True)
 
 
-def _is_whole(meshes: Meshes) -> bool:
-    """Whether a rank's experts are no other rank's: see `fsdp/whole.py`.
-
-    Not on one rank, where everything stays with FSDP2 and every parameter is a DTensor.
-    """
-    p = meshes.parallel
-    return p.ep * p.etp > 1 and meshes.expert_fsdp.size() == 1
+def is_whole(meshes: Meshes) -> bool:
+    """Whether a rank's experts are no other rank's: see `fsdp/whole.py`."""
+    return meshes.expert_fsdp.size() == 1
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -134,10 +134,11 @@ class Experts(nn.Module):
         is a partial sum. b2 is cut along D instead, so that the sum over etp counts it once.
 
         Args:
-            mesh: dims "ep" and "etp"; one of size 1 leaves no trace in the placements.
+            mesh: dims "ep" and "etp"; one of size 1 leaves no trace in the placements, but for "ep"
+                where both are.
         """
         names = mesh.mesh_dim_names or ()
-        kept = tuple(n for n in names if mesh.size(names.index(n)) > 1)
+        kept = tuple(n for n in names if mesh.size(names.index(n)) > 1) or ("ep",)
         for role, dim in self._hidden_dims().items():
             strided = role in ("w1", "b1") and self.is_strided
             etp = _StridedShard(dim, split_factor=2) if strided else Shard(dim)
