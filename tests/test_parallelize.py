@@ -162,6 +162,7 @@ def test_tied_parameters_stay_one() -> None:
     shared[1].experts.w1 = shared[0].experts.w1
     with pytest.raises(ValueError, match="must not be shared with another module"):
         parallelize(shared, meshes)
+    assert not isinstance(shared[0].experts.w1, DTensor), "before anything is cut"
 
 
 def test_own_layers_under_any_name_are_known() -> None:

@@ -20,7 +20,7 @@ from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.adapters.hf import refuse_router_logits, warn_about_cache
 from moecore.config import BalanceConfig
-from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
+from moecore.fsdp.shard import FSDPOptions, find_blocks, is_tied, is_whole, shard_model
 from moecore.graphs.regions import compile_blocks
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_alignment, check_compute
@@ -95,8 +95,9 @@ def parallelize_moe(
         The model. `moe_state(model)` gives its balance record.
 
     Raises:
-        ValueError: when sizes and degrees do not fit, before any collective (MoE blocks may then
-            be swapped for MoELayers already); when ranks hold different models.
+        ValueError: when sizes and degrees do not fit or experts share a parameter with another
+            module, before any collective (MoE blocks may then be swapped for MoELayers already);
+            when ranks hold different models.
         NotImplementedError: for cp > 1, pp > 1, and tp > 1 on models without
             `apply_tensor_parallel(tp_mesh)`.
     """
@@ -110,6 +111,11 @@ def parallelize_moe(
     layers = swap_blocks(model, adapters or {})
     for name, layer in layers.items():
         _check_layer(name, layer, meshes)
+        if is_tied(layer.part("experts"), model):  # they are cut next, each module its own
+            raise ValueError(
+                f"{name}: parameters of experts must not be shared with another module, because "
+                "experts live on a mesh of their own: untie them"
+            )
         _configure(layer, meshes, experts, recompute_fc1, balance, options)
     dispatcher = _choose_dispatcher(meshes, dispatcher, nvlink)
     _check_equal_weights(model, meshes.device_type)

@@ -187,9 +187,6 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     MoELayer anywhere (a decoder's layers, dense ones included); MoE layers outside of any such
     container are units of their own. An entry that shares a parameter with a module outside of it
     (an embedding tied to the head) is left to the root unit: two units would train two copies.
-
-    Raises:
-        ValueError: when a routed expert's parameter is shared with another module.
     """
     blocks: list[nn.Module] = []
 
@@ -209,13 +206,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
                 visit(child)
 
     visit(model)
-    for module in model.modules():
-        if isinstance(module, Experts) and _is_tied(module, model):
-            raise ValueError(
-                f"{type(module).__name__} parameters must not be shared with another module, "
-                "because experts live on a mesh of their own: untie them"
-            )
-    return [block for block in blocks if block is model or not _is_tied(block, model)]
+    return [block for block in blocks if block is model or not is_tied(block, model)]
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -232,12 +223,12 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     for module in model.modules():
         after_a_block |= module in blocks
         is_head = isinstance(module, Head) and module is not model and _has_parameters(module)
-        if is_head and after_a_block and not _is_tied(module, model):
+        if is_head and after_a_block and not is_tied(module, model):
             heads.append(module)
     return heads
 
 
-def _is_tied(block: nn.Module, model: nn.Module) -> bool:
+def is_tied(block: nn.Module, model: nn.Module) -> bool:
     """Whether a parameter of the block is also one of a module outside of it."""
     inside = set(block.modules())
     own = {id(p) for p in block.parameters()}
