@@ -6,6 +6,9 @@ returns on rank 0 comes back. A failing rank stops all of them with its tracebac
 Note "starts": importing takes a rank longer than most cases, so CPU ranks are forks of a server
 that has imported and done nothing else. All but the last: a new interpreter hashes strings anew,
 and ranks that walk a set each in its own order are a bug that must show.
+
+Ranks may share GPUs: with MOECORE_RANKS_PER_GPU=4 what wants 8 GPUs runs on 2. Collectives are
+gloo's then, since NCCL wants a GPU per rank; stores into peers' memory stay what they are.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessContext
 
 Worker = Callable[..., Any]
+RANKS_PER_GPU = int(os.environ.get("MOECORE_RANKS_PER_GPU", "1"))
 IMPORTED = (
     "tests.ranks",
     "moecore",
@@ -42,6 +46,15 @@ def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "c
         fresh = _start(setup, range(num_forks, world_size), "spawn")
         _join(_start(setup, range(num_forks), "forkserver"), fresh)
         return torch.load(path, weights_only=False)
+
+
+def num_gpu_ranks() -> int:
+    """Return how many ranks the GPUs of this host can be."""
+    return torch.cuda.device_count() * RANKS_PER_GPU
+
+
+def gpu_of_rank(rank: int) -> torch.device:
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def forks() -> ForkServerContext:
@@ -86,7 +99,7 @@ def _main(
     os.environ.update(environ)
     torch.set_num_threads(1)
     _start_group(rank, world_size, device_type, store=f"{path}.store")
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    device = gpu_of_rank(rank) if device_type == "cuda" else torch.device("cpu")
     result = worker(rank, device, *args)
     if rank == 0:
         torch.save(result, path)
@@ -96,10 +109,15 @@ def _main(
 
 
 def _start_group(rank: int, world_size: int, device_type: str, *, store: str) -> None:
+    backend = "gloo"
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu_of_rank(rank))
+        if RANKS_PER_GPU == 1:
+            backend = "cpu:gloo,cuda:nccl"
+        else:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,

@@ -7,8 +7,8 @@
     python -m pytest tests/test_parity.py -m gpu -k "nvlink and 4r"       alone what wants 4 GPUs
     python -m pytest tests/test_parity.py -m gpu -k "nvlink and overlap_none"        one overlap
 
-Cases that want more GPUs than the host has are skipped. Only what is asked for runs, four cases
-per start of the ranks at most.
+Cases that want more GPUs than the host has are skipped, unless ranks share GPUs (`tests/ranks.py`).
+Only what is asked for runs, four cases per start of the ranks at most.
 
 Losses, every gradient, its norm, auxiliary losses, counts, parameters after two SGD and two AdamW
 steps: fp32 within 1e-5 of each tensor's scale, bf16 at most twice as wrong as one process in bf16.
@@ -26,7 +26,7 @@ from moecore import FSDPOptions, NVLinkOptions
 from moecore.kernels.common import has_hopper_kernels
 from moecore.moe.dispatch.nvlink_options import Overlap
 from tests.parity import Case, run_case
-from tests.ranks import run_ranks
+from tests.ranks import num_gpu_ranks, run_ranks
 
 FP32_BOUND = 1e-5
 CASES_PER_SPAWN = 4
@@ -350,7 +350,7 @@ def missing(c: Case, device_type: str) -> str | None:
     """Return what this host lacks for a case."""
     if device_type == "cpu":
         return None
-    if torch.cuda.device_count() < c.world:
+    if num_gpu_ranks() < c.world:
         return f"needs {c.world} GPUs, this host has {torch.cuda.device_count()}"
     if c.experts == "triton" and not has_hopper_kernels(torch.device("cuda")):
         return "needs Hopper GPUs for experts 'triton'"

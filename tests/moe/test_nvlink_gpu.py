@@ -39,12 +39,14 @@ from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.dispatch.symmetric import Exchanges
 from moecore.moe.router import Routing
 from tests.moe.rounded import RoundedDispatcher
-from tests.ranks import run_ranks
+from tests.ranks import gpu_of_rank, num_gpu_ranks, run_ranks
 
-NUM_GPUS = torch.cuda.device_count()
+NUM_RANKS = num_gpu_ranks()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs of one host"),
+    pytest.mark.skipif(
+        NUM_RANKS < 2, reason="needs two GPUs of one host, or MOECORE_RANKS_PER_GPU"
+    ),
 ]
 
 ROUNDS = 2000
@@ -78,9 +80,9 @@ class Batch:
 
 def foldings() -> dict[str, tuple[int, int]]:
     """Name -> (ep, etp) for all GPUs of this host."""
-    found = {"ep": (NUM_GPUS, 1)}
-    if NUM_GPUS % 4 == 0:
-        found |= {"ep x etp": (NUM_GPUS // 2, 2), "half the ranks": (NUM_GPUS // 2, 1)}
+    found = {"ep": (NUM_RANKS, 1)}
+    if NUM_RANKS % 4 == 0:
+        found |= {"ep x etp": (NUM_RANKS // 2, 2), "half the ranks": (NUM_RANKS // 2, 1)}
     return found
 
 
@@ -105,7 +107,7 @@ def in_pieces(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
 
 def batch_of(place: ExpertPlacement, shape: Shape, num_tokens: int, seed: int) -> Batch:
     """Random tokens; skewed choices of which a tenth is dropped. No host sync."""
-    seed = seed * NUM_GPUS + dist.get_rank()
+    seed = seed * NUM_RANKS + dist.get_rank()
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def draw(*sizes: int) -> Tensor:
@@ -234,13 +236,13 @@ def fp8() -> dict[str, Any]:
             ours.exchanges.check()
             ours.exchanges.close()
             found[f"{name}, {shape}"] = not bool(torch.stack(bad).any())
-    found["replayed"] = replay(nvlink_of(place_of(NUM_GPUS, 1), fp8_dispatch=True))
+    found["replayed"] = replay(nvlink_of(place_of(NUM_RANKS, 1), fp8_dispatch=True))
     return found | fp8_layers()
 
 
 def fp8_layers() -> dict[str, Any]:
     """Kept and sent again the same bits; against wide rows a rounding of other products."""
-    place, room = place_of(NUM_GPUS, 1), dict(capacity_factor=3.0)
+    place, room = place_of(NUM_RANKS, 1), dict(capacity_factor=3.0)
     kept, again, wide = (make_layer(place) for _ in range(3))
     kept.dispatcher = nvlink_of(place, fp8_dispatch=True, **room)
     again.dispatcher = nvlink_of(place, fp8_dispatch=True, keep_rows=False, **room)
@@ -266,7 +268,7 @@ def stress() -> dict[str, Any]:
 
     Rows come in pieces in every other one.
     """
-    place = place_of(NUM_GPUS, 1)
+    place = place_of(NUM_RANKS, 1)
     both, other = (nvlink_of(place), in_pieces(place)), AllToAllDispatcher(place)
     mine = random.Random(dist.get_rank())
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -288,7 +290,7 @@ def stress() -> dict[str, Any]:
 
 def replays() -> dict[str, bool]:
     """Two layers in one graph; tokens and routing change between replays."""
-    place = place_of(NUM_GPUS, 1)
+    place = place_of(NUM_RANKS, 1)
     return {
         "whole": replay(nvlink_of(place, capacity_factor=3.0)),
         "pieces": replay(in_pieces(place)),
@@ -324,7 +326,7 @@ def syncs_are_errors() -> Iterator[None]:
 
 
 def without_sync() -> bool:
-    place = place_of(NUM_GPUS, 1)
+    place = place_of(NUM_RANKS, 1)
     batch = batch_of(place, MAIN, 100, 0)
     for ours in (nvlink_of(place), in_pieces(place)):
         run(ours, batch)
@@ -336,7 +338,7 @@ def without_sync() -> bool:
 
 def absent_rank() -> dict[str, tuple[str, float]]:
     """By the way in which rows come, what `miss_one` returns."""
-    place = place_of(NUM_GPUS, 1)
+    place = place_of(NUM_RANKS, 1)
     return {
         "whole": miss_one(nvlink_of(place, timeout_s=1.0)),
         "pieces": miss_one(in_pieces(place, timeout_s=1.0)),
@@ -351,7 +353,7 @@ def miss_one(ours: NVLinkDispatcher) -> tuple[str, float]:
     ours.exchanges.check()
     dist.barrier()
     message, start = "", time.perf_counter()
-    if dist.get_rank() != NUM_GPUS - 1:
+    if dist.get_rank() != NUM_RANKS - 1:
         try:
             run(ours, batch)
             run(ours, batch)  # waits no more, for nobody
@@ -365,7 +367,7 @@ def miss_one(ours: NVLinkDispatcher) -> tuple[str, float]:
 
 def overflow() -> list[str]:
     """Every token wants rank 0's experts; return each rank's error."""
-    place = place_of(NUM_GPUS, 1)
+    place = place_of(NUM_RANKS, 1)
     ours = nvlink_of(place, capacity_factor=1.0)
     batch = batch_of(place, MAIN, MOST_TOKENS, 0)
     batch.ids_TK.copy_(torch.arange(MAIN.top_k, device="cuda").expand_as(batch.ids_TK))
@@ -375,19 +377,19 @@ def overflow() -> list[str]:
         ours.exchanges.check()
     except RuntimeError as error:
         message = str(error)
-    found: list[Any] = [None] * NUM_GPUS
+    found: list[Any] = [None] * NUM_RANKS
     dist.all_gather_object(found, message)
     return found
 
 
 def make_layer(place: ExpertPlacement) -> MoELayer:
     """Return a layer with the fastest experts, the same every time."""
-    meshes = build_meshes(ParallelConfig(ep=NUM_GPUS), "cuda")
+    meshes = build_meshes(ParallelConfig(ep=NUM_RANKS), "cuda")
     config = MoEConfig(dim=256, hidden_dim=128, num_experts=place.num_experts, top_k=4)
     torch.manual_seed(0)
     layer = MoELayer(config, device="cuda", dtype=torch.bfloat16)
     layer.part("experts").shard(meshes.expert["ep", "etp"])
-    backend = "triton" if has_hopper_kernels(torch.device("cuda", dist.get_rank())) else "torch"
+    backend = "triton" if has_hopper_kernels(gpu_of_rank(dist.get_rank())) else "torch"
     layer.part("experts").set_backend(backend)
     return layer
 
@@ -397,7 +399,10 @@ def overlapped_layer() -> dict[str, bool]:
 
     Eager, and replayed from a graph; and with rows that come again instead of being kept.
     """
-    place, room = place_of(NUM_GPUS, 1), dict(capacity_factor=float(2 * NUM_GPUS), rows_per_piece=0)
+    place, room = (
+        place_of(NUM_RANKS, 1),
+        dict(capacity_factor=float(2 * NUM_RANKS), rows_per_piece=0),
+    )
     late, early, pieces, light, both = (make_layer(place) for _ in range(5))
     late.dispatcher = nvlink_of(place, overlap="none", **room)
     early.dispatcher = nvlink_of(place, overlap="weight_grads", **room)
@@ -450,7 +455,7 @@ def captured(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, li
 
 def whole_layer() -> dict[str, float]:
     """Return how far output and gradients of a layer are from those over alltoall."""
-    place = place_of(NUM_GPUS, 1)
+    place = place_of(NUM_RANKS, 1)
     layer = make_layer(place)
     x = torch.randn(300 + dist.get_rank(), 256, device="cuda", dtype=torch.bfloat16)
     results = []
@@ -483,7 +488,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return run_ranks(NUM_GPUS, worker, device_type="cuda")
+    return run_ranks(NUM_RANKS, worker, device_type="cuda")
 
 
 def test_equals_alltoall_bit_for_bit(results: dict[str, Any]) -> None:
@@ -525,11 +530,11 @@ def test_whatever_overlaps_a_layer_has_the_same_bits(results: dict[str, Any]) ->
 def test_an_absent_rank_is_named_within_the_timeout(results: dict[str, Any]) -> None:
     assert len(results["absent_rank"]) == 2
     for message, seconds in results["absent_rank"].values():
-        assert f"rank {NUM_GPUS - 1} must come to a" in message and "rank 0 waited" in message
+        assert f"rank {NUM_RANKS - 1} must come to a" in message and "rank 0 waited" in message
         assert seconds < 10
 
 
 def test_overflow_names_rank_and_factor(results: dict[str, Any]) -> None:
     first, *others = results["overflow"]
-    assert f"must be >= {NUM_GPUS:.4g} for the" in first and "rank 0" in first
+    assert f"must be >= {NUM_RANKS:.4g} for the" in first and "rank 0" in first
     assert not any(others)

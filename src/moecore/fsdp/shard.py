@@ -267,8 +267,9 @@ def _set_divisor(unit: FSDPModule, divisor: float, mesh: DeviceMesh) -> None:
     off for a shard group of one rank, where FSDP2 (2.11 to 2.13) would then divide twice.
     """
     unit.set_gradient_divide_factor(divisor)
-    shards = mesh.size(mesh.ndim - 1)
-    unit.set_force_sum_reduction_for_comms(mesh.device_type == "cpu" and shards > 1)
+    group = mesh.get_group(mesh.ndim - 1)
+    is_gloo = group._get_backend(torch.device(mesh.device_type)).name() == "gloo"
+    unit.set_force_sum_reduction_for_comms(is_gloo and group.size() > 1)
 
 
 def _keeps_precision(router: Router, options: FSDPOptions) -> bool:
