@@ -26,6 +26,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessContext
 
 Worker = Callable[..., Any]
+LIBRARY = torch.library.Library("_c10d_functional", "IMPL")  # what it holds lives as long
 RANKS_PER_GPU = int(os.environ.get("MOECORE_RANKS_PER_GPU", "1"))
 IMPORTED = (
     "tests.ranks",
@@ -116,9 +117,18 @@ def _start_group(rank: int, world_size: int, device_type: str, *, store: str) ->
             backend = "cpu:gloo,cuda:nccl"
         else:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            LIBRARY.impl("all_gather_into_tensor", _all_gather_into_tensor, "CUDA")
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
     )
+
+
+def _all_gather_into_tensor(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    """What DTensors gather by; gloo's own reads memory of a GPU as if it were the host's."""
+    out = x.new_empty(x.shape[0] * group_size, *x.shape[1:])
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    dist.all_gather_into_tensor(out, x.contiguous(), group)
+    return out
