@@ -18,7 +18,14 @@ from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore._compat import grouped_mm
-from moecore.kernels import activation, grouped_gemm, grouped_wgrad, pingpong
+from moecore.kernels import (
+    activation,
+    cooperative,
+    grouped_gemm,
+    grouped_wgrad,
+    pingpong,
+    row_tiles,
+)
 from moecore.kernels.common import has_hopper_kernels
 
 ROUTINGS = ("learned",)  # bench_layer.py times the bare products under all of them
@@ -38,12 +45,12 @@ class Operands:
         self.a_RF = inputs.random(s.rows, s.hidden_dim)
         self.has_kernels = has_hopper_kernels(self.x_TD.device)
         if self.has_kernels:
-            self.tiles = pingpong.map_row_tiles(self.offsets_E, s.rows)
+            self.tiles = row_tiles.map_row_tiles(self.offsets_E, s.rows)
 
     def rows(self, a: Tensor, b: Tensor) -> Call:
         """Expert rows times matrices."""
         if self.has_kernels:
-            return lambda: pingpong.pingpong_gemm(a, b, self.tiles)
+            return lambda: cooperative.cooperative_gemm(a, b, self.tiles)
         return lambda: grouped_gemm.grouped_gemm_ref(a, b, self.offsets_E)
 
     def fc1(self, gather: bool) -> Call:
@@ -54,7 +61,7 @@ class Operands:
         if gather:
             return lambda: grouped_gemm.grouped_gemm_activation(self.x_TD, self.w1_ECD, *where)
         args = (self.x_RD, self.w1_ECD, [self.tiles], self.weights_R, SWIGLU)
-        return lambda: pingpong.pingpong_activation(*args)
+        return lambda: cooperative.cooperative_activation(*args)
 
     def fc2_bwd(self, gather: bool) -> Call:
         """FC2's input gradient and the activation's backward."""
@@ -173,14 +180,16 @@ def fc1_wgrad_gather(inputs: Inputs) -> Work:
 
 
 GEMM, WGRAD = "tests/kernels/test_grouped_gemm.py", "tests/kernels/test_grouped_wgrad.py"
-PINGPONG = "tests/kernels/test_pingpong.py" if torch.cuda.is_available() else GEMM
+COOPERATIVE, PINGPONG = GEMM, GEMM
+if torch.cuda.is_available():
+    COOPERATIVE, PINGPONG = (f"tests/kernels/test_{n}.py" for n in ("cooperative", "pingpong"))
 OPS = (
-    Op(fc1, PINGPONG),
+    Op(fc1, COOPERATIVE),
     Op(fc1_gather, GEMM),
-    Op(fc2, PINGPONG),
+    Op(fc2, COOPERATIVE),
     Op(fc2_dgrad, PINGPONG),
     Op(fc2_dgrad_gather, PINGPONG),
-    Op(fc1_dgrad, PINGPONG),
+    Op(fc1_dgrad, COOPERATIVE),
     Op(fc2_wgrad, WGRAD),
     Op(fc2_wgrad_gather, WGRAD),
     Op(fc1_wgrad, WGRAD),

@@ -19,8 +19,8 @@ SKEW_TOLERANCE = 0.1
 
 # What proves the layer; on a GPU that includes every kernel that it launches.
 KERNELS = (
-    "activation balance_kernels counts expert_mlp grouped_gemm grouped_wgrad index pingpong route "
-    "router_logits rows"
+    "activation balance_kernels cooperative counts expert_mlp grouped_gemm grouped_wgrad index "
+    "pingpong route row_tiles router_logits rows"
 )
 GPU_TESTS = [f"tests/kernels/test_{name}.py" for name in KERNELS.split()]
 GPU_TESTS.append("tests/moe/test_layer_gpu.py")

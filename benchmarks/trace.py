@@ -19,8 +19,8 @@ CATEGORIES = {
     "nccl": r"nccl",
     "nvlink dispatch": r"_spread_kernel|_reduce_kernel|_take_rows|limit_rows|_pack_rows",
     "copies to peers": r"Memcpy PtoP",
-    "experts": r"_gg_|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows|sum_rows"
-    r"|gather_used|map_row_tiles|_finish_bwd_kernel",
+    "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
+    r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
     r"|add_margins|even_bias|^_(split|product|sum_splits)_kernel",
     "loss": r"cross_entropy",

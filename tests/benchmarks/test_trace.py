@@ -42,6 +42,7 @@ def test_nothing_ran() -> None:
     [
         ("ncclDevKernel_AllGather_RING_LL(args)", "nccl"),
         ("_reduce_kernel", "nvlink dispatch"),
+        ("cooperative_kernel", "experts"),
         ("pingpong_kernel", "experts"),
         ("grouped_wgrad_kernel", "experts"),
         ("_sum_rows_fwd_kernel", "experts"),

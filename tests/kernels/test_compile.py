@@ -29,10 +29,10 @@ from moecore.kernels import (
     fp8_rows,
     index,
     margins,
-    pingpong,
     route,
     route_weights,
     router_logits,
+    row_tiles,
     rows,
 )
 from moecore.kernels import grouped_wgrad as wgrad
@@ -265,6 +265,6 @@ def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]
 
 def test_maps_of_row_tiles_compile(compiled: dict[str, Any]) -> None:
     """Of all rows, and of pieces; the interpreter takes loops that the compiler refuses."""
-    pingpong.map_row_tiles(ints(8), 1024)
-    pingpong.map_piece_tiles(ints(8), ints(1024), ints(3, 2, 2))
+    row_tiles.map_row_tiles(ints(8), 1024)
+    row_tiles.map_piece_tiles(ints(8), ints(1024), ints(3, 2, 2))
     assert len(compiled) == 2

@@ -109,6 +109,12 @@ def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
 
 
+@gluon.jit
+def halves(x):
+    """Return the left and the right half of a tile's columns."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Return the number of multiprocessors (4 for a CPU that interprets)."""

@@ -19,16 +19,12 @@ from moecore.kernels.activation import (
     weighted_activation_bwd,
 )
 from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.fp8_rows import PACKED, gather_packed_rows, unpack_rows
 from moecore.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped_wgrad import grouped_wgrad
-from moecore.kernels.pingpong import (
-    map_piece_tiles,
-    map_row_tiles,
-    pingpong_activation,
-    pingpong_activation_bwd,
-    pingpong_gemm,
-)
+from moecore.kernels.pingpong import pingpong_activation_bwd
+from moecore.kernels.row_tiles import map_piece_tiles, map_row_tiles
 from moecore.kernels.rows import gather_rows_plain, gather_used_rows
 
 # Smallest F for which rows are gathered before a product: "gather first" in docs/log.md.
@@ -120,7 +116,7 @@ class ExpertProducts:
             h_RC = self.product(x, w1_eCD.transpose(1, 2))
             return h_RC, weighted_activation(h_RC, weights_R, self.index[2], self.options)
         if x.row_ids_R is None:
-            return pingpong_activation(x.rows, w1_eCD, tiles, weights_R, self.options)
+            return cooperative_activation(x.rows, w1_eCD, tiles, weights_R, self.options)
         where = (x.row_ids_R, weights_R, self.offsets_e)
         return grouped_gemm_activation(x.rows, w1_eCD, *where, self.options)
 
@@ -148,7 +144,7 @@ class ExpertProducts:
         if not a_RK.shape[0]:
             return a_RK.new_empty(0, b_eKN.shape[2])
         if self.tiles is not None:
-            return pingpong_gemm(a_RK, b_eKN, self.tiles)
+            return cooperative_gemm(a_RK, b_eKN, self.tiles)
         if self.triton:
             return grouped_gemm(a_RK, b_eKN, self.offsets_e)
         return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)

@@ -12,6 +12,7 @@ from moecore.kernels.common import (
     async_load,
     gl,
     gluon,
+    halves,
     hopper,
     thread_barrier,
     tma_load,
@@ -177,11 +178,6 @@ def _add_to(
 
 
 @gluon.jit
-def _halves(x):
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
 def _add_tile(
     out_ptr,
     total_MN,
@@ -193,9 +189,9 @@ def _add_tile(
 ):
     """Add a tile to global memory in four parts, so that the staging buffer stays small."""
     PART: gl.constexpr = total_MN.shape[1] // 4
-    left, right = _halves(total_MN)
-    part0, part1 = _halves(left)
-    part2, part3 = _halves(right)
+    left, right = halves(total_MN)
+    part0, part1 = halves(left)
+    part2, part3 = halves(right)
     row = m * total_MN.shape[0]
     column = n * total_MN.shape[1]
     for i in gl.static_range(4):

@@ -1,60 +1,49 @@
-"""The kernel behind `pingpong.py`: three epilogues, rows contiguous or gathered. Hopper only.
+"""The kernel behind `pingpong.py`, rows contiguous or gathered. Hopper only.
 
-Letters: S source rows, R expert rows (capacity), M N K the sizes of one product, F hidden dim.
+Letters: S source rows, R expert rows (capacity), D model dim, F hidden dim; M N K the sizes of one
+product: R rows, F columns, D summed.
 
-    loading warps     fill a ring of stages with blocks of a and b     (_produce)
+    loading warps     fill a ring of stages with blocks of dy and w2   (_produce)
     warp group 0, 1   take turns: one multiplies, the other stores     (_consume)
 
 A stage is full when its TMA and copies have arrived, and empty when the group that has the turn has
-multiplied it. Which rows a tile covers comes from a map made beforehand (`map_row_tiles`).
+multiplied it. Which rows a tile covers comes from a map made beforehand (`row_tiles.py`).
 
-The epilogue of ACTIVATION_BWD reads h from two slots that both groups use, one after the other: a
-group that has read a slot has the columns after the next brought there, in the end those of the
-other group's tile. So h has come when a product ends.
+The epilogue reads h from two slots that both groups use, one after the other: a group that has read
+a slot has the columns after the next brought there, in the end those of the other group's tile. So
+h has come when a product ends.
 """
 
 from functools import partial
 
-from moecore.kernels.activation import activate, activate_with_gradients
-from moecore.kernels.common import async_load, gl, gluon, hopper, thread_barrier, tma_load
-
-
-@gluon.jit
-def _locate(
-    tile,  # number of the tile
-    num_row_tiles,
-    num_n,  # column tiles
-    map_ptr,
-    GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
-):
-    """Return expert, first row, end of its rows, column tile; GROUP_M row tiles share weights."""
-    width = GROUP_M * num_n
-    first = tile // width * GROUP_M
-    size = gl.minimum(num_row_tiles - first, GROUP_M)
-    inside = tile % width
-    at = map_ptr + (1 + first + inside % size) * FIELDS
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), inside // size
+from moecore.kernels.activation import activate_with_gradients
+from moecore.kernels.common import (
+    async_load,
+    gl,
+    gluon,
+    halves,
+    hopper,
+    thread_barrier,
+    tma_load,
+)
+from moecore.kernels.row_tiles import locate
 
 
 @gluon.jit
 def _produce(
     a_ptr,  # [S or R, K]
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
-    b_desc,  # [e * N, K] as blocks [*, BLOCK_K], or [e * K, N] as blocks [BLOCK_K, BLOCK_N]
+    b_desc,  # [e * K, N] as blocks [BLOCK_K, BLOCK_N]
     row_ids_ptr,  # [R] int32; unused without GATHER
     map_ptr,
     a_smem,  # [STAGES, BLOCK_M, BLOCK_K]
-    b_smem,  # [STAGES, BLOCK_N, BLOCK_K] or [STAGES, BLOCK_K, BLOCK_N]
+    b_smem,  # [STAGES, BLOCK_K, BLOCK_N]
     full,  # barriers: a stage has its data
     empty,  # barriers: a stage has been read
     K,
-    N,
     num_row_tiles,
     num_n,
-    EPILOGUE: gl.constexpr,
     GATHER: gl.constexpr,
-    B_IS_NK: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -66,11 +55,10 @@ def _produce(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     in_tile = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     in_step = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    WIDTH: gl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
     ELEMENTS: gl.constexpr = BLOCK_N if GATHER else BLOCK_M + BLOCK_N
     step = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
-        expert, row, end, n = _locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        expert, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
         if GATHER:
             in_rows = row + in_tile < end
             source = gl.load(row_ids_ptr + row + in_tile, mask=in_rows, other=0).to(gl.int64)
@@ -78,17 +66,9 @@ def _produce(
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
             bar = full.index(stage)
-            b = b_smem.index(stage)
             hopper.mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             hopper.mbarrier.expect(bar, ELEMENTS * BLOCK_K * 2)
-            if EPILOGUE == 1:  # gate columns, then the up columns that belong to them
-                first = expert * 2 * N + n * WIDTH
-                tma_load(b_desc, [first, k], bar, b.slice(0, WIDTH, 0))
-                tma_load(b_desc, [first + N, k], bar, b.slice(WIDTH, WIDTH, 0))
-            elif B_IS_NK:
-                tma_load(b_desc, [expert * N + n * WIDTH, k], bar, b)
-            else:
-                tma_load(b_desc, [expert * K + k, n * WIDTH], bar, b)
+            tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, b_smem.index(stage))
             if GATHER:
                 mask = in_rows[:, None] & (k + in_step < K)[None, :]
                 async_load(a_smem.index(stage), a_rows + k, mask)
@@ -96,59 +76,6 @@ def _produce(
             else:
                 tma_load(a_desc, [row, k], bar, a_smem.index(stage))
             step += 1
-
-
-@gluon.jit
-def _halves(x):
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
-def _store(
-    out_ptr,
-    x,  # [BLOCK_M, columns]
-    row,
-    end,
-    column,
-    num_columns,
-    row_stride,
-):
-    """Write a block, 16 bytes a thread and access."""
-    LANES: gl.constexpr = x.shape[1] // 8
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
-    )
-    x = gl.convert_layout(x.to(out_ptr.dtype.element_ty), layout)
-    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
-    gl.store(at, x, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
-
-
-@gluon.jit
-def _store_activation(
-    total_MN,  # gate columns, then up columns
-    weights_ptr,
-    h_ptr,
-    out_ptr,
-    row,
-    end,
-    column,
-    F,
-    KIND: gl.constexpr,
-    LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr,
-):
-    gate, up = _halves(total_MN)
-    rows = row + gl.arange(0, gate.shape[0], gl.SliceLayout(1, gate.type.layout))
-    weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
-    gate = gate.to(h_ptr.dtype.element_ty)
-    up = up.to(h_ptr.dtype.element_ty)
-    _store(h_ptr, gate, row, end, column, F, 2 * F)
-    _store(h_ptr + F, up, row, end, column, F, 2 * F)
-    # The activation reads h as it is stored: the backward recomputes it from there.
-    a = activate(gate.to(gl.float32), up.to(gl.float32), KIND, LIMIT, ALPHA)
-    _store(out_ptr, a * weights[:, None], row, end, column, F, F)
 
 
 @gluon.jit
@@ -169,7 +96,7 @@ def _fetch_h(
 
 
 @gluon.jit
-def _store_activation_bwd(
+def _store(
     total_MN,  # da
     da_smem,  # [4, BLOCK_M, PART]: a loop over quarters needs few registers
     h_desc,
@@ -196,9 +123,9 @@ def _store_activation_bwd(
     Those are this tile's second half, then the next tile's first one.
     """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    left, right = _halves(total_MN.to(dtype))
-    part0, part1 = _halves(left)
-    part2, part3 = _halves(right)
+    left, right = halves(total_MN.to(dtype))
+    part0, part1 = halves(left)
+    part2, part3 = halves(right)
     da_smem.index(0).store(part0)
     da_smem.index(1).store(part1)
     da_smem.index(2).store(part2)
@@ -244,14 +171,13 @@ def _store_activation_bwd(
 def _consume(
     GROUP: gl.constexpr,
     turn,  # two barriers: a group's turn to multiply
-    store_turn,  # likewise: to use what both have for ACTIVATION_BWD's epilogue
+    store_turn,  # likewise: to use what both have for the epilogue
     da_smem,
     h_desc,
     h_smem,
     arrived,
     map_ptr,
     weights_ptr,
-    h_ptr,
     out_ptr,
     dh_ptr,
     dweights_ptr,
@@ -264,8 +190,6 @@ def _consume(
     N,
     num_row_tiles,
     num_n,
-    EPILOGUE: gl.constexpr,
-    B_IS_NK: gl.constexpr,
     KIND: gl.constexpr,
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -281,20 +205,19 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
-    WIDTH: gl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
     num_k = gl.cdiv(K, BLOCK_K)
     num_tiles = num_row_tiles * num_n
     step = GROUP * num_k
     parity = 1 - GROUP
     store_parity = parity
     first = gl.program_id(0) + GROUP * gl.num_programs(0)
-    if EPILOGUE == 2 and GROUP == 0:
+    if GROUP == 0:
         if first < num_tiles:
-            _, row, _, n = _locate(first, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
-            _fetch_h(h_desc, h_smem, arrived, 0, row, n * WIDTH, N)
-            _fetch_h(h_desc, h_smem, arrived, 1, row, n * WIDTH + WIDTH // 4, N)
+            _, row, _, n = locate(first, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+            _fetch_h(h_desc, h_smem, arrived, 0, row, n * BLOCK_N, N)
+            _fetch_h(h_desc, h_smem, arrived, 1, row, n * BLOCK_N + BLOCK_N // 4, N)
     for tile in range(first, num_tiles, 2 * gl.num_programs(0)):
-        _, row, end, n = _locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        _, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         # Not before the other group has read its last stage: a barrier tells even phases from odd
         # ones only, so a group that waits too early takes the other's data for its own.
@@ -304,10 +227,8 @@ def _consume(
             stage = step % STAGES
             hopper.mbarrier.wait(full.index(stage), step // STAGES & 1)
             hopper.fence_async_shared()  # gathered rows came through the generic proxy
-            b = b_smem.index(stage)
-            if B_IS_NK:
-                b = b.permute((1, 0))
-            total_MN = hopper.warpgroup_mma(a_smem.index(stage), b, total_MN, is_async=True)
+            a, b = a_smem.index(stage), b_smem.index(stage)
+            total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
             before = empty.index((step + STAGES - 1) % STAGES)
             hopper.mbarrier.arrive(before, count=1, pred=i > 0)
@@ -316,44 +237,34 @@ def _consume(
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
         hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
         step += num_k  # the other group's
-        column = n * WIDTH
-        if EPILOGUE == 0:
-            left, right = _halves(total_MN.to(out_ptr.dtype.element_ty))
-            _store(out_ptr, left, row, end, column, N, N)
-            _store(out_ptr, right, row, end, column + BLOCK_N // 2, N, N)
-        elif EPILOGUE == 1:
-            _store_activation(
-                total_MN, weights_ptr, h_ptr, out_ptr, row, end, column, N, KIND, LIMIT, ALPHA
-            )
-        else:
-            after = tile + gl.num_programs(0)  # the other group's
-            has_next = after < num_tiles
-            at = gl.where(has_next, after, tile)
-            _, next_row, _, next_n = _locate(at, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
-            hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
-            store_parity = 1 - store_parity
-            _store_activation_bwd(
-                total_MN,
-                da_smem,
-                h_desc,
-                h_smem,
-                arrived,
-                store_turn.index(1 - GROUP),
-                weights_ptr,
-                dh_ptr,
-                out_ptr,
-                dweights_ptr + n.to(gl.int64) * R,
-                row,
-                end,
-                column,
-                N,
-                has_next,
-                next_row,
-                next_n * WIDTH,
-                KIND,
-                LIMIT,
-                ALPHA,
-            )
+        after = tile + gl.num_programs(0)  # the other group's
+        has_next = after < num_tiles
+        at = gl.where(has_next, after, tile)
+        _, next_row, _, next_n = locate(at, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
+        store_parity = 1 - store_parity
+        _store(
+            total_MN,
+            da_smem,
+            h_desc,
+            h_smem,
+            arrived,
+            store_turn.index(1 - GROUP),
+            weights_ptr,
+            dh_ptr,
+            out_ptr,
+            dweights_ptr + n.to(gl.int64) * R,
+            row,
+            end,
+            n * BLOCK_N,
+            N,
+            has_next,
+            next_row,
+            next_n * BLOCK_N,
+            KIND,
+            LIMIT,
+            ALPHA,
+        )
 
 
 @partial(gluon.jit, do_not_specialize=["R"])
@@ -362,19 +273,16 @@ def pingpong_kernel(
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # see _produce
     row_ids_ptr,  # [R] int32; unused without GATHER
-    map_ptr,  # see _map_row_tiles_kernel
-    weights_ptr,  # [R] fp32; unused by PLAIN, as what follows
-    h_ptr,  # [R, 2F]; out for ACTIVATION
-    h_desc,  # in for ACTIVATION_BWD, else None: the same as blocks [BLOCK_M, BLOCK_N / 4]
-    out_ptr,  # [R, N]; rows past the last offset stay as they are, in all outputs
+    map_ptr,  # see `row_tiles.py`
+    weights_ptr,  # [R] fp32
+    h_desc,  # [R, 2F] as blocks [BLOCK_M, BLOCK_N / 4]
+    out_ptr,  # [R, F], out; rows past the last offset stay as they are, in all outputs
     dh_ptr,  # [R, 2F], out
     dweights_ptr,  # [column tiles, R] fp32, out
     R,
     K,
     N,
-    EPILOGUE: gl.constexpr,
     GATHER: gl.constexpr,
-    B_IS_NK: gl.constexpr,
     KIND: gl.constexpr,
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -387,13 +295,10 @@ def pingpong_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Compute one of the three products of `pingpong.py`."""
+    """Compute the product of `pingpong.py`."""
     dtype: gl.constexpr = b_desc.dtype
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
-    if B_IS_NK:
-        b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
-    else:
-        b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
     bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
@@ -409,16 +314,11 @@ def pingpong_kernel(
     for i in gl.static_range(2):
         hopper.mbarrier.init(store_turn.index(i), count=1)
         hopper.mbarrier.init(arrived.index(i), count=1)
-    if EPILOGUE != 2:
-        da_smem: gl.constexpr = None
-        h_smem: gl.constexpr = None
-    else:
-        part: gl.constexpr = [4, BLOCK_M, BLOCK_N // 4]
-        staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        da_smem = gl.allocate_shared_memory(dtype, part, staged)
-        h_smem = gl.allocate_shared_memory(dtype, part, h_desc.layout)
-    WIDTH: gl.constexpr = BLOCK_N // 2 if EPILOGUE == 1 else BLOCK_N
-    num_n = gl.cdiv(N, WIDTH)
+    part: gl.constexpr = [4, BLOCK_M, BLOCK_N // 4]
+    staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    da_smem = gl.allocate_shared_memory(dtype, part, staged)
+    h_smem = gl.allocate_shared_memory(dtype, part, h_desc.layout)
+    num_n = gl.cdiv(N, BLOCK_N)
     num_row_tiles = gl.load(map_ptr)
     gl.warp_specialize(
         [
@@ -434,7 +334,6 @@ def pingpong_kernel(
                     arrived,
                     map_ptr,
                     weights_ptr,
-                    h_ptr,
                     out_ptr,
                     dh_ptr,
                     dweights_ptr,
@@ -447,8 +346,6 @@ def pingpong_kernel(
                     N,
                     num_row_tiles,
                     num_n,
-                    EPILOGUE,
-                    B_IS_NK,
                     KIND,
                     LIMIT,
                     ALPHA,
@@ -472,7 +369,6 @@ def pingpong_kernel(
                     arrived,
                     map_ptr,
                     weights_ptr,
-                    h_ptr,
                     out_ptr,
                     dh_ptr,
                     dweights_ptr,
@@ -485,8 +381,6 @@ def pingpong_kernel(
                     N,
                     num_row_tiles,
                     num_n,
-                    EPILOGUE,
-                    B_IS_NK,
                     KIND,
                     LIMIT,
                     ALPHA,
@@ -511,12 +405,9 @@ def pingpong_kernel(
                     full,
                     empty,
                     K,
-                    N,
                     num_row_tiles,
                     num_n,
-                    EPILOGUE,
                     GATHER,
-                    B_IS_NK,
                     BLOCK_M,
                     BLOCK_N,
                     BLOCK_K,

@@ -1,0 +1,336 @@
+"""The kernel behind `cooperative.py`. Hopper only.
+
+Letters: R expert rows (capacity), e experts, M N K the sizes of one product, F hidden dim.
+
+    loading warp      fills a ring of stages with blocks of a and b          (_produce)
+    warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)
+
+A stage is full when its TMA has arrived, and empty when both groups have read it; they do not wait
+for each other otherwise. Which rows a tile covers comes from a map made before (`row_tiles.py`).
+
+TMA stores a group's half of a tile as a whole. So where an expert's rows end, or F within a tile of
+h, threads store what is there (_store_part).
+"""
+
+from moecore.kernels.activation import activate
+from moecore.kernels.common import gl, gluon, halves, hopper, thread_barrier, tma_load, tma_store
+from moecore.kernels.row_tiles import locate
+
+
+@gluon.jit
+def _produce(
+    a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
+    b_desc,  # [e * N, K] as blocks [WIDTH, BLOCK_K], or [e * K, N] as blocks [BLOCK_K, BLOCK_N]
+    map_ptr,
+    a_smem,  # [STAGES, BLOCK_M, BLOCK_K]
+    b_smem,  # [STAGES, BLOCK_N, BLOCK_K] or [STAGES, BLOCK_K, BLOCK_N]
+    full,  # barriers: a stage has its data
+    empty,  # barriers: a stage has been read
+    K,
+    N,
+    num_row_tiles,
+    num_n,
+    ACTIVATION: gl.constexpr,
+    B_IS_NK: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr,
+):
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    step = 0
+    for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
+        expert, row, _, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        for k in range(0, K, BLOCK_K):
+            stage = step % STAGES
+            bar = full.index(stage)
+            b = b_smem.index(stage)
+            hopper.mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            hopper.mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            tma_load(a_desc, [row, k], bar, a_smem.index(stage))
+            if ACTIVATION:  # gate columns, then the up columns that belong to them
+                first = expert * 2 * N + n * HALF_N
+                tma_load(b_desc, [first, k], bar, b.slice(0, HALF_N, 0))
+                tma_load(b_desc, [first + N, k], bar, b.slice(HALF_N, HALF_N, 0))
+            elif B_IS_NK:
+                tma_load(b_desc, [expert * N + n * BLOCK_N, k], bar, b)
+            else:
+                tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, b)
+            step += 1
+
+
+@gluon.jit
+def _begin_staging():
+    """Wait until TMA has read what this group had staged."""
+    hopper.tma.store_wait(0)
+    thread_barrier()
+
+
+@gluon.jit
+def _end_staging():
+    """Let TMA see what this group has staged."""
+    hopper.fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _store_part(
+    out_ptr,
+    x,  # [BLOCK_M / 2, columns]
+    row,
+    end,
+    column,
+    num_columns,
+    row_stride,
+):
+    """Write the rows before `end` and the columns before `num_columns`, 16 bytes at a time."""
+    LANES: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    x = gl.convert_layout(x, layout)
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
+    gl.store(at, x, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
+
+
+@gluon.jit
+def _consume(
+    GROUP: gl.constexpr,
+    map_ptr,
+    weights_ptr,
+    h_ptr,
+    h_desc,
+    out_ptr,
+    out_desc,
+    out_smem,  # what TMA stores: a block of each group, then for h another one of each
+    a_smem,
+    b_smem,
+    full,
+    empty,
+    K,
+    N,
+    num_row_tiles,
+    num_n,
+    ACTIVATION: gl.constexpr,
+    B_IS_NK: gl.constexpr,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr,
+):
+    """Multiply and store one half of every tile."""
+    N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
+    HALF_M: gl.constexpr = BLOCK_M // 2
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    staged = out_smem.index(GROUP)
+    step = 0
+    for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
+        _, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        row += GROUP * HALF_M
+        total_MN = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
+        for k in range(0, K, BLOCK_K):
+            stage = step % STAGES
+            hopper.mbarrier.wait(full.index(stage), step // STAGES & 1)
+            a = a_smem.index(stage).slice(GROUP * HALF_M, HALF_M, 0)
+            b = b_smem.index(stage)
+            if B_IS_NK:
+                b = b.permute((1, 0))
+            total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
+            total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
+            before = empty.index((step + STAGES - 1) % STAGES)
+            hopper.mbarrier.arrive(before, count=1, pred=k > 0)
+            step += 1
+        total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
+        hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        if ACTIVATION:
+            column = n * HALF_N
+            is_whole = (row + HALF_M <= end) & (column + HALF_N <= N)
+            gate, up = halves(total_MN.to(dtype))
+            if is_whole:
+                _begin_staging()
+                staged.store(gate)
+                out_smem.index(GROUP + 2).store(up)
+                _end_staging()
+                tma_store(h_desc, [row, column], staged)
+                tma_store(h_desc, [row, N + column], out_smem.index(GROUP + 2))
+            else:
+                _store_part(h_ptr, gate, row, end, column, N, 2 * N)
+                _store_part(h_ptr + N, up, row, end, column, N, 2 * N)
+            rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, gate.type.layout))
+            weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
+            # The activation reads h as it is stored: the backward recomputes it from there.
+            a = activate(gate.to(gl.float32), up.to(gl.float32), KIND, LIMIT, ALPHA)
+            out = (a * weights[:, None]).to(dtype)
+            if is_whole:
+                _begin_staging()
+                staged.store(out)
+                _end_staging()
+                tma_store(out_desc, [row, column], staged)
+            else:
+                _store_part(out_ptr, out, row, end, column, N, N)
+        else:
+            column = n * BLOCK_N
+            out = total_MN.to(dtype)
+            if row + HALF_M <= end:
+                _begin_staging()
+                staged.store(out)
+                _end_staging()
+                tma_store(out_desc, [row, column], staged)
+            else:
+                left, right = halves(out)
+                _store_part(out_ptr, left, row, end, column, N, N)
+                _store_part(out_ptr, right, row, end, column + HALF_N, N, N)
+    hopper.tma.store_wait(0)
+
+
+@gluon.jit
+def cooperative_kernel(
+    a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
+    b_desc,  # see _produce
+    map_ptr,  # see `row_tiles.py`
+    weights_ptr,  # [R] fp32, or None with h: the product alone
+    h_ptr,  # [R, 2F], out
+    h_desc,  # the same in blocks like those of out_desc
+    out_ptr,  # [R, N]; rows past the last offset stay as they are, in both outputs
+    out_desc,  # the same as blocks [BLOCK_M / 2, BLOCK_N], with h half as wide
+    K,
+    N,
+    B_IS_NK: gl.constexpr,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Compute one of the two products of `cooperative.py`."""
+    ACTIVATION: gl.constexpr = h_ptr is not None
+    dtype: gl.constexpr = b_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    if B_IS_NK:
+        b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+    else:
+        b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
+    blocks: gl.constexpr = 4 if ACTIVATION else 2
+    block: gl.constexpr = out_desc.block_type.shape
+    out_smem = gl.allocate_shared_memory(dtype, [blocks, block[0], block[1]], out_desc.layout)
+    bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(i), count=1)
+        hopper.mbarrier.init(empty.index(i), count=2)
+    num_n = gl.cdiv(N, BLOCK_N // 2 if ACTIVATION else BLOCK_N)
+    num_row_tiles = gl.load(map_ptr)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    0,
+                    map_ptr,
+                    weights_ptr,
+                    h_ptr,
+                    h_desc,
+                    out_ptr,
+                    out_desc,
+                    out_smem,
+                    a_smem,
+                    b_smem,
+                    full,
+                    empty,
+                    K,
+                    N,
+                    num_row_tiles,
+                    num_n,
+                    ACTIVATION,
+                    B_IS_NK,
+                    KIND,
+                    LIMIT,
+                    ALPHA,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    STAGES,
+                    FIELDS,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    1,
+                    map_ptr,
+                    weights_ptr,
+                    h_ptr,
+                    h_desc,
+                    out_ptr,
+                    out_desc,
+                    out_smem,
+                    a_smem,
+                    b_smem,
+                    full,
+                    empty,
+                    K,
+                    N,
+                    num_row_tiles,
+                    num_n,
+                    ACTIVATION,
+                    B_IS_NK,
+                    KIND,
+                    LIMIT,
+                    ALPHA,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    STAGES,
+                    FIELDS,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    a_desc,
+                    b_desc,
+                    map_ptr,
+                    a_smem,
+                    b_smem,
+                    full,
+                    empty,
+                    K,
+                    N,
+                    num_row_tiles,
+                    num_n,
+                    ACTIVATION,
+                    B_IS_NK,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    STAGES,
+                    FIELDS,
+                ),
+            ),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
