@@ -27,7 +27,9 @@ from moecore.kernels.row_tiles import BLOCK_M, MAP_FIELDS
 
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
 GROUP_M = 8  # row tiles that share weights in L2
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+EPILOGUE_ROWS = 16
+CONSUMER_REGISTERS = {False: 240, True: 208}
+EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 
 def launch_arguments(
@@ -68,7 +70,9 @@ def launch_arguments(
         "GROUP_M": GROUP_M,
         "STAGES": STAGES,
         "FIELDS": MAP_FIELDS,
-        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
+        "EPILOGUE_ROWS": EPILOGUE_ROWS,
+        "CONSUMER_REGISTERS": CONSUMER_REGISTERS[h_RC is not None],
+        "EPILOGUE_REGISTERS": EPILOGUE_REGISTERS,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "num_warps": 4,
     }

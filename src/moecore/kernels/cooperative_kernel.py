@@ -78,35 +78,83 @@ def _end_staging():
 @gluon.jit
 def _store_part(
     out_ptr,
-    x,  # [BLOCK_M / 2, columns]
+    x,  # [rows, columns]
     row,
     end,
     column,
     num_columns,
     row_stride,
 ):
-    """Write the rows before `end` and the columns before `num_columns`, 16 bytes at a time."""
-    LANES: gl.constexpr = 16
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
-    )
-    x = gl.convert_layout(x, layout)
-    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    """Write the rows before `end` and the columns before `num_columns`."""
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
     gl.store(at, x, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
+
+
+@gluon.jit
+def _activate(
+    map_ptr,
+    weights_ptr,
+    h_ptr,
+    out_ptr,
+    out_smem,
+    staged,  # two barriers: a group has staged its gate and up
+    taken,  # two barriers: they have been read
+    N,
+    num_row_tiles,
+    num_n,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    FIELDS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Store the weighted activation of every tile, and h where TMA does not, ROWS at a time."""
+    N = N // 8 * 8  # as in _consume
+    HALF_M: gl.constexpr = BLOCK_M // 2
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    parity = 0
+    for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
+        _, first, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        column = n * HALF_N
+        for group in gl.static_range(2):
+            hopper.mbarrier.wait(staged.index(group), parity)
+            is_whole = (first + (group + 1) * HALF_M <= end) & (column + HALF_N <= N)
+            for i in gl.static_range(HALF_M // ROWS):
+                row = first + group * HALF_M + i * ROWS
+                gate = out_smem.index(group).slice(i * ROWS, ROWS, 0).load(layout)
+                up = out_smem.index(group + 2).slice(i * ROWS, ROWS, 0).load(layout)
+                if i == HALF_M // ROWS - 1:
+                    thread_barrier()  # all have read the last rows
+                    hopper.mbarrier.arrive(taken.index(group), count=1)
+                if not is_whole:
+                    _store_part(h_ptr, gate, row, end, column, N, 2 * N)
+                    _store_part(h_ptr + N, up, row, end, column, N, 2 * N)
+                rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+                weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
+                # The activation reads h as it is stored: the backward recomputes it from there.
+                a = activate(gate.to(gl.float32), up.to(gl.float32), KIND, LIMIT, ALPHA)
+                out = (a * weights[:, None]).to(dtype)
+                _store_part(out_ptr, out, row, end, column, N, N)
+        parity = 1 - parity
 
 
 @gluon.jit
 def _consume(
     GROUP: gl.constexpr,
     map_ptr,
-    weights_ptr,
-    h_ptr,
     h_desc,
     out_ptr,
     out_desc,
-    out_smem,  # what TMA stores: a block of each group, then for h another one of each
+    out_smem,  # a block of each group: out, or gate; then up of each
+    staged,
+    taken,
     a_smem,
     b_smem,
     full,
@@ -117,9 +165,6 @@ def _consume(
     num_n,
     ACTIVATION: gl.constexpr,
     B_IS_NK: gl.constexpr,
-    KIND: gl.constexpr,
-    LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -135,7 +180,7 @@ def _consume(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    staged = out_smem.index(GROUP)
+    parity = 1
     step = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
         _, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
@@ -155,44 +200,32 @@ def _consume(
             step += 1
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
         hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        out = total_MN.to(dtype)
         if ACTIVATION:
             column = n * HALF_N
-            is_whole = (row + HALF_M <= end) & (column + HALF_N <= N)
-            gate, up = halves(total_MN.to(dtype))
-            if is_whole:
-                _begin_staging()
-                staged.store(gate)
-                out_smem.index(GROUP + 2).store(up)
-                _end_staging()
-                tma_store(h_desc, [row, column], staged)
+            gate, up = halves(out)
+            hopper.mbarrier.wait(taken.index(GROUP), parity)
+            parity = 1 - parity
+            _begin_staging()
+            out_smem.index(GROUP).store(gate)
+            out_smem.index(GROUP + 2).store(up)
+            _end_staging()
+            hopper.mbarrier.arrive(staged.index(GROUP), count=1)
+            if (row + HALF_M <= end) & (column + HALF_N <= N):
+                tma_store(h_desc, [row, column], out_smem.index(GROUP))
                 tma_store(h_desc, [row, N + column], out_smem.index(GROUP + 2))
-            else:
-                _store_part(h_ptr, gate, row, end, column, N, 2 * N)
-                _store_part(h_ptr + N, up, row, end, column, N, 2 * N)
-            rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, gate.type.layout))
-            weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
-            # The activation reads h as it is stored: the backward recomputes it from there.
-            a = activate(gate.to(gl.float32), up.to(gl.float32), KIND, LIMIT, ALPHA)
-            out = (a * weights[:, None]).to(dtype)
-            if is_whole:
-                _begin_staging()
-                staged.store(out)
-                _end_staging()
-                tma_store(out_desc, [row, column], staged)
-            else:
-                _store_part(out_ptr, out, row, end, column, N, N)
+        elif row + HALF_M <= end:
+            _begin_staging()
+            out_smem.index(GROUP).store(out)
+            _end_staging()
+            tma_store(out_desc, [row, n * BLOCK_N], out_smem.index(GROUP))
         else:
+            wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+            left, right = halves(out)
             column = n * BLOCK_N
-            out = total_MN.to(dtype)
-            if row + HALF_M <= end:
-                _begin_staging()
-                staged.store(out)
-                _end_staging()
-                tma_store(out_desc, [row, column], staged)
-            else:
-                left, right = halves(out)
-                _store_part(out_ptr, left, row, end, column, N, N)
-                _store_part(out_ptr, right, row, end, column + HALF_N, N, N)
+            _store_part(out_ptr, gl.convert_layout(left, wide), row, end, column, N, N)
+            column += HALF_N
+            _store_part(out_ptr, gl.convert_layout(right, wide), row, end, column, N, N)
     hopper.tma.store_wait(0)
 
 
@@ -218,7 +251,9 @@ def cooperative_kernel(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
     FIELDS: gl.constexpr,
+    EPILOGUE_ROWS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
+    EPILOGUE_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Compute one of the two products of `cooperative.py`."""
@@ -238,99 +273,211 @@ def cooperative_kernel(
     for i in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(i), count=1)
         hopper.mbarrier.init(empty.index(i), count=2)
+    staged = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    for i in gl.static_range(2):
+        hopper.mbarrier.init(staged.index(i), count=1)
+        hopper.mbarrier.init(taken.index(i), count=1)
     num_n = gl.cdiv(N, BLOCK_N // 2 if ACTIVATION else BLOCK_N)
     num_row_tiles = gl.load(map_ptr)
-    gl.warp_specialize(
-        [
-            (
-                _consume,
+    if ACTIVATION:
+        gl.warp_specialize(
+            [
                 (
-                    0,
-                    map_ptr,
-                    weights_ptr,
-                    h_ptr,
-                    h_desc,
-                    out_ptr,
-                    out_desc,
-                    out_smem,
-                    a_smem,
-                    b_smem,
-                    full,
-                    empty,
-                    K,
-                    N,
-                    num_row_tiles,
-                    num_n,
-                    ACTIVATION,
-                    B_IS_NK,
-                    KIND,
-                    LIMIT,
-                    ALPHA,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    GROUP_M,
-                    STAGES,
-                    FIELDS,
+                    _consume,
+                    (
+                        0,
+                        map_ptr,
+                        h_desc,
+                        out_ptr,
+                        out_desc,
+                        out_smem,
+                        staged,
+                        taken,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        K,
+                        N,
+                        num_row_tiles,
+                        num_n,
+                        ACTIVATION,
+                        B_IS_NK,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                        FIELDS,
+                    ),
                 ),
-            ),
-            (
-                _consume,
                 (
-                    1,
-                    map_ptr,
-                    weights_ptr,
-                    h_ptr,
-                    h_desc,
-                    out_ptr,
-                    out_desc,
-                    out_smem,
-                    a_smem,
-                    b_smem,
-                    full,
-                    empty,
-                    K,
-                    N,
-                    num_row_tiles,
-                    num_n,
-                    ACTIVATION,
-                    B_IS_NK,
-                    KIND,
-                    LIMIT,
-                    ALPHA,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    GROUP_M,
-                    STAGES,
-                    FIELDS,
+                    _consume,
+                    (
+                        1,
+                        map_ptr,
+                        h_desc,
+                        out_ptr,
+                        out_desc,
+                        out_smem,
+                        staged,
+                        taken,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        K,
+                        N,
+                        num_row_tiles,
+                        num_n,
+                        ACTIVATION,
+                        B_IS_NK,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                        FIELDS,
+                    ),
                 ),
-            ),
-            (
-                _produce,
                 (
-                    a_desc,
-                    b_desc,
-                    map_ptr,
-                    a_smem,
-                    b_smem,
-                    full,
-                    empty,
-                    K,
-                    N,
-                    num_row_tiles,
-                    num_n,
-                    ACTIVATION,
-                    B_IS_NK,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                    GROUP_M,
-                    STAGES,
-                    FIELDS,
+                    _activate,
+                    (
+                        map_ptr,
+                        weights_ptr,
+                        h_ptr,
+                        out_ptr,
+                        out_smem,
+                        staged,
+                        taken,
+                        N,
+                        num_row_tiles,
+                        num_n,
+                        KIND,
+                        LIMIT,
+                        ALPHA,
+                        BLOCK_M,
+                        BLOCK_N,
+                        GROUP_M,
+                        FIELDS,
+                        EPILOGUE_ROWS,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+                (
+                    _produce,
+                    (
+                        a_desc,
+                        b_desc,
+                        map_ptr,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        K,
+                        N,
+                        num_row_tiles,
+                        num_n,
+                        ACTIVATION,
+                        B_IS_NK,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                        FIELDS,
+                    ),
+                ),
+            ],
+            [4, 2, 1],
+            [CONSUMER_REGISTERS, EPILOGUE_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        0,
+                        map_ptr,
+                        h_desc,
+                        out_ptr,
+                        out_desc,
+                        out_smem,
+                        staged,
+                        taken,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        K,
+                        N,
+                        num_row_tiles,
+                        num_n,
+                        ACTIVATION,
+                        B_IS_NK,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                        FIELDS,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        1,
+                        map_ptr,
+                        h_desc,
+                        out_ptr,
+                        out_desc,
+                        out_smem,
+                        staged,
+                        taken,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        K,
+                        N,
+                        num_row_tiles,
+                        num_n,
+                        ACTIVATION,
+                        B_IS_NK,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                        FIELDS,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        a_desc,
+                        b_desc,
+                        map_ptr,
+                        a_smem,
+                        b_smem,
+                        full,
+                        empty,
+                        K,
+                        N,
+                        num_row_tiles,
+                        num_n,
+                        ACTIVATION,
+                        B_IS_NK,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                        FIELDS,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
