@@ -7,12 +7,13 @@ Letters: R expert rows (capacity), e experts, M N K the sizes of one product, D 
 dim, C = 2F columns of h.
 
 One persistent program per multiprocessor. A warp of its own fills a ring of stages by TMA. Each
-warp group multiplies half of a tile's rows, puts the result where TMA takes it from, and goes on;
-the tile leaves while the next one is multiplied. 2 * R * N * K floating-point operations. Bytes
-moved at least: a (R * K elements), b and the outputs once each.
+warp group multiplies half of a tile's rows, puts the result into shared memory, and goes on: while
+the next tile is multiplied, TMA stores this one and two more warps compute its activation.
+2 * R * N * K floating-point operations. Bytes moved at least: a (R * K elements), b and the outputs
+once each.
 
-Larger tiles read less through the L2 cache than the 128 x 128 of `pingpong.py`, and that is power:
-a step of training runs at the limit of it (docs/performance.md). The Triton kernels of
+Tiles of this size read a quarter less through the L2 cache than those of `pingpong.py`, which costs
+power: a step of training runs at the limit of it (docs/performance.md). The Triton kernels of
 `grouped_gemm.py` compute the same; these run where they are faster.
 """
 
@@ -27,8 +28,8 @@ from moecore.kernels.row_tiles import BLOCK_M, MAP_FIELDS
 
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
 GROUP_M = 8  # row tiles that share weights in L2
-EPILOGUE_ROWS = 16
-CONSUMER_REGISTERS = {False: 240, True: 208}
+EPILOGUE_ROWS = 16  # of an activation, at a time in registers
+CONSUMER_REGISTERS = {False: 240, True: 208}  # without and with an activation
 EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 
 

@@ -4,12 +4,14 @@ Letters: R expert rows (capacity), e experts, M N K the sizes of one product, F 
 
     loading warp      fills a ring of stages with blocks of a and b          (_produce)
     warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)
+    two more warps    turn h into the activation, with FC1                   (_activate)
 
 A stage is full when its TMA has arrived, and empty when both groups have read it; they do not wait
 for each other otherwise. Which rows a tile covers comes from a map made before (`row_tiles.py`).
 
-TMA stores a group's half of a tile as a whole. So where an expert's rows end, or F within a tile of
-h, threads store what is there (_store_part).
+A group stages its half of a tile in shared memory, once what it staged before has been read: by
+TMA, which stores the half as a whole, and by the warps that compute the activation. Where an
+expert's rows end, or F within a tile of h, threads store what is there instead (_store_part).
 """
 
 from moecore.kernels.activation import activate
@@ -98,9 +100,9 @@ def _activate(
     weights_ptr,
     h_ptr,
     out_ptr,
-    out_smem,
+    out_smem,  # [4, BLOCK_M / 2, BLOCK_N / 2]: gate of each group, up of each group
     staged,  # two barriers: a group has staged its gate and up
-    taken,  # two barriers: they have been read
+    taken,  # two barriers: these warps have read them
     N,
     num_row_tiles,
     num_n,
@@ -113,7 +115,7 @@ def _activate(
     FIELDS: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Store the weighted activation of every tile, and h where TMA does not, ROWS at a time."""
+    """Store the weighted activation of every tile, ROWS at a time, and h where TMA does not."""
     N = N // 8 * 8  # as in _consume
     HALF_M: gl.constexpr = BLOCK_M // 2
     HALF_N: gl.constexpr = BLOCK_N // 2
@@ -152,8 +154,8 @@ def _consume(
     h_desc,
     out_ptr,
     out_desc,
-    out_smem,  # a block of each group: out, or gate; then up of each
-    staged,
+    out_smem,  # a block of each group, or as in _activate
+    staged,  # as in _activate; else unused
     taken,
     a_smem,
     b_smem,
@@ -172,7 +174,7 @@ def _consume(
     STAGES: gl.constexpr,
     FIELDS: gl.constexpr,
 ):
-    """Multiply and store one half of every tile."""
+    """Multiply one half of every tile, and store it or h."""
     N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and stores 16 bytes
     HALF_M: gl.constexpr = BLOCK_M // 2
     HALF_N: gl.constexpr = BLOCK_N // 2
