@@ -6,8 +6,13 @@ Letters: R expert rows (capacity), e experts, M N K the sizes of one product, F 
     warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)
     two more warps    turn h into the activation, with FC1                   (_activate)
 
-A stage is full when its TMA has arrived, and empty when both groups have read it; they do not wait
-for each other otherwise. Which rows a tile covers comes from a map made before (`row_tiles.py`).
+What they share:
+
+    ring    stages of a and of b, and two barriers each: full when its TMA has arrived, empty when
+            both groups have read it; they do not wait for each other otherwise
+    stage   what TMA stores: blocks of out, or gate of each group and up of each; two barriers per
+            group: staged when gate and up are there, taken when those warps have read them
+    tiles   the map (`row_tiles.py`), the number of row tiles, and that of column tiles
 
 A group stages its half of a tile in shared memory, once what it staged before has been read: by
 TMA, which stores the half as a whole, and by the warps that compute the activation. Where an
@@ -23,15 +28,10 @@ from moecore.kernels.row_tiles import locate
 def _produce(
     a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # [e * N, K] as blocks [WIDTH, BLOCK_K], or [e * K, N] as blocks [BLOCK_K, BLOCK_N]
-    map_ptr,
-    a_smem,  # [STAGES, BLOCK_M, BLOCK_K]
-    b_smem,  # [STAGES, BLOCK_N, BLOCK_K] or [STAGES, BLOCK_K, BLOCK_N]
-    full,  # barriers: a stage has its data
-    empty,  # barriers: a stage has been read
+    ring,
+    tiles,
     K,
     N,
-    num_row_tiles,
-    num_n,
     ACTIVATION: gl.constexpr,
     B_IS_NK: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -41,17 +41,20 @@ def _produce(
     STAGES: gl.constexpr,
     FIELDS: gl.constexpr,
 ):
+    """Load the blocks of every tile, in order."""
     HALF_N: gl.constexpr = BLOCK_N // 2
+    a_smem, b_smem, full, empty = ring
+    map_ptr, num_row_tiles, num_n = tiles
     step = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
         expert, row, _, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
         for k in range(0, K, BLOCK_K):
-            stage = step % STAGES
-            bar = full.index(stage)
-            b = b_smem.index(stage)
-            hopper.mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            slot = step % STAGES
+            bar = full.index(slot)
+            b = b_smem.index(slot)
+            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             hopper.mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-            tma_load(a_desc, [row, k], bar, a_smem.index(stage))
+            tma_load(a_desc, [row, k], bar, a_smem.index(slot))
             if ACTIVATION:  # gate columns, then the up columns that belong to them
                 first = expert * 2 * N + n * HALF_N
                 tma_load(b_desc, [first, k], bar, b.slice(0, HALF_N, 0))
@@ -96,16 +99,12 @@ def _store_part(
 
 @gluon.jit
 def _activate(
-    map_ptr,
     weights_ptr,
     h_ptr,
     out_ptr,
-    out_smem,  # [4, BLOCK_M / 2, BLOCK_N / 2]: gate of each group, up of each group
-    staged,  # two barriers: a group has staged its gate and up
-    taken,  # two barriers: these warps have read them
+    stage,
+    tiles,
     N,
-    num_row_tiles,
-    num_n,
     KIND: gl.constexpr,
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -121,6 +120,8 @@ def _activate(
     HALF_N: gl.constexpr = BLOCK_N // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
+    out_smem, staged, taken = stage
+    map_ptr, num_row_tiles, num_n = tiles
     parity = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
         _, first, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
@@ -150,21 +151,14 @@ def _activate(
 @gluon.jit
 def _consume(
     GROUP: gl.constexpr,
-    map_ptr,
     h_desc,
     out_ptr,
     out_desc,
-    out_smem,  # a block of each group, or as in _activate
-    staged,  # as in _activate; else unused
-    taken,
-    a_smem,
-    b_smem,
-    full,
-    empty,
+    stage,
+    ring,
+    tiles,
     K,
     N,
-    num_row_tiles,
-    num_n,
     ACTIVATION: gl.constexpr,
     B_IS_NK: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -182,6 +176,9 @@ def _consume(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
     dtype: gl.constexpr = out_ptr.dtype.element_ty
+    out_smem, staged, taken = stage
+    a_smem, b_smem, full, empty = ring
+    map_ptr, num_row_tiles, num_n = tiles
     parity = 1
     step = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
@@ -189,10 +186,10 @@ def _consume(
         row += GROUP * HALF_M
         total_MN = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
         for k in range(0, K, BLOCK_K):
-            stage = step % STAGES
-            hopper.mbarrier.wait(full.index(stage), step // STAGES & 1)
-            a = a_smem.index(stage).slice(GROUP * HALF_M, HALF_M, 0)
-            b = b_smem.index(stage)
+            slot = step % STAGES
+            hopper.mbarrier.wait(full.index(slot), step // STAGES & 1)
+            a = a_smem.index(slot).slice(GROUP * HALF_M, HALF_M, 0)
+            b = b_smem.index(slot)
             if B_IS_NK:
                 b = b.permute((1, 0))
             total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
@@ -281,7 +278,9 @@ def cooperative_kernel(
         hopper.mbarrier.init(staged.index(i), count=1)
         hopper.mbarrier.init(taken.index(i), count=1)
     num_n = gl.cdiv(N, BLOCK_N // 2 if ACTIVATION else BLOCK_N)
-    num_row_tiles = gl.load(map_ptr)
+    ring = (a_smem, b_smem, full, empty)
+    stage = (out_smem, staged, taken)
+    tiles = (map_ptr, gl.load(map_ptr), num_n)
     if ACTIVATION:
         gl.warp_specialize(
             [
@@ -289,21 +288,14 @@ def cooperative_kernel(
                     _consume,
                     (
                         0,
-                        map_ptr,
                         h_desc,
                         out_ptr,
                         out_desc,
-                        out_smem,
-                        staged,
-                        taken,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
+                        stage,
+                        ring,
+                        tiles,
                         K,
                         N,
-                        num_row_tiles,
-                        num_n,
                         ACTIVATION,
                         B_IS_NK,
                         BLOCK_M,
@@ -318,21 +310,14 @@ def cooperative_kernel(
                     _consume,
                     (
                         1,
-                        map_ptr,
                         h_desc,
                         out_ptr,
                         out_desc,
-                        out_smem,
-                        staged,
-                        taken,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
+                        stage,
+                        ring,
+                        tiles,
                         K,
                         N,
-                        num_row_tiles,
-                        num_n,
                         ACTIVATION,
                         B_IS_NK,
                         BLOCK_M,
@@ -346,16 +331,12 @@ def cooperative_kernel(
                 (
                     _activate,
                     (
-                        map_ptr,
                         weights_ptr,
                         h_ptr,
                         out_ptr,
-                        out_smem,
-                        staged,
-                        taken,
+                        stage,
+                        tiles,
                         N,
-                        num_row_tiles,
-                        num_n,
                         KIND,
                         LIMIT,
                         ALPHA,
@@ -371,15 +352,10 @@ def cooperative_kernel(
                     (
                         a_desc,
                         b_desc,
-                        map_ptr,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
+                        ring,
+                        tiles,
                         K,
                         N,
-                        num_row_tiles,
-                        num_n,
                         ACTIVATION,
                         B_IS_NK,
                         BLOCK_M,
@@ -401,21 +377,14 @@ def cooperative_kernel(
                     _consume,
                     (
                         0,
-                        map_ptr,
                         h_desc,
                         out_ptr,
                         out_desc,
-                        out_smem,
-                        staged,
-                        taken,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
+                        stage,
+                        ring,
+                        tiles,
                         K,
                         N,
-                        num_row_tiles,
-                        num_n,
                         ACTIVATION,
                         B_IS_NK,
                         BLOCK_M,
@@ -430,21 +399,14 @@ def cooperative_kernel(
                     _consume,
                     (
                         1,
-                        map_ptr,
                         h_desc,
                         out_ptr,
                         out_desc,
-                        out_smem,
-                        staged,
-                        taken,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
+                        stage,
+                        ring,
+                        tiles,
                         K,
                         N,
-                        num_row_tiles,
-                        num_n,
                         ACTIVATION,
                         B_IS_NK,
                         BLOCK_M,
@@ -460,15 +422,10 @@ def cooperative_kernel(
                     (
                         a_desc,
                         b_desc,
-                        map_ptr,
-                        a_smem,
-                        b_smem,
-                        full,
-                        empty,
+                        ring,
+                        tiles,
                         K,
                         N,
-                        num_row_tiles,
-                        num_n,
                         ACTIVATION,
                         B_IS_NK,
                         BLOCK_M,

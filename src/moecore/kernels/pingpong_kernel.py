@@ -6,12 +6,18 @@ product: R rows, F columns, D summed.
     loading warps     fill a ring of stages with blocks of dy and w2   (_produce)
     warp group 0, 1   take turns: one multiplies, the other stores     (_consume)
 
-A stage is full when its TMA and copies have arrived, and empty when the group that has the turn has
-multiplied it. Which rows a tile covers comes from a map made beforehand (`row_tiles.py`).
+What they share:
 
-The epilogue reads h from two slots that both groups use, one after the other: a group that has read
-a slot has the columns after the next brought there, in the end those of the other group's tile. So
-h has come when a product ends.
+    ring    stages of dy and of w2, and two barriers each: full when TMA and copies have arrived,
+            empty when the group that has the turn has multiplied it
+    turns   two barriers per group: it may multiply, it may use the stage
+    stage   da in quarters, since a loop over them needs few registers; the descriptor of h, and two
+            slots of its gate and up [4, BLOCK_M, BLOCK_N / 4] with a barrier each: h has arrived
+    tiles   the map (`row_tiles.py`), the number of row tiles, and that of column tiles
+
+Both groups use the slots of h, one after the other: a group that has read one has the columns after
+the next brought there, in the end those of the other group's tile. So h has come when a product
+ends.
 """
 
 from functools import partial
@@ -35,14 +41,9 @@ def _produce(
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # [e * K, N] as blocks [BLOCK_K, BLOCK_N]
     row_ids_ptr,  # [R] int32; unused without GATHER
-    map_ptr,
-    a_smem,  # [STAGES, BLOCK_M, BLOCK_K]
-    b_smem,  # [STAGES, BLOCK_K, BLOCK_N]
-    full,  # barriers: a stage has its data
-    empty,  # barriers: a stage has been read
+    ring,
+    tiles,
     K,
-    num_row_tiles,
-    num_n,
     GATHER: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -56,6 +57,8 @@ def _produce(
     in_tile = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     in_step = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     ELEMENTS: gl.constexpr = BLOCK_N if GATHER else BLOCK_M + BLOCK_N
+    a_smem, b_smem, full, empty = ring
+    map_ptr, num_row_tiles, num_n = tiles
     step = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
         expert, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
@@ -64,17 +67,17 @@ def _produce(
             source = gl.load(row_ids_ptr + row + in_tile, mask=in_rows, other=0).to(gl.int64)
             a_rows = a_ptr + (source * K)[:, None] + in_step[None, :]
         for k in range(0, K, BLOCK_K):
-            stage = step % STAGES
-            bar = full.index(stage)
-            hopper.mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            slot = step % STAGES
+            bar = full.index(slot)
+            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             hopper.mbarrier.expect(bar, ELEMENTS * BLOCK_K * 2)
-            tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, b_smem.index(stage))
+            tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, b_smem.index(slot))
             if GATHER:
                 mask = in_rows[:, None] & (k + in_step < K)[None, :]
-                async_load(a_smem.index(stage), a_rows + k, mask)
+                async_load(a_smem.index(slot), a_rows + k, mask)
                 hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
-                tma_load(a_desc, [row, k], bar, a_smem.index(stage))
+                tma_load(a_desc, [row, k], bar, a_smem.index(slot))
             step += 1
 
 
@@ -98,10 +101,7 @@ def _fetch_h(
 @gluon.jit
 def _store(
     total_MN,  # da
-    da_smem,  # [4, BLOCK_M, PART]: a loop over quarters needs few registers
-    h_desc,
-    h_smem,
-    arrived,
+    stage,
     others_turn,  # barrier: the other group may use da_smem and h_smem
     weights_ptr,
     dh_ptr,
@@ -122,6 +122,7 @@ def _store(
 
     Those are this tile's second half, then the next tile's first one.
     """
+    da_smem, h_desc, h_smem, arrived = stage
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     left, right = halves(total_MN.to(dtype))
     part0, part1 = halves(left)
@@ -170,26 +171,17 @@ def _store(
 @gluon.jit
 def _consume(
     GROUP: gl.constexpr,
-    turn,  # two barriers: a group's turn to multiply
-    store_turn,  # likewise: to use what both have for the epilogue
-    da_smem,
-    h_desc,
-    h_smem,
-    arrived,
-    map_ptr,
+    turns,
+    stage,
+    ring,
+    tiles,
     weights_ptr,
     out_ptr,
     dh_ptr,
     dweights_ptr,
     R,
-    a_smem,
-    b_smem,
-    full,
-    empty,
     K,
     N,
-    num_row_tiles,
-    num_n,
     KIND: gl.constexpr,
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -205,6 +197,10 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
+    turn, store_turn = turns
+    _da_smem, h_desc, h_smem, arrived = stage
+    a_smem, b_smem, full, empty = ring
+    map_ptr, num_row_tiles, num_n = tiles
     num_k = gl.cdiv(K, BLOCK_K)
     num_tiles = num_row_tiles * num_n
     step = GROUP * num_k
@@ -224,10 +220,10 @@ def _consume(
         hopper.mbarrier.wait(turn.index(GROUP), parity)
         parity = 1 - parity
         for i in range(num_k):
-            stage = step % STAGES
-            hopper.mbarrier.wait(full.index(stage), step // STAGES & 1)
+            slot = step % STAGES
+            hopper.mbarrier.wait(full.index(slot), step // STAGES & 1)
             hopper.fence_async_shared()  # gathered rows came through the generic proxy
-            a, b = a_smem.index(stage), b_smem.index(stage)
+            a, b = a_smem.index(slot), b_smem.index(slot)
             total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
             before = empty.index((step + STAGES - 1) % STAGES)
@@ -245,10 +241,7 @@ def _consume(
         store_parity = 1 - store_parity
         _store(
             total_MN,
-            da_smem,
-            h_desc,
-            h_smem,
-            arrived,
+            stage,
             store_turn.index(1 - GROUP),
             weights_ptr,
             dh_ptr,
@@ -318,34 +311,28 @@ def pingpong_kernel(
     staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     da_smem = gl.allocate_shared_memory(dtype, part, staged)
     h_smem = gl.allocate_shared_memory(dtype, part, h_desc.layout)
+    turns = (turn, store_turn)
+    stage = (da_smem, h_desc, h_smem, arrived)
+    ring = (a_smem, b_smem, full, empty)
     num_n = gl.cdiv(N, BLOCK_N)
-    num_row_tiles = gl.load(map_ptr)
+    tiles = (map_ptr, gl.load(map_ptr), num_n)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
                     0,
-                    turn,
-                    store_turn,
-                    da_smem,
-                    h_desc,
-                    h_smem,
-                    arrived,
-                    map_ptr,
+                    turns,
+                    stage,
+                    ring,
+                    tiles,
                     weights_ptr,
                     out_ptr,
                     dh_ptr,
                     dweights_ptr,
                     R,
-                    a_smem,
-                    b_smem,
-                    full,
-                    empty,
                     K,
                     N,
-                    num_row_tiles,
-                    num_n,
                     KIND,
                     LIMIT,
                     ALPHA,
@@ -361,26 +348,17 @@ def pingpong_kernel(
                 _consume,
                 (
                     1,
-                    turn,
-                    store_turn,
-                    da_smem,
-                    h_desc,
-                    h_smem,
-                    arrived,
-                    map_ptr,
+                    turns,
+                    stage,
+                    ring,
+                    tiles,
                     weights_ptr,
                     out_ptr,
                     dh_ptr,
                     dweights_ptr,
                     R,
-                    a_smem,
-                    b_smem,
-                    full,
-                    empty,
                     K,
                     N,
-                    num_row_tiles,
-                    num_n,
                     KIND,
                     LIMIT,
                     ALPHA,
@@ -399,14 +377,9 @@ def pingpong_kernel(
                     a_desc,
                     b_desc,
                     row_ids_ptr,
-                    map_ptr,
-                    a_smem,
-                    b_smem,
-                    full,
-                    empty,
+                    ring,
+                    tiles,
                     K,
-                    num_row_tiles,
-                    num_n,
                     GATHER,
                     BLOCK_M,
                     BLOCK_N,
