@@ -4,6 +4,12 @@ Letters: S source rows, R expert rows (capacity), e experts, M columns of x, N c
 
     loading warps      fill a ring of stages with blocks of x and y     (_produce*)
     two warp groups    multiply a tile together, then store it          (_consume)
+
+What they share:
+
+    ring    stages of x and of y, and two barriers each: full when TMA and copies have arrived,
+            empty when both groups have multiplied it
+    tiles   the number of row tiles, of column tiles, and of the tiles of all experts
 """
 
 from functools import partial
@@ -51,14 +57,9 @@ def _produce(
     y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
     row_ids_ptr,  # [R] int32
     offsets_ptr,  # [e] int32
-    x_smem,  # [STAGES, BLOCK_K, BLOCK_M]
-    y_smem,  # [STAGES, BLOCK_K, BLOCK_N]
-    full,  # barriers: a stage has its data
-    empty,  # barriers: a stage has been read
+    ring,
+    tiles,
     M,
-    num_m,
-    num_n,
-    num_tiles,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -76,6 +77,8 @@ def _produce(
     ids = row_ids_ptr + gl.arange(0, BLOCK_K, ids_layout)
     id_in_step = gl.arange(0, BLOCK_K, ids_layout)
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    x_smem, y_smem, full, empty = ring
+    num_m, num_n, num_tiles = tiles
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, m, n = _tile(tile, num_m, num_n, GROUP_M)
@@ -87,7 +90,7 @@ def _produce(
         row += BLOCK_K
         ids2 = gl.load(ids + row, mask=row + id_in_step < end, other=0)
         for row in range(start, end, BLOCK_K):
-            stage = step % STAGES
+            slot = step % STAGES
             source = gl.convert_layout(ids0, row_layout).to(gl.int64)
             ids0 = ids1
             ids1 = ids2
@@ -95,11 +98,11 @@ def _produce(
             ids2 = gl.load(ids + ahead, mask=ahead + id_in_step < end, other=0)
             x = x_ptr + (source * M)[:, None] + (m * BLOCK_M + columns)[None, :]
             mask = (row + in_step < end)[:, None] & (m * BLOCK_M + columns < M)[None, :]
-            bar = full.index(stage)
-            hopper.mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            bar = full.index(slot)
+            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             hopper.mbarrier.expect(bar, y_desc.block_type.nbytes)
-            tma_load(y_desc, [row, n * BLOCK_N], bar, y_smem.index(stage))
-            async_load(x_smem.index(stage), x, mask)
+            tma_load(y_desc, [row, n * BLOCK_N], bar, y_smem.index(slot))
+            async_load(x_smem.index(slot), x, mask)
             hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
 
@@ -109,30 +112,27 @@ def _produce_contiguous(
     x_desc,  # [R, M] as blocks [BLOCK_K, BLOCK_M]
     y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
     offsets_ptr,  # [e] int32
-    x_smem,  # [STAGES, BLOCK_K, BLOCK_M]
-    y_smem,  # [STAGES, BLOCK_K, BLOCK_N]
-    full,  # barriers: a stage has its data
-    empty,  # barriers: a stage has been read
-    num_m,
-    num_n,
-    num_tiles,
+    ring,
+    tiles,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    x_smem, y_smem, full, empty = ring
+    num_m, num_n, num_tiles = tiles
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, m, n = _tile(tile, num_m, num_n, GROUP_M)
         start, end = _range(offsets_ptr, expert)
         for row in range(start, end, BLOCK_K):
-            stage = step % STAGES
-            bar = full.index(stage)
-            hopper.mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            slot = step % STAGES
+            bar = full.index(slot)
+            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             hopper.mbarrier.expect(bar, x_desc.block_type.nbytes + y_desc.block_type.nbytes)
-            tma_load(x_desc, [row, m * BLOCK_M], bar, x_smem.index(stage))
-            tma_load(y_desc, [row, n * BLOCK_N], bar, y_smem.index(stage))
+            tma_load(x_desc, [row, m * BLOCK_M], bar, x_smem.index(slot))
+            tma_load(y_desc, [row, n * BLOCK_N], bar, y_smem.index(slot))
             step += 1
 
 
@@ -212,18 +212,13 @@ def _add_tile(
 @gluon.jit
 def _consume(
     offsets_ptr,
-    x_smem,
-    y_smem,
-    full,
-    empty,
+    ring,
+    tiles,
     out_smem,  # [1, BLOCK_M, BLOCK_N], or transposed; None with ADD
     out_desc,  # [e, M, N] in such blocks, or transposed; None with ADD
     out_ptr,
     M,
     N,
-    num_m,
-    num_n,
-    num_tiles,
     GATHER: gl.constexpr,
     ADD: gl.constexpr,
     TRANSPOSED: gl.constexpr,
@@ -236,20 +231,22 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
+    x_smem, y_smem, full, empty = ring
+    num_m, num_n, num_tiles = tiles
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, m, n = _tile(tile, num_m, num_n, GROUP_M)
         start, end = _range(offsets_ptr, expert)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         for row in range(start, end, BLOCK_K):
-            stage = step % STAGES
-            hopper.mbarrier.wait(full.index(stage), step // STAGES & 1)
+            slot = step % STAGES
+            hopper.mbarrier.wait(full.index(slot), step // STAGES & 1)
             if GATHER:
                 hopper.fence_async_shared()  # x came through the generic proxy, wgmma's is another
             elif row + BLOCK_K > end:
-                _clear_rows(x_smem.index(stage), end - row)
-            x_T = x_smem.index(stage).permute((1, 0))
-            total_MN = hopper.warpgroup_mma(x_T, y_smem.index(stage), total_MN, is_async=True)
+                _clear_rows(x_smem.index(slot), end - row)
+            x_T = x_smem.index(slot).permute((1, 0))
+            total_MN = hopper.warpgroup_mma(x_T, y_smem.index(slot), total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
             thread_barrier()  # both warp groups have read the stage before this one
             before = empty.index((step + STAGES - 1) % STAGES)
@@ -322,6 +319,8 @@ def grouped_wgrad_kernel(
     num_m = gl.cdiv(M, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
     num_tiles = num_m * num_n * num_experts
+    ring = (x_smem, y_smem, full, empty)
+    tiles = (num_m, num_n, num_tiles)
     if GATHER:
         gl.warp_specialize(
             [
@@ -329,18 +328,13 @@ def grouped_wgrad_kernel(
                     _consume,
                     (
                         offsets_ptr,
-                        x_smem,
-                        y_smem,
-                        full,
-                        empty,
+                        ring,
+                        tiles,
                         out_smem,
                         out_desc,
                         out_ptr,
                         M,
                         N,
-                        num_m,
-                        num_n,
-                        num_tiles,
                         GATHER,
                         ADD,
                         TRANSPOSED,
@@ -358,14 +352,9 @@ def grouped_wgrad_kernel(
                         y_desc,
                         row_ids_ptr,
                         offsets_ptr,
-                        x_smem,
-                        y_smem,
-                        full,
-                        empty,
+                        ring,
+                        tiles,
                         M,
-                        num_m,
-                        num_n,
-                        num_tiles,
                         BLOCK_M,
                         BLOCK_N,
                         BLOCK_K,
@@ -385,18 +374,13 @@ def grouped_wgrad_kernel(
                     _consume,
                     (
                         offsets_ptr,
-                        x_smem,
-                        y_smem,
-                        full,
-                        empty,
+                        ring,
+                        tiles,
                         out_smem,
                         out_desc,
                         out_ptr,
                         M,
                         N,
-                        num_m,
-                        num_n,
-                        num_tiles,
                         GATHER,
                         ADD,
                         TRANSPOSED,
@@ -413,13 +397,8 @@ def grouped_wgrad_kernel(
                         x_desc,
                         y_desc,
                         offsets_ptr,
-                        x_smem,
-                        y_smem,
-                        full,
-                        empty,
-                        num_m,
-                        num_n,
-                        num_tiles,
+                        ring,
+                        tiles,
                         BLOCK_M,
                         BLOCK_N,
                         BLOCK_K,
