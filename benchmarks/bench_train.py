@@ -65,6 +65,7 @@ SHOWN = (
     "compile",
     "recompute_fc1",
     "gather_once",
+    "keep_experts",
     "blocks_per_unit",
     "overlap",
     "send_again",

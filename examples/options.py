@@ -53,6 +53,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--exact-rows", action="store_true", help="nvlink: room for what comes, at a host sync")
     add("--recompute-fc1", action="store_true", help="less memory for one product more")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
+    add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
     add("--reduce-once", action="store_true", help="of --grad-accum: reduce with the last one")
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
     add("--overlap", choices=get_args(Overlap), help="of nvlink: what runs while rows travel")

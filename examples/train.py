@@ -101,7 +101,7 @@ def memory_advice(error: torch.OutOfMemoryError, rank: int) -> RuntimeError:
     reason = str(error).partition(". ")[0]
     return RuntimeError(
         f"rank {rank}: {reason}: lower --batch-size (and raise --grad-accum), add --recompute-fc1, "
-        "drop --gather-once, lower --capacity-factor, or use more GPUs"
+        "drop --gather-once and --keep-experts, lower --capacity-factor, or use more GPUs"
     )
 
 
@@ -259,7 +259,7 @@ def build_job(args: argparse.Namespace) -> Job:
             param_dtype=DTYPES[dtype],
             reshard_after_forward=not args.gather_once,
             blocks_per_unit=args.blocks_per_unit,
-            reshard_experts=True,
+            reshard_experts=not args.keep_experts,
         ),
     )
     model.to_empty(device=device)

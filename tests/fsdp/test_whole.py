@@ -5,6 +5,7 @@ That gradients are right on every folding is part of tests/test_parity.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore.fsdp import start_micro_batch
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -124,8 +127,111 @@ def input_gradient_of_changed_weights(rank: int, *, reshard: bool) -> float:
     return received[0].grad.abs().max().item()
 
 
+def ways_of_a_gradient(rank: int) -> dict[str, Any]:
+    """Gradients of the experts by every way to ask for them; three equal micro-batches at last."""
+    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=False)
+    meshes = build_meshes(LAYOUTS["whole"], "cpu")
+    found: dict[str, Any] = {}
+
+    def fresh() -> tuple[nn.Module, list[nn.Parameter], Tensor]:
+        model = nn.Sequential(make_layer(CONFIG))
+        parallelize_moe(model, meshes, fsdp=options)
+        weights = list(model[0].experts.parameters())
+        return model, weights, model(batch(rank).requires_grad_()).float().square().sum()
+
+    def local(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t.to_local().clone() for t in tensors]
+
+    model, weights, loss = fresh()
+    loss.backward()
+    found["sink"] = local([w.grad for w in weights])
+    found["added by autograd"] = [w.grad._version for w in weights]
+
+    _, weights, loss = fresh()
+    found["asked for"] = local(torch.autograd.grad(loss, weights))
+    found["left alone by asking"] = [w.grad is None for w in weights]
+
+    model, weights, loss = fresh()
+    loss.backward(inputs=[model[0].router.weight])
+    found["left alone by other inputs"] = [w.grad is None for w in weights]
+
+    model, weights, loss = fresh()
+    seen: list[Tensor] = []
+    weights[0].register_hook(lambda g: seen.append(g.to_local().clone()))
+    weights[1].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    loss.backward()
+    found["hooked"] = local([w.grad for w in weights])
+    found["seen"] = sorted(seen, key=lambda g: g.ndim, reverse=True)
+
+    model, weights, loss = fresh()
+    loss.backward(retain_graph=True)
+    first = [w.grad for w in weights]
+    loss.backward()
+    found["twice"] = local([w.grad for w in weights])
+    found["in place"] = [w.grad is g for w, g in zip(weights, first, strict=True)]
+
+    model, weights, loss = fresh()
+    for w in weights:  # strides that the kernel can not add to
+        w.grad = DTensor.from_local(
+            torch.ones_like(w.to_local()).transpose(1, 2).contiguous().transpose(1, 2),
+            w.device_mesh,
+            w.placements,
+            run_check=False,
+        )
+    loss.backward()
+    found["onto ones"] = [g - 1 for g in local([w.grad for w in weights])]
+    return found
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of the experts' FC1."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_cast = func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16
+        self.count += is_cast and out.shape[1:] == (2, CONFIG.hidden_dim, CONFIG.dim)
+        return out
+
+
+def casts_of_three_micro_batches(rank: int, *, keep: bool, say: bool) -> tuple[int, list[Tensor]]:
+    """How often FC1 is cast in three micro-batches, and the gradients."""
+    model = nn.Sequential(make_layer(CONFIG))
+    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=not keep)
+    parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
+    with Casts() as casts:
+        for n in range(3):
+            if say:
+                start_micro_batch(model, is_last=n == 2)
+            model(batch(3 * rank + n)).float().square().sum().backward()
+    return casts.count, [p.grad.to_local().clone() for p in model[0].experts.parameters()]
+
+
+def output_after_a_change(rank: int, *, of_part: bool) -> tuple[Tensor, Tensor]:
+    """What a micro-batch computes of weights that changed after the one before; and should."""
+    outputs = []
+    for say in (True, False):
+        model = nn.Sequential(make_layer(CONFIG))
+        options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=False)
+        parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
+        if say:
+            start_micro_batch(model, is_last=False)
+        model(batch(rank)).float().square().sum().backward()
+        with torch.no_grad():
+            for param in model[0].experts.parameters():
+                (param.to_local() if of_part else param).mul_(2.0)
+        outputs.append(model(batch(rank)).detach())
+    return outputs[0], outputs[1]
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    found = {}
+    found: dict[Any, Any] = {"ways": ways_of_a_gradient(rank)}
+    found["changed weights"] = output_after_a_change(rank, of_part=False)
+    found["changed parts"] = output_after_a_change(rank, of_part=True)
+    for keep in (True, False):
+        for say in (True, False):
+            found["casts", keep, say] = casts_of_three_micro_batches(rank, keep=keep, say=say)
     for layout in LAYOUTS:
         for dtype in (None, torch.bfloat16):
             found[layout, dtype] = train(layout, dtype, rank)
@@ -197,3 +303,35 @@ def test_hooks_around_the_layer_decide_what_is_saved(found: dict[str, Any]) -> N
     assert plain > 0, "an offload sees the experts' H"
     assert checkpointed == 0, "activation checkpointing keeps nothing of the experts"
     assert same
+
+
+@pytest.mark.parametrize("way", ["asked for", "hooked", "seen", "onto ones"])
+def test_a_sink_takes_what_autograd_would_add(way: str, found: dict[str, Any]) -> None:
+    ways = found["ways"]
+    for got, want in zip(ways[way], ways["sink"], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 if way == "onto ones" else 0.0)
+        assert want.dtype == torch.float32 and want.any()
+
+
+def test_a_sink_takes_nothing_that_goes_elsewhere(found: dict[str, Any]) -> None:
+    assert all(found["ways"]["left alone by asking"])
+    assert all(found["ways"]["left alone by other inputs"])
+    assert not any(found["ways"]["added by autograd"]), "not even zeros, a pass over the gradient"
+
+
+def test_a_second_backward_adds_in_place(found: dict[str, Any]) -> None:
+    ways = found["ways"]
+    assert all(ways["in place"])
+    assert all(map(torch.equal, ways["twice"], [2 * g for g in ways["sink"]]))
+
+
+def test_micro_batches_of_a_step_share_kept_casts(found: dict[str, Any]) -> None:
+    counts = {key[1:]: value[0] for key, value in found.items() if key[0] == "casts"}
+    assert counts == {(True, True): 1, (True, False): 3, (False, True): 6, (False, False): 6}
+    expected = found["casts", False, False][1]
+    for keep, say in counts:
+        assert all(map(torch.equal, found["casts", keep, say][1], expected)), (keep, say)
+
+
+def test_shared_casts_are_of_the_weights_as_they_are(found: dict[str, Any]) -> None:
+    assert torch.equal(*found["changed weights"]) and torch.equal(*found["changed parts"])

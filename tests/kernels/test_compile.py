@@ -195,6 +195,14 @@ def run_experts(kind: str, main_grad: torch.dtype | None, D: int = D, F: int = F
     expert_mlp.expert_mlp(x, w1, w2, where, options, main_grads=main).sum().backward()
 
 
+def run_wide_wgrad() -> None:
+    x, y, ids = bf16(T * K, D), bf16(T * K, F), ints(T * K)
+    for row_ids in (None, ids):
+        for transposed in (False, True):
+            how = {"row_ids_R": row_ids, "transposed": transposed, "dtype": torch.float32}
+            wgrad.grouped_wgrad(x, y, ints(E), **how, scale=0.5)
+
+
 def run_cross_entropy(V: int) -> None:
     labels = torch.zeros(T, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32, None):
@@ -234,6 +242,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     ),
     "experts relu2, bf16 main gradients": (lambda: run_experts("relu2", torch.bfloat16), 9),
     "experts gelu": (lambda: run_experts("gelu", None), 9),
+    "weight gradients in fp32": (run_wide_wgrad, 4),
     "margins": (lambda: run_margins(128, 8), 3),
     "margins of many experts": (lambda: run_margins(1536, 24), 3),
     "rows as FP8": (lambda: run_fp8_rows(7168), 2),

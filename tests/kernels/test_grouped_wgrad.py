@@ -70,6 +70,11 @@ def test_path_without_hopper(name: str, gather: bool, transposed: bool) -> None:
     main = torch.ones_like(expected)
     assert grouped_wgrad(*args, **how, main_grad=main) is main
     torch.testing.assert_close(main, 1 + expected, rtol=1e-4, atol=1e-4)
+    grouped_wgrad(*args, **how, main_grad=main, scale=0.3)
+    torch.testing.assert_close(main, 1 + 1.3 * expected, rtol=1e-4, atol=1e-4)
+    scaled = grouped_wgrad(*args, **how, dtype=torch.float64, scale=0.3)
+    assert scaled.dtype == torch.float64
+    torch.testing.assert_close(scaled, 0.3 * expected.double(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
@@ -115,6 +120,33 @@ def test_kernel_adds_to_main_gradients(
         assert grouped_wgrad(*args, **how, main_grad=main) is main
     bound = 1e-5 if main_dtype == torch.float32 else 1e-2
     assert (main.double() - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("M, N", SIZES)
+@pytest.mark.parametrize("gather", [False, True], ids=["contiguous", "gather"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_kernel_writes_scaled_fp32(
+    name: str, gather: bool, M: int, N: int, transposed: bool
+) -> None:
+    """Bounded by torch's product of the same rows in fp32: nothing is rounded to bf16."""
+    poison = torch.full((1 << 26,), float("nan"), device="cuda")
+    del poison
+    args, row_ids = gathered(make(COUNTS[name], M, N, "cuda", torch.bfloat16, scale=3), gather)
+    how = {"row_ids_R": row_ids, "transposed": transposed}
+    found = grouped_wgrad(*args, **how, dtype=torch.float32, scale=0.3)
+    assert found.dtype == torch.float32
+    x, y, offsets = args
+    exact = 0.3 * grouped_wgrad_ref(x.double(), y.double(), offsets, **how)
+    plain = 0.3 * grouped_wgrad_ref(x.float(), y.float(), offsets, **how)
+    ours, theirs = (found.double() - exact).norm(dim=2), (plain.double() - exact).norm(dim=2)
+    floor = 1e-6 * exact.norm(dim=2).max()
+    assert ours.norm() <= 2 * theirs.norm() + floor
+    assert ours.max() <= 2 * theirs.max() + floor  # the worst row
+    main = torch.ones_like(found)
+    grouped_wgrad(*args, **how, main_grad=main, scale=0.3)
+    torch.testing.assert_close(main, 1 + found, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -3,13 +3,16 @@
 It is for units that `FSDPOptions` leaves gathered from forward to backward: those have room for
 whole parameters, and here for whole gradients too, in `FSDPOptions.reduce_dtype`, until the last
 micro-batch reduces them. Other units (all blocks with `reshard_after_forward`, experts with
-`reshard_experts`) gather and reduce for every micro-batch as before.
+`reshard_experts`) gather and reduce for every micro-batch as before. Experts that no other rank
+holds have nothing to gather; those whose cast weights are kept cast them once.
 """
 
 from __future__ import annotations
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from moecore.moe.experts import Experts
 
 STAYS_GATHERED = "_stays_gathered"  # attribute of units that forward leaves gathered
 
@@ -30,3 +33,5 @@ def start_micro_batch(model: nn.Module, *, is_last: bool) -> None:
         if isinstance(unit, FSDPModule) and getattr(unit, STAYS_GATHERED, False):
             unit.set_requires_gradient_sync(is_last, recurse=False)
             unit.set_reshard_after_backward(is_last, recurse=False)
+        if isinstance(unit, Experts):
+            unit.reader.start_micro_batch(is_last=is_last)

@@ -2,21 +2,29 @@
 
 FSDP2 would still copy them: into a buffer to gather, out of it, their gradients into a buffer to
 reduce and out of that. What is left without it is its mixed precision: cast the weights before
-use, and make fp32 gradients of the mean over data ranks.
+use, and make gradients of the weights' dtype of the mean over data ranks.
+
+    forward     weight, fp32 -> cast, bf16 -> products
+    backward    products -> fp32 sums / data ranks, added to weight.grad in the kernel     (Sink)
+                products -> bf16 gradient -> fp32 / data ranks -> autograd        (where it can not)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moecore._compat import has_saved_tensor_hooks
+from moecore.kernels.expert_mlp import GradSink, will_run
+from moecore.kernels.expert_products import GradTarget
 from moecore.kernels.scaled_cast import scaled_cast
-from moecore.moe.params import ParamReader, local_param
+from moecore.moe.params import ParamReader, grad_placements, local_param
 
 
 class WholeWeights(ParamReader):
@@ -25,7 +33,8 @@ class WholeWeights(ParamReader):
     Args:
         dtype: of the products; None = the weights' own.
         divisor: of their gradients; see the note "gradient scale" in `fsdp/shard.py`.
-        keep: whether backward finds the cast weights; else it casts them again.
+        keep: whether backward finds the cast weights, and the micro-batches of one step that are
+            announced share them; else each casts them again.
     """
 
     def __init__(self, dtype: torch.dtype | None, divisor: float, *, keep: bool) -> None:
@@ -35,14 +44,47 @@ class WholeWeights(ParamReader):
         # Address of a cast weight -> the cast and what it was made of. The cast is held, or the
         # address could become another tensor's while this map still knows it.
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._shared: dict[nn.Parameter, _Shared] = {}
+        self._shares = False
 
     def read(self, param: nn.Parameter) -> Tensor:
         """Return this rank's part of a parameter, in the dtype of the products, differentiably."""
-        local = local_param(param)
-        out: Tensor = _Read.apply(local, self.dtype or local.dtype, self.divisor)
-        if out.dtype != local.dtype and not self.keep:
-            self._casts[_address(out)] = (out.detach(), local.detach())
+        if torch.compiler.is_compiling():
+            local = local_param(param)
+            out: Tensor = _Read.apply(local, self.dtype or local.dtype, self.divisor, None)
+            return out
+        dtype, local = self.dtype or param.dtype, _local(param)
+        cast = self._shared_cast(param, local, dtype) if dtype != local.dtype else None
+        out = _Read.apply(param, dtype, self.divisor, cast)
+        if cast is None and dtype != local.dtype and not self.keep:
+            self._casts[_address(out)] = (out.detach(), local)
         return out
+
+    def sink(self, param: nn.Parameter, matrices: Tensor) -> GradSink | None:
+        """Return what adds a gradient to `param.grad`, if that is where autograd would add it."""
+        node = matrices.grad_fn
+        while node is not None and node.next_functions:
+            node = node.next_functions[0][0]
+        if node is None or getattr(node, "variable", None) is not param:
+            return None
+        return Sink(param, matrices.shape, node, 1.0 / self.divisor)
+
+    def start_micro_batch(self, *, is_last: bool) -> None:
+        """Say whether an optimizer step follows the next forward and backward."""
+        self._shares = self.keep and not is_last
+
+    def _shared_cast(self, param: nn.Parameter, local: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the cast of all micro-batches of a step; None = every micro-batch has its own."""
+        found = self._shared.get(param) if self._shares else self._shared.pop(param, None)
+        # An operation on a DTensor counts at the DTensor, one on its part at the part.
+        made_of = (local.data_ptr(), local._version, param._version)
+        if found is not None and found.made_of == made_of:
+            return found.cast
+        if not self._shares:
+            return None
+        cast = local.to(dtype).contiguous()
+        self._shared[param] = _Shared(made_of, cast)
+        return cast
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -71,6 +113,79 @@ class WholeWeights(ParamReader):
         return local, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A cast of a parameter's part, and which values it was made of: address and versions."""
+
+    made_of: tuple[int, ...]
+    cast: Tensor
+
+
+class Sink:
+    """Puts a weight's gradient into `param.grad` while it is computed, scaled and not rounded.
+
+    Autograd would round it to the dtype of the products, scale it in a second pass and add it in a
+    third. Where anybody else wants to see it (hooks, `autograd.grad`, other inputs, a graph of the
+    backward), it goes that way.
+
+    Args:
+        param: the weight.
+        shape: in which products see this rank's part; the same order in memory.
+        node: of autograd, which would add to its gradient.
+        scale: of the gradient.
+    """
+
+    def __init__(self, param: nn.Parameter, shape: torch.Size, node: Any, scale: float) -> None:
+        self.param, self.shape, self.node, self.scale = param, shape, node, scale
+
+    def open(self) -> GradTarget | None:
+        """Return where the running backward puts the gradient; None = to autograd."""
+        param = self.param
+        if torch.is_grad_enabled() or _is_watched(param) or not will_run(self.node):
+            return None
+        if param.grad is None:
+            return GradTarget(None, param.dtype, self.scale)
+        grad = _local(param.grad)
+        fits = grad.dtype == param.dtype and grad.is_contiguous() and not param.grad.requires_grad
+        if not fits or _placements(param.grad) != grad_placements(param):
+            return None
+        return GradTarget(grad.view(self.shape), None, self.scale)
+
+    def close(self, grad: Tensor) -> None:
+        """Take the gradient that went there."""
+        if self.param.grad is None:
+            self.param.grad = _like(self.param, grad.view(_local(self.param).shape))
+
+
+def _is_watched(param: nn.Parameter) -> bool:
+    """Whether hooks wait for a parameter's gradient."""
+    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part, without a graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _placements(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.placements if isinstance(tensor, DTensor) else ()
+
+
+def _like(param: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of a rank's part as that of the parameter."""
+    if not isinstance(param, DTensor):
+        return grad
+    return DTensor.from_local(
+        grad,
+        param.device_mesh,
+        grad_placements(param),
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -86,12 +201,21 @@ class _Read(torch.autograd.Function):
     """Cast forward; backward casts the gradient to the weight's dtype and divides it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
-        ctx.dtype, ctx.divisor = weight.dtype, divisor
-        return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype).contiguous()
+    def forward(
+        ctx: Any, weight: Tensor, dtype: torch.dtype, divisor: float, cast: Tensor | None
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)  # a sink has taken it: nothing is added here, not zeros
+        ctx.weight, ctx.divisor = weight, divisor
+        if cast is not None:
+            return cast.detach()
+        local = _local(weight)
+        return local.view_as(local) if local.dtype == dtype else local.to(dtype).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if grads[0].dtype == ctx.dtype and ctx.divisor == 1.0:
-            return grads[0], None, None
-        return scaled_cast(grads[0], ctx.dtype, 1.0 / ctx.divisor), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, weight = grads[0], ctx.weight
+        if grad is None:
+            return None, None, None, None
+        if grad.dtype != weight.dtype or ctx.divisor != 1.0:
+            grad = scaled_cast(grad, weight.dtype, 1.0 / ctx.divisor)
+        return _like(weight, grad), None, None, None

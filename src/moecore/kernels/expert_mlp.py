@@ -36,11 +36,12 @@ from moecore.kernels.expert_products import (
     GATHER_FIRST_WGRAD,
     ArrivingRows,
     ExpertProducts,
+    GradTarget,
     Source,
     take_all,
 )
 from moecore.kernels.fp8_rows import PACKED
-from moecore.kernels.ops import Op
+from moecore.kernels.ops import Op, is_plain_eager
 from moecore.kernels.rows import sum_rows_plain, sum_rows_ref
 
 Products = Literal["triton", "torch"]
@@ -86,6 +87,21 @@ class GradientSender(Protocol):
     ) -> None:
         """Begin to send them; backward returns the same tensors. The index is `ExpertInput`'s."""
         ...
+
+
+class GradSink(Protocol):
+    """Takes a weight's gradient past autograd, where a backward allows that."""
+
+    def open(self) -> GradTarget | None:
+        """Return where the running backward puts the gradient; None = to autograd."""
+        ...
+
+    def close(self, grad: Tensor) -> None:
+        """Take the gradient that went there."""
+        ...
+
+
+GradSinks = tuple[GradSink | None, GradSink | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +227,12 @@ def _gradients(
     options = _activation_options(kind, limit, alpha, interleaved)
     products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
     saved = _Saved(dy.contiguous(), x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
-    return _differentiate(products, saved, (main_grad1, main_grad2), unsummed, wanted, None)
+    targets = (GradTarget(main_grad1), GradTarget(main_grad2))
+    dx, dw1, dw2, dweights_R = _differentiate(products, saved, targets, unsummed, wanted, None)
+    # An operation returns none of its inputs.
+    dw1 = dw1 if main_grad1 is None else w1_eCD.new_empty(0)
+    dw2 = dw2 if main_grad2 is None else w2_eDF.new_empty(0)
+    return dx, dw1, dw2, dweights_R
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +260,15 @@ class _Saved:
 def _differentiate(
     products: ExpertProducts,
     saved: _Saved,
-    main_grads: tuple[Tensor | None, Tensor | None],
+    targets: tuple[GradTarget, GradTarget],
     unsummed: bool,
     wanted: list[bool],
     sender: GradientSender | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what `_gradients` returns; a sender gets dx and dweights before dw1 and dw2."""
+    """Return dx, dw1, dw2 and dweights, empty where not wanted; the middle ones in their targets.
+
+    A sender gets dx and dweights before dw1 and dw2.
+    """
     w1_eCD, w2_eDF = saved.w1_eCD, saved.w2_eDF
     weights_R, h_RC = saved.weights_R, saved.h_RC
     want_x, want_w1, want_w2, want_weights = wanted
@@ -272,13 +296,11 @@ def _differentiate(
         dx = products.rows(dh_RC, w1_eCD)
         sender.start(dx, dweights_R if want_weights else None, *products.index)
     if want_w2:
-        grad = products.weight_grad(dy_rows, a_RF, False, main_grads[1])
-        dw2 = grad if main_grads[1] is None else dw2
+        dw2 = products.weight_grad(dy_rows, a_RF, False, targets[1])
     del a_RF, dy_rows
     if want_w1:
         x = saved.source(products, gather=w2_eDF.shape[2] >= GATHER_FIRST_WGRAD)
-        grad = products.weight_grad(x, dh_RC, True, main_grads[0])
-        dw1 = grad if main_grads[0] is None else dw1
+        dw1 = products.weight_grad(x, dh_RC, True, targets[0])
         del x  # gathered rows, as large as those of dx
     if want_x and sender is None:
         dx = products.rows(dh_RC, w1_eCD)
@@ -323,6 +345,7 @@ def _backward(
     _: None,
     sender: GradientSender | None = None,
     fetch: Callable[..., Tensor] | None = None,
+    sinks: GradSinks = (None, None),
 ) -> tuple[Tensor | None, ...]:
     """Return the inputs' gradients; what is saved last is `_TravellingMLP`'s."""
     if dy is None:
@@ -338,21 +361,30 @@ def _backward(
     arriving = None if sender is None else sender.arriving(dy)
     index = (row_ids_R, slots_SK, offsets_e)
     tensors = (x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
-    if sender is not None and not (wanted[0] and _will_run(ctx.rows_node)):
+    if sender is not None and not (wanted[0] and will_run(ctx.rows_node)):
         sender = None
-    if arriving is None and not in_order and sender is None:
+    of1, of2 = (
+        sink.open() if sink is not None and main_grad is None and want else None
+        for sink, main_grad, want in zip(sinks, ctx.main_grads, wanted[1:3], strict=True)
+    )
+    main1, main2 = ctx.main_grads
+    if arriving is None and not in_order and sender is None and of1 is of2 is None:
         grads = _expert_mlp_bwd(dy, *tensors, *index, *ctx.main_grads, *ctx.options, wanted)
     else:
-        added_to = [m for m in ctx.main_grads if m is not None]
+        targets = (of1 or GradTarget(main1), of2 or GradTarget(main2))
+        added_to = [t.add_to for t in targets if t.add_to is not None]
         if added_to:
             torch.autograd.graph.increment_version(added_to)
-        *activation_of, triton, _ = ctx.options
+        *activation_of, triton, unsummed = ctx.options
         options = _activation_options(*activation_of)
         products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
         saved = _Saved(arriving or dy.contiguous(), *tensors, in_order=in_order)
-        grads = _differentiate(products, saved, ctx.main_grads, True, wanted, sender)
-    added = (None, *ctx.main_grads, None)
-    found = [g if w and m is None else None for g, w, m in zip(grads, wanted, added, strict=True)]
+        grads = _differentiate(products, saved, targets, unsummed, wanted, sender)
+        for sink, target, grad in zip(sinks, (of1, of2), grads[1:3], strict=True):
+            if sink is not None and target is not None:
+                sink.close(grad)
+    gone = (None, main1 if of1 is None else of1, main2 if of2 is None else of2, None)
+    found = [g if w and t is None else None for g, w, t in zip(grads, wanted, gone, strict=True)]
     dx, of_rows = (None, found[0]) if ctx.unsummed else (found[0], None)
     return dx, *found[1:], *(None,) * 3, of_rows, *(None,) * 8
 
@@ -360,9 +392,12 @@ def _backward(
 _expert_mlp = Op("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_backward)
 
 
-def _will_run(node: Any) -> bool:
+def will_run(node: Any) -> bool:
     """Whether the running backward comes to a node: not if others are asked for. None = a leaf."""
-    return node is None or torch._C._will_engine_execute_node(node)
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf's node while `autograd.grad` asks for its gradient
+        return False
 
 
 def _forward_arriving(arriving: ArrivingRows, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -377,11 +412,11 @@ def _forward_arriving(arriving: ArrivingRows, *rest: Any) -> tuple[Tensor, Tenso
 
 
 class _TravellingMLP(torch.autograd.Function):
-    """The same operation in plain eager, for a dispatcher that takes part in it."""
+    """The same operation in plain eager, for a dispatcher or sinks that take part in it."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs_and_dispatcher: Any) -> tuple[Tensor, Tensor]:
-        x_SD, *rest, sender, again, arriving = inputs_and_dispatcher
+    def forward(ctx: Any, *inputs_and_others: Any) -> tuple[Tensor, Tensor]:
+        x_SD, *rest, ctx.sinks, sender, again, arriving = inputs_and_others
         if arriving is None:
             output = _forward(x_SD, *rest)
         else:
@@ -404,7 +439,8 @@ class _TravellingMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, grads[0], None, ctx.sender, ctx.fetch), None, None, None
+        inputs = _backward(ctx, grads[0], None, ctx.sender, ctx.fetch, ctx.sinks)
+        return *inputs, None, None, None, None
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -455,6 +491,7 @@ def expert_mlp(
     options: ExpertMLPOptions,
     *,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    sinks: GradSinks = (None, None),
     expert_rows_RD: Tensor | None = None,
     sender: GradientSender | None = None,
     again: RowsAgain | None = None,
@@ -480,6 +517,8 @@ def expert_mlp(
             weights' gradients are added by every backward, also one that asks for other gradients
             only; autograd then gets none for that weight. They are remembered from the forward.
             Not under torch.compile.
+        sinks: of w1 and w2, asked by every backward; not where there is a main gradient, nor where
+            a compiler or a dispatch mode looks at operations.
         expert_rows_RD: [R, D], stands for x_SD[row_ids_R] and is not read. With it nothing is
             summed: the rows themselves come back, and theirs is the gradient, not that of x_SD.
         sender: gets the gradients of `expert_rows_RD` and weights_R early, to send them while those
@@ -516,9 +555,11 @@ def expert_mlp(
         options.products == "triton",
         options.keep_h,
     )
-    travelling = (sender, again, arriving)
-    if torch.compiler.is_compiling() or travelling == (None, None, None):
+    if not is_plain_eager():
+        sinks = (None, None)  # who looks at operations wants to see this one
+    others = (sinks, sender, again, arriving)
+    if torch.compiler.is_compiling() or others == ((None, None), None, None, None):
         y, _ = _expert_mlp(*inputs)
     else:
-        y, _ = _TravellingMLP.apply(*inputs, *travelling)
+        y, _ = _TravellingMLP.apply(*inputs, *others)
     return y

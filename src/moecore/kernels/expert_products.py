@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moecore._compat import grouped_mm
@@ -22,7 +23,7 @@ from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.fp8_rows import PACKED, gather_packed_rows, unpack_rows
 from moecore.kernels.grouped_gemm import grouped_gemm, grouped_gemm_activation
-from moecore.kernels.grouped_wgrad import grouped_wgrad
+from moecore.kernels.grouped_wgrad import grouped_wgrad, put_grad
 from moecore.kernels.pingpong import pingpong_activation_bwd
 from moecore.kernels.row_tiles import map_piece_tiles, map_row_tiles
 from moecore.kernels.rows import gather_rows_plain, gather_used_rows
@@ -39,6 +40,21 @@ class Source:
 
     rows: Tensor
     row_ids_R: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradTarget:
+    """Where a weight's gradient goes.
+
+    Attributes:
+        add_to: a tensor of the weight's shape, contiguous, fp32 or bf16; None = a new one.
+        dtype: of a new one; None = the weight's.
+        scale: of what goes there.
+    """
+
+    add_to: Tensor | None = None
+    dtype: torch.dtype | None = None
+    scale: float = 1.0
 
 
 class ArrivingRows(Protocol):
@@ -150,14 +166,10 @@ class ExpertProducts:
         return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)
 
     def weight_grad(
-        self,
-        source: Source,
-        y_RN: Tensor,
-        transposed: bool,
-        main_grad: Tensor | None,
+        self, source: Source, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """[e, M, N] or transposed; added to `main_grad` where there is one."""
-        x = source.rows
+        """[e, M, N] or transposed, where the target says."""
+        x, where = source.rows, (target.add_to, target.dtype, target.scale)
         if self.triton:
             return grouped_wgrad(
                 x,
@@ -165,14 +177,15 @@ class ExpertProducts:
                 self.offsets_e,
                 row_ids_R=source.row_ids_R,
                 transposed=transposed,
-                main_grad=main_grad,
+                main_grad=target.add_to,
+                dtype=target.dtype,
+                scale=target.scale,
             )
         left, right = (y_RN, x) if transposed else (x, y_RN)
-        if not x.shape[0]:
-            sizes = (self.offsets_e.shape[0], left.shape[1], right.shape[1])
-            return x.new_zeros(sizes) if main_grad is None else main_grad
-        out = grouped_mm(left.t(), right, offs=self.offsets_e)
-        return out if main_grad is None else main_grad.add_(out)
+        if x.shape[0]:
+            return put_grad(grouped_mm(left.t(), right, offs=self.offsets_e), *where)
+        sizes = (self.offsets_e.shape[0], left.shape[1], right.shape[1])
+        return put_grad(x.new_zeros(sizes), *where)
 
     def _arrive(self, rows: Source | ArrivingRows) -> tuple[Source, Iterable[Tensor]]:
         """Return the rows and the tiles to multiply; a piece comes when its tiles are asked for."""

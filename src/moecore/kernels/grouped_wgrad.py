@@ -22,6 +22,7 @@ from torch import Tensor
 from moecore._compat import grouped_mm
 from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
 from moecore.kernels.grouped_wgrad_kernel import grouped_wgrad_kernel
+from moecore.kernels.scaled_cast import scaled_cast
 
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M = 128, 256, 64, 3, 8
 CONSUMER_WARPS, PRODUCER_WARPS, PRODUCER_REGISTERS = 8, 4, 56
@@ -58,10 +59,12 @@ def launch_arguments(
     *,
     transposed: bool,
     add: bool,
+    scale: float,
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the kernel's arguments and its compile-time ones."""
     M, N = x.shape[1], y_RN.shape[1]
-    block = (1, BLOCK_N, BLOCK_M) if transposed else (1, BLOCK_M, BLOCK_N)
+    columns = BLOCK_N * 2 // out.dtype.itemsize  # what the staging buffer has room for
+    block = (1, columns, BLOCK_M) if transposed else (1, BLOCK_M, columns)
     args = (
         x,
         gluon_descriptor(x, (BLOCK_K, BLOCK_M)),
@@ -73,6 +76,7 @@ def launch_arguments(
         offsets_e.shape[0],
         M,
         N,
+        scale,
     )
     constants: dict[str, object] = {
         "GATHER": row_ids_R is not None,
@@ -98,6 +102,8 @@ def grouped_wgrad(
     row_ids_R: Tensor | None = None,
     transposed: bool = False,
     main_grad: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """Return each expert's sum of outer products x[row(r)] y[r]. No autograd, no host sync.
 
@@ -113,22 +119,26 @@ def grouped_wgrad(
         transposed: return [e, N, M] instead of [e, M, N].
         main_grad: fp32 or bf16, contiguous, of the output's shape: the result is added to it in
             place, in fp32, without another pass, and it is returned.
+        dtype: of a new result, fp32 or that of x (None).
+        scale: of what is returned or added; multiplies the fp32 sum.
 
     Returns:
-        [e, M, N] (or transposed), summed in fp32; in the dtype of x, rounded once, or `main_grad`.
-        Zero (nothing added) for an expert without rows. Bit-reproducible.
+        [e, M, N] (or transposed), summed in fp32 and rounded once, or `main_grad`. Zero (nothing
+        added) for an expert without rows. Bit-reproducible.
     """
     if not has_hopper_kernels(x.device):
-        return _plain(x, y_RN, offsets_e, row_ids_R, transposed, main_grad)
+        x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
+        left, right = (y_RN, x_RM) if transposed else (x_RM, y_RN)
+        return put_grad(grouped_mm(left.t(), right, offs=offsets_e), main_grad, dtype, scale)
     x, y_RN = _aligned(x), _aligned(y_RN)
     (M, N), e = (x.shape[1], y_RN.shape[1]), offsets_e.shape[0]
     shape = (e, N, M) if transposed else (e, M, N)
-    out = x.new_empty(shape) if main_grad is None else main_grad
-    if not y_RN.shape[0] or not x.shape[0]:
-        return out.zero_() if main_grad is None else out
     add = main_grad is not None
+    out = x.new_empty(shape, dtype=dtype) if main_grad is None else main_grad
+    if not y_RN.shape[0] or not x.shape[0]:
+        return out if add else out.zero_()
     args, constants = launch_arguments(
-        x, y_RN, row_ids_R, offsets_e, out, transposed=transposed, add=add
+        x, y_RN, row_ids_R, offsets_e, out, transposed=transposed, add=add, scale=scale
     )
     with on_device(x):
         grouped_wgrad_kernel[(num_sms(x.device),)](*args, **constants)
@@ -140,16 +150,12 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _plain(
-    x: Tensor,
-    y_RN: Tensor,
-    offsets_e: Tensor,
-    row_ids_R: Tensor | None,
-    transposed: bool,
-    main_grad: Tensor | None,
+def put_grad(
+    grad: Tensor, main_grad: Tensor | None, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
-    """The same by torch: gathered rows in memory, and another pass to add."""
-    x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
-    left, right = (y_RN, x_RM) if transposed else (x_RM, y_RN)
-    out = grouped_mm(left.t(), right, offs=offsets_e)
-    return out if main_grad is None else main_grad.add_(out)
+    """Return what `grouped_wgrad` returns of a gradient that stands in memory: another pass."""
+    if main_grad is not None:
+        return main_grad.add_(grad, alpha=scale)
+    if scale == 1.0 and dtype in (None, grad.dtype):
+        return grad
+    return scaled_cast(grad, dtype or grad.dtype, scale)

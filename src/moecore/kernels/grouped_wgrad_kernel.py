@@ -210,6 +210,34 @@ def _add_tile(
 
 
 @gluon.jit
+def _store_tile(
+    out_desc,
+    out_smem,  # [1, rows, columns] of x, or transposed
+    x,
+    expert,
+    m,
+    n,
+    TRANSPOSED: gl.constexpr,
+):
+    """Stage a tile and let TMA store it; m and n count tiles of its size."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    out = x.to(out_desc.dtype)
+    hopper.tma.store_wait(0)  # what was staged before has left
+    thread_barrier()
+    if TRANSPOSED:
+        out_smem.reshape((COLUMNS, ROWS)).permute((1, 0)).store(out)
+    else:
+        out_smem.reshape((ROWS, COLUMNS)).store(out)
+    hopper.fence_async_shared()
+    thread_barrier()
+    if TRANSPOSED:
+        tma_store(out_desc, [expert, n * COLUMNS, m * ROWS], out_smem)
+    else:
+        tma_store(out_desc, [expert, m * ROWS, n * COLUMNS], out_smem)
+
+
+@gluon.jit
 def _consume(
     offsets_ptr,
     ring,
@@ -219,8 +247,10 @@ def _consume(
     out_ptr,
     M,
     N,
+    scale,
     GATHER: gl.constexpr,
     ADD: gl.constexpr,
+    WIDE: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -256,24 +286,16 @@ def _consume(
         thread_barrier()
         before = empty.index((step + STAGES - 1) % STAGES)
         hopper.mbarrier.arrive(before, count=1, pred=end > start)
+        total_MN = total_MN * scale
         if ADD:
             expert_out = out_ptr + expert.to(gl.int64) * M * N
             _add_tile(expert_out, total_MN, m, n, M, N, TRANSPOSED)
+        elif WIDE:
+            left, right = halves(total_MN)
+            _store_tile(out_desc, out_smem, left, expert, m, 2 * n, TRANSPOSED)
+            _store_tile(out_desc, out_smem, right, expert, m, 2 * n + 1, TRANSPOSED)
         else:
-            out = total_MN.to(out_desc.dtype)
-            hopper.tma.store_wait(0)  # the last tile has left the staging buffer
-            thread_barrier()
-            if TRANSPOSED:
-                out_smem.reshape((BLOCK_N, BLOCK_M)).permute((1, 0)).store(out)
-            else:
-                out_smem.reshape((BLOCK_M, BLOCK_N)).store(out)
-            hopper.fence_async_shared()
-            thread_barrier()
-            if TRANSPOSED:
-                at = [expert, n * BLOCK_N, m * BLOCK_M]
-            else:
-                at = [expert, m * BLOCK_M, n * BLOCK_N]
-            tma_store(out_desc, at, out_smem)
+            _store_tile(out_desc, out_smem, total_MN, expert, m, n, TRANSPOSED)
     if not ADD:
         hopper.tma.store_wait(0)
 
@@ -290,6 +312,7 @@ def grouped_wgrad_kernel(
     num_experts,
     M,
     N,
+    scale,  # fp32, of every product
     GATHER: gl.constexpr,
     ADD: gl.constexpr,
     TRANSPOSED: gl.constexpr,
@@ -305,10 +328,13 @@ def grouped_wgrad_kernel(
     dtype: gl.constexpr = y_desc.dtype
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_M], x_desc.layout)
     y_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], y_desc.layout)
+    WIDE: gl.constexpr = not ADD and out_desc.dtype.primitive_bitwidth == 32
     if ADD:
         out_smem: gl.constexpr = None
     else:
-        out_smem = gl.allocate_shared_memory(dtype, out_desc.block_type.shape, out_desc.layout)
+        out_smem = gl.allocate_shared_memory(
+            out_desc.dtype, out_desc.block_type.shape, out_desc.layout
+        )
     bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
@@ -335,8 +361,10 @@ def grouped_wgrad_kernel(
                         out_ptr,
                         M,
                         N,
+                        scale,
                         GATHER,
                         ADD,
+                        WIDE,
                         TRANSPOSED,
                         BLOCK_M,
                         BLOCK_N,
@@ -381,8 +409,10 @@ def grouped_wgrad_kernel(
                         out_ptr,
                         M,
                         N,
+                        scale,
                         GATHER,
                         ADD,
+                        WIDE,
                         TRANSPOSED,
                         BLOCK_M,
                         BLOCK_N,

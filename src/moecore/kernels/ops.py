@@ -56,7 +56,7 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         """Return what `forward` returns."""
-        if not _is_plain_eager():
+        if not is_plain_eager():
             return self._custom(*args)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if not all(_is_plain(t) for t in tensors):
@@ -92,7 +92,7 @@ def _function(
     return type(f"moecore::{name}", (torch.autograd.Function,), methods)
 
 
-def _is_plain_eager() -> bool:
+def is_plain_eager() -> bool:
     """Whether nobody but autograd looks at operations: no compiler, mode, transform or tracer."""
     return not (
         torch.compiler.is_compiling()

@@ -28,7 +28,7 @@ from torch import Tensor
 from moecore._compat import grouped_mm
 from moecore.config import MoEConfig
 from moecore.kernels.common import INTERPRET, has_hopper_kernels, warn_plain
-from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
+from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, GradSinks, expert_mlp
 from moecore.kernels.rows import gather_rows, sum_rows
 from moecore.moe.activation import activate, activation_options
 from moecore.moe.dispatch.base import ExpertInput, UnsummedRows, own_sums, with_rows
@@ -48,6 +48,8 @@ class ExpertWeights:
         b1_eC, b2_eD: biases, or None.
         interleaved: gate and up rows of FC1 alternate.
         main_grads: what the weights' gradients are added to instead of reaching autograd.
+        sinks: what may take the two matrices' gradients past autograd ("triton" and "torch", no
+            biases); shaped like the weights.
     """
 
     w1_eCD: Tensor
@@ -56,6 +58,7 @@ class ExpertWeights:
     b2_eD: Tensor | None = None
     interleaved: bool = False
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None)
+    sinks: GradSinks = (None, None)
 
 
 def check_backend(
@@ -172,6 +175,7 @@ def run_experts(
         rows,
         options,
         main_grads=weights.main_grads,
+        sinks=weights.sinks,
         expert_rows_RD=inp.expert_rows_RD,
         sender=inp.sender,
         again=inp.again,

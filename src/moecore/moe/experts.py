@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from moecore.config import MoEConfig
+from moecore.kernels.expert_mlp import GradSink
 from moecore.moe.backends import ExpertBackend, ExpertWeights, check_backend, run_experts
 from moecore.moe.dispatch.base import ExpertInput, UnsummedRows
 from moecore.moe.params import ParamReader, init_normal_, local_param, shard_parameter
@@ -215,21 +216,31 @@ class Experts(nn.Module):
 
     def _weights(self, dtype: torch.dtype) -> ExpertWeights:
         config = self.config
+        w1_eCD, sink1 = self._fc1_eCD(dtype)
+        w2_eDF = self._as_stored_eDF(self._weight("w2", dtype))
         return ExpertWeights(
-            w1_eCD=self._fc1_eCD(dtype),
-            w2_eDF=self._as_stored_eDF(self._weight("w2", dtype)),
+            w1_eCD=w1_eCD,
+            w2_eDF=w2_eDF,
             b1_eC=self._weight("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._fc2_bias(dtype) if config.fc2_bias else None,
             interleaved=self.layout.gate_up == "interleaved" and config.gated,
             main_grads=self._main_grads(),
+            sinks=(sink1, self._sink("w2", w2_eDF)),
         )
 
-    def _fc1_eCD(self, dtype: torch.dtype) -> Tensor:
-        """FC1 as [e, C, D]: a view, or a copy of two parameters that stand apart."""
+    def _fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
+        """FC1 as [e, C, D], a view, or a copy of two parameters that stand apart; and its sink."""
         w1 = self._weight("w1", dtype)
         if self.is_separate:
-            return torch.cat([w1, self._weight("w3", dtype)], dim=1)
-        return self._as_stored_eCD(w1)
+            return torch.cat([w1, self._weight("w3", dtype)], dim=1), None
+        w1_eCD = self._as_stored_eCD(w1)
+        return w1_eCD, self._sink("w1", w1_eCD)
+
+    def _sink(self, role: str, matrices: Tensor) -> GradSink | None:
+        """What may take a weight's gradient, whose order in memory must be the parameter's."""
+        if self.layout.transposed:
+            return None
+        return self.reader.sink(getattr(self, getattr(self.layout, role)), matrices)
 
     def _as_stored_eCD(self, w1: Tensor) -> Tensor:
         """View FC1 as [e, C, D]; split gate and up are neighbours in memory."""

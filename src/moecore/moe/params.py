@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from moecore.kernels.expert_mlp import GradSink
+
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -34,12 +36,21 @@ def local_param(param: Tensor) -> Tensor:
     """
     if not isinstance(param, DTensor):
         return param
-    grads = tuple(Partial() if p.is_replicate() else p for p in param.placements)
-    return param.to_local(grad_placements=grads)
+    return param.to_local(grad_placements=grad_placements(param))
+
+
+def grad_placements(param: Tensor) -> tuple[Placement, ...]:
+    """Return how the gradient of `local_param` is placed; () for a plain tensor."""
+    if not isinstance(param, DTensor):
+        return ()
+    return tuple(Partial() if p.is_replicate() else p for p in param.placements)
 
 
 class ParamReader:
-    """How a module gets at this rank's part of its parameters; another one may cast on the way."""
+    """How a module gets at this rank's part of its parameters; another one may cast on the way.
+
+    It may also take gradients past autograd, see `GradSink`.
+    """
 
     def read(self, param: torch.nn.Parameter) -> Tensor:
         """Return the part as a plain tensor, differentiably."""
@@ -48,6 +59,18 @@ class ParamReader:
     def reading(self) -> AbstractContextManager[None]:
         """Return what surrounds reading and use."""
         return nullcontext()
+
+    def sink(self, param: torch.nn.Parameter, matrices: Tensor) -> GradSink | None:
+        """Return what may take a parameter's gradient; None = autograd alone.
+
+        Args:
+            param: that was read.
+            matrices: a view of what was read, in the same order.
+        """
+        return None
+
+    def start_micro_batch(self, *, is_last: bool) -> None:
+        """Say whether an optimizer step follows the next forward and backward."""
 
 
 @torch.no_grad()
