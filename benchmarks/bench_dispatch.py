@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -369,6 +370,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.out is None and not args.sweep:
         parser.error("--out must be given without --sweep")
+    if not torch.cuda.is_available() or "WORLD_SIZE" not in os.environ:
+        parser.error("it needs GPUs: start it with torchrun --nproc-per-node N -m")
     build_meshes(ParallelConfig(), "cuda")  # starts the process group
     world = dist.get_world_size()
     here = Environment.here()

@@ -84,6 +84,9 @@ class WithLoss(nn.Module):
 def main() -> int:
     """Run the variants and report on this rank of torchrun."""
     args = parse()
+    if "WORLD_SIZE" not in os.environ:
+        print("bench_hf: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
+        return 2
     config = preset(args.preset)
     if args.layers is not None:
         config = dataclasses.replace(config, num_layers=args.layers)

@@ -89,6 +89,9 @@ PRINTED = (
 def main() -> int:
     """Train, measure and report on this rank of torchrun."""
     own, rest = parse_own(sys.argv[1:])
+    if "WORLD_SIZE" not in os.environ:
+        print("bench_train: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
+        return 2
     args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
     args.steps = max(args.steps, own.warm_up + own.timed)
     try:

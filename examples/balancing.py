@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     parser.add_argument("--plot", type=Path, help="file to draw the curves into")
     args = parser.parse_args()
+    if args.plot and not args.plot.parent.is_dir():
+        parser.error(f"--plot ({args.plot}) must be in a folder that is there: create it")
     corpus = read_corpus([], seq_len=SHAPE.seq_len)
     shape = replace(SHAPE, batch_size=args.batch_size)
     curves = {w.name: train(w, corpus, steps=args.steps, seed=args.seed, shape=shape) for w in WAYS}

@@ -48,7 +48,15 @@ from options import (
 from report import Metrics, Report
 from torch import Tensor
 
-from moecore import FSDPOptions, Meshes, build_meshes, clip_grad_norm_, moe_state, parallelize_moe
+from moecore import (
+    FSDPOptions,
+    Meshes,
+    MoELayer,
+    build_meshes,
+    clip_grad_norm_,
+    moe_state,
+    parallelize_moe,
+)
 from moecore.checkpoint import Saver, latest, load
 from moecore.checkpoint.agree import on_first_rank
 from moecore.fsdp import GradientNorm, start_micro_batch
@@ -228,11 +236,18 @@ def describe(job: Job) -> str:
         return f"{args.run_dir} is finished at step {job.start}: only sampling"
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in DEGREES if getattr(p, d) > 1)
     begins = f"from step {job.start}" if job.start else "from scratch"
-    ranks = f"{dist.get_world_size()} {job.device.type} ranks ({degrees or 'no sharding'})"
+    how = f"{degrees or 'no sharding'}, {dispatcher_of(job.model)}"
+    ranks = f"{dist.get_world_size()} {job.device.type} ranks ({how})"
     corpus = f"{job.corpus_N.numel() / 1e6:.1f} MB of text"
     if args.tokens == "random":
         corpus = "random tokens"
     return f"training {args.preset} {begins} to step {args.steps} on {ranks}, {corpus}"
+
+
+def dispatcher_of(model: Decoder) -> str:
+    """Return how tokens travel: "auto" has chosen by now, and options of another are not used."""
+    used = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
+    return "".join(used).removesuffix("Dispatcher").lower() or "dense"
 
 
 def build_job(args: argparse.Namespace) -> Job:

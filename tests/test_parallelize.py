@@ -66,6 +66,92 @@ def test_refuses_main_gradients_that_fsdp_would_lose() -> None:
         parallelize(model, world(8, ep=8))
 
 
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_refuses_hooks_that_sharded_parameters_would_not_have(hook: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), MoELayer(CONFIG))
+    getattr(model[1].experts.w1, hook)(lambda grad: None)
+    with pytest.raises(ValueError, match=r"1.experts.w1 must have no hooks"):
+        parallelize(model, world(8, ep=8))
+
+
+def test_refuses_a_part_that_is_parallelized_already() -> None:
+    meshes = world(8, ep=8)
+    part = parallelize(meta_model(), meshes)
+    with pytest.raises(ValueError, match=r"0 \(FSDPSequential\) must not be parallelized already"):
+        parallelize(nn.Sequential(part, MoELayer(CONFIG, device="meta")), meshes)
+    other = nn.Sequential(part[1], nn.Linear(32, 32, device="meta"))
+    with pytest.raises(ValueError, match=r"0 \(FSDPMoELayer\) must not be parallelized already"):
+        parallelize(other, meshes)
+
+
+def test_refuses_experts_of_two_layers_and_wrapped_ones() -> None:
+    meshes = world(8, ep=8)
+    layers = [MoELayer(CONFIG, device="meta") for _ in range(2)]
+    layers[1].experts = layers[0].experts
+    with pytest.raises(ValueError, match=r"1 and 0 must not share one experts module"):
+        parallelize(nn.Sequential(*layers), meshes)
+    layer = MoELayer(CONFIG)
+    nn.utils.parametrize.register_parametrization(layer.experts, "w1", nn.Identity())
+    with pytest.raises(ValueError, match=r"must be Experts with \['w1', 'w2'\]"):
+        parallelize(nn.Sequential(layer), meshes)
+
+
+def test_refuses_shared_router_weights_that_would_be_rounded() -> None:
+    meshes = world(8, ep=8)
+    layers = [MoELayer(CONFIG, device="meta") for _ in range(2)]
+    layers[1].router.weight = layers[0].router.weight
+    with pytest.raises(ValueError, match=r"0.router.weight must not be shared with param_dtype"):
+        parallelize(nn.Sequential(*layers), meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
+
+
+class Shared(nn.Module):
+    """A model one of whose modules stands at two places."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"dense": nn.Linear(32, 32), "moe": MoELayer(CONFIG)}) for _ in range(3)
+        )
+        for layer in self.layers:
+            for param in layer["moe"].parameters():
+                nn.init.normal_(param, std=0.2)
+        self.norm = nn.Linear(32, 32)
+        if kind == "norm":
+            self.norm = self.layers[0]["dense"]
+        elif kind == "router":
+            self.layers[2]["moe"].router = self.layers[0]["moe"].router
+        else:
+            self.layers[2][kind] = self.layers[0][kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer["moe"](layer["dense"](x))
+        return self.norm(x)
+
+
+def test_what_ran_before_is_not_counted() -> None:
+    model = nn.Sequential(MoELayer(CONFIG))
+    model(torch.randn(4, 32)).sum().backward()
+    parallelize(model, build_meshes(ParallelConfig(), "cpu"))
+    model(torch.randn(3, 32)).sum().backward()
+    assert moe_state(model).finish_step().tokens_per_expert["0"].sum() == 3 * CONFIG.top_k
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "router", "norm"])
+def test_a_module_at_two_places_stays_one(kind: str) -> None:
+    plain, model = Shared(kind), Shared(kind)
+    x = torch.randn(24, 32, generator=torch.Generator().manual_seed(0))
+    plain(x).square().sum().backward()
+    parallelize(model, build_meshes(ParallelConfig(), "cpu"))
+    model(x).square().sum().backward()
+    names = [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_parameters()] == names
+    for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert want.grad.any()
+        torch.testing.assert_close(got.grad.to_local(), want.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize(("degrees", "options", "message"), REFUSED)
 def test_refuses_in_one_line(
     degrees: dict[str, int], options: dict[str, Any], message: str

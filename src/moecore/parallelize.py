@@ -15,6 +15,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
@@ -33,7 +34,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.dispatch.symmetric import Exchanges
-from moecore.moe.experts import Experts
+from moecore.moe.experts import Experts, expert_shapes
 from moecore.moe.layer import MoELayer
 from moecore.moe.state import MoEState
 
@@ -109,6 +110,7 @@ def parallelize_moe(
         )
     options = fsdp or FSDPOptions()
     layers = swap_blocks(model, adapters or {})
+    _refuse_shared_experts(layers)
     for name, layer in layers.items():
         _check_layer(name, layer, meshes)
         if is_tied(layer.part("experts"), model):  # they are cut next, each module its own
@@ -128,6 +130,7 @@ def parallelize_moe(
         ep = meshes.parallel.ep
         exchanges = Exchanges(meshes.dispatch_group, ep=ep, options=nvlink)
     for layer in layers.values():
+        layer.tracker.reset()  # what ran before is no part of a step
         _place_experts(layer, meshes, dispatcher, exchanges)
         if layer.layout.shared in layer._modules:
             layer.shared_stream = stream
@@ -181,8 +184,20 @@ def _check_request(
         raise ValueError(
             f"dispatcher ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use 'alltoall'"
         )
-    if getattr(model, STATE_NAME, None) is not None:
-        raise ValueError(f"model ({type(model).__name__}) must not be parallelized already")
+    for name, module in model.named_modules():
+        is_unit = isinstance(module, FSDPModule)
+        has_layers = is_unit and any(isinstance(m, MoELayer) for m in module.modules())  # type: ignore[attr-defined]
+        if has_layers or getattr(module, STATE_NAME, None) is not None:
+            raise ValueError(
+                f"{name or 'model'} ({type(module).__name__}) must not be parallelized already: "
+                "call parallelize_moe once, on the whole"
+            )
+    for name, param in model.named_parameters():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name} must have no hooks, which its sharded parameter would not have: register "
+                "them after parallelize_moe"
+            )
     for degree in ("cp", "pp"):
         if getattr(p, degree) > 1:
             raise NotImplementedError(
@@ -197,8 +212,27 @@ def _check_request(
     refuse_router_logits(model)
 
 
+def _refuse_shared_experts(layers: Mapping[str, MoELayer]) -> None:
+    owners: dict[nn.Module, str] = {}
+    for name, layer in layers.items():
+        first = owners.setdefault(layer.part("experts"), name)
+        if first != name:
+            raise ValueError(
+                f"{name} and {first} must not share one experts module, which is sharded and "
+                "counted with its layer: share the whole MoELayer, or untie them"
+            )
+
+
 def _check_layer(name: str, layer: MoELayer, meshes: Meshes) -> None:
     p, config = meshes.parallel, layer.config
+    experts = layer.part("experts")
+    expected = set(expert_shapes(config, layer.layout.expert_layout))
+    found = {n for n, _ in experts.named_parameters()}
+    if not isinstance(experts, Experts) or found != expected:
+        raise ValueError(
+            f"{name}: experts ({type(experts).__name__} with {sorted(found)}) must be Experts with "
+            f"{sorted(expected)}: leave out wrappers and parametrizations"
+        )
     rules = [("num_experts", config.num_experts, "ep", p.ep)]
     rules += [("hidden_dim", config.hidden_dim, "etp", p.etp)]
     if config.fc2_bias:

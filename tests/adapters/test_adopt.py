@@ -189,6 +189,10 @@ class Stacked(nn.Module):
         self.experts.up, self.experts.down = random(num_experts, 32, 32), random(8, 32, 16)
 
 
+class Other(Stacked):
+    """Another class of block."""
+
+
 def stacked_adapter(block: nn.Module, model: nn.Module) -> MoELayer:
     router = dict(block.gate.named_parameters())
     return adopt(CONFIG, LAYOUT, router=router, experts=dict(block.experts.named_parameters()))
@@ -235,6 +239,33 @@ def test_a_failing_adapter_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ValueError, match="must have the shape"):
         swap_blocks(model, {Stacked: stacked_adapter})
     assert all(isinstance(model.layers[i][0], Stacked) for i in (0, 1))
+
+
+def test_an_adapter_must_return_a_layer() -> None:
+    model = block_list(Stacked(), Other())
+    adapters = {Stacked: stacked_adapter, Other: lambda block, _: nn.Sequential(block)}
+    with pytest.raises(ValueError, match=r"adapter of layers.1.0 \(Other\) must return a MoELayer"):
+        swap_blocks(model, adapters)
+    assert isinstance(model.layers[0][0], Stacked)
+
+
+def test_an_adapter_without_a_block_is_named() -> None:
+    adapters = {Stacked: stacked_adapter, nn.Conv2d: stacked_adapter}
+    with pytest.warns(UserWarning, match="adapter of Conv2d is not used"):
+        swap_blocks(block_list(Stacked()), adapters)
+
+
+@pytest.mark.parametrize("where", ["block", "experts"])
+def test_hooks_that_a_swap_would_drop_are_refused(where: str) -> None:
+    model = block_list(Stacked())
+    block = model.layers[0][0]
+    module = block if where == "block" else block.experts
+    hook = module.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="must have no hooks"):
+        swap_blocks(model, {Stacked: stacked_adapter})
+    assert model.layers[0][0] is block
+    hook.remove()
+    swap_blocks(model, {Stacked: stacked_adapter})
 
 
 def test_a_block_at_two_places_is_swapped_at_both() -> None:

@@ -165,7 +165,7 @@ def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
     run_dir, data = tmp_path / "run", f"--data {texts} {plain}"
     degrees = "--ranks 4 --tp 2 --ep 2 --etp 2 --aux-loss 0 --steps 2"
     printed = run(run_dir, f"{degrees} {data}", modules=tmp_path).stdout
-    assert "4 cpu ranks (dp_shard=2 tp=2 ep=2 etp=2)" in printed
+    assert "4 cpu ranks (dp_shard=2 tp=2 ep=2 etp=2, alltoall)" in printed
     assert printed.count("going on without tqdm, tensorboard, matplotlib (pip install") == 1
     assert metrics(run_dir)[0]["aux_loss"] == 0
     assert not (run_dir / "curves.png").exists()

@@ -211,3 +211,12 @@ def test_an_optimizer_that_can_not_skip_is_refused() -> None:
     plain = torch.optim.AdamW(device.parameters(), foreach=True)
     with pytest.raises(ValueError, match="fused=True"):
         clip_grad_norm_(device, 0.1, optimizer=plain)
+
+
+def test_a_gradient_that_is_elsewhere_is_refused() -> None:
+    """It would be neither measured nor clipped."""
+    model = make_model()
+    name, param = next(iter(model.named_parameters()))
+    param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=rf"{name}.main_grad must be absent"):
+        clip_grad_norm_(model, 1.0)

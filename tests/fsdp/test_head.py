@@ -176,12 +176,12 @@ def events_of_a_step(config: DecoderConfig, rank: int) -> list[str]:
 
 
 def loaded_while_gathered(rank: int) -> dict[str, Any]:
-    """Generation leaves the head gathered; a state dict is read and another loaded then."""
+    """A forward leaves the head gathered; a state dict is read and another loaded then."""
     run = Run(config=MTP)
     model, other = make_parallel(run), Decoder(MTP)
     other.init_weights(seed=7)
     tokens, labels = batches(run, 0, rank)[0]
-    model.generate(tokens, 1, temperature=0)
+    model(tokens, labels)
     gathered = not isinstance(model.lm_head.weight, DTensor)
     state = model.state_dict()
     kinds = {type(t) for t in state.values()}

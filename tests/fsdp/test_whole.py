@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore import (
+    FSDPOptions,
+    MoEConfig,
+    ParallelConfig,
+    build_meshes,
+    moe_state,
+    parallelize_moe,
+)
 from moecore.fsdp import start_micro_batch
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.experts import ExpertLayout
@@ -208,6 +215,28 @@ def casts_of_three_micro_batches(rank: int, *, keep: bool, say: bool) -> tuple[i
     return casts.count, [p.grad.to_local().clone() for p in model[0].experts.parameters()]
 
 
+def output_after_an_unused_cast(rank: int) -> tuple[Tensor, Tensor]:
+    """What is computed after a step whose last micro-batch never ran; and should.
+
+    A fused optimizer changes weights without a trace.
+    """
+    outputs = []
+    for say in (True, False):
+        model = nn.Sequential(make_layer(CONFIG))
+        options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=False)
+        parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
+        optimizer = torch.optim.AdamW(model[0].experts.parameters(), lr=0.1, fused=True)
+        if say:
+            start_micro_batch(model, is_last=False)
+        model(batch(rank)).float().square().sum().backward()
+        optimizer.step()
+        moe_state(model).finish_step()
+        if say:
+            start_micro_batch(model, is_last=False)
+        outputs.append(model(batch(rank)).detach())
+    return outputs[0], outputs[1]
+
+
 def output_after_a_change(rank: int, *, of_part: bool) -> tuple[Tensor, Tensor]:
     """What a micro-batch computes of weights that changed after the one before; and should."""
     outputs = []
@@ -227,6 +256,7 @@ def output_after_a_change(rank: int, *, of_part: bool) -> tuple[Tensor, Tensor]:
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[Any, Any] = {"ways": ways_of_a_gradient(rank)}
+    found["unused cast"] = output_after_an_unused_cast(rank)
     found["changed weights"] = output_after_a_change(rank, of_part=False)
     found["changed parts"] = output_after_a_change(rank, of_part=True)
     for keep in (True, False):
@@ -273,6 +303,19 @@ def test_one_rank_has_all_experts_whole() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
     for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(got.grad.to_local(), want.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_main_gradient_would_miss_the_mean_over_ranks() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    model = parallelize_moe(
+        nn.Sequential(make_layer(CONFIG)), build_meshes(ParallelConfig(), "cpu")
+    )
+    weight = model[0].experts.w1
+    weight.main_grad = torch.zeros_like(weight.to_local())
+    with pytest.raises(ValueError, match=r"w1.main_grad must be absent in a parallelized model"):
+        model(batch(0))
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -334,4 +377,5 @@ def test_micro_batches_of_a_step_share_kept_casts(found: dict[str, Any]) -> None
 
 
 def test_shared_casts_are_of_the_weights_as_they_are(found: dict[str, Any]) -> None:
+    assert torch.equal(*found["unused cast"])
     assert torch.equal(*found["changed weights"]) and torch.equal(*found["changed parts"])

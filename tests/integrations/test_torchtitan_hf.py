@@ -60,6 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tp": ({TP: 2}, r"tensor_parallel_degree \(2\) must be 1 for a Hugging Face model"),
     "cp": ({"parallelism__context_parallel_degree": 2}, r"context_parallel_degree \(2\) must be 1"),
     "length": ({"training__seq_len": 128}, r"seq_len \(128\) must be <= max_position_\w+ \(64\)"),
+    "validation": ({"validation__enable": True}, r"validation.enable \(True\) must be False"),
     "own loss": ({FLAVOR: "own loss"}, r"output_router_logits \(True\) of the model's config must"),
     "tied": ({FLAVOR: "tied"}, r"tie_word_embeddings \(True\) of the model's config must be False"),
     "dense": ({FLAVOR: "dense"}, r"must hold at least one MoELayer or known MoE block"),
@@ -216,7 +217,8 @@ def sizes(name: str, folder: str) -> list[tuple[int, int]]:
     CONFIGS[name].save_pretrained(f"{folder}/{name}")
     args = TitanHFArgs(f"{folder}/{name}")
     model, training = SimpleNamespace(hf_assets_path=""), SimpleNamespace(seq_len=SEQ_LEN)
-    args.update_from_config(SimpleNamespace(model=model, training=training))
+    job = SimpleNamespace(model=model, training=training, validation=SimpleNamespace(enable=False))
+    args.update_from_config(job)
     decoder = decoder_config_from_hf(f"{folder}/{name}")
     decoder = replace(decoder, num_mtp_layers=0, mtp_loss_coef=0.0)  # transformers has none
     with torch.device("meta"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -513,3 +514,35 @@ def test_sum_convention_divides_by_data_ranks() -> None:
     assert layer.tracker.gradient_scale == 1.0
     with pytest.raises(ValueError, match=r"num_micro_batches \(0\) must be >= 1"):
         state.set_num_micro_batches(0)
+
+
+def test_fp16_is_refused_where_a_loss_scale_would_miss_the_losses() -> None:
+    layer = make_layer(replace(BASE, balance=only("z", 0.1)))
+    x = torch.randn(4, BASE.dim, requires_grad=True)
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(
+            ValueError, match=r"\(torch.float16\) must not be fp16 with auxiliary losses"
+        ),
+    ):
+        layer(x)
+    make_layer(replace(BASE, balance=only("z", 0.1)))(x)
+
+
+def test_losses_have_no_second_derivative() -> None:
+    layer = make_layer(replace(BASE, balance=only("z", 0.1)))
+    x = torch.randn(4, BASE.dim, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="auxiliary losses have no second derivative"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+def test_training_in_eval_mode_is_said() -> None:
+    x = torch.randn(4, BASE.dim)
+    balanced = make_layer(replace(BASE, balance=only("z", 0.1))).eval()
+    with pytest.warns(UserWarning, match="in eval mode balances and counts nothing"):
+        balanced(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_layer(BASE).eval()(x)
+        with torch.no_grad():
+            balanced(x)

@@ -7,6 +7,7 @@ a user's own block gets one through `parallelize_moe(..., adapters={MyBlock: my_
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 
 from torch import nn
@@ -25,8 +26,9 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
         adapters: block class -> adapter; comes before the built-in ones.
 
     Raises:
-        ValueError: when a block looks like MoE and has no adapter, or nothing is MoE at all. The
-            model is then unchanged.
+        ValueError: when a block looks like MoE and has no adapter, an adapter returns something
+            else than a MoELayer, a block that would be swapped has hooks, or nothing is MoE at all.
+            The model is then unchanged.
     """
     found: dict[str, Adapter] = {}
     unknown: list[str] = []
@@ -51,10 +53,24 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
             "model (a MoE block itself) must be held by a parent module to be swapped: wrap it in "
             "nn.Sequential, or build a MoELayer"
         )
+    used = {type(model.get_submodule(name)) for name in found}
+    for cls in adapters:
+        if cls not in used:
+            warnings.warn(
+                f"adapter of {cls.__name__} is not used: no block is of this very class",
+                stacklevel=3,
+            )
     swaps: dict[nn.Module, MoELayer] = {}
     for name, adapter in found.items():  # all adapters before any swap: one may raise
         block = model.get_submodule(name)
-        layer = swaps[block] = adapter(block, model)
+        _refuse_hooks(name, block)
+        layer = adapter(block, model)
+        if not isinstance(layer, MoELayer):
+            raise ValueError(
+                f"adapter of {name} ({type(block).__name__}) must return a MoELayer, not a "
+                f"{type(layer).__name__}: see docs/adapters.md"
+            )
+        swaps[block] = layer
         layer.train(block.training)
         _keep_order(layer, block)
     for parent in list(model.modules()):
@@ -68,6 +84,19 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
             "use fully_shard for a dense model, or register an adapter, see docs/adapters.md"
         )
     return layers
+
+
+def _refuse_hooks(name: str, block: nn.Module) -> None:
+    """Hooks of a block and its experts would go with them, unheard; a kept router keeps its own."""
+    experts = getattr(block, "experts", None)
+    for path, module in ((name, block), (f"{name}.experts", experts)):
+        if isinstance(module, nn.Module) and (
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        ):
+            raise ValueError(
+                f"{path} must have no hooks, because a MoELayer takes its place: remove them, or "
+                "register them after parallelize_moe"
+            )
 
 
 def _keep_order(layer: MoELayer, block: nn.Module) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from moecore.fsdp.gathered import GATHERED
 from moecore.moe.experts import Experts
 
 STAYS_GATHERED = "_stays_gathered"  # attribute of units that forward leaves gathered
@@ -29,6 +30,9 @@ def start_micro_batch(model: nn.Module, *, is_last: bool) -> None:
 
     Example, three micro-batches: it is called with is_last False, False, True.
     """
+    gathered = getattr(model, GATHERED, None)
+    if gathered is not None:
+        gathered.start_micro_batch(is_last=is_last)
     for unit in model.modules():
         if isinstance(unit, FSDPModule) and getattr(unit, STAYS_GATHERED, False):
             unit.set_requires_gradient_sync(is_last, recurse=False)

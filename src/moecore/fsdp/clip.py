@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore.fsdp.gathered import let_go
+
 FORGETS = "_moecore_forgets_clipping"
 
 
@@ -83,7 +85,8 @@ def clip_grad_norm_(
         The norm before clipping, the same on every rank. Give its `skipped` to `finish_step`.
 
     Raises:
-        ValueError: when `max_norm` is not positive, or the optimizer can not skip a step.
+        ValueError: when `max_norm` is not positive, the optimizer can not skip a step, or a
+            parameter has a `main_grad`.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
@@ -92,8 +95,15 @@ def clip_grad_norm_(
             f"optimizer ({type(optimizer).__name__}) must be one of torch's with fused=True to "
             "skip a step on the device: make it so, or leave it out"
         )
+    let_go(model)  # or modules may hold gathered copies, which have no gradient
     # A parameter without a gradient counts 0: a rank that left it out would reduce another length.
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    elsewhere = [n for n, p in params if getattr(p, "main_grad", None) is not None]
+    if elsewhere:
+        raise ValueError(
+            f"{elsewhere[0]}.main_grad must be absent, because only grad is measured and clipped: "
+            "delete it and read grad"
+        )
     squares = _squares([p for _, p in params])
     norm = GradientNorm(tuple(n for n, _ in params), squares)
     if optimizer is not None:

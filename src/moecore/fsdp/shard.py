@@ -38,6 +38,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from moecore.fsdp.accumulate import STAYS_GATHERED
+from moecore.fsdp.gathered import watch_gathered
 from moecore.fsdp.whole import WholeWeights
 from moecore.mesh import Meshes
 from moecore.models.decoder import Head
@@ -110,7 +111,10 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     blocks = find_blocks(model)
     groups, heads = _group(model, blocks, options.blocks_per_unit), find_heads(model, blocks)
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    routers = [_separate_routers(group, options) for group in groups]
+    routers = [_separate_routers(_layers(group), options) for group in groups]
+    in_blocks = {layer for group in groups for layer in _layers(group)}
+    alone = _separate_routers([m for m in layers if m not in in_blocks], options)
+    _refuse_tied_routers(model, [*alone, *(r for group in routers for r in group)], options)
     dense_policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     # The experts' inputs hold fp32 routing weights that a cast would round; a head's are as the
     # blocks left them.
@@ -122,7 +126,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     reshard_experts = options.reshard_experts
     if reshard_experts is None:
         reshard_experts = options.reshard_after_forward
-    for unit in filter(None, routers):  # small: gathered once for forward and backward
+    for unit in filter(None, [*routers, alone]):  # small: gathered once for forward and backward
         fully_shard(
             unit,
             mesh=meshes.dense_fsdp,
@@ -155,6 +159,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     for head in heads:
         shard_dense(head, mp_policy=as_it_is, reshard_after_forward=False)
     shard_dense(model, mp_policy=dense_policy)
+    watch_gathered(model)  # type: ignore[arg-type]  # fully_shard has made it a unit
     for single in (*heads, model):
         _mark_gathered([single])
     for module in model.modules():
@@ -206,7 +211,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
                 visit(child)
 
     visit(model)
-    return [block for block in blocks if block is model or not is_tied(block, model)]
+    # One that stands at two places is one unit.
+    return [b for b in dict.fromkeys(blocks) if b is model or not is_tied(b, model)]
 
 
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -229,11 +235,19 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def is_tied(block: nn.Module, model: nn.Module) -> bool:
-    """Whether a parameter of the block is also one of a module outside of it."""
-    inside = set(block.modules())
+    """Whether a parameter of the block is also one of a module that is reached without it."""
     own = {id(p) for p in block.parameters()}
-    outside = (m for m in model.modules() if m not in inside)
-    return any(id(p) in own for m in outside for p in m.parameters(recurse=False))
+    reached: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> bool:
+        if module is block or module in reached:
+            return False
+        reached.add(module)
+        if any(id(p) in own for p in module.parameters(recurse=False)):
+            return True
+        return any(visit(child) for child in module.children())
+
+    return visit(model)
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -303,10 +317,21 @@ def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return list_of
 
 
-def _separate_routers(blocks: list[nn.Module], options: FSDPOptions) -> list[nn.Module]:
-    """Return the routers of the blocks that are units of their own."""
-    routers = [m.part("router") for m in _layers(blocks)]
+def _separate_routers(layers: list[MoELayer], options: FSDPOptions) -> list[nn.Module]:
+    """Return the routers that are units of their own."""
+    routers = [m.part("router") for m in layers]
     return [r for r in routers if _keeps_precision(r, options)]
+
+
+def _refuse_tied_routers(model: nn.Module, routers: list[nn.Module], options: FSDPOptions) -> None:
+    """Two units would train two copies, and in one of another dtype it would be rounded."""
+    shared = [r for r in routers if routers.count(r) > 1 or is_tied(r, model)]
+    if shared:
+        name = next(n for n, m in model.named_modules() if m is shared[0])
+        raise ValueError(
+            f"{name}.weight must not be shared with param_dtype ({options.param_dtype}), which "
+            "would round it with the root's: untie it"
+        )
 
 
 def _layers(blocks: list[nn.Module]) -> list[MoELayer]:

@@ -73,10 +73,16 @@ class WholeWeights(ParamReader):
         """Say whether an optimizer step follows the next forward and backward."""
         self._shares = self.keep and not is_last
 
+    def finish_step(self) -> None:
+        """Forget casts that no last micro-batch has used up."""
+        self._shared.clear()
+        self._shares = False
+
     def _shared_cast(self, param: nn.Parameter, local: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the cast of all micro-batches of a step; None = every micro-batch has its own."""
         found = self._shared.get(param) if self._shares else self._shared.pop(param, None)
-        # An operation on a DTensor counts at the DTensor, one on its part at the part.
+        # An operation on a DTensor counts at the DTensor, one on its part at the part, one of a
+        # fused or foreach optimizer nowhere: `finish_step` forgets.
         made_of = (local.data_ptr(), local._version, param._version)
         if found is not None and found.made_of == made_of:
             return found.cast
@@ -125,8 +131,8 @@ class Sink:
     """Puts a weight's gradient into `param.grad` while it is computed, scaled and not rounded.
 
     Autograd would round it to the dtype of the products, scale it in a second pass and add it in a
-    third. Where anybody else wants to see it (hooks, `autograd.grad`, other inputs, a graph of the
-    backward), it goes that way.
+    third. Where anybody else wants to see it (hooks of the parameter, `autograd.grad`, other
+    inputs, a graph of the backward), it goes that way. Hooks of autograd's own node are not seen.
 
     Args:
         param: the weight.

@@ -26,6 +26,7 @@ from moecore.integrations.torchtitan_shared import (
     check_length,
     dealt,
     load_weights,
+    refuse,
     titan_meshes,
 )
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params, preset
@@ -50,7 +51,9 @@ class TitanDecoderArgs(BaseModelArgs):
 
         Raises:
             ValueError: for sequences that are too long.
+            NotImplementedError: for validation, whose loss torchtitan would compute.
         """
+        refuse([("validation.enable", True, job_config.validation.enable, "False")])
         check_length(job_config.training.seq_len, self.config.max_seq_len)
         self.hf_weights = moecore_options(job_config).hf_weights
         moe = self.config.moe

@@ -21,7 +21,7 @@ from moecore.integrations.torchtitan_hf_model import (
 )
 from moecore.integrations.torchtitan_options import moecore_options
 from moecore.integrations.torchtitan_parallel import check_job, finish
-from moecore.integrations.torchtitan_shared import titan_meshes
+from moecore.integrations.torchtitan_shared import refuse, titan_meshes
 
 
 class TitanHFArgs(BaseModelArgs):
@@ -50,8 +50,10 @@ class TitanHFArgs(BaseModelArgs):
         Raises:
             ValueError: for no config or config.json, or for sequences that are too long.
             NotImplementedError: for a config that asks for transformers' own balance loss, or for
-                one matrix as embedding and head.
+                one matrix as embedding and head; for validation, whose loss torchtitan would
+                compute.
         """
+        refuse([("validation.enable", True, job_config.validation.enable, "False")])
         source = job_config.model.hf_assets_path if self.source is None else self.source
         self.config = read_config(source, "model.hf_assets_path")
         self.hf_weights = moecore_options(job_config).hf_weights

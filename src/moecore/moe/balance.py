@@ -156,6 +156,7 @@ class LoadTracker:
         self._check_recompute()
         losses = None
         if self.config.balance.needs_loss:
+            _refuse_fp16(y)
             prior_E = None if self.counts is None else self.counts.chosen_E
             losses = balance_losses(
                 routing, num_sequences, self.config, self.groups, prior_counts_E=prior_E
@@ -219,6 +220,17 @@ class LoadTracker:
             add_margins_(counts.margins_EX, logits_TE, bias_E, *how, padding_mask_T)
 
 
+def _refuse_fp16(y: Tensor) -> None:
+    """A loss scale for fp16 would reach the main loss alone."""
+    under_autocast = torch.is_autocast_enabled(y.device.type)
+    dtype = torch.get_autocast_dtype(y.device.type) if under_autocast else y.dtype
+    if dtype == torch.float16:
+        raise ValueError(
+            f"dtype of the layer ({dtype}) must not be fp16 with auxiliary losses, which a loss "
+            "scale would not reach: use torch.bfloat16"
+        )
+
+
 def is_recomputing() -> bool:
     """Whether this forward runs inside a backward: activation checkpointing repeats it."""
     return torch._C._current_graph_task_id() != -1
@@ -246,6 +258,11 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         losses, *observed = ctx.saved_tensors
+        if torch.is_grad_enabled() and ctx.needs_input_grad[1]:
+            raise NotImplementedError(
+                "auxiliary losses have no second derivative: set their coefficients to 0 for a "
+                "backward with create_graph=True"
+            )
         with torch.no_grad():
             ctx.tracker.commit(losses, tuple(observed))
         dlosses = None

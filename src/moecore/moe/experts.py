@@ -253,7 +253,10 @@ class Experts(nn.Module):
     def _main_grads(self) -> tuple[Tensor | None, Tensor | None]:
         """The main gradients of the two matrices in the orders of `ExpertWeights`."""
         if self.is_separate:
-            self._refuse_main_grads()
+            why = "ExpertLayout.gate_up ('separate'), which copies its weights"
+            self._refuse_main_grads(f"with {why}")
+        if type(self.reader) is not ParamReader:
+            self._refuse_main_grads("in a parallelized model, where the mean over ranks is in grad")
         grads = []
         for role, view in (("w1", self._as_stored_eCD), ("w2", self._as_stored_eDF)):
             param = getattr(self, getattr(self.layout, role))
@@ -264,13 +267,10 @@ class Experts(nn.Module):
             grads.append(grad)
         return grads[0], grads[1]
 
-    def _refuse_main_grads(self) -> None:
+    def _refuse_main_grads(self, where: str) -> None:
         for name, param in self.named_parameters(recurse=False):
             if getattr(param, "main_grad", None) is not None:
-                raise ValueError(
-                    f"{name}.main_grad must be absent with ExpertLayout.gate_up ('separate'), "
-                    "which copies its weights: read grad instead"
-                )
+                raise ValueError(f"{name}.main_grad must be absent {where}: read grad instead")
 
     def _check_main_grad(self, role: str, weight: Tensor, grad: Tensor) -> None:
         name = f"{getattr(self.layout, role)}.main_grad"

@@ -6,12 +6,14 @@ rows held after dispatch.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moecore._compat import disable_dynamo
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.base import Dispatcher
@@ -146,6 +148,8 @@ class MoELayer(nn.Module):
             y_TD = y_TD + shared.wait()
         y = y_TD.to(x.dtype).view(x.shape)
         if not self.training:
+            if y.requires_grad and self.config.balance.is_on:
+                _warn_of_eval()
             return y
         return self.tracker.attach(y, routing, micro_batch, self.part("router").selection_bias)
 
@@ -168,6 +172,15 @@ class MoELayer(nn.Module):
             return y_TD
         gate_T1 = torch.sigmoid(self.part("shared_gate")(x_TD).float())
         return (y_TD * gate_T1).to(y_TD.dtype)
+
+
+@disable_dynamo
+def _warn_of_eval() -> None:
+    warnings.warn(
+        "a MoELayer in eval mode balances and counts nothing: call model.train() to train "
+        "(from_pretrained gives models in eval mode), or evaluate under torch.no_grad()",
+        stacklevel=3,
+    )
 
 
 def weigh_input(rows_TL: Tensor, routing: Routing) -> tuple[Tensor, Routing]:

@@ -72,6 +72,9 @@ class ParamReader:
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Say whether an optimizer step follows the next forward and backward."""
 
+    def finish_step(self) -> None:
+        """Say that the weights may have changed."""
+
 
 @torch.no_grad()
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:

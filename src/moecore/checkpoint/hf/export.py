@@ -162,9 +162,11 @@ def check_arguments(
     """Raise ValueError for what `export_hf` cannot do."""
     if path.exists():
         raise ValueError(f"path ({path}) must not exist yet: choose another, or remove it")
-    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+    if dtype is not None and not is_float:
         raise ValueError(
-            f"dtype ({dtype}) must be a float of 16 bits or more, or None: export quantises nothing"
+            f"dtype ({dtype!r}) must be a float of 16 bits or more, a torch.dtype, or None: export "
+            "quantises nothing"
         )
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes ({max_shard_bytes!r}) must be a whole number >= 1")

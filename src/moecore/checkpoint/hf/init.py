@@ -25,11 +25,17 @@ def init_hf(model: nn.Module, seed: int = 0) -> None:
         seed: different seeds give independent models.
 
     Raises:
+        ValueError: for a model that is not transformers'.
         NotImplementedError: when a module's buffers cannot be worked out from its config.
 
     Note: CPU and CUDA draw different values from the same seed.
     """
-    std = cast(Any, model).config.initializer_range
+    std = getattr(cast(Any, model).config, "initializer_range", None)
+    if std is None:
+        raise ValueError(
+            f"model ({type(model).__name__}) must be a transformers model, whose config has an "
+            "initializer_range: a Decoder has init_weights(seed)"
+        )
     for name, param in model.named_parameters():
         key = clean_name(name)
         if key.endswith("bias"):

@@ -47,7 +47,8 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
         native = decoder_config_from_hf(path)
         plan = hf_plan(native, find_layout(sources))
     except NotImplementedError:  # an option that the native decoder lacks
-        return problems + _missing_experts(sources, config) + _missing_layers(sources, config)
+        problems += _missing_experts(sources, config) + _missing_layers(sources, config)
+        return problems + _unlike_layers(sources, config)
     except ValueError as error:
         return [*problems, str(error)]
     return problems + plan_problems(sources, plan, hf_copies(native))
@@ -151,6 +152,36 @@ def _missing_layers(sources: Mapping[str, Source], config: Mapping[str, Any]) ->
     if not _is_layers(num_layers):
         return []
     return [f"layer {i} is missing" for i in range(num_layers) if i not in found]
+
+
+def _unlike_layers(sources: Mapping[str, Source], config: Mapping[str, Any]) -> list[str]:
+    """Tensors that a layer lacks or has in another shape than those of its kind.
+
+    A kind is the config's type of the layer, and whether it has experts.
+    """
+    layers: dict[int, dict[str, Source]] = {}
+    for name, source in sources.items():
+        match = LAYER.match(name)
+        if match:
+            layers.setdefault(int(match[1]), {})[name[match.end() :]] = source
+    types = config.get("layer_types")
+    kinds: dict[Any, dict[int, dict[str, Source]]] = {}
+    for i, layer in layers.items():
+        kind = types[i] if isinstance(types, list) and i < len(types) else None
+        has_experts = any(".experts." in name for name in layer)
+        kinds.setdefault((str(kind), has_experts), {})[i] = layer
+    problems = []
+    for alike in kinds.values():
+        for name in {name: None for layer in alike.values() for name in layer}:
+            shapes = [tuple(layer[name].shape) for layer in alike.values() if name in layer]
+            usual = max(shapes, key=shapes.count)
+            for i, layer in alike.items():
+                if name not in layer and not EXPERT.fullmatch(f".{name}"):
+                    problems.append(f"layer {i} has no {name}, as others of its kind have")
+                elif name in layer and tuple(layer[name].shape) != usual:
+                    shape = tuple(layer[name].shape)
+                    problems.append(f"{name} {shape} of layer {i} must be {usual} as in others")
+    return problems
 
 
 def _is_layers(value: Any) -> TypeGuard[int]:

@@ -187,7 +187,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], *ctx.args), None, None, None
+        return _AllToAll.apply(grads[0], *ctx.args), None, None, None
 
 
 class _SendChoices(torch.autograd.Function):
@@ -207,4 +207,4 @@ class _SendChoices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, _all_to_all(grads[1], *ctx.args), None, None
+        return None, _AllToAll.apply(grads[1], *ctx.args), None, None

@@ -236,7 +236,7 @@ class _GatherRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum_over_ranks(grads[0], ctx.group), None
+        return _SumRanks.apply(grads[0], ctx.group), None
 
 
 class _SumRanks(torch.autograd.Function):
@@ -247,7 +247,7 @@ class _SumRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather_from_ranks(grads[0], ctx.group), None
+        return _GatherRanks.apply(grads[0], ctx.group), None
 
 
 def _gather_from_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,0 +1,82 @@
+"""Lets go of units that a forward has left gathered when no backward comes to do it.
+
+Routers, heads, the root and what `FSDPOptions` keeps stay gathered from forward to backward, which
+frees them. After evaluation, generation or a micro-batch that is dropped they would stay so: an
+optimizer made then would hold gathered copies, clipping would miss their gradients, and the next
+forward would compute with the weights of before the last step. So they are let go
+
+    after a forward without gradients,
+    before every forward, unless `start_micro_batch` has said that it shares what is gathered,
+    before `clip_grad_norm_` looks for gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from moecore.moe.balance import is_recomputing
+
+GATHERED = "_moecore_gathered"
+
+
+class Gathered:
+    """What the units of a model hold between forwards. Hooks the model's forward.
+
+    Args:
+        root: an FSDP2 unit that holds all others.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        assert isinstance(root, nn.Module)
+        self._state = root._get_fsdp_state()
+        self._units = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        self._is_shared = False  # by the micro-batches of a step, until its last forward
+        self._is_last = False
+        root.register_forward_pre_hook(self._before_forward, prepend=True)
+        root.register_forward_hook(self._after_forward)
+
+    def let_go(self) -> None:
+        """Free all gathered parameters: modules hold those that the optimizer knows."""
+        for unit in self._units:
+            unit.reshard()
+
+    def start_micro_batch(self, *, is_last: bool) -> None:
+        """Say that the next forward shares what is gathered with those of its step."""
+        if not self._is_shared:
+            self.let_go()
+        self._is_shared, self._is_last = True, is_last
+
+    @torch.compiler.disable
+    def _before_forward(self, *_: Any) -> None:
+        if is_recomputing():
+            return
+        if self._state._state_ctx.post_backward_final_callback_queued:
+            raise RuntimeError(
+                "the last backward ended in an exception: gradients, counts and gathered weights "
+                "are those of half a step, so start again from a checkpoint, in new processes"
+            )
+        if not self._is_shared:
+            self.let_go()
+        if self._is_last and torch.is_grad_enabled():
+            self._is_shared = self._is_last = False
+
+    @torch.compiler.disable
+    def _after_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled() and not is_recomputing():
+            self.let_go()
+
+
+def watch_gathered(root: FSDPModule) -> None:
+    """Let units of a model go in time from now on."""
+    setattr(root, GATHERED, Gathered(root))
+
+
+def let_go(model: nn.Module) -> None:
+    """Free what the units of a model hold gathered; nothing for a plain one."""
+    gathered = getattr(model, GATHERED, None)
+    if gathered is not None:
+        gathered.let_go()

@@ -1,0 +1,186 @@
+"""Forwards without a backward leave nothing behind, and a failed backward does not go unnoticed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore import (
+    FSDPOptions,
+    MoEConfig,
+    ParallelConfig,
+    build_meshes,
+    clip_grad_norm_,
+    moe_state,
+    parallelize_moe,
+)
+from moecore.fsdp import start_micro_batch
+from tests.moe.moe_cases import make_layer
+from tests.ranks import run_ranks
+
+CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
+PARALLEL = {"sharded": ParallelConfig(ep=1, edp_shard=2), "ep": ParallelConfig(ep=2, edp_shard=1)}
+STEPS = 3
+
+
+class Block(nn.Module):
+    """Attention's place is a matrix'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(16, 16)
+        self.moe = make_layer(CONFIG)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(x + self.dense(x))
+
+
+class Model(nn.Module):
+    """The root holds an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x).float().flatten(0, 1)
+        return nn.functional.cross_entropy(logits, ids.roll(1, -1).flatten())
+
+
+def make(layout: str, **options: Any) -> nn.Module:
+    meshes = build_meshes(PARALLEL[layout], "cpu")
+    # In bf16 routers are units of their own.
+    return parallelize_moe(Model(), meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16, **options))
+
+
+def evaluate(model: nn.Module, ids: Tensor) -> None:
+    with torch.no_grad():
+        model.eval()(ids)
+    model.train()
+
+
+def train(layout: str, ids: Tensor, disturb: str, **options: Any) -> list[float]:
+    """Losses and norms of some steps, with something in between that may change nothing."""
+    model, found = make(layout, **options), []
+    if disturb == "evaluated before the optimizer is made":
+        evaluate(model, ids)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for n in range(2):
+            if disturb == "evaluated between announced micro-batches":
+                start_micro_batch(model, is_last=n == 1)
+                evaluate(model, ids)
+            loss = model((ids + 5 * n) % 32) / 2
+            loss.backward()
+            found.append(loss.item())
+        if disturb == "a micro-batch without a backward":
+            model(ids)
+        if disturb == "evaluated before clipping":
+            evaluate(model, ids)
+        found.append(clip_grad_norm_(model, 1.0).total)
+        if disturb == "evaluated before the step":
+            evaluate(model, ids)
+        if disturb == "a forward without a backward before the step":
+            model(ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        moe_state(model).finish_step()
+    return found
+
+
+DISTURBED = (
+    "evaluated before the optimizer is made",
+    "evaluated between announced micro-batches",
+    "a micro-batch without a backward",
+    "evaluated before clipping",
+    "evaluated before the step",
+    "a forward without a backward before the step",
+)
+
+
+def names_of_gathered(ids: Tensor) -> list[str]:
+    """Parameters that are no DTensors after an evaluation."""
+    model = make("ep")
+    evaluate(model, ids)
+    return [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+
+
+def loss_after_a_change(ids: Tensor) -> tuple[float, float]:
+    """Losses of weights that an optimizer's owner changed after an evaluation, and before one."""
+    losses = []
+    for early in (True, False):
+        model = make("ep")
+        weights = list(model.parameters())
+        if early:
+            evaluate(model, ids)
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(0.5)
+        losses.append(model(ids).item())
+    return losses[0], losses[1]
+
+
+def error_after_a_failed_backward(ids: Tensor) -> str:
+    def fail(grad: Tensor) -> Tensor:
+        raise FloatingPointError
+
+    model = make("ep")
+    model(ids).backward()
+    hook = model.layers[1].register_forward_hook(lambda m, a, y: y.register_hook(fail) and None)
+    with pytest.raises(FloatingPointError):
+        model(ids).backward()
+    hook.remove()
+    with pytest.raises(RuntimeError) as error:
+        model(ids)
+    return str(error.value)
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(rank))
+    found: dict[str, Any] = {}
+    for layout in PARALLEL:
+        for gathered in (True, False):
+            options = {"reshard_after_forward": not gathered, "reshard_experts": not gathered}
+            for disturb in ("", *DISTURBED):
+                found[layout, gathered, disturb] = train(layout, ids, disturb, **options)
+    found["names"] = names_of_gathered(ids)
+    found["changed"] = loss_after_a_change(ids)
+    found["failed"] = error_after_a_failed_backward(ids)
+    return copy.deepcopy(found)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(2, worker)
+
+
+@pytest.mark.parametrize("disturb", DISTURBED)
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "resharded"])
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_forwards_without_a_backward_change_nothing(
+    layout: str, gathered: bool, disturb: str, found: dict[str, Any]
+) -> None:
+    expected = found[layout, gathered, ""]
+    assert len(set(expected)) == len(expected), "every step learns"
+    assert found[layout, gathered, disturb] == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_evaluation_leaves_what_an_optimizer_knows(found: dict[str, Any]) -> None:
+    assert found["names"] == []
+    early, late = found["changed"]
+    assert early == late
+
+
+def test_a_failed_backward_is_no_base_for_another_step(found: dict[str, Any]) -> None:
+    assert "the last backward ended in an exception" in found["failed"]
