@@ -162,7 +162,7 @@ def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
         exact_rows=args.exact_rows,
         keep_rows=not args.send_again,
         fp8_dispatch=args.fp8_dispatch,
-        max_tokens=args.batch_size * args.seq_len // (args.tp or 1),
+        max_tokens=args.batch_size * args.seq_len // max(1, args.tp or 1),  # -1: not known yet
     )
 
 

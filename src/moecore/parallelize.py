@@ -21,7 +21,14 @@ from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.adapters.hf import refuse_router_logits, warn_about_cache
 from moecore.config import BalanceConfig
-from moecore.fsdp.shard import FSDPOptions, find_blocks, is_tied, is_whole, shard_model
+from moecore.fsdp.shard import (
+    FSDPOptions,
+    find_blocks,
+    is_tied,
+    is_whole,
+    keeps_precision,
+    shard_model,
+)
 from moecore.graphs.regions import compile_blocks
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_alignment, check_compute
@@ -119,6 +126,7 @@ def parallelize_moe(
                 "experts live on a mesh of their own: untie them"
             )
         _configure(layer, meshes, experts, recompute_fc1, balance, options)
+    _refuse_rounded_routers(model, layers, options)
     dispatcher = _choose_dispatcher(meshes, dispatcher, nvlink)
     _check_equal_weights(model, meshes.device_type)
 
@@ -220,6 +228,20 @@ def _refuse_shared_experts(layers: Mapping[str, MoELayer]) -> None:
             raise ValueError(
                 f"{name} and {first} must not share one experts module, which is sharded and "
                 "counted with its layer: share the whole MoELayer, or untie them"
+            )
+
+
+def _refuse_rounded_routers(
+    model: nn.Module, layers: Mapping[str, MoELayer], options: FSDPOptions
+) -> None:
+    """A router that keeps its precision is an FSDP2 unit: two of them would train two copies."""
+    routers = [layer.part("router") for layer in layers.values()]
+    for name, router in zip(layers, routers, strict=True):
+        is_shared = routers.count(router) > 1 or is_tied(router, model)
+        if is_shared and keeps_precision(router, options):
+            raise ValueError(
+                f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "
+                "which would round it with the root's parameters: untie it"
             )
 
 

@@ -114,7 +114,6 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     routers = [_separate_routers(_layers(group), options) for group in groups]
     in_blocks = {layer for group in groups for layer in _layers(group)}
     alone = _separate_routers([m for m in layers if m not in in_blocks], options)
-    _refuse_tied_routers(model, [*alone, *(r for group in routers for r in group)], options)
     dense_policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     # The experts' inputs hold fp32 routing weights that a cast would round; a head's are as the
     # blocks left them.
@@ -286,7 +285,7 @@ def _set_divisor(unit: FSDPModule, divisor: float, mesh: DeviceMesh) -> None:
     unit.set_force_sum_reduction_for_comms(is_gloo and group.size() > 1)
 
 
-def _keeps_precision(router: Router, options: FSDPOptions) -> bool:
+def keeps_precision(router: Router, options: FSDPOptions) -> bool:
     """Whether mixed precision would round the router's weight, and so change choices.
 
     Such a router is a unit of its own, which gathers and reduces in the dtype of its parameters.
@@ -320,18 +319,7 @@ def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
 def _separate_routers(layers: list[MoELayer], options: FSDPOptions) -> list[nn.Module]:
     """Return the routers that are units of their own."""
     routers = [m.part("router") for m in layers]
-    return [r for r in routers if _keeps_precision(r, options)]
-
-
-def _refuse_tied_routers(model: nn.Module, routers: list[nn.Module], options: FSDPOptions) -> None:
-    """Two units would train two copies, and in one of another dtype it would be rounded."""
-    shared = [r for r in routers if routers.count(r) > 1 or is_tied(r, model)]
-    if shared:
-        name = next(n for n, m in model.named_modules() if m is shared[0])
-        raise ValueError(
-            f"{name}.weight must not be shared with param_dtype ({options.param_dtype}), which "
-            "would round it with the root's: untie it"
-        )
+    return [r for r in routers if keeps_precision(r, options)]
 
 
 def _layers(blocks: list[nn.Module]) -> list[MoELayer]:
