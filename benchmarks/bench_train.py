@@ -112,7 +112,11 @@ def main() -> int:
 
 def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this script's arguments and those of examples/train.py."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog="All other options are those of examples/train.py: see its --help.",
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--warm-up", type=int, default=5, help="steps that do not count")
     add("--timed", type=int, default=10, help="steps that do")
