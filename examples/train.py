@@ -18,7 +18,7 @@ already. So the host waits for nothing in a step, and reads a step's metrics whe
 the one after it, or before a checkpoint. An overflow may be noticed a step later for that; it never
 gets into a checkpoint.
 
-Legend: B sequences, T tokens of a sequence.
+Legend: A micro-batches of a step, B sequences, T tokens of a sequence, N bytes of text.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ from moecore import (
 from moecore.checkpoint import Saver, latest, load
 from moecore.checkpoint.agree import on_first_rank
 from moecore.fsdp import GradientNorm, start_micro_batch
+from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder
 from moecore.moe.dispatch.symmetric import ExchangeError
 from moecore.moe.state import MoEMetrics
@@ -130,6 +132,7 @@ class Job:
     """One rank's part of a run that is ready to train.
 
     Attributes:
+        forward_backward: see `make_forward_backward`.
         start: steps that the loaded checkpoint has done; 0 = none was there.
         corpus_N: uint8 bytes.
         reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
@@ -140,6 +143,7 @@ class Job:
     meshes: Meshes
     device: torch.device
     model: Decoder
+    forward_backward: Callable[[Tensor, Tensor], Tensor]
     optimizer: torch.optim.Optimizer
     corpus_N: Tensor
     shape: BatchShape
@@ -296,12 +300,33 @@ def build_job(args: argparse.Namespace) -> Job:
         meshes=meshes,
         device=device,
         model=model,
+        forward_backward=make_forward_backward(model, args),
         optimizer=optimizer,
         corpus_N=corpus_N,
         shape=shape,
         start=resume(args, model, optimizer),
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
     )
+
+
+def make_forward_backward(
+    model: Decoder, args: argparse.Namespace
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what runs a step's micro-batches, [A, B, T] tokens and labels: their mean loss."""
+
+    def forward_backward(tokens_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
+        total = torch.zeros((), device=tokens_ABT.device)
+        for n, (tokens_BT, labels_BT) in enumerate(zip(tokens_ABT, labels_ABT, strict=True), 1):
+            if args.reduce_once:
+                start_micro_batch(model, is_last=n == args.grad_accum)
+            loss = model(tokens_BT, labels_BT) / args.grad_accum
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    if not args.cuda_graph:
+        return forward_backward
+    return GraphedForwardBackward(forward_backward, model)
 
 
 def resume(args: argparse.Namespace, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
@@ -370,14 +395,12 @@ def train_step(job: Job, step: int) -> Launched:
     lr = lr_at(step, args)
     for group in job.optimizer.param_groups:
         group["lr"] = lr
-    total = torch.zeros((), device=job.device)
-    for n, (tokens_BT, labels_BT) in enumerate(batches_of(job, step), start=1):
-        if args.reduce_once:
-            start_micro_batch(model, is_last=n == args.grad_accum)
-        loss = model(to_device(tokens_BT, job.device), to_device(labels_BT, job.device))
-        loss = loss / args.grad_accum
-        loss.backward()
-        total += loss.detach()
+    tokens_ABT, labels_ABT = (
+        torch.stack(part) for part in zip(*batches_of(job, step), strict=True)
+    )
+    total = job.forward_backward(
+        to_device(tokens_ABT, job.device), to_device(labels_ABT, job.device)
+    )
     norm = clip_grad_norm_(model, 1.0, optimizer=job.optimizer)  # a nan skips the step everywhere
     job.optimizer.step()
     job.optimizer.zero_grad()
@@ -395,11 +418,11 @@ def train_step(job: Job, step: int) -> Launched:
     )
 
 
-def to_device(cpu_BT: Tensor, device: torch.device) -> Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a copy that nothing waits for; from memory that is not pinned the host would wait."""
     if device.type == "cuda":
-        cpu_BT = cpu_BT.contiguous().pin_memory()
-    return cpu_BT.to(device, non_blocking=True)
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def of_routing(routed: MoEMetrics, ep: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,8 @@ from moecore.mesh import Meshes, build_meshes
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.symmetric import ExchangeError
 from moecore.moe.layer import MoELayer
-from moecore.parallelize import moe_state, parallelize_moe
+from moecore.moe.state import moe_state
+from moecore.parallelize import parallelize_moe
 
 __version__ = "0.1.0"
 

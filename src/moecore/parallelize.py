@@ -43,13 +43,12 @@ from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.dispatch.symmetric import Exchanges
 from moecore.moe.experts import Experts, expert_shapes
 from moecore.moe.layer import MoELayer
-from moecore.moe.state import MoEState
+from moecore.moe.state import STATE_NAME, MoEState
 
 logger = logging.getLogger("moecore.parallelize")
 
 DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
 LossConvention = Literal["mean", "sum"]
-STATE_NAME = "_moecore_state"
 
 
 def parallelize_moe(
@@ -153,21 +152,6 @@ def parallelize_moe(
     )
     setattr(model, STATE_NAME, MoEState(layers, groups, loss=loss, exchanges=exchanges))
     return model
-
-
-def moe_state(model: nn.Module) -> MoEState:
-    """Return the balance record that a parallelized model owns.
-
-    Raises:
-        ValueError: when the model has not been parallelized.
-    """
-    state = getattr(model, STATE_NAME, None)
-    if state is None:
-        raise ValueError(
-            f"model ({type(model).__name__}) must be parallelized to have a balance record: "
-            "call parallelize_moe(model, meshes) first"
-        )
-    return state
 
 
 def _check_request(

@@ -28,7 +28,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices
-from moecore.parallelize import moe_state
+from moecore.moe.state import moe_state
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,8 @@
-"""Compile regions."""
+"""Compile regions, and CUDA graphs."""
 
 from __future__ import annotations
 
+from moecore.graphs.forward_backward import GraphedForwardBackward
 from moecore.graphs.regions import compile_blocks
 
-__all__ = ["compile_blocks"]
+__all__ = ["GraphedForwardBackward", "compile_blocks"]

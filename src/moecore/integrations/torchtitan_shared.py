@@ -23,7 +23,8 @@ from moecore.fsdp import FSDPOptions
 from moecore.graphs import compile_blocks
 from moecore.integrations.torchtitan_options import moecore_options, nvlink_options
 from moecore.mesh import Meshes, build_meshes
-from moecore.parallelize import moe_state, parallelize_moe
+from moecore.moe.state import moe_state
+from moecore.parallelize import parallelize_moe
 
 Rule = tuple[str, Any, bool, str]  # a field, its value, whether that is refused, what it must be
 

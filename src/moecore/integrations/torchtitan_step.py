@@ -10,8 +10,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 
 from moecore.integrations.torchtitan_layer import TitanLayer
-from moecore.moe.state import MoEMetrics
-from moecore.parallelize import moe_state
+from moecore.moe.state import MoEMetrics, moe_state
 
 METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
 

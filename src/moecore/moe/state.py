@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.dispatch.symmetric import Exchanges
 from moecore.moe.quantile import bias_move
+
+STATE_NAME = "_moecore_state"  # attribute of a parallelized model
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,21 @@ class MoEState:
         if tracker.counts is not None:
             return tracker.counts
         return LoadCounts.zeros(tracker.config, layer.part("router").weight.device)
+
+
+def moe_state(model: nn.Module) -> MoEState:
+    """Return the balance record that a parallelized model owns.
+
+    Raises:
+        ValueError: when the model has not been parallelized.
+    """
+    state = getattr(model, STATE_NAME, None)
+    if state is None:
+        raise ValueError(
+            f"model ({type(model).__name__}) must be parallelized to have a balance record: "
+            "call parallelize_moe(model, meshes) first"
+        )
+    return state
 
 
 def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

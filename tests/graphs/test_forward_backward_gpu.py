@@ -1,0 +1,247 @@
+"""Replayed steps train as eager ones do, whatever happens in between; what can not be is refused.
+
+    python -m pytest -m gpu tests/graphs
+
+On 1, 2 or 4 GPUs, as many as there are. Eager training is run twice: a replay may differ from it as
+much as two eager runs do, which is nothing where all kernels are deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore import (
+    BalanceConfig,
+    ExchangeError,
+    FSDPOptions,
+    NVLinkOptions,
+    ParallelConfig,
+    build_meshes,
+    clip_grad_norm_,
+    moe_state,
+    parallelize_moe,
+)
+from moecore.fsdp import start_micro_batch
+from moecore.graphs import GraphedForwardBackward
+from moecore.kernels.common import has_hopper_kernels
+from moecore.models import Decoder, preset
+from tests.ranks import RANKS_PER_GPU, run_ranks
+
+WORLD = next((n for n in (4, 2, 1) if n <= torch.cuda.device_count()), 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(RANKS_PER_GPU > 1, reason="gloo's collectives can not be captured"),
+    pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU"),
+]
+
+STEPS, WARM_UP, MICRO_BATCHES = 7, 2, 2
+BATCH = (MICRO_BATCHES, 2, 256)
+QUANTILE = BalanceConfig(bias_update="quantile", bias_update_rate=1.0, bias_per_micro_batch=True)
+LOSSES = BalanceConfig(micro_batch_coef=0.02, global_batch_coef=0.02, bias_update_rate=0.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A way to train."""
+
+    ep: int
+    balance: BalanceConfig = QUANTILE
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    nvlink: NVLinkOptions | None = None
+    reduce_once: bool = False
+    compile: bool = False
+
+
+ROOM = NVLinkOptions(capacity_factor=4.0)
+CASES = {
+    "all ranks": Case(ep=WORLD, nvlink=ROOM),
+    "gathered once, casts kept": Case(
+        ep=WORLD,
+        nvlink=ROOM,
+        balance=LOSSES,
+        reduce_once=True,
+        fsdp=dict(reshard_after_forward=False, reshard_experts=False),
+    ),
+    "rows in pieces": Case(
+        ep=WORLD, nvlink=replace(ROOM, overlap="experts", rows_per_piece=0), compile=True
+    ),
+    "half the ranks": Case(
+        ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)
+    ),
+}
+
+
+class Job:
+    """A model in training, eagerly or by replays."""
+
+    def __init__(self, case: Case, *, graphed: bool) -> None:
+        config = preset("tiny")
+        moe = replace(config.moe, expert_bias=True, score_function="sigmoid", balance=case.balance)
+        nvlink = case.nvlink if case.ep > 1 else None
+        self.case, self.config = case, replace(config, moe=moe)
+        self.model = Decoder(self.config, device="meta")
+        parallelize_moe(
+            self.model,
+            build_meshes(ParallelConfig(ep=case.ep), "cuda"),
+            dispatcher="nvlink" if nvlink else "local",
+            nvlink=nvlink,
+            compile=case.compile,
+            fsdp=FSDPOptions(param_dtype=torch.bfloat16, **case.fsdp),
+        )
+        self.model.to_empty(device="cuda")
+        self.model.init_weights(0)
+        moe_state(self.model).set_num_micro_batches(MICRO_BATCHES)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
+        self.run: Callable[..., Any] = self.forward_backward
+        if graphed:
+            self.run = GraphedForwardBackward(self.forward_backward, self.model, warm_up=WARM_UP)
+
+    def forward_backward(self, tokens_ABT: Tensor) -> dict[str, Tensor]:
+        losses = []
+        for n, tokens_BT in enumerate(tokens_ABT, start=1):
+            if self.case.reduce_once:
+                start_micro_batch(self.model, is_last=n == MICRO_BATCHES)
+            loss = self.model(tokens_BT, tokens_BT.roll(-1, 1)) / MICRO_BATCHES
+            loss.backward()
+            losses.append(loss.detach())
+        return {"losses": torch.stack(losses)}
+
+    def step(self, step: int, *, disturbed: bool = False) -> list[float]:
+        """Train a step; return its losses, norm and counts."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 3e-3 * (1 + step % 3)
+        found = self.run(self.batch(step))["losses"].tolist()
+        if disturbed:
+            scribble()
+            with torch.no_grad():  # other shapes, eagerly
+                found.append(self.model(self.batch(90 + step).cuda()[0, :1, :64]).sum().item())
+        norm = clip_grad_norm_(self.model, 0.5, optimizer=self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        routed = moe_state(self.model).finish_step(skipped=norm.skipped)
+        moe_state(self.model).check()
+        counts = torch.stack(list(routed.tokens_per_expert.values()))
+        found += [norm.total, counts.square().sum().item(), routed.total_aux_loss()]
+        return found
+
+    def batch(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed * 100 + dist.get_rank())
+        # Skewed, so that routing changes from step to step.
+        tokens = torch.rand(BATCH, generator=generator) ** (1 + seed % 4) * self.config.vocab_size
+        return tokens.long().pin_memory()
+
+
+def scribble() -> None:
+    """Write over memory that was used once: what a graph still reads must not lie there."""
+    for size in (64, 1024, 16_384, 1 << 20):
+        pinned = [torch.full((size,), -1, dtype=torch.int8).pin_memory() for _ in range(64)]
+        del pinned
+    junk = [torch.full((1 << 26,), torch.nan, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    del junk
+
+
+def train(case: Case, *, graphed: bool) -> list[list[float]]:
+    """Return what all steps gave, then sums of the parameters."""
+    job = Job(case, graphed=graphed)
+    found = [job.step(n, disturbed=n in (1, 4, 5)) for n in range(STEPS)]
+    sums = [p.full_tensor().double().abs().sum().item() for p in job.model.parameters()]
+    return [*found, sums]
+
+
+def refusals() -> dict[str, str]:
+    """Run what can not be captured or replayed; all on the last case, whose steps go on."""
+    case, found = CASES["all ranks"], {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+
+    job = Job(case, graphed=True)
+    for n in range(WARM_UP + 1):
+        job.step(n)
+    attempt("shapes", lambda: job.run(job.batch(0)[:1]))
+    job.run(job.batch(0))
+    attempt("gradients", lambda: job.run(job.batch(0)))
+    job.optimizer.zero_grad()
+    moe_state(job.model).finish_step()
+    moe_state(job.model).set_num_micro_batches(1)
+    attempt("micro-batches", lambda: job.run(job.batch(0)))
+    moe_state(job.model).set_num_micro_batches(MICRO_BATCHES)
+    job.step(4)
+
+    waiting = Job(case, graphed=False)
+    waiting.run = GraphedForwardBackward(
+        lambda x: waiting.forward_backward(x) | {"first": torch.ones(1).cuda()},
+        waiting.model,
+        warm_up=1,
+    )
+    attempt("waits", lambda: waiting.run(waiting.batch(0)))
+    return found
+
+
+def overflow() -> str:
+    """Return what ranks say of a replay in which all tokens choose the first rank's experts."""
+    room = NVLinkOptions(capacity_factor=0.9 * WORLD)
+    job = Job(replace(CASES["all ranks"], nvlink=room, balance=LOSSES), graphed=True)
+    for n in range(WARM_UP + 1):
+        job.step(n)
+    for layer in moe_state(job.model).layers.values():
+        bias_E = layer.part("router").selection_bias
+        bias_E.copy_(torch.arange(len(bias_E), 0, -1))
+    try:
+        job.step(n + 1)
+        said = ""
+    except ExchangeError as error:
+        said = str(error)
+    of_ranks = [""] * WORLD
+    dist.all_gather_object(of_ranks, said)
+    return "".join(of_ranks)
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: [train(case, graphed=graphed) for graphed in (False, False, True)]
+        for name, case in CASES.items()
+    }
+    found["refusals"] = refusals()
+    if WORLD > 1:
+        found["overflow"] = overflow()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_ranks(WORLD, worker, device_type="cuda")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_train_as_eager_steps_do(name: str, found: dict[str, Any]) -> None:
+    eager, again, graphed = found[name]
+    assert len({row[0] for row in eager[:-1]}) == STEPS, "every step learns from its own batch"
+    for step, (want, other, got) in enumerate(zip(eager, again, graphed, strict=True)):
+        noise = [abs(a - b) for a, b in zip(want, other, strict=True)]
+        error = [abs(a - b) for a, b in zip(want, got, strict=True)]
+        assert all(e <= 2 * n for e, n in zip(error, noise, strict=True)), (step, error, noise)
+
+
+def test_what_can_not_be_replayed_is_refused(found: dict[str, Any]) -> None:
+    said = found["refusals"]
+    assert "must be as captured" in said["shapes"]
+    assert said["gradients"].startswith("gradient of ")
+    assert said["micro-batches"].startswith("the number of micro-batches")
+    assert "must not wait for the GPU" in said["waits"] and __file__ in said["waits"]
+
+
+@pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")
+def test_rows_that_do_not_fit_in_a_replay_are_an_error(found: dict[str, Any]) -> None:
+    assert "capacity_factor" in found["overflow"]
