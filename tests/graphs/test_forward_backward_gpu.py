@@ -30,7 +30,6 @@ from moecore import (
 )
 from moecore.fsdp import start_micro_batch
 from moecore.graphs import GraphedForwardBackward
-from moecore.kernels.common import has_hopper_kernels
 from moecore.models import Decoder, preset
 from tests.ranks import RANKS_PER_GPU, run_ranks
 
@@ -38,7 +37,7 @@ WORLD = next((n for n in (4, 2, 1) if n <= torch.cuda.device_count()), 0)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(RANKS_PER_GPU > 1, reason="gloo's collectives can not be captured"),
-    pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(WORLD == 0, reason="needs a GPU"),
 ]
 
 STEPS, WARM_UP, MICRO_BATCHES = 7, 2, 2
