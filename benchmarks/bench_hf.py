@@ -6,6 +6,7 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
     transformers    each layer compiled and an FSDP2 unit; experts by transformers' grouped_mm
     moecore         parallelize_moe(model, meshes, compile=True, ...) with experts over all ranks
     moecore+loss    the same, head and loss by moecore's linear_cross_entropy
+    ...+graph       the same, forward and backward as one CUDA graph; GPUs only
 
 All of them train a Qwen3-MoE model of the preset's sizes on random tokens, with AdamW, fp32 weights
 and bf16 compute (fp32 on CPUs), one after the other in one run. Routing is what fresh routers do. A
@@ -48,6 +49,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.checkpoint.hf import init_hf
+from moecore.graphs import GraphedForwardBackward
 from moecore.models import DecoderConfig, flops_per_token, preset
 from moecore.models.loss import linear_cross_entropy
 
@@ -115,7 +117,7 @@ def parse() -> argparse.Namespace:
     add("--timed", type=int, default=8, help="steps that do")
     add("--lr", type=float, default=1e-5)
     add("--capacity-factor", type=float, default=2.0, help="of nvlink, on GPUs")
-    add("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    add("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=VARIANTS)
     add("--results", type=Path, help="folder for the records")
     return parser.parse_args()
 
@@ -192,7 +194,10 @@ VARIANTS: dict[str, Build] = {
     "transformers": build_plain,
     "moecore": partial(build_parallel, chunked=False),
     "moecore+loss": partial(build_parallel, chunked=True),
+    "moecore+graph": partial(build_parallel, chunked=False),
+    "moecore+loss+graph": partial(build_parallel, chunked=True),
 }
+DEFAULT_VARIANTS = ["transformers", "moecore", "moecore+loss"]
 
 
 def on_meta(config: Any) -> nn.Module:
@@ -228,7 +233,7 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     init_hf(model.hf)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    plain = name == "transformers"
+    plain, forward_backward = name == "transformers", make_forward_backward(name, model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -236,8 +241,9 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     for _ in range(args.warm_up + args.timed):
         shape = (args.batch_size, args.seq_len)
         tokens_BT = torch.randint(0, model.hf.config.vocab_size, shape, generator=generator)
-        loss = model(tokens_BT.to(device))
-        loss.backward()
+        if device.type == "cuda":
+            tokens_BT = tokens_BT.pin_memory()
+        loss = forward_backward(tokens_BT.to(device, non_blocking=True))
         if plain:
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         else:
@@ -246,7 +252,7 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
         optimizer.zero_grad()
         if not plain:
             moe_state(model).finish_step(skipped=norm.skipped)
-        losses.append(loss.detach())
+        losses.append(loss)
         moments.append(Moment(device))
     moments[-1].wait()
     if not plain:
@@ -255,6 +261,19 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
         if state.exchanges is not None:
             state.exchanges.close()
     return summary(args, moments, torch.stack(losses), device)
+
+
+def make_forward_backward(name: str, model: WithLoss) -> Callable[[Tensor], Tensor]:
+    """Return what runs a step of a variant: its loss."""
+
+    def forward_backward(tokens_BT: Tensor) -> Tensor:
+        loss = model(tokens_BT)
+        loss.backward()
+        return loss.detach()
+
+    if name.endswith("+graph"):
+        return GraphedForwardBackward(forward_backward, model)
+    return forward_backward
 
 
 def summary(
@@ -282,7 +301,7 @@ def line_of(row: Row, first: Row) -> str:
     times = rate / first["tokens_per_second_per_gpu"]
     apart = max(abs(a - b) for a, b in zip(row["losses"], first["losses"], strict=True))
     return (
-        f"{row['variant']:<13}{rate:>9.0f} tokens/s/GPU {times:>6.2f} x {tflops:>6.0f} TFLOP/s "
+        f"{row['variant']:<19}{rate:>9.0f} tokens/s/GPU {times:>6.2f} x {tflops:>6.0f} TFLOP/s "
         f"{row['peak_gib']:>6.1f} GiB  loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}, "
         f"apart {apart:.4f}"
     )
