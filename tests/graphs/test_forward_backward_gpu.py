@@ -166,8 +166,10 @@ def refusals() -> dict[str, str]:
             found[name] = str(error)
 
     job = Job(case, graphed=True)
-    for n in range(WARM_UP + 1):
-        job.step(n)
+    for n in range(WARM_UP + 1):  # weights stay, so that all fits
+        job.run(job.batch(n))
+        job.optimizer.zero_grad()
+        moe_state(job.model).finish_step()
     attempt("shapes", lambda: job.run(job.batch(0)[:1]))
     job.run(job.batch(0))
     attempt("gradients", lambda: job.run(job.batch(0)))
@@ -188,12 +190,31 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def failed_capture() -> str:
+    """Return what is said when a call waits for the GPU that did not before; ends all training."""
+    job, calls = Job(CASES["all ranks"], graphed=False), []
+
+    def forward_backward(tokens_ABT: Tensor) -> Tensor:
+        calls.append(1)
+        losses = job.forward_backward(tokens_ABT)["losses"]
+        return losses * losses[0].item() if len(calls) > WARM_UP else losses
+
+    graphed = GraphedForwardBackward(forward_backward, job.model, warm_up=WARM_UP)
+    with pytest.raises(RuntimeError) as error:
+        for n in range(WARM_UP + 1):
+            graphed(job.batch(n))
+            job.optimizer.zero_grad()
+    return str(error.value)
+
+
 def overflow() -> str:
     """Return what ranks say of a replay in which all tokens choose the first rank's experts."""
     room = NVLinkOptions(capacity_factor=0.9 * WORLD)
     job = Job(replace(CASES["all ranks"], nvlink=room, balance=LOSSES), graphed=True)
-    for n in range(WARM_UP + 1):
-        job.step(n)
+    for n in range(WARM_UP + 1):  # weights stay, so that all fits
+        job.run(job.batch(n))
+        job.optimizer.zero_grad()
+        moe_state(job.model).finish_step()
     for layer in moe_state(job.model).layers.values():
         bias_E = layer.part("router").selection_bias
         bias_E.copy_(torch.arange(len(bias_E), 0, -1))
@@ -216,6 +237,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found["refusals"] = refusals()
     if WORLD > 1:
         found["overflow"] = overflow()
+    found["failed"] = failed_capture()
     return found
 
 
@@ -240,6 +262,8 @@ def test_what_can_not_be_replayed_is_refused(found: dict[str, Any]) -> None:
     assert said["gradients"].startswith("gradient of ")
     assert said["micro-batches"].startswith("the number of micro-batches")
     assert "must not wait for the GPU" in said["waits"] and __file__ in said["waits"]
+    assert found["failed"].startswith("forward_backward could not be captured (")
+    assert "capturing" in found["failed"], "the line that broke it is what is said"
 
 
 @pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")

@@ -160,17 +160,22 @@ def _capture(
     """Return the graph of a call, which has not run yet."""
     _forget_casts(state)
     facts, held = facts_of(model, state)
-    graph = torch.cuda.CUDAGraph()
+    graph, first = torch.cuda.CUDAGraph(), None
     try:
         # Other threads (NCCL's, a checkpoint's) may go on with calls that a capture of the whole
         # process would forbid.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            outputs = function(*inputs)
+            try:
+                outputs = function(*inputs)
+            except Exception as error:  # the end of a broken capture raises, too
+                first = error
+                raise
     except Exception as error:
+        reason = str(first or error).partition("\n")[0]
         raise RuntimeError(
-            f"forward_backward could not be captured ({_first_line(error)}): it must launch the "
-            "same work in every call and wait for none of it; start again without a graph"
-        ) from error
+            f"forward_backward could not be captured ({reason}): it must launch the same work in "
+            "every call and wait for none of it; start again without a graph"
+        ) from (first or error)
     let_go(model)  # what is gathered and cast lies in the graph's memory
     _forget_casts(state)
     return _Captured(
@@ -310,10 +315,3 @@ def _check_output(output: Tensor) -> Tensor:
             "them"
         )
     return output
-
-
-def _first_line(error: BaseException) -> str:
-    """Return what went wrong first: the end of a broken capture raises, too."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return str(error).partition("\n")[0]
