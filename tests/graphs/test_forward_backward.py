@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.graphs import GraphedForwardBackward
+from moecore.graphs import forward_backward as module
 from moecore.graphs.forward_backward import _check_facts, _map_tensors, facts_of
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
@@ -76,7 +78,79 @@ def error_of(call: Callable[[], Any]) -> str:
     return "none"
 
 
-def worker(rank: int, device: torch.device) -> dict[str, str]:
+class FakeGraph:
+    """Runs what was captured again, and writes where the first run's results lie, as a graph does.
+
+    Python of the model runs again, too, which a graph's replay does not.
+    """
+
+    def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
+        self.function, self.model = function, model
+
+    def capture(self, inputs: tuple[Tensor, ...]) -> Any:
+        self.inputs, self.outputs = inputs, self.function(*inputs)
+        self.grads = [p.grad for p in self.model.parameters()]
+        return self.outputs
+
+    def replay(self) -> None:
+        self.model.zero_grad()
+        self.outputs.copy_(self.function(*self.inputs))
+        for param, grad in zip(self.model.parameters(), self.grads, strict=True):
+            grad.to_local().copy_(param.grad.to_local())
+
+
+def train(x: Tensor, *, graphed: bool) -> tuple[list[float], list[str], int]:
+    """Return losses of some steps, errors on the way, and how often forward and backward ran."""
+    model, calls = make(PADDED), []
+
+    def forward_backward(x: Tensor) -> Tensor:
+        calls.append(1)
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    optimizer, run, errors = torch.optim.SGD(model.parameters(), lr=0.1), forward_backward, []
+    if graphed:
+        run = GraphedForwardBackward(forward_backward, model)
+    losses = []
+    for n in range(6):
+        losses.append(run(x + n))
+        if n == 4 and graphed:
+            errors.append(error_of(lambda: run(x)))
+        optimizer.step()
+        optimizer.zero_grad()
+        moe_state(model).finish_step()
+    if graphed:
+        errors.append(error_of(lambda: run(x[:2])))
+    return [loss.item() for loss in losses], errors, len(calls)
+
+
+def train_with_a_fake_graph(x: Tensor) -> tuple[list[float], list[str], int]:
+    def capture(
+        function: Callable[..., Any], model: nn.Module, state: Any, inputs: tuple[Tensor, ...]
+    ) -> Any:
+        graph = FakeGraph(function, model)
+        outputs = graph.capture(inputs)
+        facts, held = facts_of(model, state)
+        model.zero_grad()
+        moe_state(model).finish_step()
+        return module._Captured(
+            graph=graph,
+            model=model,
+            state=state,
+            inputs=inputs,
+            outputs=outputs,
+            grads=list(zip(model.parameters(), graph.grads, strict=True)),
+            facts=facts,
+            held=held,
+        )
+
+    on_a_cpu = dict(_gpu_of=lambda model: x.device, _watched=lambda function, x: function(*x))
+    with patch.multiple(module, _capture=capture, **on_a_cpu):
+        return train(x, graphed=True)
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(rank))
     found = {
         "alltoall": error_of(lambda: GraphedForwardBackward(print, make())),
@@ -84,6 +158,8 @@ def worker(rank: int, device: torch.device) -> dict[str, str]:
         "padded": error_of(lambda: GraphedForwardBackward(print, make(PADDED))),
         "local": error_of(lambda: GraphedForwardBackward(print, make(ep=1))),
     }
+    found["eager"] = train(x, graphed=False)
+    found["fake"] = train_with_a_fake_graph(x)
     for change in ("", *CHANGES):
         model = make()
         run(model, x)
@@ -98,11 +174,11 @@ def worker(rank: int, device: torch.device) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
+def found() -> dict[str, Any]:
     return run_ranks(2, worker)
 
 
-def test_dispatchers_that_wait_for_sizes_are_refused_and_so_is_a_cpu(found: dict[str, str]) -> None:
+def test_dispatchers_that_wait_for_sizes_are_refused_and_so_is_a_cpu(found: dict[str, Any]) -> None:
     for name in ("alltoall", "allgather"):
         assert "must be 'nvlink' or pad to a capacity" in found[name]
     for name in ("padded", "local"):
@@ -110,16 +186,26 @@ def test_dispatchers_that_wait_for_sizes_are_refused_and_so_is_a_cpu(found: dict
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_graph_holds_must_not_change(change: str, found: dict[str, str]) -> None:
+def test_what_a_graph_holds_must_not_change(change: str, found: dict[str, Any]) -> None:
     assert found[""] == "none"
     assert found[change].startswith(f"{change} must be what it was when the graph was captured")
+
+
+def test_calls_are_warm_ups_then_a_capture_then_replays(found: dict[str, Any]) -> None:
+    losses, _, _ = found["eager"]
+    replayed, errors, num_calls = found["fake"]
+    assert len(set(losses)) == 6
+    assert replayed == losses, "each a tensor of its own, and of its own inputs and weights"
+    assert errors[0].startswith("gradient of 0.weight must be None")
+    assert errors[1].startswith("inputs ([((2, 16), torch.float32)]) must be as captured")
+    assert num_calls == 2 + 1 + 4, "two warm-ups, the capture, four replays"
 
 
 def test_a_model_must_be_parallelized_and_a_warm_up_be_there() -> None:
     with pytest.raises(ValueError, match="must be parallelized"):
         GraphedForwardBackward(print, nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"warm_up \(0\) must be >= 1"):
-        GraphedForwardBackward(print, nn.Linear(2, 2), warm_up=0)
+    with pytest.raises(ValueError, match=r"warm_up \(1\) must be >= 2"):
+        GraphedForwardBackward(print, nn.Linear(2, 2), warm_up=1)
 
 
 def test_outputs_are_copied_and_numbers_are_refused() -> None:

@@ -182,10 +182,10 @@ def refusals() -> dict[str, str]:
 
     waiting = Job(case, graphed=False)
     waiting.run = GraphedForwardBackward(
-        lambda x: waiting.forward_backward(x) | {"first": torch.ones(1).cuda()},
+        lambda x: waiting.forward_backward(x) | {"one": torch.ones(1).cuda()},
         waiting.model,
-        warm_up=1,
     )
+    waiting.step(0)
     attempt("waits", lambda: waiting.run(waiting.batch(0)))
     return found
 

@@ -49,7 +49,7 @@ class GraphedForwardBackward:
             tensor that still needs backward. Waits for nothing on the GPU, and leaves the optimizer
             alone.
         model: from `parallelize_moe`.
-        warm_up: calls that run eagerly first, >= 1.
+        warm_up: calls that run eagerly first, >= 2: the first makes buffers, the last is watched.
 
     Raises:
         ValueError: when the model is not on a GPU or not parallelized, or its dispatcher waits for
@@ -73,16 +73,14 @@ class GraphedForwardBackward:
     def __init__(
         self, forward_backward: Callable[..., Any], model: nn.Module, *, warm_up: int = 2
     ) -> None:
-        if warm_up < 1:
-            raise ValueError(f"warm_up ({warm_up}) must be >= 1: buffers are made in the first run")
+        if warm_up < 2:
+            raise ValueError(
+                f"warm_up ({warm_up}) must be >= 2: the first call makes buffers, the last is "
+                "watched"
+            )
         self._state = moe_state(model)
         _check_dispatchers(self._state)
-        self._device = next(model.parameters()).device
-        if self._device.type != "cuda":
-            raise ValueError(
-                f"device of the model ({self._device}) must be a GPU for a CUDA graph: call "
-                "forward_backward itself"
-            )
+        self._device = _gpu_of(model)
         self._forward_backward = forward_backward
         self._model = model
         self._warm_up = warm_up
@@ -279,6 +277,16 @@ def _check_dispatchers(state: MoEState) -> None:
                 f"dispatcher of {name} ({type(layer.dispatcher).__name__}) must be 'nvlink' or pad "
                 "to a capacity for a CUDA graph, because it waits for sizes on the host"
             )
+
+
+def _gpu_of(model: nn.Module) -> torch.device:
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        raise ValueError(
+            f"device of the model ({device}) must be a GPU for a CUDA graph: call forward_backward "
+            "itself"
+        )
+    return device
 
 
 def _forget_casts(state: MoEState) -> None:
