@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -102,6 +103,8 @@ class FakeGraph:
 def train(x: Tensor, *, graphed: bool) -> tuple[list[float], list[str], int]:
     """Return losses of some steps, errors on the way, and how often forward and backward ran."""
     model, calls = make(PADDED), []
+    exchanges = SimpleNamespace(made=(object(),), poll=lambda: polls.append(1), check=lambda: None)
+    polls: list[int] = []
 
     def forward_backward(x: Tensor) -> Tensor:
         calls.append(1)
@@ -111,6 +114,7 @@ def train(x: Tensor, *, graphed: bool) -> tuple[list[float], list[str], int]:
 
     optimizer, run, errors = torch.optim.SGD(model.parameters(), lr=0.1), forward_backward, []
     if graphed:
+        moe_state(model).exchanges = exchanges
         run = GraphedForwardBackward(forward_backward, model)
     losses = []
     for n in range(6):
@@ -122,6 +126,12 @@ def train(x: Tensor, *, graphed: bool) -> tuple[list[float], list[str], int]:
         moe_state(model).finish_step()
     if graphed:
         errors.append(error_of(lambda: run(x[:2])))
+        exchanges.made = (*exchanges.made, object())  # one of an evaluation
+        run(x)
+        model.zero_grad()
+        exchanges.made = (object(),)
+        errors.append(error_of(lambda: run(x)))
+        assert len(polls) == 2 * 6 + 4, "before each call and in each step's end"
     return [loss.item() for loss in losses], errors, len(calls)
 
 
@@ -143,6 +153,7 @@ def train_with_a_fake_graph(x: Tensor) -> tuple[list[float], list[str], int]:
             grads=list(zip(model.parameters(), graph.grads, strict=True)),
             facts=facts,
             held=held,
+            exchanges=state.exchanges.made,
         )
 
     on_a_cpu = dict(_gpu_of=lambda model: x.device, _watched=lambda function, x: function(*x))
@@ -198,7 +209,8 @@ def test_calls_are_warm_ups_then_a_capture_then_replays(found: dict[str, Any]) -
     assert replayed == losses, "each a tensor of its own, and of its own inputs and weights"
     assert errors[0].startswith("gradient of 0.weight must be None")
     assert errors[1].startswith("inputs ([((2, 16), torch.float32)]) must be as captured")
-    assert num_calls == 2 + 1 + 4, "two warm-ups, the capture, four replays"
+    assert errors[2].startswith("the buffers of dispatcher ('nvlink') must be those of")
+    assert num_calls == 2 + 1 + 5, "two warm-ups, the capture, five replays"
 
 
 def test_a_model_must_be_parallelized_and_a_warm_up_be_there() -> None:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from moecore.fsdp.gathered import let_go
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.symmetric import Exchange
 from moecore.moe.state import MoEState, moe_state
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
@@ -129,6 +130,7 @@ class _Captured:
         outputs: copied out after it.
         grads: parameter, the gradient that the graph writes.
         held: what the facts have addresses of; as long as it lives nothing else has them.
+        exchanges: whose buffers the graph writes; they live as long as it.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -139,11 +141,13 @@ class _Captured:
     grads: list[tuple[nn.Parameter, Tensor]]
     facts: Facts
     held: list[Any]
+    exchanges: tuple[Exchange, ...]
 
     def replay(self, inputs: tuple[Tensor, ...]) -> Any:
         """Return copies of the outputs for these inputs; nothing of the model is gathered."""
         _check_inputs(inputs, self.inputs)
         _check_facts(facts_of(self.model, self.state)[0], self.facts)
+        _check_exchanges(_exchanges_of(self.state), self.exchanges)
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()
@@ -185,6 +189,7 @@ def _capture(
         grads=[(p, p.grad) for p in model.parameters() if p.grad is not None],
         facts=facts,
         held=held,
+        exchanges=_exchanges_of(state),
     )
 
 
@@ -245,6 +250,19 @@ def _check_facts(now: Facts, captured: Facts) -> None:
         f"{' '.join(what)} must be what it was when the graph was captured: make a new "
         "GraphedForwardBackward after a change"
     )
+
+
+def _exchanges_of(state: MoEState) -> tuple[Exchange, ...]:
+    return () if state.exchanges is None else state.exchanges.made
+
+
+def _check_exchanges(now: tuple[Exchange, ...], captured: tuple[Exchange, ...]) -> None:
+    """Others may have been made since; those that other ranks write to must be there."""
+    if any(exchange not in now for exchange in captured):
+        raise ValueError(
+            "the buffers of dispatcher ('nvlink') must be those of when the graph was captured: "
+            "make a new GraphedForwardBackward after close()"
+        )
 
 
 def _check_inputs(inputs: tuple[Tensor, ...], captured: tuple[Tensor, ...]) -> None:

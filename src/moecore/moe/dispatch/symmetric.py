@@ -375,6 +375,11 @@ class Exchanges:
             )
         return exchange
 
+    @property
+    def made(self) -> tuple[Exchange, ...]:
+        """Those that there are."""
+        return tuple(self._made.values())
+
     def poll(self) -> None:
         """Raise what has gone wrong on this rank, as far as the host can see without waiting.
 
