@@ -9,12 +9,18 @@ and ranks that walk a set each in its own order are a bug that must show.
 
 Ranks may share GPUs: with MOECORE_RANKS_PER_GPU=4 what wants 8 GPUs runs on 2. Collectives are
 gloo's then, since NCCL wants a GPU per rank; stores into peers' memory stay what they are.
+
+Ranks that wait for each other for ever say where: after MOECORE_RANKS_TIMEOUT_S seconds (900) each
+prints its stacks and ends.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
@@ -27,6 +33,7 @@ from torch.multiprocessing.spawn import ProcessContext
 
 Worker = Callable[..., Any]
 LIBRARY = torch.library.Library("_c10d_functional", "IMPL")  # what it holds lives as long
+TIMEOUT_S = "MOECORE_RANKS_TIMEOUT_S"
 RANKS_PER_GPU = int(os.environ.get("MOECORE_RANKS_PER_GPU", "1"))
 IMPORTED = (
     "tests.ranks",
@@ -99,6 +106,9 @@ def _main(
     os.environ.clear()  # a fork has the server's, which may be older
     os.environ.update(environ)
     torch.set_num_threads(1)
+    timeout_s = int(os.environ.get(TIMEOUT_S, "900"))
+    faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__)
+    signal.alarm(timeout_s + 5)  # when all have printed; it ends a process that holds the GIL, too
     _start_group(rank, world_size, device_type, store=f"{path}.store")
     device = gpu_of_rank(rank) if device_type == "cuda" else torch.device("cpu")
     result = worker(rank, device, *args)
