@@ -536,6 +536,20 @@ def test_losses_have_no_second_derivative() -> None:
         torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
 
 
+def test_two_backwards_of_one_forward_count_once_and_losses_refuse_the_second() -> None:
+    x = torch.randn(4, BASE.dim, requires_grad=True)
+    layer = make_layer(BASE)
+    y = layer(x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert layer.tracker.num_micro_batches == 1
+    assert layer.tracker.counts.chosen_E.sum() == 4 * BASE.top_k
+    y = make_layer(replace(BASE, balance=only("z", 0.1)))(x).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(NotImplementedError, match="auxiliary losses must get their gradient once"):
+        y.backward()
+
+
 def test_training_in_eval_mode_is_said() -> None:
     x = torch.randn(4, BASE.dim)
     balanced = make_layer(replace(BASE, balance=only("z", 0.1))).eval()

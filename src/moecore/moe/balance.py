@@ -250,7 +250,7 @@ class _Attach(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, losses: Tensor | None, tracker: LoadTracker, *observed: Any
     ) -> Tensor:
-        ctx.tracker = tracker
+        ctx.tracker, ctx.is_committed = tracker, False
         ctx.save_for_backward(losses, *observed)
         # Not a view: FSDP2 hooks its units' outputs, and an in-place add to a view drops the hook.
         return y.detach()
@@ -263,8 +263,15 @@ class _Attach(torch.autograd.Function):
                 "auxiliary losses have no second derivative: set their coefficients to 0 for a "
                 "backward with create_graph=True"
             )
-        with torch.no_grad():
-            ctx.tracker.commit(losses, tuple(observed))
+        if ctx.is_committed and ctx.needs_input_grad[1]:
+            raise NotImplementedError(
+                "auxiliary losses must get their gradient once, but backward ran through one "
+                "forward again (retain_graph=True): add the losses up and run backward once"
+            )
+        if not ctx.is_committed:
+            with torch.no_grad():
+                ctx.tracker.commit(losses, tuple(observed))
+        ctx.is_committed = True
         dlosses = None
         if ctx.needs_input_grad[1]:
             dlosses = torch.full_like(losses, ctx.tracker.gradient_scale)
