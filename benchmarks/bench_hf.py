@@ -6,8 +6,8 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
     transformers    each layer compiled and an FSDP2 unit; experts by transformers' grouped_mm
     moecore         parallelize_moe(model, meshes, compile=True, ...) with experts over all ranks
     moecore+loss    the same, head and loss by moecore's linear_cross_entropy
-    ...+graph       the same, forward and backward as one CUDA graph, attention without a mask that
-                    transformers would make by a look at positions on the host; GPUs only
+    ...+graph       the same, forward and backward as one CUDA graph, with `use_causal_attention`;
+                    GPUs only
 
 All of them train a Qwen3-MoE model of the preset's sizes on random tokens, with AdamW, fp32 weights
 and bf16 compute (fp32 on CPUs), one after the other in one run. Routing is what fresh routers do. A
@@ -49,6 +49,7 @@ from moecore import (
     moe_state,
     parallelize_moe,
 )
+from moecore.adapters import use_causal_attention
 from moecore.checkpoint.hf import init_hf
 from moecore.graphs import GraphedForwardBackward
 from moecore.models import DecoderConfig, flops_per_token, preset
@@ -60,7 +61,6 @@ from train import Moment
 
 Row = dict[str, Any]
 MAX_NORM = 1.0
-CAUSAL = "causal_sdpa"  # transformers' SDPA under a name for which it makes no mask
 
 
 class WithLoss(nn.Module):
@@ -180,10 +180,12 @@ def build_parallel(
     meshes: Meshes,
     *,
     chunked: bool,
-    attention: str | None = None,
+    causal: bool = False,
 ) -> WithLoss:
     """Return the model after parallelize_moe."""
-    model = WithLoss(on_meta(config, attention=attention), chunked=chunked)
+    model = WithLoss(on_meta(config), chunked=chunked)
+    if causal:
+        use_causal_attention(model.hf)
     parallelize_moe(
         model,
         meshes,
@@ -201,27 +203,18 @@ VARIANTS: dict[str, Build] = {
     "transformers": build_plain,
     "moecore": partial(build_parallel, chunked=False),
     "moecore+loss": partial(build_parallel, chunked=True),
-    "moecore+graph": partial(build_parallel, chunked=False, attention=CAUSAL),
-    "moecore+loss+graph": partial(build_parallel, chunked=True, attention=CAUSAL),
+    "moecore+graph": partial(build_parallel, chunked=False, causal=True),
+    "moecore+loss+graph": partial(build_parallel, chunked=True, causal=True),
 }
 DEFAULT_VARIANTS = ["transformers", "moecore", "moecore+loss"]
 
 
-def on_meta(config: Any, *, attention: str | None = None) -> nn.Module:
-    """Return the transformers model, fp32.
+def on_meta(config: Any) -> nn.Module:
+    """Return the transformers model, fp32."""
+    from transformers import AutoModelForCausalLM
 
-    Args:
-        config: transformers'.
-        attention: `CAUSAL`, or None for transformers' choice.
-    """
-    from transformers import AttentionInterface, AutoModelForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention
-        )
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def compute_dtype(meshes: Meshes) -> torch.dtype:

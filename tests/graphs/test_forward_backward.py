@@ -1,6 +1,7 @@
-"""What a CUDA graph of forward and backward refuses before there is a GPU, and what it remembers.
+"""CUDA graphs of forward and backward without a GPU: the order of calls, and what is refused.
 
-That replays train as eager steps do is proved on GPUs, in test_forward_backward_gpu.py.
+A fake graph runs the captured function again. That real replays train as eager steps do is proved
+on GPUs, in test_forward_backward_gpu.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import (
@@ -26,12 +28,16 @@ from moecore import (
 )
 from moecore.graphs import GraphedForwardBackward
 from moecore.graphs import forward_backward as module
-from moecore.graphs.forward_backward import _check_facts, _map_tensors, facts_of
+from moecore.graphs.facts import facts_of
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
-PADDED = replace(CONFIG, capacity=CapacityConfig(factor=1.0, pad=True))
+PADDED = replace(
+    CONFIG,
+    capacity=CapacityConfig(factor=1.0, pad=True),
+    balance=BalanceConfig(z_loss_coef=0.01),
+)
 
 
 def make(config: MoEConfig = CONFIG, *, ep: int = 2, **options: Any) -> nn.Module:
@@ -42,10 +48,12 @@ def make(config: MoEConfig = CONFIG, *, ep: int = 2, **options: Any) -> nn.Modul
     return parallelize_moe(model, meshes, **options)
 
 
-def run(model: nn.Module, x: Tensor) -> None:
-    model(x).square().mean().backward()
-    model.zero_grad()
-    moe_state(model).finish_step()
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "none"
 
 
 def moved(model: nn.Module) -> None:
@@ -56,27 +64,41 @@ def moved_buffer(model: nn.Module) -> None:
     model.scale = model.scale.clone()
 
 
-def froze(model: nn.Module) -> None:
-    model[0].weight.requires_grad_(False)
+def hooked(model: nn.Module) -> None:
+    model[0].weight.register_post_accumulate_grad_hook(print)
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "the memory of 0.weight": moved,
     "the memory of scale": moved_buffer,
-    "requires_grad of 0.weight": froze,
-    "training of the model": nn.Module.eval,
-    "training of 1": lambda model: model[1].eval(),
+    "requires_grad of 0.weight": lambda model: model[0].weight.requires_grad_(False),
+    "train or eval mode of the model": nn.Module.eval,
+    "train or eval mode of 1": lambda model: model[1].eval(),
     "the number of micro-batches of a step": lambda m: moe_state(m).set_num_micro_batches(2),
-    "the balance config of 1": lambda m: m[1].set_balance(BalanceConfig(micro_batch_coef=0.1)),
+    "the config of 1": lambda m: m[1].set_balance(BalanceConfig(micro_batch_coef=0.1)),
+    "the number of hooks of 0.weight": hooked,
+    "the number of hooks of 1": lambda model: model[1].register_forward_hook(print),
 }
 
 
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "none"
+def error_after(change: str, x: Tensor) -> str:
+    """What the facts of a model say after some change, or after a step and an evaluation."""
+    model = make()
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+        moe_state(model).finish_step()
+        with torch.no_grad():
+            model.eval()(x)
+        model.train()
+
+    step()
+    facts = facts_of(model, moe_state(model))
+    step()
+    model.load_state_dict(model.state_dict())
+    CHANGES.get(change, nn.Module.train)(model)
+    return error_of(lambda: facts.check(model, moe_state(model)))
 
 
 class FakeGraph:
@@ -85,80 +107,109 @@ class FakeGraph:
     Python of the model runs again, too, which a graph's replay does not.
     """
 
-    def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
-        self.function, self.model = function, model
-
-    def capture(self, inputs: tuple[Tensor, ...]) -> Any:
-        self.inputs, self.outputs = inputs, self.function(*inputs)
+    def __init__(self, function: Any, inputs: tuple[Tensor, ...]) -> None:
+        self.function, self.model, self.inputs = function, function.model, inputs
+        with patch("moecore.moe.balance._is_capturing", lambda x: True):
+            self.outputs = function(*inputs)
         self.grads = [p.grad for p in self.model.parameters()]
-        return self.outputs
+        for counted in self.model[1].tracker.counts.tensors():  # what is captured has not run
+            counted.zero_()
 
     def replay(self) -> None:
         self.model.zero_grad()
-        self.outputs.copy_(self.function(*self.inputs))
+        with patch("moecore.moe.balance._is_capturing", lambda x: True):
+            self.outputs.copy_(self.function(*self.inputs))
         for param, grad in zip(self.model.parameters(), self.grads, strict=True):
             grad.to_local().copy_(param.grad.to_local())
 
 
-def train(x: Tensor, *, graphed: bool) -> tuple[list[float], list[str], int]:
-    """Return losses of some steps, errors on the way, and how often forward and backward ran."""
-    model, calls = make(PADDED), []
-    exchanges = SimpleNamespace(made=(object(),), poll=lambda: polls.append(1), check=lambda: None)
-    polls: list[int] = []
+def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, Exception | None]:
+    try:
+        graph = FakeGraph(function, inputs)
+    except FloatingPointError as error:
+        return None, None, error
+    return graph, graph.outputs, None
+
+
+def make_forward_backward(fails: str = "") -> Any:
+    """Return a function with its `model` and the number of its `calls`."""
+    model = make(PADDED)
 
     def forward_backward(x: Tensor) -> Tensor:
-        calls.append(1)
+        forward_backward.calls += 1
         loss = model(x).square().mean()
         loss.backward()
+        if fails == f"rank {dist.get_rank()}, call {forward_backward.calls}":
+            raise FloatingPointError("broken")
         return loss.detach()
 
-    optimizer, run, errors = torch.optim.SGD(model.parameters(), lr=0.1), forward_backward, []
-    if graphed:
-        moe_state(model).exchanges = exchanges
-        run = GraphedForwardBackward(forward_backward, model)
+    forward_backward.model, forward_backward.calls = model, 0
+    return forward_backward
+
+
+def train(
+    model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, steps: range
+) -> list[float]:
+    """Return the losses of some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for n in range(6):
+    for n in steps:
         losses.append(run(x + n))
-        if n == 4 and graphed:
-            errors.append(error_of(lambda: run(x)))
         optimizer.step()
         optimizer.zero_grad()
         moe_state(model).finish_step()
-    if graphed:
-        errors.append(error_of(lambda: run(x[:2])))
-        exchanges.made = (*exchanges.made, object())  # one of an evaluation
+    return [loss.item() for loss in losses]
+
+
+def train_graphed(x: Tensor) -> dict[str, Any]:
+    """Losses, how often Python ran, and what was refused on the way."""
+    function, found = make_forward_backward(), {}
+    model, state = function.model, moe_state(function.model)
+    buffers = object()
+    state.exchanges = SimpleNamespace(
+        made=(buffers,), poll=lambda: None, options=SimpleNamespace(exact_rows=False)
+    )
+    run = GraphedForwardBackward(function, model)
+
+    losses = train(model, run, x, range(2))
+    found["another shape at capture"] = error_of(lambda: run(x[:2]))
+    found["losses"] = losses + train(model, run, x, range(2, 6))
+    found["calls"] = function.calls
+
+    run(x)
+    found["gradients"] = error_of(lambda: run(x))
+    model.zero_grad()
+    found["another shape"] = error_of(lambda: run(x[:2]))
+    run(x)
+    model.zero_grad()
+    found["two in a step"] = error_of(state.finish_step)
+
+    model[1].part("router").tape = object()
+    with pytest.raises(NotImplementedError, match="must not be recorded or replayed in a CUDA"):
         run(x)
-        model.zero_grad()
-        exchanges.made = (object(),)
-        errors.append(error_of(lambda: run(x)))
-        assert len(polls) == 2 * 6 + 4, "before each call and in each step's end"
-    return [loss.item() for loss in losses], errors, len(calls)
+    model[1].part("router").tape = None
+
+    state.exchanges.made = (buffers, object())  # one of an evaluation
+    run(x)
+    model.zero_grad()
+    state.finish_step()
+    state.exchanges.made = (object(),)
+    found["buffers"] = error_of(lambda: run(x))
+    run.close()
+    function.calls = 0
+    train(model, run, x, range(4))
+    found["calls after close"] = function.calls
+    return found
 
 
-def train_with_a_fake_graph(x: Tensor) -> tuple[list[float], list[str], int]:
-    def capture(
-        function: Callable[..., Any], model: nn.Module, state: Any, inputs: tuple[Tensor, ...]
-    ) -> Any:
-        graph = FakeGraph(function, model)
-        outputs = graph.capture(inputs)
-        facts, held = facts_of(model, state)
-        model.zero_grad()
-        moe_state(model).finish_step()
-        return module._Captured(
-            graph=graph,
-            model=model,
-            state=state,
-            inputs=inputs,
-            outputs=outputs,
-            grads=list(zip(model.parameters(), graph.grads, strict=True)),
-            facts=facts,
-            held=held,
-            exchanges=state.exchanges.made,
-        )
-
-    on_a_cpu = dict(_gpu_of=lambda model: x.device, _watched=lambda function, x: function(*x))
-    with patch.multiple(module, _capture=capture, **on_a_cpu):
-        return train(x, graphed=True)
+def error_of_a_capture(x: Tensor) -> str:
+    """What all ranks say when one can not capture."""
+    function = make_forward_backward(fails="rank 1, call 3")
+    run = GraphedForwardBackward(function, function.model)
+    for _ in range(2):
+        run(x)
+        function.model.zero_grad()
+    return error_of(lambda: run(x))
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
@@ -168,19 +219,15 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "allgather": error_of(lambda: GraphedForwardBackward(print, make(dispatcher="allgather"))),
         "padded": error_of(lambda: GraphedForwardBackward(print, make(PADDED))),
         "local": error_of(lambda: GraphedForwardBackward(print, make(ep=1))),
+        "changes": {change: error_after(change, x) for change in ("", *CHANGES)},
+        "said": module._first_of_all("broken" if rank == 1 else ""),
     }
-    found["eager"] = train(x, graphed=False)
-    found["fake"] = train_with_a_fake_graph(x)
-    for change in ("", *CHANGES):
-        model = make()
-        run(model, x)
-        facts, held = facts_of(model, moe_state(model))
-        run(model, x)  # a step as any other
-        if change:
-            CHANGES[change](model)
-        now = facts_of(model, moe_state(model))[0]
-        found[change] = error_of(lambda now=now, facts=facts: _check_facts(now, facts))
-        del held
+    eager = make_forward_backward()
+    found["eager"] = train(eager.model, eager, x, range(6))
+    fakes = dict(_gpu_of=lambda model: device, _watched=module._run, _graph_of=fake_graph_of)
+    with patch.multiple(module, **fakes), patch("torch.cuda.synchronize", lambda device: None):
+        found["graphed"] = train_graphed(x)
+        found["capture"] = error_of_a_capture(x)
     return found
 
 
@@ -197,20 +244,33 @@ def test_dispatchers_that_wait_for_sizes_are_refused_and_so_is_a_cpu(found: dict
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_graph_holds_must_not_change(change: str, found: dict[str, Any]) -> None:
-    assert found[""] == "none"
-    assert found[change].startswith(f"{change} must be what it was when the graph was captured")
+def test_what_a_graph_takes_for_granted_must_not_change(change: str, found: dict[str, Any]) -> None:
+    said = found["changes"]
+    assert said[""] == "none", "a step, an evaluation and a loaded state change nothing"
+    assert said[change].startswith(f"{change} must be what it was when the graph was captured")
 
 
 def test_calls_are_warm_ups_then_a_capture_then_replays(found: dict[str, Any]) -> None:
-    losses, _, _ = found["eager"]
-    replayed, errors, num_calls = found["fake"]
-    assert len(set(losses)) == 6
-    assert replayed == losses, "each a tensor of its own, and of its own inputs and weights"
-    assert errors[0].startswith("gradient of 0.weight must be None")
-    assert errors[1].startswith("inputs ([((2, 16), torch.float32)]) must be as captured")
-    assert errors[2].startswith("the buffers of dispatcher ('nvlink') must be those of")
-    assert num_calls == 2 + 1 + 5, "two warm-ups, the capture, five replays"
+    graphed = found["graphed"]
+    assert len(set(found["eager"])) == 6
+    assert graphed["losses"] == found["eager"], "each of its own inputs and weights"
+    assert graphed["calls"] == 2 + 1 + 4, "two warm-ups, the capture, four replays"
+    assert graphed["calls after close"] == 2 + 1 + 2
+
+
+def test_what_can_not_be_replayed_is_refused(found: dict[str, Any]) -> None:
+    graphed = found["graphed"]
+    for name in ("another shape at capture", "another shape"):
+        assert graphed[name].startswith("inputs ([((2, 16), torch.float32)]) must be as in")
+    assert graphed["gradients"].startswith("gradient of 0.weight must be None")
+    assert "saw 2: call" in graphed["two in a step"], "replays are counted"
+    assert graphed["buffers"].startswith("the buffers of dispatcher ('nvlink') must be those of")
+
+
+def test_all_ranks_raise_when_one_gives_up(found: dict[str, Any]) -> None:
+    assert found["said"] == "rank 1: broken"
+    reason = "rank 1: FloatingPointError: broken"
+    assert found["capture"].startswith(f"forward_backward could not be captured ({reason})")
 
 
 def test_a_model_must_be_parallelized_and_a_warm_up_be_there() -> None:
@@ -220,12 +280,15 @@ def test_a_model_must_be_parallelized_and_a_warm_up_be_there() -> None:
         GraphedForwardBackward(print, nn.Linear(2, 2), warm_up=1)
 
 
-def test_outputs_are_copied_and_numbers_are_refused() -> None:
+def test_outputs_are_copied_and_other_types_are_refused() -> None:
     x = torch.ones(2)
-    copied = _map_tensors(torch.clone, {"a": [x, None], "b": (x,)})
+    copied = module._map_tensors(torch.clone, {"a": [x, None], "b": (x,)})
     assert isinstance(copied["a"], list) and copied["a"][1] is None
     assert isinstance(copied["b"], tuple)
     x.zero_()
     assert copied["a"][0].tolist() == copied["b"][0].tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match=r"outputs of forward_backward \(float\)"):
-        _map_tensors(torch.clone, (x, 1.0))
+    named = torch.ones(2, 2).max(0)  # a named tuple
+    for other in (1.0, named):
+        said = module._problem([], (x, other))
+        assert said.startswith(f"outputs of forward_backward ({type(other).__name__}) must be")
+    assert "detach" in module._problem([], torch.ones(2, requires_grad=True) * 2)

@@ -51,11 +51,12 @@ class Case:
     """A way to train."""
 
     ep: int
+    preset: str = "tiny"
     balance: BalanceConfig = QUANTILE
     fsdp: dict[str, Any] = field(default_factory=dict)
     nvlink: NVLinkOptions | None = None
     reduce_once: bool = False
-    compile: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 ROOM = NVLinkOptions(capacity_factor=4.0)
@@ -69,7 +70,16 @@ CASES = {
         fsdp=dict(reshard_after_forward=False, reshard_experts=False),
     ),
     "rows in pieces": Case(
-        ep=WORLD, nvlink=replace(ROOM, overlap="experts", rows_per_piece=0), compile=True
+        ep=WORLD,
+        nvlink=replace(ROOM, overlap="experts", rows_per_piece=0),
+        options=dict(compile=True),
+    ),
+    "shared experts beside, latent attention, two tokens ahead": Case(
+        ep=WORLD,
+        nvlink=ROOM,
+        preset="tiny-deepseek-v3",
+        balance=LOSSES,
+        options=dict(overlap_shared=True),
     ),
     "half the ranks": Case(
         ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)
@@ -81,7 +91,7 @@ class Job:
     """A model in training, eagerly or by replays."""
 
     def __init__(self, case: Case, *, graphed: bool) -> None:
-        config = preset("tiny")
+        config = preset(case.preset)
         moe = replace(config.moe, expert_bias=True, score_function="sigmoid", balance=case.balance)
         nvlink = case.nvlink if case.ep > 1 else None
         self.case, self.config = case, replace(config, moe=moe)
@@ -91,7 +101,7 @@ class Job:
             build_meshes(ParallelConfig(ep=case.ep), "cuda"),
             dispatcher="nvlink" if nvlink else "local",
             nvlink=nvlink,
-            compile=case.compile,
+            **case.options,
             fsdp=FSDPOptions(param_dtype=torch.bfloat16, **case.fsdp),
         )
         self.model.to_empty(device="cuda")
@@ -126,9 +136,18 @@ class Job:
         self.optimizer.zero_grad()
         routed = moe_state(self.model).finish_step(skipped=norm.skipped)
         moe_state(self.model).check()
+        if disturbed:
+            self.drop_a_step()
         counts = torch.stack(list(routed.tokens_per_expert.values()))
         found += [norm.total, counts.square().sum().item(), routed.total_aux_loss()]
         return found
+
+    def drop_a_step(self) -> None:
+        """Run forward and backward of other shapes, eagerly, and use nothing of it."""
+        for tokens_BT in self.batch(7).cuda()[:, :1, :64]:
+            self.model(tokens_BT, tokens_BT).backward()
+        self.optimizer.zero_grad()
+        moe_state(self.model).finish_step(skipped=True)
 
     def batch(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed * 100 + dist.get_rank())

@@ -9,12 +9,15 @@ and copies run, as many tokens to as many experts as the routing of each batch s
     calls after it          inputs copied in, replayed, outputs copied out
 
 Each call is a step's real gradients. The optimizer stays outside, so whatever changes from step to
-step in Python (learning rate, clipping, schedules) goes on as before.
+step there (learning rate, clipping) goes on as before.
 
 Note "what a graph does not see": Python runs at capture only. So a replay does here what matters
 between steps: what has gone wrong in exchanges is raised, units that something else has left
-gathered are let go, `.grad` is the captured gradient again, and facts that the graph holds (where
-parameters lie, who needs gradients, how many micro-batches) are compared with the present ones.
+gathered are let go, facts that the graph holds are compared with the present ones
+(`graphs/facts.py`), `.grad` is the captured gradient again, and micro-batches are counted.
+
+Note "together": captured collectives have no timeout. A rank that gives up before the first replay
+tells the others, and all of them raise.
 """
 
 from __future__ import annotations
@@ -25,30 +28,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moecore.fsdp.gathered import let_go
+from moecore.graphs.facts import Facts, facts_of
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.symmetric import Exchange
+from moecore.moe.dispatch.symmetric import ExchangeError
 from moecore.moe.state import MoEState, moe_state
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
-Facts = dict[tuple[str, str], Any]
+WATCH_WARNING = "Synchronization debug mode is a prototype"
+Inputs = tuple[Tensor, ...]
 
 
 class GraphedForwardBackward:
     """Runs forward and backward of a step, as one CUDA graph once it is warm.
 
-    Every rank calls it for the same steps. Evaluation, checkpoints and steps of other shapes run
-    eagerly in between. Its memory, that of all activations, stays reserved between steps.
+    Every rank calls it for the same steps, with inputs of the same shapes. Evaluation, checkpoints
+    and steps of other shapes run eagerly in between. Its memory, that of all activations, stays
+    reserved between steps, and that of the gradients is the same in every step: clone what you keep
+    of them.
+
+    Python runs at capture only. What changes from step to step must be a tensor among the inputs: a
+    number (a count of tokens by which the loss is divided, a coefficient), an `if` or a tensor that
+    the function finds elsewhere stays what it was.
 
     Args:
         forward_backward: takes tensors on the model's GPU, all of a step's micro-batches, and runs
             forward and backward. Returns tensors, or tuples, lists or dicts of them, or None; no
-            tensor that still needs backward. Waits for nothing on the GPU, and leaves the optimizer
-            alone.
+            tensor that still needs backward. Waits for nothing on the GPU, leaves the optimizer
+            alone, and all that it trains is part of `model`.
         model: from `parallelize_moe`.
         warm_up: calls that run eagerly first, >= 2: the first makes buffers, the last is watched.
 
@@ -69,6 +80,7 @@ class GraphedForwardBackward:
             optimizer.step()
             optimizer.zero_grad()
             moe_state(model).finish_step(skipped=norm.skipped)
+        forward_backward.close()
     """
 
     def __init__(
@@ -85,15 +97,25 @@ class GraphedForwardBackward:
         self._forward_backward = forward_backward
         self._model = model
         self._warm_up = warm_up
-        self._num_calls = 0
+        self._num_warm = 0
+        self._inputs: Inputs = ()  # of the last warm-up call
         self._captured: _Captured | None = None
+
+    def close(self) -> None:
+        """Free the graph and its memory; the next calls warm up and capture anew.
+
+        Before `destroy_process_group`, which waits for graphs that hold its collectives.
+        """
+        if self._captured is not None:
+            torch.cuda.synchronize(self._device)  # it may run yet
+        self._num_warm, self._inputs, self._captured = 0, (), None
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return what `forward_backward` returns; parameters hold the step's gradients.
 
         Args:
-            inputs: on any device, of the same shapes and dtypes in every call; those in pinned
-                memory or on the GPU are read without a wait.
+            inputs: on any device, of the same shapes and dtypes in every call. Those in pinned
+                memory or on the GPU are read without a wait, so they must stay until then.
 
         Returns:
             New tensors.
@@ -102,21 +124,22 @@ class GraphedForwardBackward:
             ValueError: when gradients of another step are there, inputs have other shapes, what the
                 graph holds has changed, or `forward_backward` waits for the GPU, which is said
                 after the last warm-up call, whose gradients are good.
+            NotImplementedError: while router choices are recorded or replayed.
             RuntimeError: when capture fails: end the process, since FSDP2 is left inside a step.
             ExchangeError: see `MoEState.finish_step`.
         """
         let_go(self._model)  # a replay does not: see the note
-        _check_no_gradients(self._model)
-        if self._state.exchanges is not None:
-            self._state.exchanges.poll()
+        _check_start(self._model, self._state)
         if self._captured is not None:
             return self._captured.replay(inputs)
-        self._num_calls += 1
         own = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
-        if self._num_calls < self._warm_up:
-            return self._forward_backward(*own)
-        if self._num_calls == self._warm_up:
-            return _watched(self._forward_backward, own)
+        if self._num_warm < self._warm_up:
+            is_last = self._num_warm == self._warm_up - 1
+            outputs = (_watched if is_last else _run)(self._forward_backward, own)
+            self._num_warm += 1
+            self._inputs = own
+            return outputs
+        _check_inputs(own, self._inputs)
         self._captured = _capture(self._forward_backward, self._model, self._state, own)
         return self._captured.replay(inputs)
 
@@ -129,40 +152,79 @@ class _Captured:
         inputs: copied in before a replay.
         outputs: copied out after it.
         grads: parameter, the gradient that the graph writes.
-        held: what the facts have addresses of; as long as it lives nothing else has them.
-        exchanges: whose buffers the graph writes; they live as long as it.
+        num_micro_batches: of each layer, by name.
     """
 
     graph: torch.cuda.CUDAGraph
     model: nn.Module
     state: MoEState
-    inputs: tuple[Tensor, ...]
+    facts: Facts
+    inputs: Inputs
     outputs: Any
     grads: list[tuple[nn.Parameter, Tensor]]
-    facts: Facts
-    held: list[Any]
-    exchanges: tuple[Exchange, ...]
+    num_micro_batches: dict[str, int]
 
-    def replay(self, inputs: tuple[Tensor, ...]) -> Any:
+    def replay(self, inputs: Inputs) -> Any:
         """Return copies of the outputs for these inputs; nothing of the model is gathered."""
         _check_inputs(inputs, self.inputs)
-        _check_facts(facts_of(self.model, self.state)[0], self.facts)
-        _check_exchanges(_exchanges_of(self.state), self.exchanges)
+        self.facts.check(self.model, self.state)
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()
         for param, grad in self.grads:
             param.grad = grad
+        for name, count in self.num_micro_batches.items():
+            self.state.layers[name].tracker.num_micro_batches += count
         return _map_tensors(torch.clone, self.outputs)
 
 
+def _run(function: Callable[..., Any], inputs: Inputs) -> Any:
+    return function(*inputs)
+
+
 def _capture(
-    function: Callable[..., Any], model: nn.Module, state: MoEState, inputs: tuple[Tensor, ...]
+    function: Callable[..., Any], model: nn.Module, state: MoEState, inputs: Inputs
 ) -> _Captured:
-    """Return the graph of a call, which has not run yet."""
+    """Return the graph of a call, which has not run yet. Collective.
+
+    Raises:
+        RuntimeError: when it can not be captured on some rank.
+        OutOfMemoryError, ExchangeError: for these, on the rank that has them.
+    """
     _forget_casts(state)
-    facts, held = facts_of(model, state)
-    graph, first = torch.cuda.CUDAGraph(), None
+    trackers = {name: layer.tracker for name, layer in state.layers.items()}
+    for tracker in trackers.values():
+        tracker.num_captured = 0
+    facts = facts_of(model, state)
+    graph, outputs, error = _graph_of(function, inputs)
+    reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+    said = _first_of_all(reason)
+    if isinstance(error, torch.OutOfMemoryError | ExchangeError):
+        raise error
+    if said:
+        raise RuntimeError(
+            f"forward_backward could not be captured ({said}): it must launch the same work in "
+            "every call and wait for none of it; start again without a graph"
+        ) from error
+    let_go(model)  # what is gathered and cast lies in the graph's memory
+    _forget_casts(state)
+    return _Captured(
+        graph=graph,
+        model=model,
+        state=state,
+        facts=facts,
+        inputs=inputs,
+        outputs=outputs,
+        grads=[(p, p.grad) for p in model.parameters() if p.grad is not None],
+        num_micro_batches={name: t.num_captured for name, t in trackers.items()},
+    )
+
+
+def _graph_of(
+    function: Callable[..., Any], inputs: Inputs
+) -> tuple[torch.cuda.CUDAGraph, Any, Exception | None]:
+    """Return a graph, what the function returned, and what went wrong."""
+    graph, outputs, first = torch.cuda.CUDAGraph(), None, None
     try:
         # Other threads (NCCL's, a checkpoint's) may go on with calls that a capture of the whole
         # process would forbid.
@@ -173,31 +235,16 @@ def _capture(
                 first = error
                 raise
     except Exception as error:
-        reason = str(first or error).partition("\n")[0]
-        raise RuntimeError(
-            f"forward_backward could not be captured ({reason}): it must launch the same work in "
-            "every call and wait for none of it; start again without a graph"
-        ) from (first or error)
-    let_go(model)  # what is gathered and cast lies in the graph's memory
-    _forget_casts(state)
-    return _Captured(
-        graph=graph,
-        model=model,
-        state=state,
-        inputs=inputs,
-        outputs=outputs,
-        grads=[(p, p.grad) for p in model.parameters() if p.grad is not None],
-        facts=facts,
-        held=held,
-        exchanges=_exchanges_of(state),
-    )
+        return graph, None, first or error
+    return graph, outputs, None
 
 
-def _watched(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
-    """Return what a call returns, unless it waited for the GPU.
+def _watched(function: Callable[..., Any], inputs: Inputs) -> Any:
+    """Return what a call returns, unless a graph could not hold it. Collective.
 
     Raises:
-        ValueError: afterwards, names the first line that did.
+        ValueError: afterwards, on all ranks, names the first line that waits for the GPU, or the
+            output that is none.
     """
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
@@ -208,81 +255,66 @@ def _watched(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     waits = [w for w in caught if SYNC_WARNING in str(w.message)]
-    for other in (w for w in caught if w not in waits):
-        warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+    for other in caught:
+        if other not in waits and WATCH_WARNING not in str(other.message):
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+    said = _first_of_all(_problem(waits, outputs))
+    if said:
+        raise ValueError(said)
+    return outputs
+
+
+def _problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
+    """Return why a graph can not hold a call; "" = it can."""
     if waits:
-        raise ValueError(
+        return (
             f"forward_backward must not wait for the GPU in a CUDA graph, but does in "
             f"{len(waits)} places, first at {waits[0].filename}:{waits[0].lineno}: change them, or "
             "run it without a graph"
         )
-    _map_tensors(_check_output, outputs)
-    return outputs
+    try:
+        _map_tensors(_check_output, outputs)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
-def facts_of(model: nn.Module, state: MoEState) -> tuple[Facts, list[Any]]:
-    """Return what a graph of the model takes for granted, and what must live to compare it later.
+def _first_of_all(said: str) -> str:
+    """Return what the first rank says that says something. Collective over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return said
+    of_ranks = [""] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, said)
+    return next((f"rank {r}: {text}" for r, text in enumerate(of_ranks) if text), "")
 
-    Args:
-        model: nothing of it gathered.
-        state: of the model.
-    """
-    facts: Facts = {("the number of micro-batches of", "a step"): state.num_micro_batches}
-    held: list[Any] = []
-    for name, module in model.named_modules():
-        facts["training of", name or "the model"] = module.training
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        local = _local(tensor)
-        facts["requires_grad of", name] = tensor.requires_grad
-        facts["the memory of", name] = local.data_ptr()
-        held.append(local)
+
+def _check_start(model: nn.Module, state: MoEState) -> None:
+    """Raise what must not be when a step begins."""
     for name, layer in state.layers.items():
-        facts["the balance config of", name] = id(layer.tracker.counts)
-        held.append(layer.tracker.counts)
-    return facts, held
-
-
-def _check_facts(now: Facts, captured: Facts) -> None:
-    if now == captured:
-        return
-    what = next(key for key in (*now, *captured) if now.get(key) != captured.get(key))
-    raise ValueError(
-        f"{' '.join(what)} must be what it was when the graph was captured: make a new "
-        "GraphedForwardBackward after a change"
-    )
-
-
-def _exchanges_of(state: MoEState) -> tuple[Exchange, ...]:
-    return () if state.exchanges is None else state.exchanges.made
-
-
-def _check_exchanges(now: tuple[Exchange, ...], captured: tuple[Exchange, ...]) -> None:
-    """Others may have been made since; those that other ranks write to must be there."""
-    if any(exchange not in now for exchange in captured):
-        raise ValueError(
-            "the buffers of dispatcher ('nvlink') must be those of when the graph was captured: "
-            "make a new GraphedForwardBackward after close()"
-        )
-
-
-def _check_inputs(inputs: tuple[Tensor, ...], captured: tuple[Tensor, ...]) -> None:
-    now = [(tuple(x.shape), x.dtype) for x in inputs]
-    then = [(tuple(x.shape), x.dtype) for x in captured]
-    if now != then:
-        raise ValueError(
-            f"inputs ({now}) must be as captured ({then}): pad them, or call forward_backward "
-            "itself for this step"
-        )
-
-
-def _check_no_gradients(model: nn.Module) -> None:
-    """A graph writes gradients, it adds to none."""
+        if layer.part("router").tape is not None:
+            raise NotImplementedError(
+                f"choices of {name} must not be recorded or replayed in a CUDA graph, which would "
+                "repeat those of its capture: call forward_backward itself"
+            )
     for name, param in model.named_parameters():
-        if param.grad is not None:
+        if param.grad is not None:  # a graph writes gradients, it adds to none
             raise ValueError(
                 f"gradient of {name} must be None before a step's forward and backward: call "
-                "optimizer.zero_grad() after step(), and give all micro-batches to one call"
+                "optimizer.zero_grad(set_to_none=True) after step(), and give all micro-batches "
+                "to one call"
             )
+    if state.exchanges is not None:
+        state.exchanges.poll()
+
+
+def _check_inputs(inputs: Inputs, others: Inputs) -> None:
+    now = [(tuple(x.shape), x.dtype) for x in inputs]
+    then = [(tuple(x.shape), x.dtype) for x in others]
+    if now != then:
+        raise ValueError(
+            f"inputs ({now}) must be as in the calls before ({then}): pad them, or call "
+            "forward_backward itself for this step, on every rank"
+        )
 
 
 def _check_dispatchers(state: MoEState) -> None:
@@ -295,6 +327,11 @@ def _check_dispatchers(state: MoEState) -> None:
                 f"dispatcher of {name} ({type(layer.dispatcher).__name__}) must be 'nvlink' or pad "
                 "to a capacity for a CUDA graph, because it waits for sizes on the host"
             )
+    if state.exchanges is not None and state.exchanges.options.exact_rows:
+        raise ValueError(
+            "NVLinkOptions.exact_rows (True) must be False for a CUDA graph, because it waits for "
+            "sizes on the host: set a capacity_factor"
+        )
 
 
 def _gpu_of(model: nn.Module) -> torch.device:
@@ -312,28 +349,6 @@ def _forget_casts(state: MoEState) -> None:
         layer.part("experts").reader.finish_step()
 
 
-@torch.no_grad()
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a value with other tensors in it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(function, v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        mapped = [_map_tensors(function, v) for v in value]
-        return tuple(mapped) if isinstance(value, tuple) else mapped
-    if value is None:
-        return None
-    raise ValueError(
-        f"outputs of forward_backward ({type(value).__name__}) must be tensors, or tuples, lists "
-        "or dicts of them: a number would stay what it was at capture"
-    )
-
-
 def _check_output(output: Tensor) -> Tensor:
     if output.requires_grad:
         raise ValueError(
@@ -341,3 +356,19 @@ def _check_output(output: Tensor) -> Tensor:
             "them"
         )
     return output
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a value with other tensors in it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) is dict:
+        return {key: _map_tensors(function, v) for key, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(function, v) for v in value)
+    if value is None:
+        return None
+    raise ValueError(
+        f"outputs of forward_backward ({type(value).__name__}) must be tensors, or tuples, lists "
+        "or dicts of them: a number would stay what it was at capture"
+    )

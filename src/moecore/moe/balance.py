@@ -90,10 +90,10 @@ class LoadTracker:
 
     `counts` is allocated by the first backward, None before it, and its tensors are changed in
     place from then on. So a CUDA graph that captured a forward and backward counts at every replay.
-    What a replay can not do lives in Python:
+    What a replay can not do lives in Python, and `graphs.GraphedForwardBackward` does it:
 
     - Run one forward and backward before capture, and `reset()` to forget the warm-up.
-    - `num_micro_batches` stays 0 when a step is all replays: nothing checks their number then.
+    - Add `num_captured` to `num_micro_batches` at every replay, or nothing checks their number.
     - `set_num_micro_batches` must come before capture, which keeps its factor on the gradient.
 
     Args:
@@ -105,6 +105,7 @@ class LoadTracker:
         self.groups = BalanceGroups()
         self.gradient_scale = 1.0  # factor on the auxiliary losses' gradient
         self.counts: LoadCounts | None = None
+        self.num_captured = 0  # backwards in captures
         self.reset()
 
     def reset(self) -> None:
@@ -205,7 +206,9 @@ class LoadTracker:
         """
         chosen_TK, kept_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
-        if not _is_capturing(chosen_TK):  # what is captured has not run
+        if _is_capturing(chosen_TK):  # what is captured has not run
+            self.num_captured += 1
+        else:
             self.num_micro_batches += 1
         if self.counts is None:
             self.counts = LoadCounts.zeros(self.config, chosen_TK.device)
