@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 STEPS, WARM_UP, MICRO_BATCHES = 7, 2, 2
-BATCH = (MICRO_BATCHES, 2, 256)
+BATCH = (MICRO_BATCHES, 4, 128)
 QUANTILE = BalanceConfig(bias_update="quantile", bias_update_rate=1.0, bias_per_micro_batch=True)
 LOSSES = BalanceConfig(micro_batch_coef=0.02, global_batch_coef=0.02, bias_update_rate=0.01)
 
