@@ -46,6 +46,7 @@ from options import parse_arguments
 
 CEILING_SIDE = 8192
 CEILING_SECONDS = 2.0
+GRAPH_WARM_UP = 3
 Row = dict[str, Any]
 # What tells two runs apart, beside preset and number of GPUs.
 SHOWN = (
@@ -96,6 +97,11 @@ def main() -> int:
     args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
     args.steps = max(args.steps, own.warm_up + own.timed)
     try:
+        if args.cuda_graph and own.warm_up < GRAPH_WARM_UP:
+            raise ValueError(
+                f"--warm-up ({own.warm_up}) must be >= {GRAPH_WARM_UP} with --cuda-graph, whose "
+                "first steps are eager ones and the capture"
+            )
         job = train.build_job(args)
     except train.ARGUMENT_ERRORS as error:
         return train.say_error(error)
