@@ -257,7 +257,7 @@ def run_docs(root: Path) -> list[int]:
     text = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text()
     names: dict[str, Any] = {}
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
-    assert len(blocks) == 3, "docs/huggingface.md has lost an example"
+    assert len(blocks) == 4, "docs/huggingface.md has lost an example"
     for block in blocks:
         block = block.replace('"hf/', f'"{root}/').replace('"cuda"', '"cpu"')
         block = block.replace("compile=True", "compile=False")  # tests/adapters/test_hf.py does
