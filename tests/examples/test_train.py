@@ -202,7 +202,6 @@ ERRORS = {
 }
 RANK_ERRORS = {
     "--ranks 3 --ep 3": "MoEConfig.num_experts (8) must be divisible by ParallelConfig.ep (3)",
-    "--ranks 2 --cuda-graph": "(AllToAllDispatcher) must be 'nvlink' or pad to a capacity",
 }
 
 

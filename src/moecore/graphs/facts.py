@@ -81,7 +81,7 @@ def facts_of(model: nn.Module, state: MoEState) -> Facts:
         values["train or eval mode of", whose] = module.training
         values["the number of hooks of", whose] = _num_hooks(module, HOOKS_OF_MODULES)
         config = getattr(module, "config", None)
-        if config is not None:
+        if config is not None and not callable(config):  # a method would be another each time
             values["the config of", whose] = id(config)
             held.append(config)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
