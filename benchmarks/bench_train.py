@@ -104,7 +104,7 @@ def main() -> int:
             )
         job = train.build_job(args)
     except train.ARGUMENT_ERRORS as error:
-        return train.say_error(error)
+        return train.say_rank_error(error, int(os.environ["RANK"]))
     try:
         row = measure(job, own)
     except train.RUN_ERRORS as error:

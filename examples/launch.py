@@ -21,10 +21,10 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
         world_size: number of processes.
 
     Returns:
-        0, or the exit code of the first rank that failed.
+        0, or the exit code of a rank that left by itself with one other than 0.
 
     Raises:
-        ProcessRaisedException: with the traceback of a rank that raised.
+        ProcessRaisedException: with the traceback of a rank that raised, when none has left.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(
@@ -35,10 +35,25 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    ranks = torch.multiprocessing.spawn(
+        _start_rank, (run_rank, args), nprocs=world_size, join=False
+    )
     try:
-        torch.multiprocessing.spawn(_start_rank, (run_rank, args), nprocs=world_size)
+        while not ranks.join():
+            pass
     except torch.multiprocessing.ProcessExitedException as error:
         return error.exit_code if error.exit_code > 0 else 1
+    except torch.multiprocessing.ProcessRaisedException:
+        # A rank that left has said why; the others raise when they miss it.
+        codes = [process.exitcode for process in ranks.processes]
+        left = [
+            code
+            for code, trace in zip(codes, ranks.error_files, strict=True)
+            if code > 0 and not os.path.exists(trace)
+        ]
+        if not left:
+            raise
+        return left[0]
     except KeyboardInterrupt:
         return 130  # what a shell gives for Ctrl-C
     return 0

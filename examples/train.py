@@ -72,6 +72,7 @@ WARMUP_SHARE = 0.05  # of the schedule's steps
 LAST_LR_SHARE = 0.1  # of the peak
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError)
+RANK_0_SPEAKS_S = 60
 
 
 def main() -> int:
@@ -96,6 +97,17 @@ def main() -> int:
 def say_error(error: Exception, code: int = 2) -> int:
     print(f"train.py: error: {error}", file=sys.stderr, flush=True)
     return code
+
+
+def say_rank_error(error: Exception, rank: int) -> int:
+    """Say once what all ranks found, as they have the same arguments; return the exit code.
+
+    The first rank to end takes the others with it, so they leave rank 0 the time to speak. What
+    only this rank found, it says itself: at once if a file is missing here.
+    """
+    if rank > 0 and not isinstance(error, OSError):
+        time.sleep(RANK_0_SPEAKS_S)
+    return say_error(error)
 
 
 def say_run_error(error: torch.OutOfMemoryError | ExchangeError, args: argparse.Namespace) -> int:
@@ -218,8 +230,7 @@ def run_rank(args: argparse.Namespace) -> int:
     try:
         job = build_job(args)
     except ARGUMENT_ERRORS as error:
-        # Every rank has the same arguments, but a file may be missing on one.
-        return say_error(error) if rank == 0 or isinstance(error, OSError) else 2
+        return say_rank_error(error, rank)
     if rank == 0:
         print(describe(job), flush=True)
     try:

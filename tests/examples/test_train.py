@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 REPO = Path(__file__).parents[2]
 SCRIPT = REPO / "examples" / "train.py"
+LATE_WORD = Path(__file__).with_name("late_word.py")
 STEPS = 8
 MICRO = (
     "--batch-size 1 --seq-len 32 --grad-accum 2 --checkpoint-every 4 --bias-rate 0.01"
@@ -44,13 +45,18 @@ class tqdm:
 
 
 def run(
-    run_dir: Path, arguments: str, *, code: int = 0, modules: Path | None = None
+    run_dir: Path,
+    arguments: str,
+    *,
+    code: int = 0,
+    script: Path = SCRIPT,
+    modules: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run the script on CPU ranks; `modules` is a folder whose modules shadow installed ones."""
     paths = [str(REPO / "src")] if modules is None else [str(modules), str(REPO / "src")]
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()],
+        [sys.executable, str(script), "--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()],
         env={**kept, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -256,9 +262,21 @@ def test_a_wrong_argument_ends_the_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", RANK_ERRORS)
 def test_errors_found_by_the_ranks_are_one_line(arguments: str, tmp_path: Path) -> None:
-    done = run(tmp_path, arguments, code=2)
+    done = run(tmp_path, arguments, code=2, script=LATE_WORD)
     assert RANK_ERRORS[arguments] in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_rank_says_itself_what_rank_0_did_not_find(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(script.time, "sleep", waited.append)
+    for error, waits in ((ValueError("of all ranks"), 1), (FileNotFoundError("of this one"), 0)):
+        waited.clear()
+        assert script.say_rank_error(error, rank=1) == 2
+        assert len(waited) == waits
+        assert capsys.readouterr().err == f"train.py: error: {error}\n"
 
 
 def test_too_little_memory_gives_advice(script: ModuleType) -> None:
