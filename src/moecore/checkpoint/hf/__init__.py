@@ -1,4 +1,4 @@
-"""Hugging Face safetensors directories in and out; needs safetensors (pip install moecore[hf])."""
+"""Hugging Face safetensors directories in and out; needs safetensors (extra `hf`)."""
 
 from moecore.checkpoint.hf.config import decoder_config_from_hf
 from moecore.checkpoint.hf.convert import hf_to_native, native_to_hf
