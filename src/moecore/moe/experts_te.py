@@ -99,7 +99,7 @@ def check_te(dtype: torch.dtype, device: torch.device) -> None:
     """
     if not is_available():
         problem = "experts ('te') must be another backend where Transformer Engine is missing"
-        fix = "pip install 'moecore[te]' or use experts='auto'"
+        fix = "pip install '.[te]' or use experts='auto'"
     elif dtype != torch.bfloat16:  # fp32 it would multiply in TF32, unasked
         problem = f"dtype of the experts ({dtype}) must be torch.bfloat16 for experts ('te')"
         fix = "convert the model or use experts='torch'"
