@@ -6,6 +6,7 @@ on GPUs, in test_forward_backward_gpu.py.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from moecore import (
     BalanceConfig,
     CapacityConfig,
+    ExchangeError,
+    FSDPOptions,
     MoEConfig,
     ParallelConfig,
     build_meshes,
@@ -57,7 +60,8 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def moved(model: nn.Module) -> None:
-    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    moved = {"0.weight": model.state_dict()["0.weight"].clone()}
+    model.load_state_dict(moved, assign=True, strict=False)
 
 
 def moved_buffer(model: nn.Module) -> None:
@@ -121,6 +125,7 @@ class FakeGraph:
             self.outputs.copy_(self.function(*self.inputs))
         for param, grad in zip(self.model.parameters(), self.grads, strict=True):
             grad.to_local().copy_(param.grad.to_local())
+            param.grad = None  # a replay sets none
 
 
 def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, Exception | None]:
@@ -133,7 +138,7 @@ def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, 
 
 def make_forward_backward(fails: str = "") -> Any:
     """Return a function with its `model` and the number of its `calls`."""
-    model = make(PADDED)
+    model = make(PADDED, fsdp=FSDPOptions(reshard_after_forward=False))
 
     def forward_backward(x: Tensor) -> Tensor:
         forward_backward.calls += 1
@@ -195,6 +200,17 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     state.finish_step()
     state.exchanges.made = (object(),)
     found["buffers"] = error_of(lambda: run(x))
+    state.exchanges.made = (buffers,)
+
+    def overflow() -> None:
+        raise ExchangeError("too many rows")
+
+    with patch.object(state.exchanges, "poll", overflow), pytest.raises(ExchangeError):
+        run(x)
+    model(x)  # leaves units gathered
+    found["after a forward"] = error_of(lambda: run(x))
+    model.zero_grad()
+    state.finish_step()
     run.close()
     function.calls = 0
     train(model, run, x, range(4))
@@ -265,6 +281,7 @@ def test_what_can_not_be_replayed_is_refused(found: dict[str, Any]) -> None:
     assert graphed["gradients"].startswith("gradient of 0.weight must be None")
     assert "saw 2: call" in graphed["two in a step"], "replays are counted"
     assert graphed["buffers"].startswith("the buffers of dispatcher ('nvlink') must be those of")
+    assert graphed["after a forward"] == "none", "what it has gathered is let go"
 
 
 def test_all_ranks_raise_when_one_gives_up(found: dict[str, Any]) -> None:
@@ -278,6 +295,24 @@ def test_a_model_must_be_parallelized_and_a_warm_up_be_there() -> None:
         GraphedForwardBackward(print, nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"warm_up \(1\) must be >= 2"):
         GraphedForwardBackward(print, nn.Linear(2, 2), warm_up=1)
+
+
+def test_lines_that_wait_for_the_gpu_are_named(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits(x: Tensor) -> Tensor:
+        warnings.warn("deprecated", stacklevel=1)
+        warnings.warn(module.SYNC_WARNING, stacklevel=1)
+        return x
+
+    with pytest.raises(ValueError, match=rf"in 1 places, first at {__file__}:\d+: change"):
+        module._watched(waits, (torch.ones(1),))
+    assert modes == ["warn", 0]
+    assert [str(w.message) for w in recwarn] == ["deprecated"], "others are passed on"
 
 
 def test_outputs_are_copied_and_other_types_are_refused() -> None:

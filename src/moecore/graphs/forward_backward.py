@@ -17,11 +17,12 @@ gathered are let go, facts that the graph holds are compared with the present on
 (`graphs/facts.py`), `.grad` is the captured gradient again, and micro-batches are counted.
 
 Note "together": captured collectives have no timeout. A rank that gives up before the first replay
-tells the others, and all of them raise.
+tells the others, and all of them raise. One that raises later leaves them waiting: end the job.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ class GraphedForwardBackward:
             return outputs
         _check_inputs(own, self._inputs)
         self._captured = _capture(self._forward_backward, self._model, self._state, own)
+        self._inputs = ()
         return self._captured.replay(inputs)
 
 
@@ -225,6 +227,9 @@ def _graph_of(
 ) -> tuple[torch.cuda.CUDAGraph, Any, Exception | None]:
     """Return a graph, what the function returned, and what went wrong."""
     graph, outputs, first = torch.cuda.CUDAGraph(), None, None
+    gc.collect()  # a model that nobody uses any more may wait for the GPU when it is freed
+    collects = gc.isenabled()
+    gc.disable()
     try:
         # Other threads (NCCL's, a checkpoint's) may go on with calls that a capture of the whole
         # process would forbid.
@@ -236,6 +241,9 @@ def _graph_of(
                 raise
     except Exception as error:
         return graph, None, first or error
+    finally:
+        if collects:
+            gc.enable()
     return graph, outputs, None
 
 
