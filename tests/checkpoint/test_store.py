@@ -17,11 +17,21 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore import (
+    BalanceConfig,
+    FSDPOptions,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+    moe_state,
+    parallelize_moe,
+)
 from moecore.checkpoint import latest, load, prune, read_manifest, save, set_latest
 from moecore.checkpoint.directory import POINTER, new_draft, publish, whole_directories
 from moecore.checkpoint.manifest import MANIFEST
 from moecore.checkpoint.state import split_halves
+from moecore.fsdp import start_micro_batch
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -333,6 +343,45 @@ def test_scheduler_goes_on(tmp_path: Path, kind: str) -> None:
     plain = save(tmp_path, 3, model, optimizer)
     with pytest.raises(ValueError, match="scheduler state is not in the checkpoint"):
         load(plain, model, optimizer, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_load_drops_a_half_done_step(
+    tmp_path: Path, no_group_left: None, with_backward: bool
+) -> None:
+    """Gradients that wait for the last micro-batch, counts, and casts of the weights of before."""
+    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_after_forward=False)
+    config = replace(CONFIG, hidden_dim=8, balance=BalanceConfig(bias_update_rate=1.0))
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+    def sharded() -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Sequential(MoELayer(config))
+        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for is_last in (False, True):
+            start_micro_batch(model, is_last=is_last)
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moe_state(model).finish_step()
+
+    model, optimizer = sharded()
+    step(model, optimizer)
+    path = save(tmp_path, 1, model, optimizer)
+    step(model, optimizer)
+    start_micro_batch(model, is_last=False)
+    y = model(-x)
+    if with_backward:
+        y.sum().backward()
+    load(path, model, optimizer)
+    other, other_optimizer = sharded()
+    load(path, other, other_optimizer)
+    step(model, optimizer)
+    step(other, other_optimizer)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
 
 
 def test_unfinished_step_is_refused(tmp_path: Path) -> None:

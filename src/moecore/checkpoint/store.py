@@ -48,6 +48,7 @@ from moecore.checkpoint.snapshot import (
 from moecore.checkpoint.state import ModelView, restore_groups, restore_rng
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, check_how, verify_files
+from moecore.fsdp.accumulate import drop_step
 
 logger = logging.getLogger("moecore.checkpoint")
 
@@ -114,7 +115,8 @@ def load(
 
     The layout may differ from the one that saved: every rank reads what it holds. A rank that the
     saving run did not have keeps its generators. Without an optimizer only the model is set, such
-    as for inference, and generators stay as they are.
+    as for inference, and generators stay as they are. Gradients and all else that a half-done step
+    has left are dropped (`moecore.fsdp.drop_step`).
 
     Args:
         path: a whole checkpoint, such as from `latest`.
@@ -147,6 +149,7 @@ def load(
 
     view, fit = on_every_rank(fitted)
     verify_files(path, manifest, verify, meter)
+    drop_step(model)
     extra = _read(path, manifest, view, fit, optimizer, meter, strict=strict)
     if scheduler is not None and fit.scheduler:
         assert manifest.facts.scheduler is not None

@@ -39,6 +39,7 @@ from moecore.checkpoint.hf.target import (
     overlaps,
 )
 from moecore.checkpoint.hf.verify import copy_problems
+from moecore.fsdp.accumulate import drop_step
 from moecore.moe.params import global_indices
 
 CHUNK_BYTES = 64 << 20
@@ -98,6 +99,7 @@ def load_hf(
     published), in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4; the last two
     are dequantised into the dtype of the parameter. Buffers that are in no file, such as
     transformers' rotary frequencies, are worked out anew, because `to_empty` leaves them undefined.
+    What a half-done step has left is dropped (`moecore.fsdp.drop_step`).
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
@@ -270,6 +272,7 @@ def _dtype_problem(source: Source, wanted: torch.dtype, cast: bool) -> str:
 
 
 def _fill_all(model: nn.Module, plan: _Plan, sources: Mapping[str, Source], files: HFFiles) -> None:
+    drop_step(model)
     for name, recipe in plan.recipes.items():
         _fill(plan.targets[name], recipe, sources, files)
     for buffer, value in plan.buffers:
