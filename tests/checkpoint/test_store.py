@@ -137,7 +137,7 @@ def test_tied_and_compiled_names(tmp_path: Path) -> None:
     assert sorted(names) == ["model.0.bias", "model.0.weight", "model.1.bias"]
 
 
-def test_latest_without_a_usable_pointer(tmp_path: Path) -> None:
+def test_latest_without_a_usable_pointer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert latest(tmp_path / "none") is None
     model, optimizer = build()
     for step in (1, 2, 3):
@@ -145,8 +145,10 @@ def test_latest_without_a_usable_pointer(tmp_path: Path) -> None:
     (tmp_path / "step-000003" / MANIFEST).unlink()  # not whole
     (tmp_path / "step-9").mkdir()  # not one of ours
     assert latest(tmp_path) == tmp_path / "step-000002"
+    assert "latest names step-000003, which is gone: taking step-000002, the" in caplog.text
+    caplog.clear()
     (tmp_path / POINTER).unlink()
-    assert latest(tmp_path) == tmp_path / "step-000002"
+    assert latest(tmp_path) == tmp_path / "step-000002" and not caplog.text
     set_latest(tmp_path / "step-000001")
     assert latest(tmp_path) == tmp_path / "step-000001"
     for name in ("step-000003", "step-9", "none"):
@@ -196,11 +198,11 @@ def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
     model, optimizer = build()
     for step in (1, 2, 3, 4):
         save(tmp_path, step, model, optimizer)
-    set_latest(tmp_path / "step-000001")
-    assert [path.name for path in prune(tmp_path, 1)] == ["step-000002", "step-000003"]
-    assert latest(tmp_path) == tmp_path / "step-000001"
     (tmp_path / POINTER).unlink()
-    assert [path.name for path in prune(tmp_path, 1)] == ["step-000001"]
+    assert [path.name for path in prune(tmp_path, 3)] == ["step-000001"]
+    set_latest(tmp_path / "step-000002")
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-000003", "step-000004"]
+    assert latest(tmp_path) == tmp_path / "step-000002"
     assert prune(tmp_path, 1) == []
     for keep in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match=r"keep \(.*\) must be a whole number >= 1"):
@@ -209,6 +211,21 @@ def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"latest\) must be '<checkpoint> <sha256"):
         prune(tmp_path, 1)
     assert len(whole_directories(tmp_path)) == 1
+
+
+def test_steps_of_a_rolled_back_run_are_removed_first(tmp_path: Path) -> None:
+    model, optimizer = build_linear(2)
+    for step in (100, 200, 300, 400):
+        save(tmp_path, step, model, optimizer)
+    set_latest(tmp_path / "step-000200")
+    save(tmp_path, 210, model, optimizer, keep=4)
+    assert steps_of(tmp_path) == [100, 200, 210, 400]
+    save(tmp_path, 220, model, optimizer, keep=3)
+    assert steps_of(tmp_path) == [200, 210, 220]
+
+
+def steps_of(root: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in whole_directories(root)]
 
 
 def test_damaged_newest_does_not_stop_the_next_save(
