@@ -324,6 +324,47 @@ def test_model_alone_leaves_generators_and_needs_no_optimizer(tmp_path: Path) ->
         load(bare, *build())
 
 
+def test_rotary_frequencies_are_worked_out_anew(tmp_path: Path) -> None:
+    """No checkpoint holds them and `to_empty` leaves them undefined."""
+    hf_models = pytest.importorskip("tests.adapters.hf_models")
+    model = hf_models.random_model("mixtral").eval()
+    path = save(tmp_path, 1, model, None)
+    with torch.device("meta"):
+        other = type(model)(model.config)
+    with torch.no_grad():
+        for tensor in [*other.to_empty(device="cpu").parameters(), *other.buffers()]:
+            tensor.fill_(float("nan"))
+    load(path, other)
+    ids = torch.arange(12)[None]
+    assert torch.equal(other.eval()(ids).logits, model(ids).logits)
+
+    class Odd(type(model.model.rotary_emb)):  # type: ignore[misc]
+        def __init__(self, config: object, extra: int) -> None:
+            super().__init__(config)
+
+    Odd.__module__ = "transformers.models.odd"
+    other.model.rotary_emb = Odd(model.config, 1)
+    with pytest.warns(UserWarning, match=r"model.rotary_emb \(Odd\) has buffers .* left as it was"):
+        load(path, other)
+    assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_a_model_without_storage_is_refused(tmp_path: Path, no_group_left: None) -> None:
+    """Under FSDP2 a meta tensor takes what is copied to it without a word."""
+
+    def sharded() -> nn.Module:
+        model = nn.Sequential(MoELayer(CONFIG, device="meta"))
+        return parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+
+    message = r"router.weight \(meta\) must have storage to be saved or loaded: call to_empty first"
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path, 1, sharded(), None)
+    assert not list(tmp_path.iterdir())
+    path = save(tmp_path, 1, sharded().to_empty(device="cpu"), None)
+    with pytest.raises(ValueError, match=message):
+        load(path, sharded())
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 50),
     "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 3, 3], gamma=0.5),

@@ -26,6 +26,7 @@ from moecore.checkpoint.agree import (
     on_every_rank,
     on_first_rank,
 )
+from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.directory import check_step, directory_of, discard, new_draft
 from moecore.checkpoint.fit import (
     Fit,
@@ -116,7 +117,8 @@ def load(
     The layout may differ from the one that saved: every rank reads what it holds. A rank that the
     saving run did not have keeps its generators. Without an optimizer only the model is set, such
     as for inference, and generators stay as they are. Gradients and all else that a half-done step
-    has left are dropped (`moecore.fsdp.drop_step`).
+    has left are dropped (`moecore.fsdp.drop_step`). Buffers of transformers' modules that no
+    checkpoint holds (rotary frequencies) are worked out anew: `to_empty` leaves them undefined.
 
     Args:
         path: a whole checkpoint, such as from `latest`.
@@ -150,6 +152,7 @@ def load(
     view, fit = on_every_rank(fitted)
     verify_files(path, manifest, verify, meter)
     drop_step(model)
+    _refresh_buffers(path, model)
     extra = _read(path, manifest, view, fit, optimizer, meter, strict=strict)
     if scheduler is not None and fit.scheduler:
         assert manifest.facts.scheduler is not None
@@ -158,6 +161,16 @@ def load(
         warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=2)
     meter.log(f"loaded {path}, verify={verify}")
     return extra
+
+
+@torch.no_grad()
+def _refresh_buffers(path: Path, model: nn.Module) -> None:
+    """Set what no checkpoint holds; warn where that cannot be worked out, since it may be right."""
+    try:
+        for buffer, value in fresh_buffers(model):
+            buffer.copy_(value)
+    except NotImplementedError as error:
+        warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=3)
 
 
 def check_count(name: str, value: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.checkpoint.agree import on_every_rank, on_first_rank
+from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.hf.files import (
     CONFIG,
     HFFiles,
@@ -292,29 +293,3 @@ def _fill(target: Tensor, recipe: Recipe, sources: Mapping[str, Source], files: 
         for overlap in overlaps(indices, piece, recipe.shape, max_numel=most):
             part = local[overlap.target]
             part.copy_(source.read(files, overlap.source).view(part.shape))
-
-
-def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return (buffer, value) of each buffer of a transformers module that no file holds.
-
-    Raises:
-        NotImplementedError: when the module cannot be built again from its config.
-    """
-    found = []
-    for path, module in model.named_modules():
-        names = [n for n in module._non_persistent_buffers_set if n in module._buffers]
-        if not names or not type(module).__module__.startswith("transformers."):
-            continue
-        try:
-            with torch.device("cpu"):
-                fresh = type(module)(module.config)  # type: ignore[operator]
-        except (AttributeError, TypeError) as error:
-            raise NotImplementedError(
-                f"{path} ({type(module).__name__}) has buffers {names} that no file holds, and "
-                f"must be built from its config alone: {error}"
-            ) from None
-        for name in names:
-            buffer, value = module._buffers[name], fresh._buffers[name]
-            if buffer is not None and value is not None:
-                found.append((buffer, value))
-    return found
