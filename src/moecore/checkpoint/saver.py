@@ -38,10 +38,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.checkpoint.agree import default_timeout, gather, on_every_rank
+from moecore.checkpoint.alike import check_alike
 from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.meter import Meter, Progress
-from moecore.checkpoint.snapshot import Scheduler, Snapshot, check_alike, take_snapshot
+from moecore.checkpoint.snapshot import Scheduler, Snapshot, take_snapshot
 from moecore.checkpoint.store import begin, check_count, locals_of, write
 
 logger = logging.getLogger("moecore.checkpoint")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moecore.checkpoint.agree import Group, gather
 from moecore.checkpoint.manifest import Facts, check_dtype
-from moecore.checkpoint.shard_file import bytes_of
 from moecore.checkpoint.state import (
     ModelView,
     check_json,
@@ -94,62 +91,6 @@ def take_snapshot(
         extra=_copy(values),
     )
     return Snapshot(tensors, facts)
-
-
-def check_alike(snapshot: Snapshot, group: Group = None) -> None:
-    """Raise on every rank when ranks differ in what only one of them will write. Collective.
-
-    Args:
-        snapshot: of this rank.
-        group: all ranks; None = the default group.
-
-    Raises:
-        ValueError: when `extra` differs.
-        NotImplementedError: when the model has other tensors, as stages of a pipeline have.
-    """
-    if not dist.is_initialized():
-        return
-    names = sorted(name for name in snapshot.tensors if name.startswith("model."))
-    extra = {name: _digest(value) for name, value in sorted(_extra_of(snapshot).items())}
-    alike = gather((_digest(names), extra), group)
-    if any(model != alike[0][0] for model, _ in alike):
-        _refuse_stages(gather(names, group))
-    for rank, (_, theirs) in enumerate(alike):
-        first = alike[0][1]
-        differ = [n for n in sorted(first | theirs) if first.get(n) != theirs.get(n)]
-        if differ:
-            raise ValueError(
-                f"extra {differ[0]} of rank {rank} must equal that of rank 0, because only one is "
-                "kept: gather what each rank has into one value"
-            )
-
-
-def _refuse_stages(names: list[list[str]]) -> None:
-    rank = next(r for r, theirs in enumerate(names) if theirs != names[0])
-    name = min(set(names[0]) ^ set(names[rank]))
-    raise NotImplementedError(
-        f"{name} must be in the model of every rank to be saved, but is on only one of rank 0 and "
-        f"rank {rank}: pipeline stages cannot be saved together yet"
-    )
-
-
-def _extra_of(snapshot: Snapshot) -> dict[str, Any]:
-    prefix = "extra."
-    tensors = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in snapshot.tensors.items()
-        if name.startswith(prefix)
-    }
-    return snapshot.facts.extra | tensors
-
-
-def _digest(value: Any) -> str:
-    if isinstance(value, Tensor):
-        if isinstance(value, DTensor):  # its shards differ, and each is kept
-            return f"{value.dtype} {tuple(value.shape)}"
-        data = hashlib.sha256(bytes_of(value.detach().cpu().contiguous())).hexdigest()
-        return f"{value.dtype} {tuple(value.shape)} {data}"
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _check_extra(values: Mapping[str, Any]) -> None:

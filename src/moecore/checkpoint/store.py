@@ -26,6 +26,7 @@ from moecore.checkpoint.agree import (
     on_every_rank,
     on_first_rank,
 )
+from moecore.checkpoint.alike import check_alike
 from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.directory import check_step, directory_of, discard, new_draft
 from moecore.checkpoint.fit import (
@@ -42,7 +43,6 @@ from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.snapshot import (
     Scheduler,
     Snapshot,
-    check_alike,
     scheduler_state,
     take_snapshot,
 )
