@@ -442,6 +442,35 @@ def test_load_drops_a_half_done_step(
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_scheduler_of_a_tensor_lr_goes_on(tmp_path: Path, kind: str) -> None:
+    """A captured graph reads that very tensor; the scheduler's own are numbers in the file."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
+        model, _ = build_linear(2)
+        rate = torch.tensor(1e-3, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+        return model, optimizer, SCHEDULERS[kind](optimizer)
+
+    def steps(scheduler: LRScheduler, n: int) -> list[float]:
+        rates = []
+        for _ in range(n):
+            scheduler.optimizer.step()
+            scheduler.step(*([1.0] if kind == "plateau" else []))
+            rates.append(scheduler.optimizer.param_groups[0]["lr"].item())
+        return rates
+
+    model, optimizer, scheduler = made()
+    steps(scheduler, 2)
+    path = save(tmp_path, 2, model, optimizer, scheduler=scheduler)
+    straight = steps(scheduler, 4)
+    model, optimizer, scheduler = made()
+    rate = optimizer.param_groups[0]["lr"]
+    load(path, model, optimizer, scheduler=scheduler)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert steps(scheduler, 4) == straight
+
+
 def test_unfinished_step_is_refused(tmp_path: Path) -> None:
     balance = BalanceConfig(bias_update_rate=1e-3)
     layer = MoELayer(replace(CONFIG, balance=balance))

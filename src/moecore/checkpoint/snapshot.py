@@ -130,8 +130,9 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
 def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
     state = scheduler.state_dict()
     name = type(scheduler).__name__
-    check_json(f"scheduler {name}", state)
-    values = _copy(state)
+    numbers = _numbers(state)
+    check_json(f"scheduler {name}", numbers)
+    values = _copy(numbers)
     if _like(state, values) != state:
         raise ValueError(
             f"scheduler ({name}) must have a state that JSON can hold: keep it in extra instead"
@@ -139,8 +140,27 @@ def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
     return values
 
 
+def _numbers(value: Any) -> Any:
+    """Return a value with numbers for scalar tensors, which is what schedulers of a tensor lr keep.
+
+    One host sync for each that is on a device.
+    """
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(entry) for entry in value]
+    return value
+
+
 def _like(template: Any, value: Any) -> Any:
-    """Give what JSON made of a value its types back: tuples, and dicts with numbers as keys."""
+    """Give what JSON made of a value its types back: tuples, tensors, dicts with numbers as keys.
+
+    Tensors are new ones: the scheduler and its optimizer may share those of the template.
+    """
+    if isinstance(template, Tensor) and isinstance(value, int | float):
+        return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(template, list) and isinstance(value, list) and len(template) == len(value):
