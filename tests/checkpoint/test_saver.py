@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from moecore.checkpoint import Saver, latest, load, read_manifest, save, storage, verify
+from moecore.checkpoint import Saver, latest, load, read_manifest, save, storage, store, verify
 from moecore.checkpoint.agree import gather
 from moecore.checkpoint.shard_file import ShardWriter
 from tests.checkpoint.kills import build, fill, loaded_step
@@ -139,6 +139,29 @@ def test_error_surfaces(
 
 def _no_space(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("found_by", ["check", "close"])
+def test_a_rank_that_ends_is_an_error_of_the_save(
+    tmp_path: Path, monkeypatch: Patch, no_group_left: None, found_by: str
+) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1\nand a stack")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saver = Saver(tmp_path, *build(1.0))
+    monkeypatch.setattr(store.dcp, "save", lost)
+    saver.save(1, wait=False)
+    assert saver._running is not None
+    saver._running.exception()
+    if found_by == "close":
+        monkeypatch.setattr(dist, "all_gather_object", lost)
+    message = r"could not write it together, one may have ended: Connection closed by peer \S+$"
+    with pytest.raises(OSError, match=message):
+        saver.check() if found_by == "check" else saver.close()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    saver.close()
 
 
 def test_the_group_waits_as_long_as_the_default_one(tmp_path: Path) -> None:

@@ -187,7 +187,13 @@ class Saver:
         """Wait for the running save; see the note "errors"."""
         running, self._running = self._running, None
         error = running.exception() if running is not None else None
-        for first in gather(error, self._group):
+        try:
+            errors = gather(error, self._group)
+        except RuntimeError:  # such as when a rank has ended, which may be what the error says
+            if error is None:
+                raise
+            errors = [error]
+        for first in errors:
             if first is not None:
                 raise first
 
