@@ -125,7 +125,8 @@ class Saver:
             wait: until it is on disk.
 
         Raises:
-            ValueError: for a wrong argument or after `close`, before anything is written.
+            ValueError: for a wrong argument, a value that differs between ranks though only one is
+                kept, or after `close`, before anything is written.
             NotImplementedError: for state that has no place in a checkpoint, likewise.
             RuntimeError: when a rank has no memory for the copies; the draft is removed.
             OSError: when a rank could not write; of the save before, or with `wait` of this one.

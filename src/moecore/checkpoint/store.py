@@ -86,7 +86,8 @@ def save(
         The new checkpoint, `root/step-000123`.
 
     Raises:
-        ValueError: for a wrong argument, before anything is written.
+        ValueError: for a wrong argument, or a value that differs between ranks though only one is
+            kept (`alike.py`), before anything is written.
         NotImplementedError: for state that has no place in a checkpoint, likewise.
         OSError: when a rank could not write; nothing changed for `latest`.
     """
