@@ -1,7 +1,8 @@
 """Whether ranks agree on what only one of them will write: found out before anything is written.
 
-That is all but DTensors, of which each rank writes its part, and generators, of which each rank has
-its own. Silently one rank's value would become everybody's: its step counts, its learning rate.
+That is all that a resume reads but DTensors, of which each rank writes its part, and generators, of
+which each rank has its own. Silently one rank's value would become everybody's: its step counts,
+its learning rate. `config`, which is for readers, may name a rank or a host.
 """
 
 from __future__ import annotations
@@ -84,7 +85,6 @@ def _hashes(snapshot: Snapshot) -> Hashes:
     facts = snapshot.facts
     values: dict[Key, Any] = {
         ("save", "step"): facts.step,
-        ("save", "config"): facts.config,
         ("save", "optimizer"): facts.optimizer_class,
     }
     for i, options in enumerate(facts.optimizer or []):
