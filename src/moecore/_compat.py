@@ -5,9 +5,12 @@ Everything else in moecore uses one spelling; a version check anywhere else is a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch._compile
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 # torch.nn.functional.grouped_mm is the public name where it exists; both record autograd.
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -26,3 +29,12 @@ HAS_SEPARATE_PIECES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >=
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are on."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def fsdp_params(unit: FSDPModule) -> list[Any]:
+    """Return FSDP2's records of a unit's parameters; 2.13 may have several groups of them."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group for group in [state._fsdp_param_group] if group is not None]
+    return [param for group in groups for param in group.fsdp_params]

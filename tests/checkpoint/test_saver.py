@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from moecore.checkpoint import Saver, latest, load, read_manifest, save, storage, verify
+from moecore.checkpoint import Saver, latest, load, read_manifest, save, storage, store, verify
 from moecore.checkpoint.agree import gather
 from moecore.checkpoint.shard_file import ShardWriter
 from tests.checkpoint.kills import build, fill, loaded_step
@@ -141,6 +141,29 @@ def _no_space(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.parametrize("found_by", ["check", "close"])
+def test_a_rank_that_ends_is_an_error_of_the_save(
+    tmp_path: Path, monkeypatch: Patch, no_group_left: None, found_by: str
+) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1\nand a stack")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saver = Saver(tmp_path, *build(1.0))
+    monkeypatch.setattr(store.dcp, "save", lost)
+    saver.save(1, wait=False)
+    assert saver._running is not None
+    saver._running.exception()
+    if found_by == "close":
+        monkeypatch.setattr(dist, "all_gather_object", lost)
+    message = r"could not write it together, one may have ended: Connection closed by peer \S+$"
+    with pytest.raises(OSError, match=message):
+        saver.check() if found_by == "check" else saver.close()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    saver.close()
+
+
 def test_the_group_waits_as_long_as_the_default_one(tmp_path: Path) -> None:
     store = dist.HashStore()
     dist.init_process_group(
@@ -245,10 +268,44 @@ def unlike_ranks(root: Path, rank: int, model: torch.nn.Module) -> Iterator[tupl
         yield f"extra {name}", message_of(lambda v=value: save(root, 1, model, None, v))
     stage = torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(2, 2)})
     yield "stages", message_of(lambda: save(root, 1, stage, None))
+    yield from unlike_values(root, rank, model)
     with Saver(root, model, None) as saver:
         yield "saver", message_of(lambda: saver.save(1, {"seen": rank}, wait=False))
     assert not root.exists()
-    save(root, 1, model, None, {"same": [1.5, float("nan")], "ids": torch.zeros(0, 2)})
+    same = {"same": [1.5, float("nan")], "ids": torch.zeros(0, 2)}
+    save(root, 1, model, None, same, config={"rank": rank})  # for readers: may differ
+
+
+def unlike_values(root: Path, rank: int, model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """What only one rank's value is kept of, and an optimizer without a step on rank 1."""
+
+    def made(gradient: float = 1.0) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+        model.weight.grad = torch.zeros_like(model.weight) if gradient else None
+        optimizer.step()
+        return optimizer
+
+    yield "step", message_of(lambda: save(root, 1 + rank, model, None))
+    optimizer = made()
+    mine = None if rank else optimizer
+    yield "optimizer", message_of(lambda: save(root, 1, model, mine))
+    optimizer.param_groups[0]["lr"] = 0.1 * rank
+    yield "lr", message_of(lambda: save(root, 1, model, optimizer))
+    without = made(gradient=1.0 - rank)
+    yield "no state", message_of(lambda: save(root, 1, model, without))
+    optimizer = made()
+    for _ in range(rank):
+        optimizer.step()
+    yield "step count", message_of(lambda: save(root, 1, model, optimizer))
+    with Saver(root, model, optimizer) as saver:
+        yield "step count, saver", message_of(lambda: saver.save(1, wait=False))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(made())
+    scheduler.step(1.0 + rank)
+    yield "scheduler", message_of(lambda: save(root, 1, model, None, scheduler=scheduler))
+    model.register_buffer("seen", torch.full((1,), float(rank)).expand(3))
+    yield "buffer", message_of(lambda: save(root, 1, model, None))
+    del model.seen
+    model.weight.grad = None
 
 
 def resumed(root: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -288,6 +345,14 @@ def test_two_ranks_learn_of_one_rank_s_error(tmp_path: Path) -> None:
         ("extra json", "extra seen of rank 1 must equal that of rank 0"),
         ("extra tensor", "extra at of rank 1 must equal that of rank 0"),
         ("saver", "extra seen of rank 1 must equal that of rank 0"),
+        ("step", "step of rank 1 must equal that of rank 0, because only one is kept: call it"),
+        ("optimizer", "optimizer of rank 1 must equal that of rank 0"),
+        ("lr", "optimizer.param_groups[0]['lr'] of rank 1 must equal that of rank 0"),
+        ("no state", "optimizer.step.weight must be on every rank, but is on only one of rank 0 a"),
+        ("step count", "optimizer.step.weight of rank 1 must equal that of rank 0"),
+        ("step count, saver", "optimizer.step.weight of rank 1 must equal that of rank 0"),
+        ("scheduler", "scheduler best of rank 1 must equal that of rank 0"),
+        ("buffer", "model.seen of rank 1 must equal that of rank 0"),
         ("stages", "model.layer0.bias must be in the model of every rank to be saved, but is on"),
         ("resume", "latest) must be '<checkpoint> <sha256 of its manifest>' but is 'damaged'"),
     ):

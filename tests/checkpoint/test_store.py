@@ -17,11 +17,21 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore import (
+    BalanceConfig,
+    FSDPOptions,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+    moe_state,
+    parallelize_moe,
+)
 from moecore.checkpoint import latest, load, prune, read_manifest, save, set_latest
 from moecore.checkpoint.directory import POINTER, new_draft, publish, whole_directories
 from moecore.checkpoint.manifest import MANIFEST
 from moecore.checkpoint.state import split_halves
+from moecore.fsdp import start_micro_batch
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -127,7 +137,7 @@ def test_tied_and_compiled_names(tmp_path: Path) -> None:
     assert sorted(names) == ["model.0.bias", "model.0.weight", "model.1.bias"]
 
 
-def test_latest_without_a_usable_pointer(tmp_path: Path) -> None:
+def test_latest_without_a_usable_pointer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert latest(tmp_path / "none") is None
     model, optimizer = build()
     for step in (1, 2, 3):
@@ -135,8 +145,10 @@ def test_latest_without_a_usable_pointer(tmp_path: Path) -> None:
     (tmp_path / "step-000003" / MANIFEST).unlink()  # not whole
     (tmp_path / "step-9").mkdir()  # not one of ours
     assert latest(tmp_path) == tmp_path / "step-000002"
+    assert "latest names step-000003, which is gone: taking step-000002, the" in caplog.text
+    caplog.clear()
     (tmp_path / POINTER).unlink()
-    assert latest(tmp_path) == tmp_path / "step-000002"
+    assert latest(tmp_path) == tmp_path / "step-000002" and not caplog.text
     set_latest(tmp_path / "step-000001")
     assert latest(tmp_path) == tmp_path / "step-000001"
     for name in ("step-000003", "step-9", "none"):
@@ -186,11 +198,11 @@ def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
     model, optimizer = build()
     for step in (1, 2, 3, 4):
         save(tmp_path, step, model, optimizer)
-    set_latest(tmp_path / "step-000001")
-    assert [path.name for path in prune(tmp_path, 1)] == ["step-000002", "step-000003"]
-    assert latest(tmp_path) == tmp_path / "step-000001"
     (tmp_path / POINTER).unlink()
-    assert [path.name for path in prune(tmp_path, 1)] == ["step-000001"]
+    assert [path.name for path in prune(tmp_path, 3)] == ["step-000001"]
+    set_latest(tmp_path / "step-000002")
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-000003", "step-000004"]
+    assert latest(tmp_path) == tmp_path / "step-000002"
     assert prune(tmp_path, 1) == []
     for keep in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match=r"keep \(.*\) must be a whole number >= 1"):
@@ -199,6 +211,21 @@ def test_prune_never_removes_the_newest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"latest\) must be '<checkpoint> <sha256"):
         prune(tmp_path, 1)
     assert len(whole_directories(tmp_path)) == 1
+
+
+def test_steps_of_a_rolled_back_run_are_removed_first(tmp_path: Path) -> None:
+    model, optimizer = build_linear(2)
+    for step in (100, 200, 300, 400):
+        save(tmp_path, step, model, optimizer)
+    set_latest(tmp_path / "step-000200")
+    save(tmp_path, 210, model, optimizer, keep=4)
+    assert steps_of(tmp_path) == [100, 200, 210, 400]
+    save(tmp_path, 220, model, optimizer, keep=3)
+    assert steps_of(tmp_path) == [200, 210, 220]
+
+
+def steps_of(root: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in whole_directories(root)]
 
 
 def test_damaged_newest_does_not_stop_the_next_save(
@@ -297,6 +324,47 @@ def test_model_alone_leaves_generators_and_needs_no_optimizer(tmp_path: Path) ->
         load(bare, *build())
 
 
+def test_rotary_frequencies_are_worked_out_anew(tmp_path: Path) -> None:
+    """No checkpoint holds them and `to_empty` leaves them undefined."""
+    hf_models = pytest.importorskip("tests.adapters.hf_models")
+    model = hf_models.random_model("mixtral").eval()
+    path = save(tmp_path, 1, model, None)
+    with torch.device("meta"):
+        other = type(model)(model.config)
+    with torch.no_grad():
+        for tensor in [*other.to_empty(device="cpu").parameters(), *other.buffers()]:
+            tensor.fill_(float("nan"))
+    load(path, other)
+    ids = torch.arange(12)[None]
+    assert torch.equal(other.eval()(ids).logits, model(ids).logits)
+
+    class Odd(type(model.model.rotary_emb)):  # type: ignore[misc]
+        def __init__(self, config: object, extra: int) -> None:
+            super().__init__(config)
+
+    Odd.__module__ = "transformers.models.odd"
+    other.model.rotary_emb = Odd(model.config, 1)
+    with pytest.warns(UserWarning, match=r"model.rotary_emb \(Odd\) has buffers .* left as it was"):
+        load(path, other)
+    assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_a_model_without_storage_is_refused(tmp_path: Path, no_group_left: None) -> None:
+    """Under FSDP2 a meta tensor takes what is copied to it without a word."""
+
+    def sharded() -> nn.Module:
+        model = nn.Sequential(MoELayer(CONFIG, device="meta"))
+        return parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+
+    message = r"router.weight \(meta\) must have storage to be saved or loaded: call to_empty first"
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path, 1, sharded(), None)
+    assert not list(tmp_path.iterdir())
+    path = save(tmp_path, 1, sharded().to_empty(device="cpu"), None)
+    with pytest.raises(ValueError, match=message):
+        load(path, sharded())
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 50),
     "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 3, 3], gamma=0.5),
@@ -333,6 +401,74 @@ def test_scheduler_goes_on(tmp_path: Path, kind: str) -> None:
     plain = save(tmp_path, 3, model, optimizer)
     with pytest.raises(ValueError, match="scheduler state is not in the checkpoint"):
         load(plain, model, optimizer, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_load_drops_a_half_done_step(
+    tmp_path: Path, no_group_left: None, with_backward: bool
+) -> None:
+    """Gradients that wait for the last micro-batch, counts, and casts of the weights of before."""
+    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_after_forward=False)
+    config = replace(CONFIG, hidden_dim=8, balance=BalanceConfig(bias_update_rate=1.0))
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+    def sharded() -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Sequential(MoELayer(config))
+        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for is_last in (False, True):
+            start_micro_batch(model, is_last=is_last)
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moe_state(model).finish_step()
+
+    model, optimizer = sharded()
+    step(model, optimizer)
+    path = save(tmp_path, 1, model, optimizer)
+    step(model, optimizer)
+    start_micro_batch(model, is_last=False)
+    y = model(-x)
+    if with_backward:
+        y.sum().backward()
+    load(path, model, optimizer)
+    other, other_optimizer = sharded()
+    load(path, other, other_optimizer)
+    step(model, optimizer)
+    step(other, other_optimizer)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_scheduler_of_a_tensor_lr_goes_on(tmp_path: Path, kind: str) -> None:
+    """A captured graph reads that very tensor; the scheduler's own are numbers in the file."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
+        model, _ = build_linear(2)
+        rate = torch.tensor(1e-3, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+        return model, optimizer, SCHEDULERS[kind](optimizer)
+
+    def steps(scheduler: LRScheduler, n: int) -> list[float]:
+        rates = []
+        for _ in range(n):
+            scheduler.optimizer.step()
+            scheduler.step(*([1.0] if kind == "plateau" else []))
+            rates.append(scheduler.optimizer.param_groups[0]["lr"].item())
+        return rates
+
+    model, optimizer, scheduler = made()
+    steps(scheduler, 2)
+    path = save(tmp_path, 2, model, optimizer, scheduler=scheduler)
+    straight = steps(scheduler, 4)
+    model, optimizer, scheduler = made()
+    rate = optimizer.param_groups[0]["lr"]
+    load(path, model, optimizer, scheduler=scheduler)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert steps(scheduler, 4) == straight
 
 
 def test_unfinished_step_is_refused(tmp_path: Path) -> None:

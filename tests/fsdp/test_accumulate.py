@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from moecore import (
     moe_state,
     parallelize_moe,
 )
-from moecore.fsdp import start_micro_batch
+from moecore._compat import fsdp_params
+from moecore.fsdp import drop_step, start_micro_batch
 from moecore.models import Decoder, DecoderConfig
 from tests.ranks import run_ranks
 
@@ -88,6 +90,22 @@ def train(layout: str, rank: int, *, once: bool) -> dict[str, Tensor]:
     return found
 
 
+def after_a_dropped_step(layout: str, rank: int, *, once: bool) -> dict[str, Tensor]:
+    """Gradients of the first step, and what it counted, after one that broke off."""
+    model = make(layout)
+    for n, factor in enumerate((1.0, float("nan"))):
+        start_micro_batch(model, is_last=False)
+        tokens = tokens_of(9, n, rank)
+        (model(tokens[:, :-1], tokens[:, 1:].contiguous()) * factor).backward()
+    start_micro_batch(model, is_last=False)
+    model(tokens[:, :-1])
+    drop_step(model)
+    run_step(model, 0, rank, once=once)
+    found = {f"{n}/0": p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+    counts = moe_state(model).finish_step().tokens_per_expert
+    return found | {"tokens": torch.stack(list(counts.values())).sum(1)}
+
+
 def communication(layout: str, rank: int) -> dict[str, int]:
     """Count what FSDP2 does in the second step; and its units."""
     model = make(layout)
@@ -112,6 +130,13 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         found[layout] = {
             name: float((once[name] - t).abs().max() / t.abs().max()) for name, t in every.items()
         }
+        for told, clean in (("once", once), ("every", every)):
+            dropped = after_a_dropped_step(layout, rank, once=told == "once")
+            tokens = dropped.pop("tokens")
+            found[f"{layout}, dropped, {told}"] = (
+                tokens.tolist(),
+                [name for name, grad in dropped.items() if not torch.equal(grad, clean[name])],
+            )
         found[f"{layout}, by"] = communication(layout, rank)
     return found
 
@@ -146,3 +171,25 @@ def test_what_stays_gathered_is_gathered_and_reduced_once(
     assert kept >= 2
     assert by["gathers"] == kept + 2 * MICRO_BATCHES * freed
     assert by["reductions"] == kept + MICRO_BATCHES * freed
+
+
+@pytest.mark.parametrize("told", ["once", "every"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_dropped_step_leaves_nothing(layout: str, told: str, found: dict[str, Any]) -> None:
+    """The next step is that of a new model to the bit, announced or not."""
+    tokens, wrong = found[f"{layout}, dropped, {told}"]
+    assert tokens == [WORLD * MICRO_BATCHES * 2 * 12 * CONFIG.moe.top_k] * CONFIG.num_layers
+    assert wrong == []
+
+
+def test_parameters_of_a_unit_in_either_spelling_of_fsdp2() -> None:
+    """2.11 has one group or None, later releases have a list of groups."""
+    one, two = (SimpleNamespace(fsdp_params=params) for params in (["a", "b"], ["c"]))
+    for state, params in (
+        (SimpleNamespace(_fsdp_param_group=None), []),
+        (SimpleNamespace(_fsdp_param_group=one), ["a", "b"]),
+        (SimpleNamespace(_fsdp_param_groups=[]), []),
+        (SimpleNamespace(_fsdp_param_groups=[one, two]), ["a", "b", "c"]),
+    ):
+        unit: Any = SimpleNamespace(_get_fsdp_state=lambda state=state: state)
+        assert fsdp_params(unit) == params

@@ -50,6 +50,14 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     if named is not None:
         return named
     whole = whole_directories(root)
+    lost = _read_pointer(root)
+    if lost is not None and whole:
+        logger.warning(
+            "%s names %s, which is gone: taking %s, the highest step that is there",
+            root / POINTER,
+            lost[0],
+            whole[-1].name,
+        )
     return whole[-1] if whole else None
 
 
@@ -75,11 +83,14 @@ def set_latest(path: str | os.PathLike[str]) -> None:
 def prune(root: str | os.PathLike[str], keep: int) -> list[Path]:
     """Remove whole checkpoints but the newest, and return those removed.
 
-    The one that `latest` names always stays, whatever its step.
+    The one that `latest` names always stays. Later steps than it, those of a run that was rolled
+    back, go first, then the lowest ones.
 
     Args:
         root: what `save` got. No save may be writing to it.
-        keep: how many of the highest steps stay, >= 1.
+        keep: how many stay, >= 1.
+
+    Example: of 100 200 210 300 400 and latest 210, keep=2 leaves 200 210.
 
     Raises:
         ValueError: when `keep` is wrong, or the pointer file is damaged; nothing is removed then.
@@ -95,7 +106,14 @@ def prunable(root: str | os.PathLike[str], keep: int) -> list[Path]:
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ValueError(f"keep ({keep!r}) must be a whole number >= 1: the newest must stay")
     newest = latest(root)
-    return [path for path in whole_directories(Path(root))[:-keep] if path != newest]
+    if newest is None:
+        return []
+    # Later steps are of a run that was rolled back: they go first.
+    last = _step_of(newest) or 0
+    whole = whole_directories(Path(root))
+    order = [path for path in whole if (_step_of(path) or 0) > last]
+    order += [path for path in whole if (_step_of(path) or 0) <= last]
+    return order[:-keep]
 
 
 def check_step(step: int) -> None:

@@ -38,10 +38,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.checkpoint.agree import default_timeout, gather, on_every_rank
+from moecore.checkpoint.alike import check_alike
 from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.meter import Meter, Progress
-from moecore.checkpoint.snapshot import Scheduler, Snapshot, check_alike, take_snapshot
+from moecore.checkpoint.snapshot import Scheduler, Snapshot, take_snapshot
 from moecore.checkpoint.store import begin, check_count, locals_of, write
 
 logger = logging.getLogger("moecore.checkpoint")
@@ -124,7 +125,8 @@ class Saver:
             wait: until it is on disk.
 
         Raises:
-            ValueError: for a wrong argument or after `close`, before anything is written.
+            ValueError: for a wrong argument, a value that differs between ranks though only one is
+                kept, or after `close`, before anything is written.
             NotImplementedError: for state that has no place in a checkpoint, likewise.
             RuntimeError: when a rank has no memory for the copies; the draft is removed.
             OSError: when a rank could not write; of the save before, or with `wait` of this one.
@@ -186,7 +188,13 @@ class Saver:
         """Wait for the running save; see the note "errors"."""
         running, self._running = self._running, None
         error = running.exception() if running is not None else None
-        for first in gather(error, self._group):
+        try:
+            errors = gather(error, self._group)
+        except RuntimeError:  # such as when a rank has ended, which may be what the error says
+            if error is None:
+                raise
+            errors = [error]
+        for first in errors:
             if first is not None:
                 raise first
 

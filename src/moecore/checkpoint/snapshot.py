@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moecore.checkpoint.agree import Group, gather
 from moecore.checkpoint.manifest import Facts, check_dtype
-from moecore.checkpoint.shard_file import bytes_of
 from moecore.checkpoint.state import (
     ModelView,
     check_json,
@@ -96,62 +93,6 @@ def take_snapshot(
     return Snapshot(tensors, facts)
 
 
-def check_alike(snapshot: Snapshot, group: Group = None) -> None:
-    """Raise on every rank when ranks differ in what only one of them will write. Collective.
-
-    Args:
-        snapshot: of this rank.
-        group: all ranks; None = the default group.
-
-    Raises:
-        ValueError: when `extra` differs.
-        NotImplementedError: when the model has other tensors, as stages of a pipeline have.
-    """
-    if not dist.is_initialized():
-        return
-    names = sorted(name for name in snapshot.tensors if name.startswith("model."))
-    extra = {name: _digest(value) for name, value in sorted(_extra_of(snapshot).items())}
-    alike = gather((_digest(names), extra), group)
-    if any(model != alike[0][0] for model, _ in alike):
-        _refuse_stages(gather(names, group))
-    for rank, (_, theirs) in enumerate(alike):
-        first = alike[0][1]
-        differ = [n for n in sorted(first | theirs) if first.get(n) != theirs.get(n)]
-        if differ:
-            raise ValueError(
-                f"extra {differ[0]} of rank {rank} must equal that of rank 0, because only one is "
-                "kept: gather what each rank has into one value"
-            )
-
-
-def _refuse_stages(names: list[list[str]]) -> None:
-    rank = next(r for r, theirs in enumerate(names) if theirs != names[0])
-    name = min(set(names[0]) ^ set(names[rank]))
-    raise NotImplementedError(
-        f"{name} must be in the model of every rank to be saved, but is on only one of rank 0 and "
-        f"rank {rank}: pipeline stages cannot be saved together yet"
-    )
-
-
-def _extra_of(snapshot: Snapshot) -> dict[str, Any]:
-    prefix = "extra."
-    tensors = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in snapshot.tensors.items()
-        if name.startswith(prefix)
-    }
-    return snapshot.facts.extra | tensors
-
-
-def _digest(value: Any) -> str:
-    if isinstance(value, Tensor):
-        if isinstance(value, DTensor):  # its shards differ, and each is kept
-            return f"{value.dtype} {tuple(value.shape)}"
-        data = hashlib.sha256(bytes_of(value.detach().cpu().contiguous())).hexdigest()
-        return f"{value.dtype} {tuple(value.shape)} {data}"
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def _check_extra(values: Mapping[str, Any]) -> None:
     """Raise ValueError for what JSON cannot hold, or would give back as something else."""
     check_json("extra", values)
@@ -189,8 +130,9 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
 def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
     state = scheduler.state_dict()
     name = type(scheduler).__name__
-    check_json(f"scheduler {name}", state)
-    values = _copy(state)
+    numbers = _numbers(state)
+    check_json(f"scheduler {name}", numbers)
+    values = _copy(numbers)
     if _like(state, values) != state:
         raise ValueError(
             f"scheduler ({name}) must have a state that JSON can hold: keep it in extra instead"
@@ -198,8 +140,27 @@ def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
     return values
 
 
+def _numbers(value: Any) -> Any:
+    """Return a value with numbers for scalar tensors, which is what schedulers of a tensor lr keep.
+
+    One host sync for each that is on a device.
+    """
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(entry) for entry in value]
+    return value
+
+
 def _like(template: Any, value: Any) -> Any:
-    """Give what JSON made of a value its types back: tuples, and dicts with numbers as keys."""
+    """Give what JSON made of a value its types back: tuples, tensors, dicts with numbers as keys.
+
+    Tensors are new ones: the scheduler and its optimizer may share those of the template.
+    """
+    if isinstance(template, Tensor) and isinstance(value, int | float):
+        return torch.full_like(template, value)
     if isinstance(template, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(template, list) and isinstance(value, list) and len(template) == len(value):

@@ -50,6 +50,10 @@ class ModelView:
 
     Args:
         model: parallelized or plain.
+
+    Raises:
+        ValueError: for a tensor on the meta device.
+        NotImplementedError: for state that is no tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,6 +66,10 @@ class ModelView:
             if not isinstance(tensor, Tensor):
                 raise NotImplementedError(
                     f"model state {name} ({type(tensor).__name__}) must be a tensor to be saved"
+                )
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} (meta) must have storage to be saved or loaded: call to_empty first"
                 )
             if id(tensor) not in self._names:
                 self._names[id(tensor)] = name

@@ -263,7 +263,8 @@ def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
     """Run a torch.distributed.checkpoint call; its own exception is no Exception and many lines.
 
     Raises:
-        OSError: on every rank, with the first failing rank and its error.
+        OSError: on every rank, with the first failing rank and its error; or, when a rank has ended
+            meanwhile, with what the process group says.
     """
     try:
         if not dist.is_initialized():
@@ -274,3 +275,10 @@ def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise OSError(f"path ({path}): rank {rank} could not {verb} it: {cause!r}") from error
+    except RuntimeError as error:  # a rank's own errors come as the above, so a collective failed
+        if not dist.is_initialized():
+            raise
+        reason = str(error).partition("\n")[0]
+        raise OSError(
+            f"path ({path}): ranks could not {verb} it together, one may have ended: {reason}"
+        ) from error

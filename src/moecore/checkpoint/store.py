@@ -26,6 +26,8 @@ from moecore.checkpoint.agree import (
     on_every_rank,
     on_first_rank,
 )
+from moecore.checkpoint.alike import check_alike
+from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.directory import check_step, directory_of, discard, new_draft
 from moecore.checkpoint.fit import (
     Fit,
@@ -41,13 +43,13 @@ from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.snapshot import (
     Scheduler,
     Snapshot,
-    check_alike,
     scheduler_state,
     take_snapshot,
 )
 from moecore.checkpoint.state import ModelView, restore_groups, restore_rng
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, check_how, verify_files
+from moecore.fsdp.accumulate import drop_step
 
 logger = logging.getLogger("moecore.checkpoint")
 
@@ -84,7 +86,8 @@ def save(
         The new checkpoint, `root/step-000123`.
 
     Raises:
-        ValueError: for a wrong argument, before anything is written.
+        ValueError: for a wrong argument, or a value that differs between ranks though only one is
+            kept (`alike.py`), before anything is written.
         NotImplementedError: for state that has no place in a checkpoint, likewise.
         OSError: when a rank could not write; nothing changed for `latest`.
     """
@@ -114,7 +117,9 @@ def load(
 
     The layout may differ from the one that saved: every rank reads what it holds. A rank that the
     saving run did not have keeps its generators. Without an optimizer only the model is set, such
-    as for inference, and generators stay as they are.
+    as for inference, and generators stay as they are. Gradients and all else that a half-done step
+    has left are dropped (`moecore.fsdp.drop_step`). Buffers of transformers' modules that no
+    checkpoint holds (rotary frequencies) are worked out anew: `to_empty` leaves them undefined.
 
     Args:
         path: a whole checkpoint, such as from `latest`.
@@ -147,6 +152,8 @@ def load(
 
     view, fit = on_every_rank(fitted)
     verify_files(path, manifest, verify, meter)
+    drop_step(model)
+    _refresh_buffers(path, model)
     extra = _read(path, manifest, view, fit, optimizer, meter, strict=strict)
     if scheduler is not None and fit.scheduler:
         assert manifest.facts.scheduler is not None
@@ -155,6 +162,16 @@ def load(
         warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=2)
     meter.log(f"loaded {path}, verify={verify}")
     return extra
+
+
+@torch.no_grad()
+def _refresh_buffers(path: Path, model: nn.Module) -> None:
+    """Set what no checkpoint holds; warn where that cannot be worked out, since it may be right."""
+    try:
+        for buffer, value in fresh_buffers(model):
+            buffer.copy_(value)
+    except NotImplementedError as error:
+        warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=3)
 
 
 def check_count(name: str, value: int) -> None:

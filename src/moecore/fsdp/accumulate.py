@@ -1,5 +1,8 @@
 """Micro-batches of one optimizer step that share their communication: gathered once, reduced once.
 
+A step that breaks off between two of them has left gradients where no optimizer sees them:
+`drop_step` forgets it.
+
 It is for units that `FSDPOptions` leaves gathered from forward to backward: those have room for
 whole parameters, and here for whole gradients too, in `FSDPOptions.reduce_dtype`, until the last
 micro-batch reduces them. Other units (all blocks with `reshard_after_forward`, experts with
@@ -12,8 +15,10 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from moecore._compat import fsdp_params
 from moecore.fsdp.gathered import GATHERED
 from moecore.moe.experts import Experts
+from moecore.moe.layer import MoELayer
 
 STAYS_GATHERED = "_stays_gathered"  # attribute of units that forward leaves gathered
 
@@ -34,8 +39,44 @@ def start_micro_batch(model: nn.Module, *, is_last: bool) -> None:
     if gathered is not None:
         gathered.start_micro_batch(is_last=is_last)
     for unit in model.modules():
-        if isinstance(unit, FSDPModule) and getattr(unit, STAYS_GATHERED, False):
-            unit.set_requires_gradient_sync(is_last, recurse=False)
-            unit.set_reshard_after_backward(is_last, recurse=False)
+        _reduce_next(unit, is_last)
         if isinstance(unit, Experts):
             unit.reader.start_micro_batch(is_last=is_last)
+
+
+def drop_step(model: nn.Module) -> None:
+    """Forget the micro-batches since the last optimizer step, as if they had never run.
+
+    That are their gradients, `.grad` and those that units keep for the last micro-batch (where
+    `optimizer.zero_grad()` does not reach), their counts, gathered and cast weights, and what
+    `start_micro_batch` has said. Such as when a micro-batch is not finite. `load` and `load_hf`
+    call it. No communication, no host sync; call it on every rank.
+
+    After a backward that ended in an exception the next forward still refuses: that leaves more
+    behind than can be forgotten.
+
+    Args:
+        model: of `parallelize_moe`, or one that holds it; a plain one has less to forget.
+    """
+    for module in model.modules():
+        gathered = getattr(module, GATHERED, None)
+        if gathered is not None:
+            gathered.drop_step()
+        if isinstance(module, FSDPModule):
+            _reduce_next(module, True)
+            for param in fsdp_params(module):
+                param.unsharded_accumulated_grad = None
+                unsharded = getattr(param, "_unsharded_param", None)  # made by the first forward
+                if unsharded is not None:
+                    unsharded.grad = None
+        if isinstance(module, MoELayer):
+            module.forget_step()
+    for param in model.parameters():
+        param.grad = None
+
+
+def _reduce_next(unit: nn.Module, is_last: bool) -> None:
+    """Say whether the next backward reduces the gradients of a unit that stays gathered."""
+    if isinstance(unit, FSDPModule) and getattr(unit, STAYS_GATHERED, False):
+        unit.set_requires_gradient_sync(is_last, recurse=False)
+        unit.set_reshard_after_backward(is_last, recurse=False)

@@ -50,6 +50,11 @@ class Gathered:
             self.let_go()
         self._is_shared, self._is_last = True, is_last
 
+    def drop_step(self) -> None:
+        """Let go, and forget what was said of micro-batches."""
+        self._is_shared = self._is_last = False
+        self.let_go()
+
     @torch.compiler.disable
     def _before_forward(self, *_: Any) -> None:
         if is_recomputing():

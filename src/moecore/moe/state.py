@@ -225,8 +225,7 @@ class MoEState:
 
     def _reset(self) -> None:
         for layer in self.layers.values():
-            layer.tracker.reset()
-            layer.part("experts").reader.finish_step()
+            layer.forget_step()
 
     def _counts(self, layer: Any) -> LoadCounts:
         """The layer's counts of this step; zeros when it has none."""

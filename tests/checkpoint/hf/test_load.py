@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.checkpoint.hf import load as hf_load
 from moecore.checkpoint.hf.config import decoder_config_from_hf
 from moecore.checkpoint.hf.load import load_hf
 from moecore.checkpoint.hf.names import find_layout, from_hf, to_hf
+from moecore.fsdp import start_micro_batch
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.adapters.hf_models import ARCHITECTURES, random_model, transformers
 from tests.checkpoint.hf.dirs import fp8_state, mxfp4_state, write_directory
@@ -35,6 +37,13 @@ def fill_nan(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(float("nan"))
+    return model
+
+
+def fill_ones(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0)
     return model
 
 
@@ -59,6 +68,23 @@ def test_transformers_models_load_what_transformers_saved(name, stacked, tmp_pat
     size = sum(t.nbytes for t in model.state_dict().values())
     assert (report.bytes_read, report.bytes_stored, report.bytes_compared) == (size, size, 0)
     assert report.tensors == len(model.state_dict()) and report.seconds > 0
+
+
+def test_casts_of_the_weights_before_are_dropped(tmp_path, no_group_left):
+    """Micro-batches of one step share them; what goes on after a load is another step."""
+    random_model("qwen3-moe").save_pretrained(tmp_path)
+    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_after_forward=False)
+    logits = []
+    for used in (True, False):
+        model = fill_ones(random_model("qwen3-moe"))
+        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
+        if used:
+            start_micro_batch(model, is_last=False)
+            model(IDS)
+        load_hf(tmp_path, model)
+        start_micro_batch(model, is_last=False)
+        logits.append(model(IDS).logits)
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["published", "stacked"])

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from moecore.checkpoint.hf.load import fresh_buffers
+from moecore.checkpoint.buffers import fresh_buffers
 from moecore.moe.params import clean_name, init_normal_
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.checkpoint.agree import on_every_rank, on_first_rank
+from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.hf.files import (
     CONFIG,
     HFFiles,
@@ -39,6 +40,7 @@ from moecore.checkpoint.hf.target import (
     overlaps,
 )
 from moecore.checkpoint.hf.verify import copy_problems
+from moecore.fsdp.accumulate import drop_step
 from moecore.moe.params import global_indices
 
 CHUNK_BYTES = 64 << 20
@@ -98,6 +100,7 @@ def load_hf(
     published), in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4; the last two
     are dequantised into the dtype of the parameter. Buffers that are in no file, such as
     transformers' rotary frequencies, are worked out anew, because `to_empty` leaves them undefined.
+    What a half-done step has left is dropped (`moecore.fsdp.drop_step`).
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
@@ -270,6 +273,7 @@ def _dtype_problem(source: Source, wanted: torch.dtype, cast: bool) -> str:
 
 
 def _fill_all(model: nn.Module, plan: _Plan, sources: Mapping[str, Source], files: HFFiles) -> None:
+    drop_step(model)
     for name, recipe in plan.recipes.items():
         _fill(plan.targets[name], recipe, sources, files)
     for buffer, value in plan.buffers:
@@ -289,29 +293,3 @@ def _fill(target: Tensor, recipe: Recipe, sources: Mapping[str, Source], files: 
         for overlap in overlaps(indices, piece, recipe.shape, max_numel=most):
             part = local[overlap.target]
             part.copy_(source.read(files, overlap.source).view(part.shape))
-
-
-def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return (buffer, value) of each buffer of a transformers module that no file holds.
-
-    Raises:
-        NotImplementedError: when the module cannot be built again from its config.
-    """
-    found = []
-    for path, module in model.named_modules():
-        names = [n for n in module._non_persistent_buffers_set if n in module._buffers]
-        if not names or not type(module).__module__.startswith("transformers."):
-            continue
-        try:
-            with torch.device("cpu"):
-                fresh = type(module)(module.config)  # type: ignore[operator]
-        except (AttributeError, TypeError) as error:
-            raise NotImplementedError(
-                f"{path} ({type(module).__name__}) has buffers {names} that no file holds, and "
-                f"must be built from its config alone: {error}"
-            ) from None
-        for name in names:
-            buffer, value = module._buffers[name], fresh._buffers[name]
-            if buffer is not None and value is not None:
-                found.append((buffer, value))
-    return found

@@ -1,0 +1,138 @@
+"""Whether ranks agree on what only one of them will write: found out before anything is written.
+
+That is all that a resume reads but DTensors, of which each rank writes its part, and generators, of
+which each rank has its own. Silently one rank's value would become everybody's: its step counts,
+its learning rate. `config`, which is for readers, may name a rank or a host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moecore.checkpoint.agree import Group, gather, on_every_rank
+from moecore.checkpoint.shard_file import bytes_of
+from moecore.checkpoint.snapshot import Snapshot
+
+# Of a plain tensor of the model or the optimizer. Replicas that drift apart do so all over, and a
+# save must not wait for the hash of a whole model.
+HASHED_BYTES = 1 << 16
+FIXES = {
+    "extra": "gather what each rank has into one value",
+    "model": "make it equal, or a buffer with persistent=False",
+    "optimizer": "step on every rank with a gradient, zeros where it has none",
+    "param_groups": "set it on all ranks alike",
+    "scheduler": "step it on all ranks alike, such as with a loss that was reduced",
+    "save": "call it with the same arguments on every rank",
+}
+
+
+Key = tuple[str, str]  # kind of `FIXES`, name
+Hashes = dict[Key, str]
+
+
+def check_alike(snapshot: Snapshot, group: Group = None) -> None:
+    """Raise on every rank when ranks differ in what only one of them will write. Collective.
+
+    Hashes of values, not the values, travel. One host sync per device for those of small tensors.
+
+    Args:
+        snapshot: of this rank.
+        group: all ranks; None = the default group.
+
+    Raises:
+        ValueError: names the first value that differs.
+        NotImplementedError: when the model has other tensors, as stages of a pipeline have.
+    """
+    if not dist.is_initialized():
+        return
+    mine = on_every_rank(lambda: _hashes(snapshot), group)
+    if len(set(gather(_hash(mine), group))) == 1:
+        return
+    hashes = gather(mine, group)
+    for rank, theirs in enumerate(hashes):
+        _refuse_stages(hashes[0].keys(), theirs.keys(), rank)
+    for rank, theirs in enumerate(hashes):
+        for key in hashes[0] | theirs:
+            if hashes[0].get(key) != theirs.get(key):
+                _refuse(*key, rank, is_there=key in hashes[0] and key in theirs)
+
+
+def _refuse(kind: str, name: str, rank: int, *, is_there: bool) -> None:
+    wrong = f"of rank {rank} must equal that of rank 0, because only one is kept"
+    if not is_there:
+        wrong = f"must be on every rank, but is on only one of rank 0 and rank {rank}"
+    raise ValueError(f"{name} {wrong}: {FIXES[kind]}")
+
+
+def _refuse_stages(first: Iterable[Key], theirs: Iterable[Key], rank: int) -> None:
+    names = {name for kind, name in set(first) ^ set(theirs) if kind == "model"}
+    if names:
+        raise NotImplementedError(
+            f"{min(names)} must be in the model of every rank to be saved, but is on only one of "
+            f"rank 0 and rank {rank}: pipeline stages cannot be saved together yet"
+        )
+
+
+def _hashes(snapshot: Snapshot) -> Hashes:
+    facts = snapshot.facts
+    values: dict[Key, Any] = {
+        ("save", "step"): facts.step,
+        ("save", "optimizer"): facts.optimizer_class,
+    }
+    for i, options in enumerate(facts.optimizer or []):
+        for name, value in options.items():
+            values["param_groups", f"optimizer.param_groups[{i}][{name!r}]"] = value
+    for name, value in (facts.scheduler or {}).items():
+        values["scheduler", f"scheduler {name}"] = value
+    for name, value in facts.extra.items():
+        values["extra", f"extra {name}"] = value
+    return {key: _hash(value) for key, value in values.items()} | _tensor_hashes(snapshot.tensors)
+
+
+def _tensor_hashes(tensors: Mapping[str, Tensor]) -> Hashes:
+    found: Hashes = {}
+    parts: dict[Key, Tensor] = {}
+    for name, tensor in tensors.items():
+        kind = name.partition(".")[0]
+        if kind == "rng":
+            continue
+        key = (kind, name.replace("extra.", "extra ", 1) if kind == "extra" else name)
+        found[key] = f"{tensor.dtype} {tuple(tensor.shape)}"
+        if not isinstance(tensor, DTensor):  # its shards differ, and each is kept
+            parts[key] = _bytes(tensor, None if kind == "extra" else HASHED_BYTES)
+    for key, part in _on_host(parts).items():
+        found[key] += " " + hashlib.sha256(bytes_of(part)).hexdigest()
+    return found
+
+
+def _bytes(tensor: Tensor, limit: int | None) -> Tensor:
+    """Return the first bytes of a tensor, on its device."""
+    flat = tensor.detach().reshape(-1)
+    flat = flat[: None if limit is None else limit // tensor.dtype.itemsize]
+    if flat.stride(0) != 1:  # as of one that was expanded
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def _on_host(parts: dict[Key, Tensor]) -> dict[Key, Tensor]:
+    """Return the same bytes in host memory. One host sync per device: step counts are many."""
+    found = {key: part for key, part in parts.items() if part.device.type == "cpu"}
+    for device in {part.device for part in parts.values()} - {torch.device("cpu")}:
+        there = {key: part for key, part in parts.items() if part.device == device}
+        packed = torch.cat(list(there.values())).cpu()
+        found |= zip(there, packed.split([len(part) for part in there.values()]), strict=True)
+    return found
+
+
+def _hash(value: Any) -> str:
+    if isinstance(value, dict):
+        value = sorted([str(key), entry] for key, entry in value.items())
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
