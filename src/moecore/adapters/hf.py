@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.adapters.adopt import adopt
+from moecore.adapters.hf_stock import refuse_customised
 from moecore.config import Activation, MoEConfig
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
@@ -29,6 +30,7 @@ STACKED = LayerLayout(
     expert_bias="e_score_correction_bias",
     expert_layout=ExpertLayout(w1="gate_up_proj", w2="down_proj", gate_up="concatenated"),
 )
+QWEN2_MOE = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
 GPT_OSS = LayerLayout(
     expert_layout=ExpertLayout(
         w1="gate_up_proj",
@@ -172,6 +174,7 @@ def _is_hf(module: nn.Module) -> bool:
 
 def _softmax_block(block: Any, model: nn.Module) -> MoELayer:
     """Qwen3-MoE, OLMoE and Mixtral: softmax over all experts, then the best K."""
+    refuse_customised(block, STACKED)
     if getattr(block, "jitter_noise", 0):
         raise NotImplementedError(
             f"router_jitter_noise ({block.jitter_noise}) must be 0: transformers multiplies the "
@@ -184,13 +187,14 @@ def _softmax_block(block: Any, model: nn.Module) -> MoELayer:
 
 def _qwen2_moe(block: Any, model: nn.Module) -> MoELayer:
     """Qwen2-MoE: softmax routing, and a shared expert with a sigmoid gate."""
-    layout = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
+    refuse_customised(block, QWEN2_MOE)
     config = replace(_stacked_config(block), normalize_weights=block.gate.norm_topk_prob)
-    return _adopt_stacked(block, config, layout)
+    return _adopt_stacked(block, config, QWEN2_MOE)
 
 
 def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
     """DeepSeek-V3: sigmoid scores, a selection bias, group-limited top-k, shared experts."""
+    refuse_customised(block, STACKED)
     options = block.config  # in transformers 5 these moved from the block to its router
     config = replace(
         _stacked_config(block, top_k=options.num_experts_per_tok),
@@ -206,6 +210,7 @@ def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
 
 def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
     """gpt-oss: softmax over the K chosen logits, biases everywhere, interleaved gate and up."""
+    refuse_customised(block, GPT_OSS)
     router, experts = block.router, block.experts
     config = MoEConfig(
         dim=experts.hidden_size,
