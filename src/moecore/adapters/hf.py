@@ -152,7 +152,8 @@ class _Recorder(nn.Module):
 def _record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
     """Let transformers find the layer's router logits where it found those of `router`.
 
-    Hooks come along: transformers installs its own only once, maybe before this call.
+    Its hooks come along: transformers installs them only once, maybe before this call. Nobody
+    else's can be there, `swap_blocks` refuses them.
     """
     recorder = type(f"{type(router).__name__}Recorder", (_Recorder, type(router)), {})()
     for key, hook in router._forward_hooks.items():
