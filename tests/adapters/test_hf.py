@@ -258,6 +258,30 @@ def test_deepseek_v3_config_is_read_whole(meshes: Meshes) -> None:
     assert config.routed_scaling_factor == 2.5 and config.normalize_weights and config.expert_bias
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("top_k", 2),
+        ("norm_topk_prob", False),
+        ("routed_scaling_factor", 7.0),
+        ("num_group", 2),
+        ("topk_group", 3),
+    ],
+)
+def test_deepseek_v3_options_are_those_of_the_router(
+    option: str, value: Any, meshes: Meshes
+) -> None:
+    """Forward reads the router's copies: a config that is changed later changes nothing."""
+    model = random_model("deepseek-v3")
+    model.config.num_experts_per_tok, model.config.n_group = 1, 1
+    for layer in model.model.layers[1:]:
+        assert hasattr(layer.mlp.gate, option)
+        setattr(layer.mlp.gate, option, value)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    assert_equal_numbers(run(model), run(plain))
+
+
 # --------------------------------------------------------------------------- errors
 
 

@@ -196,17 +196,25 @@ def _qwen2_moe(block: Any, model: nn.Module) -> MoELayer:
 def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
     """DeepSeek-V3: sigmoid scores, a selection bias, group-limited top-k, shared experts."""
     refuse_customised(block, STACKED)
-    options = block.config  # in transformers 5 these moved from the block to its router
     config = replace(
-        _stacked_config(block, top_k=options.num_experts_per_tok),
+        _stacked_config(block, top_k=_option(block, "top_k", "num_experts_per_tok")),
         score_function="sigmoid",
         expert_bias=True,
-        normalize_weights=options.norm_topk_prob,
-        routed_scaling_factor=options.routed_scaling_factor,
-        num_groups=options.n_group,
-        top_groups=options.topk_group,
+        normalize_weights=_option(block, "norm_topk_prob"),
+        routed_scaling_factor=_option(block, "routed_scaling_factor"),
+        num_groups=_option(block, "num_group", "n_group"),
+        top_groups=_option(block, "topk_group"),
     )
     return _adopt_stacked(block, config)
+
+
+def _option(block: Any, *names: str) -> Any:
+    """Return what forward reads: of the router, or of the block in early releases of 5.
+
+    Both hold copies of the config's, which forward never sees again.
+    """
+    owners = (block.gate, block, block.config)
+    return next(getattr(o, n) for o in owners for n in names if hasattr(o, n))
 
 
 def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
