@@ -21,6 +21,7 @@ from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.adapters.hf import refuse_router_logits, warn_about_cache
 from moecore.config import BalanceConfig
+from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import (
     FSDPOptions,
     find_blocks,
@@ -126,6 +127,7 @@ def parallelize_moe(
             )
         _configure(layer, meshes, experts, recompute_fc1, balance, options)
     _refuse_rounded_routers(model, layers, options)
+    check_parameters(model, meshes, options)
     dispatcher = _choose_dispatcher(meshes, dispatcher, nvlink)
     _check_equal_weights(model, meshes.device_type)
 

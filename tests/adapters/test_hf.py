@@ -308,6 +308,15 @@ def test_other_activations(meshes: Meshes) -> None:
         parallelize_moe(qwen3_moe(hidden_act="relu"), meshes)
 
 
+def test_empty_shared_experts_are_refused_or_left_out(meshes: Meshes) -> None:
+    model = random_model("deepseek-v3", n_shared_experts=0)
+    with pytest.raises(ValueError, match=r"shared_experts.gate_proj.weight \(0, 32\) must hold"):
+        parallelize_moe(copy.deepcopy(model), meshes)
+    for layer in model.model.layers[1:]:
+        layer.mlp.shared_experts = None
+    run(parallelize_moe(model, meshes))
+
+
 def test_twice(meshes: Meshes) -> None:
     model = parallelize_moe(qwen3_moe(), meshes)
     with pytest.raises(ValueError, match="must not be parallelized already"):
