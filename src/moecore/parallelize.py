@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
-from moecore.adapters.hf import refuse_router_logits, warn_about_cache
+from moecore.adapters.hf import refuse_lost_outputs, warn_about_cache
 from moecore.config import BalanceConfig
 from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import (
@@ -203,7 +203,7 @@ def _check_request(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
             "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
         )
-    refuse_router_logits(model)
+    refuse_lost_outputs(model)
 
 
 def _refuse_shared_experts(layers: Mapping[str, MoELayer]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,47 +48,54 @@ ACTIVATIONS: dict[str, Activation] = {
     "PytorchGELUTanh": "geglu",
 }
 
+RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
+
 
 def find_hf_adapter(block: nn.Module) -> Callable[[Any, nn.Module], MoELayer] | None:
     """Return the adapter of a transformers MoE block, or None for any other module."""
     return _ADAPTERS.get(type(block).__name__) if _is_hf(block) else None
 
 
-def refuse_router_logits(model: nn.Module) -> None:
-    """Raise when router logits are asked for that transformers would not record.
+def refuse_lost_outputs(model: nn.Module) -> None:
+    """Raise when outputs are asked for that transformers would not record.
 
-    Its balance loss would then be computed from fewer layers, or from none, without a word. Asked
-    for in the config: raises now. In a later forward: raises before its loss.
+    Hidden states, attentions or router logits would be None without a word, and the balance loss
+    be computed from fewer layers, or from none. Asked for in the config: raises now. In a later
+    forward: raises before its loss.
 
     Raises:
-        NotImplementedError: with transformers before 5.6, or for a base model parallelized itself,
-            while router logits are asked for; in forward also when not every layer was recorded.
+        NotImplementedError: for a base model parallelized itself, while one of `RECORDED` is asked
+            for; with transformers before 5.6, while router logits are; in forward also when router
+            logits of not every layer were recorded.
     """
     for module in model.modules():
         if not _is_hf(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, below the head that has the loss
-        refusal = _refusal(module, is_root=module is model)
-        if refusal and getattr(module.config, "output_router_logits", False):
-            raise NotImplementedError(refusal)
-        module.register_forward_hook(partial(_check_recorded, refusal), with_kwargs=True)
+        refusals = _refusals(module, is_root=module is model)
+        for option, refusal in refusals.items():
+            if getattr(module.config, option, False):
+                raise NotImplementedError(refusal)
+        module.register_forward_hook(partial(_check_recorded, refusals), with_kwargs=True)
 
 
-def _refusal(module: nn.Module, *, is_root: bool) -> str:
-    """Say why the base model's router logits would be wrong or missing; "" when they are right."""
-    asked, name = "output_router_logits (True) must be False", type(module).__name__
-    version = sys.modules["transformers"].__version__
-    if tuple(int(n) for n in version.split(".")[:2]) < (5, 6):
-        return (
-            f"{asked} with transformers ({version}), whose balance loss reads probabilities as "
-            "logits: use transformers >= 5.6"
-        )
+def _refusals(module: nn.Module, *, is_root: bool) -> dict[str, str]:
+    """Return why outputs of the base model would be wrong or missing, by their option."""
+    refusals = {}
     if is_root:
         # It looks up what to record by the name of the class, which FSDP2 changes at the root.
-        return (
-            f"{asked} for {name}, which transformers does not recognise once it is FSDP2's root: "
-            "parallelize the model that holds it, such as ...ForCausalLM"
+        for option in RECORDED:
+            refusals[option] = (
+                f"{option} (True) must be False for {type(module).__name__}, which transformers "
+                "does not recognise once it is FSDP2's root: parallelize the model that holds it, "
+                "such as ...ForCausalLM"
+            )
+    version = sys.modules["transformers"].__version__
+    if tuple(int(n) for n in version.split(".")[:2]) < (5, 6):
+        refusals["output_router_logits"] = (
+            f"output_router_logits (True) must be False with transformers ({version}), whose "
+            "balance loss reads probabilities as logits: use transformers >= 5.6"
         )
-    return ""
+    return refusals
 
 
 def warn_about_cache(model: nn.Module) -> None:
@@ -116,18 +123,20 @@ def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _check_recorded(
-    refusal: str, module: Any, args: Any, kwargs: dict[str, Any], output: Any
+    refusals: Mapping[str, str], module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
     """Forward hook of a base model; its output's `router_logits` has one tensor per MoE layer."""
-    default = getattr(module.config, "output_router_logits", False)
-    if not kwargs.get("output_router_logits", default):
-        return
-    recorded = len(getattr(output, "router_logits", None) or ())
+    asked = [o for o in RECORDED if kwargs.get(o, getattr(module.config, o, False))]
     layers = sum(isinstance(m, MoELayer) for m in module.modules())
-    if layers and (refusal or recorded != layers):
+    if not layers:
+        return  # not parallelized in the end
+    for option in asked:
+        if option in refusals:
+            raise NotImplementedError(refusals[option])
+    recorded = len(getattr(output, "router_logits", None) or ())
+    if "output_router_logits" in asked and recorded != layers:
         raise NotImplementedError(
-            refusal
-            or f"router_logits recorded ({recorded}) must equal the MoE layers ({layers}) of "
+            f"router_logits recorded ({recorded}) must equal the MoE layers ({layers}) of "
             f"{type(module).__name__}: set output_router_logits to False and use "
             "parallelize_moe(balance=BalanceConfig(...))"
         )
