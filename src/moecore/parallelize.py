@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
-from moecore.adapters.hf import refuse_lost_outputs, warn_about_cache
+from moecore.adapters.hf import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache
 from moecore.config import BalanceConfig
 from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import (
@@ -144,6 +144,7 @@ def parallelize_moe(
         if layer.layout.shared in layer._modules:
             layer.shared_stream = stream
     shard_model(model, meshes, options, loss=loss)
+    refuse_save_pretrained(model)
     if compile:
         compile_blocks(find_blocks(model), dynamic=False)
         warn_about_cache(model)

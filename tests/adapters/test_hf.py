@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,6 +316,22 @@ def test_empty_shared_experts_are_refused_or_left_out(meshes: Meshes) -> None:
     for layer in model.model.layers[1:]:
         layer.mlp.shared_experts = None
     run(parallelize_moe(model, meshes))
+
+
+def test_save_pretrained_of_a_parallelized_model(meshes: Meshes, tmp_path: Path) -> None:
+    """Of shards it is refused, on every rank; whole tensors that the user gathered it writes."""
+    model: Any = parallelize_moe(random_model("qwen3-moe"), meshes)
+    for tensors in ({}, {"state_dict": model.state_dict()}):
+        with pytest.raises(NotImplementedError, match=r"use moecore.checkpoint.hf.export_hf\("):
+            model.save_pretrained(tmp_path / "refused", **tensors)
+    assert not (tmp_path / "refused").exists()
+    whole = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    model.save_pretrained(tmp_path / "whole", state_dict=whole)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert all(torch.equal(again.state_dict()[name], whole[name]) for name in whole)
 
 
 def test_twice(meshes: Meshes) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moecore.adapters.adopt import adopt
 from moecore.adapters.hf_stock import refuse_customised
@@ -96,6 +97,36 @@ def _refusals(module: nn.Module, *, is_root: bool) -> dict[str, str]:
             "balance loss reads probabilities as logits: use transformers >= 5.6"
         )
     return refusals
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Make `save_pretrained` of transformers models raise on every rank alike.
+
+    It would read shards as whole tensors, and end on the rank that writes alone. It stays for a
+    `state_dict` of whole tensors and for transformers' own distributed checkpoints.
+    """
+    for module in model.modules():
+        if any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__):
+            hf: Any = module
+            hf.save_pretrained = partial(_save_pretrained, hf.save_pretrained)
+
+
+def _save_pretrained(
+    save: Callable[..., Any],
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand before transformers' own, with its arguments."""
+    is_whole = state_dict and not any(isinstance(t, DTensor) for t in state_dict.values())
+    if not is_whole and not kwargs.get("distributed_checkpoint"):
+        raise NotImplementedError(
+            f"state_dict ({'sharded' if state_dict else None}) of save_pretrained must hold the "
+            "parallelized model's whole tensors: use moecore.checkpoint.hf.export_hf(model, path)"
+        )
+    return save(save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
 def warn_about_cache(model: nn.Module) -> None:
