@@ -84,7 +84,8 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
     if not layers:
         raise ValueError(
             f"model ({type(model).__name__}) must hold at least one MoELayer or known MoE block: "
-            "use fully_shard for a dense model, or register an adapter, see docs/adapters.md"
+            "register an adapter for blocks that moecore does not recognise, see docs/adapters.md, "
+            "or use fully_shard if there are none"
         )
     return layers
 
