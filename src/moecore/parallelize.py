@@ -103,11 +103,12 @@ def parallelize_moe(
         The model. `moe_state(model)` gives its balance record.
 
     Raises:
-        ValueError: when sizes and degrees do not fit or experts share a parameter with another
-            module, before any collective (MoE blocks may then be swapped for MoELayers already);
-            when ranks hold different models.
+        ValueError: when sizes and degrees do not fit, experts share a parameter with another
+            module, or trainable parameters of one FSDP2 unit have several dtypes or no values,
+            before any collective (MoE blocks may then be swapped for MoELayers already); when
+            blocks have hooks; when ranks hold different models.
         NotImplementedError: for cp > 1, pp > 1, and tp > 1 on models without
-            `apply_tensor_parallel(tp_mesh)`.
+            `apply_tensor_parallel(tp_mesh)`; for blocks of transformers that were customised.
     """
     _check_request(model, meshes, dispatcher, nvlink, loss)
     if overlap_shared and meshes.device_type != "cuda":
