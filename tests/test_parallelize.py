@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -136,6 +139,14 @@ def test_what_ran_before_is_not_counted() -> None:
     parallelize(model, build_meshes(ParallelConfig(), "cpu"))
     model(torch.randn(3, 32)).sum().backward()
     assert moe_state(model).finish_step().tokens_per_expert["0"].sum() == 3 * CONFIG.top_k
+
+
+def test_layers_keep_their_names_in_checkpoint_wrappers() -> None:
+    model = nn.Sequential(MoELayer(CONFIG), nn.Sequential(MoELayer(CONFIG)))
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, MoELayer))
+    parallelize(model, world(1))
+    model(torch.randn(3, 32))
+    assert list(moe_state(model).finish_step().tokens_per_expert) == ["0", "1.0"]
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "router", "norm"])

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
-from moecore.adapters.hf import refuse_router_logits, warn_about_cache
+from moecore.adapters.hf import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache
 from moecore.config import BalanceConfig
+from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import (
     FSDPOptions,
     find_blocks,
@@ -102,11 +103,12 @@ def parallelize_moe(
         The model. `moe_state(model)` gives its balance record.
 
     Raises:
-        ValueError: when sizes and degrees do not fit or experts share a parameter with another
-            module, before any collective (MoE blocks may then be swapped for MoELayers already);
-            when ranks hold different models.
+        ValueError: when sizes and degrees do not fit, experts share a parameter with another
+            module, or trainable parameters of one FSDP2 unit have several dtypes or no values,
+            before any collective (MoE blocks may then be swapped for MoELayers already); when
+            blocks have hooks; when ranks hold different models.
         NotImplementedError: for cp > 1, pp > 1, and tp > 1 on models without
-            `apply_tensor_parallel(tp_mesh)`.
+            `apply_tensor_parallel(tp_mesh)`; for blocks of transformers that were customised.
     """
     _check_request(model, meshes, dispatcher, nvlink, loss)
     if overlap_shared and meshes.device_type != "cuda":
@@ -126,6 +128,7 @@ def parallelize_moe(
             )
         _configure(layer, meshes, experts, recompute_fc1, balance, options)
     _refuse_rounded_routers(model, layers, options)
+    check_parameters(model, meshes, options)
     dispatcher = _choose_dispatcher(meshes, dispatcher, nvlink)
     _check_equal_weights(model, meshes.device_type)
 
@@ -142,6 +145,7 @@ def parallelize_moe(
         if layer.layout.shared in layer._modules:
             layer.shared_stream = stream
     shard_model(model, meshes, options, loss=loss)
+    refuse_save_pretrained(model)
     if compile:
         compile_blocks(find_blocks(model), dynamic=False)
         warn_about_cache(model)
@@ -201,7 +205,7 @@ def _check_request(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
             "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
         )
-    refuse_router_logits(model)
+    refuse_lost_outputs(model)
 
 
 def _refuse_shared_experts(layers: Mapping[str, MoELayer]) -> None:

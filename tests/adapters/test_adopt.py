@@ -224,7 +224,7 @@ def test_unknown_block_is_named_with_its_class_and_the_way_out() -> None:
 
 
 def test_no_moe_at_all() -> None:
-    with pytest.raises(ValueError, match=r"Sequential.*must hold at least one MoELayer"):
+    with pytest.raises(ValueError, match=r"Sequential.*must hold at least one MoELayer.*register"):
         swap_blocks(nn.Sequential(nn.Linear(2, 2)), {})
 
 
@@ -255,17 +255,46 @@ def test_an_adapter_without_a_block_is_named() -> None:
         swap_blocks(block_list(Stacked()), adapters)
 
 
-@pytest.mark.parametrize("where", ["block", "experts"])
-def test_hooks_that_a_swap_would_drop_are_refused(where: str) -> None:
+HOOKS = [
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("where", ["", "experts", "gate"])
+def test_hooks_that_a_swap_would_drop_are_refused(where: str, register: str) -> None:
     model = block_list(Stacked())
     block = model.layers[0][0]
-    module = block if where == "block" else block.experts
-    hook = module.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="must have no hooks"):
+    hook = getattr(block.get_submodule(where), register)(lambda *_: None)
+    place = r"layers\.0\.0" + (rf"\.{where}" if where else "")
+    with pytest.raises(ValueError, match=f"^{place} must have no hooks"):
         swap_blocks(model, {Stacked: stacked_adapter})
     assert model.layers[0][0] is block
     hook.remove()
     swap_blocks(model, {Stacked: stacked_adapter})
+
+
+def test_hooks_of_a_module_that_the_layer_keeps() -> None:
+    """They run as before."""
+
+    def adapter(block: nn.Module, model: nn.Module) -> MoELayer:
+        parts = stacked_adapter(block, model)
+        router, experts = (
+            dict(parts.gate.named_parameters()),
+            dict(parts.experts.named_parameters()),
+        )
+        return adopt(CONFIG, LAYOUT, router=router, experts=experts, shared=block.always)
+
+    block, calls = Stacked(), []
+    block.always = nn.Linear(32, 32)
+    block.always.register_forward_hook(lambda *_: calls.append(1))
+    model = block_list(block)
+    swap_blocks(model, {Stacked: adapter})
+    model.layers[0][0](torch.randn(3, 32))
+    assert calls == [1]
 
 
 def test_a_block_at_two_places_is_swapped_at_both() -> None:

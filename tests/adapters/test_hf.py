@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,6 +259,30 @@ def test_deepseek_v3_config_is_read_whole(meshes: Meshes) -> None:
     assert config.routed_scaling_factor == 2.5 and config.normalize_weights and config.expert_bias
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("top_k", 2),
+        ("norm_topk_prob", False),
+        ("routed_scaling_factor", 7.0),
+        ("num_group", 2),
+        ("topk_group", 3),
+    ],
+)
+def test_deepseek_v3_options_are_those_of_the_router(
+    option: str, value: Any, meshes: Meshes
+) -> None:
+    """Forward reads the router's copies: a config that is changed later changes nothing."""
+    model = random_model("deepseek-v3")
+    model.config.num_experts_per_tok, model.config.n_group = 1, 1
+    for layer in model.model.layers[1:]:
+        assert hasattr(layer.mlp.gate, option)
+        setattr(layer.mlp.gate, option, value)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    assert_equal_numbers(run(model), run(plain))
+
+
 # --------------------------------------------------------------------------- errors
 
 
@@ -282,6 +307,31 @@ def test_mixtral_jitter(meshes: Meshes) -> None:
 def test_other_activations(meshes: Meshes) -> None:
     with pytest.raises(NotImplementedError, match=r"hidden_act \(.*Sparse.*must be one of"):
         parallelize_moe(qwen3_moe(hidden_act="relu"), meshes)
+
+
+def test_empty_shared_experts_are_refused_or_left_out(meshes: Meshes) -> None:
+    model = random_model("deepseek-v3", n_shared_experts=0)
+    with pytest.raises(ValueError, match=r"shared_experts.gate_proj.weight \(0, 32\) must hold"):
+        parallelize_moe(copy.deepcopy(model), meshes)
+    for layer in model.model.layers[1:]:
+        layer.mlp.shared_experts = None
+    run(parallelize_moe(model, meshes))
+
+
+def test_save_pretrained_of_a_parallelized_model(meshes: Meshes, tmp_path: Path) -> None:
+    """Of shards it is refused, on every rank; whole tensors that the user gathered it writes."""
+    model: Any = parallelize_moe(random_model("qwen3-moe"), meshes)
+    for tensors in ({}, {"state_dict": model.state_dict()}):
+        with pytest.raises(NotImplementedError, match=r"use moecore.checkpoint.hf.export_hf\("):
+            model.save_pretrained(tmp_path / "refused", **tensors)
+    assert not (tmp_path / "refused").exists()
+    whole = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    model.save_pretrained(tmp_path / "whole", state_dict=whole)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert all(torch.equal(again.state_dict()[name], whole[name]) for name in whole)
 
 
 def test_twice(meshes: Meshes) -> None:

@@ -69,6 +69,13 @@ def test_masks_and_positions_are_refused() -> None:
         model.base_model(TOKENS, torch.ones_like(TOKENS))
 
 
+def test_keys_of_an_earlier_forward_are_refused() -> None:
+    model = make(causal=True)
+    cache = model(input_ids=TOKENS[:, :8], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"tokens \(8\) must be as many as their keys \(16\) for"):
+        model(input_ids=TOKENS[:, 8:], past_key_values=cache)
+
+
 def test_a_sliding_window_is_refused() -> None:
     model = make(causal=True, sliding_window=8, use_sliding_window=True)
     with pytest.raises(ValueError, match=r"sliding_window \(8\) must be None"):

@@ -213,9 +213,12 @@ def test_a_model_that_could_not_be_parallelized_still_records(meshes: Meshes) ->
     assert torch.equal(found.aux_loss, expected.aux_loss)
 
 
-def test_a_base_model_parallelized_itself(meshes: Meshes) -> None:
-    refused = r"output_router_logits \(True\) must be False for MixtralModel, .*ForCausalLM"
-    model = pair("mixtral", output_router_logits=True)[0].model
+@pytest.mark.parametrize(
+    "option", ["output_router_logits", "output_hidden_states", "output_attentions"]
+)
+def test_a_base_model_parallelized_itself(option: str, meshes: Meshes) -> None:
+    refused = rf"{option} \(True\) must be False for MixtralModel, .*ForCausalLM"
+    model = pair("mixtral", **{option: True})[0].model
     with pytest.raises(NotImplementedError, match=refused):
         parallelize_moe(model, meshes)
     assert not any(isinstance(m, MoELayer) for m in model.modules())
@@ -224,7 +227,17 @@ def test_a_base_model_parallelized_itself(meshes: Meshes) -> None:
     ids, _ = batch()
     model(ids)
     with pytest.raises(NotImplementedError, match=refused):
-        model(ids, **ASKED)
+        model(ids, **{option: True})
+
+
+def test_a_base_model_below_the_root_records_all(meshes: Meshes) -> None:
+    model, plain = pair("mixtral")
+    parallelize_moe(model, meshes)
+    ids, _ = batch()
+    for m in (model, plain):
+        with torch.no_grad():
+            out = m(ids, output_hidden_states=True, output_attentions=True)
+        assert (len(out.hidden_states), len(out.attentions)) == (3, 2)
 
 
 def test_transformers_that_record_probabilities(

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
 from moecore.adapters.hf import find_hf_adapter
 from moecore.moe.layer import MoELayer
+
+RECORDING = "transformers.utils.output_capturing"  # its hooks are handed on, see adapters/hf.py
 
 Adapter = Callable[[nn.Module, nn.Module], MoELayer]
 
@@ -63,13 +66,13 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
     swaps: dict[nn.Module, MoELayer] = {}
     for name, adapter in found.items():  # all adapters before any swap: one may raise
         block = model.get_submodule(name)
-        _refuse_hooks(name, block)
         layer = adapter(block, model)
         if not isinstance(layer, MoELayer):
             raise ValueError(
                 f"adapter of {name} ({type(block).__name__}) must return a MoELayer, not a "
                 f"{type(layer).__name__}: see docs/adapters.md"
             )
+        _refuse_hooks(name, block, layer)
         swaps[block] = layer
         layer.train(block.training)
         _keep_order(layer, block)
@@ -81,22 +84,35 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
     if not layers:
         raise ValueError(
             f"model ({type(model).__name__}) must hold at least one MoELayer or known MoE block: "
-            "use fully_shard for a dense model, or register an adapter, see docs/adapters.md"
+            "register an adapter for blocks that moecore does not recognise, see docs/adapters.md, "
+            "or use fully_shard if there are none"
         )
     return layers
 
 
-def _refuse_hooks(name: str, block: nn.Module) -> None:
-    """Hooks of a block and its experts would go with them, unheard; a kept router keeps its own."""
-    experts = getattr(block, "experts", None)
-    for path, module in ((name, block), (f"{name}.experts", experts)):
-        if isinstance(module, nn.Module) and (
-            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        ):
+def _refuse_hooks(name: str, block: nn.Module, layer: MoELayer) -> None:
+    """Refuse hooks of all that the swap leaves behind: they would never run again.
+
+    The router and the experts are left behind too: a layer takes their tensors. Modules that it
+    keeps (a shared expert) keep their hooks.
+    """
+    kept = set(layer.modules())
+    for path, module in block.named_modules(prefix=name):
+        hooks = [] if module in kept else [h for hooks in _hooks(module) for h in hooks.values()]
+        if any(getattr(hook, "__module__", None) != RECORDING for hook in hooks):
             raise ValueError(
                 f"{path} must have no hooks, because a MoELayer takes its place: remove them, or "
                 "register them after parallelize_moe"
             )
+
+
+def _hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
 
 
 def _keep_order(layer: MoELayer, block: nn.Module) -> None:

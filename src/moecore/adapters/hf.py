@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moecore.adapters.adopt import adopt
+from moecore.adapters.hf_stock import refuse_customised
 from moecore.config import Activation, MoEConfig
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
@@ -29,6 +31,7 @@ STACKED = LayerLayout(
     expert_bias="e_score_correction_bias",
     expert_layout=ExpertLayout(w1="gate_up_proj", w2="down_proj", gate_up="concatenated"),
 )
+QWEN2_MOE = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
 GPT_OSS = LayerLayout(
     expert_layout=ExpertLayout(
         w1="gate_up_proj",
@@ -46,47 +49,84 @@ ACTIVATIONS: dict[str, Activation] = {
     "PytorchGELUTanh": "geglu",
 }
 
+RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
+
 
 def find_hf_adapter(block: nn.Module) -> Callable[[Any, nn.Module], MoELayer] | None:
     """Return the adapter of a transformers MoE block, or None for any other module."""
     return _ADAPTERS.get(type(block).__name__) if _is_hf(block) else None
 
 
-def refuse_router_logits(model: nn.Module) -> None:
-    """Raise when router logits are asked for that transformers would not record.
+def refuse_lost_outputs(model: nn.Module) -> None:
+    """Raise when outputs are asked for that transformers would not record.
 
-    Its balance loss would then be computed from fewer layers, or from none, without a word. Asked
-    for in the config: raises now. In a later forward: raises before its loss.
+    Hidden states, attentions or router logits would be None without a word, and the balance loss
+    be computed from fewer layers, or from none. Asked for in the config: raises now. In a later
+    forward: raises before its loss.
 
     Raises:
-        NotImplementedError: with transformers before 5.6, or for a base model parallelized itself,
-            while router logits are asked for; in forward also when not every layer was recorded.
+        NotImplementedError: for a base model parallelized itself, while one of `RECORDED` is asked
+            for; with transformers before 5.6, while router logits are; in forward also when router
+            logits of not every layer were recorded.
     """
     for module in model.modules():
         if not _is_hf(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, below the head that has the loss
-        refusal = _refusal(module, is_root=module is model)
-        if refusal and getattr(module.config, "output_router_logits", False):
-            raise NotImplementedError(refusal)
-        module.register_forward_hook(partial(_check_recorded, refusal), with_kwargs=True)
+        refusals = _refusals(module, is_root=module is model)
+        for option, refusal in refusals.items():
+            if getattr(module.config, option, False):
+                raise NotImplementedError(refusal)
+        module.register_forward_hook(partial(_check_recorded, refusals), with_kwargs=True)
 
 
-def _refusal(module: nn.Module, *, is_root: bool) -> str:
-    """Say why the base model's router logits would be wrong or missing; "" when they are right."""
-    asked, name = "output_router_logits (True) must be False", type(module).__name__
-    version = sys.modules["transformers"].__version__
-    if tuple(int(n) for n in version.split(".")[:2]) < (5, 6):
-        return (
-            f"{asked} with transformers ({version}), whose balance loss reads probabilities as "
-            "logits: use transformers >= 5.6"
-        )
+def _refusals(module: nn.Module, *, is_root: bool) -> dict[str, str]:
+    """Return why outputs of the base model would be wrong or missing, by their option."""
+    refusals = {}
     if is_root:
         # It looks up what to record by the name of the class, which FSDP2 changes at the root.
-        return (
-            f"{asked} for {name}, which transformers does not recognise once it is FSDP2's root: "
-            "parallelize the model that holds it, such as ...ForCausalLM"
+        for option in RECORDED:
+            refusals[option] = (
+                f"{option} (True) must be False for {type(module).__name__}, which transformers "
+                "does not recognise once it is FSDP2's root: parallelize the model that holds it, "
+                "such as ...ForCausalLM"
+            )
+    version = sys.modules["transformers"].__version__
+    if tuple(int(n) for n in version.split(".")[:2]) < (5, 6):
+        refusals["output_router_logits"] = (
+            f"output_router_logits (True) must be False with transformers ({version}), whose "
+            "balance loss reads probabilities as logits: use transformers >= 5.6"
         )
-    return ""
+    return refusals
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Make `save_pretrained` of transformers models raise on every rank alike.
+
+    It would read shards as whole tensors, and end on the rank that writes alone. It stays for a
+    `state_dict` of whole tensors and for transformers' own distributed checkpoints.
+    """
+    for module in model.modules():
+        if any(cls.__module__ == "transformers.modeling_utils" for cls in type(module).__mro__):
+            hf: Any = module
+            hf.save_pretrained = partial(_save_pretrained, hf.save_pretrained)
+
+
+def _save_pretrained(
+    save: Callable[..., Any],
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand before transformers' own, with its arguments."""
+    is_whole = state_dict and not any(isinstance(t, DTensor) for t in state_dict.values())
+    if not is_whole and not kwargs.get("distributed_checkpoint"):
+        raise NotImplementedError(
+            f"state_dict ({'sharded' if state_dict else None}) of save_pretrained must hold the "
+            "parallelized model's whole tensors: use moecore.checkpoint.hf.export_hf(model, path)"
+        )
+    return save(save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
 def warn_about_cache(model: nn.Module) -> None:
@@ -114,18 +154,20 @@ def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _check_recorded(
-    refusal: str, module: Any, args: Any, kwargs: dict[str, Any], output: Any
+    refusals: Mapping[str, str], module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
     """Forward hook of a base model; its output's `router_logits` has one tensor per MoE layer."""
-    default = getattr(module.config, "output_router_logits", False)
-    if not kwargs.get("output_router_logits", default):
-        return
-    recorded = len(getattr(output, "router_logits", None) or ())
+    asked = [o for o in RECORDED if kwargs.get(o, getattr(module.config, o, False))]
     layers = sum(isinstance(m, MoELayer) for m in module.modules())
-    if layers and (refusal or recorded != layers):
+    if not layers:
+        return  # not parallelized in the end
+    for option in asked:
+        if option in refusals:
+            raise NotImplementedError(refusals[option])
+    recorded = len(getattr(output, "router_logits", None) or ())
+    if "output_router_logits" in asked and recorded != layers:
         raise NotImplementedError(
-            refusal
-            or f"router_logits recorded ({recorded}) must equal the MoE layers ({layers}) of "
+            f"router_logits recorded ({recorded}) must equal the MoE layers ({layers}) of "
             f"{type(module).__name__}: set output_router_logits to False and use "
             "parallelize_moe(balance=BalanceConfig(...))"
         )
@@ -150,7 +192,8 @@ class _Recorder(nn.Module):
 def _record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
     """Let transformers find the layer's router logits where it found those of `router`.
 
-    Hooks come along: transformers installs its own only once, maybe before this call.
+    Its hooks come along: transformers installs them only once, maybe before this call. Nobody
+    else's can be there, `swap_blocks` refuses them.
     """
     recorder = type(f"{type(router).__name__}Recorder", (_Recorder, type(router)), {})()
     for key, hook in router._forward_hooks.items():
@@ -172,6 +215,7 @@ def _is_hf(module: nn.Module) -> bool:
 
 def _softmax_block(block: Any, model: nn.Module) -> MoELayer:
     """Qwen3-MoE, OLMoE and Mixtral: softmax over all experts, then the best K."""
+    refuse_customised(block, STACKED)
     if getattr(block, "jitter_noise", 0):
         raise NotImplementedError(
             f"router_jitter_noise ({block.jitter_noise}) must be 0: transformers multiplies the "
@@ -184,28 +228,38 @@ def _softmax_block(block: Any, model: nn.Module) -> MoELayer:
 
 def _qwen2_moe(block: Any, model: nn.Module) -> MoELayer:
     """Qwen2-MoE: softmax routing, and a shared expert with a sigmoid gate."""
-    layout = replace(STACKED, shared="shared_expert", shared_gate="shared_expert_gate")
+    refuse_customised(block, QWEN2_MOE)
     config = replace(_stacked_config(block), normalize_weights=block.gate.norm_topk_prob)
-    return _adopt_stacked(block, config, layout)
+    return _adopt_stacked(block, config, QWEN2_MOE)
 
 
 def _deepseek_v3(block: Any, model: nn.Module) -> MoELayer:
     """DeepSeek-V3: sigmoid scores, a selection bias, group-limited top-k, shared experts."""
-    options = block.config  # in transformers 5 these moved from the block to its router
+    refuse_customised(block, STACKED)
     config = replace(
-        _stacked_config(block, top_k=options.num_experts_per_tok),
+        _stacked_config(block, top_k=_option(block, "top_k", "num_experts_per_tok")),
         score_function="sigmoid",
         expert_bias=True,
-        normalize_weights=options.norm_topk_prob,
-        routed_scaling_factor=options.routed_scaling_factor,
-        num_groups=options.n_group,
-        top_groups=options.topk_group,
+        normalize_weights=_option(block, "norm_topk_prob"),
+        routed_scaling_factor=_option(block, "routed_scaling_factor"),
+        num_groups=_option(block, "num_group", "n_group"),
+        top_groups=_option(block, "topk_group"),
     )
     return _adopt_stacked(block, config)
 
 
+def _option(block: Any, *names: str) -> Any:
+    """Return what forward reads: of the router, or of the block in early releases of 5.
+
+    Both hold copies of the config's, which forward never sees again.
+    """
+    owners = (block.gate, block, block.config)
+    return next(getattr(o, n) for o in owners for n in names if hasattr(o, n))
+
+
 def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
     """gpt-oss: softmax over the K chosen logits, biases everywhere, interleaved gate and up."""
+    refuse_customised(block, GPT_OSS)
     router, experts = block.router, block.experts
     config = MoEConfig(
         dim=experts.hidden_size,

@@ -25,8 +25,8 @@ def use_causal_attention(model: nn.Module) -> None:
         model: a causal language model of transformers, before or after `parallelize_moe`.
 
     Raises:
-        ValueError: later, in a forward: when it gets a mask or positions, or a layer's attention is
-            more than causal (a sliding window, sinks).
+        ValueError: later, in a forward: when it gets a mask, positions or keys of an earlier
+            forward, or a layer's attention is more than causal (a sliding window, sinks).
     """
     from transformers import AttentionInterface
 
@@ -52,6 +52,12 @@ def _causal_attention(
                 f"{name} ({kwargs[name]}) must be None for use_causal_attention, whose attention "
                 "is causal and nothing else: leave the model's own"
             )
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"tokens ({query.shape[2]}) must be as many as their keys ({key.shape[2]}) for "
+            "use_causal_attention, which has no mask for those of earlier forwards: pass no "
+            "past_key_values"
+        )
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 

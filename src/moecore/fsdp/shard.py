@@ -108,12 +108,8 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         options: FSDP2 choices.
         loss: "mean" or "sum"; see the note "gradient scale".
     """
-    blocks = find_blocks(model)
-    groups, heads = _group(model, blocks, options.blocks_per_unit), find_heads(model, blocks)
-    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    routers = [_separate_routers(_layers(group), options) for group in groups]
-    in_blocks = {layer for group in groups for layer in _layers(group)}
-    alone = _separate_routers([m for m in layers if m not in in_blocks], options)
+    found = find_units(model, options)
+    groups, heads = found.groups, found.heads
     dense_policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     # The experts' inputs hold fp32 routing weights that a cast would round; a head's are as the
     # blocks left them.
@@ -125,7 +121,9 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     reshard_experts = options.reshard_experts
     if reshard_experts is None:
         reshard_experts = options.reshard_after_forward
-    for unit in filter(None, [*routers, alone]):  # small: gathered once for forward and backward
+    for unit in filter(
+        None, [*found.routers, found.other_routers]
+    ):  # small: gathered once for forward and backward
         fully_shard(
             unit,
             mesh=meshes.dense_fsdp,
@@ -134,7 +132,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         )
         _mark_gathered(unit)
     whole: set[nn.Parameter] = set()
-    for experts in (m.part("experts") for m in layers):
+    for experts in found.experts:
         if is_whole(meshes):
             experts.reader = WholeWeights(options.param_dtype, divisor, keep=not reshard_experts)
             whole.update(experts.parameters())
@@ -169,9 +167,43 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         whole_experts = is_whole(meshes)
         units = [
             [group[0], *_parts(group, inside, whole_experts=whole_experts)]
-            for group, inside in zip(groups, routers, strict=True)
+            for group, inside in zip(groups, found.routers, strict=True)
         ]
         _set_prefetch(model, units, heads, -(-options.prefetch_blocks // options.blocks_per_unit))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """What of a model becomes FSDP2 units; the root is one too, with all that is left.
+
+    Attributes:
+        groups: blocks that are one unit.
+        routers: for each group, the routers inside of it that are a unit of their own.
+        other_routers: those outside of all groups, one unit.
+        experts: a unit each, unless they are whole.
+        heads: a unit each.
+    """
+
+    groups: list[list[nn.Module]]
+    routers: list[list[nn.Module]]
+    other_routers: list[nn.Module]
+    experts: list[Experts]
+    heads: list[nn.Module]
+
+
+def find_units(model: nn.Module, options: FSDPOptions) -> Units:
+    """Return the units of a model whose MoE blocks are MoELayers."""
+    blocks = find_blocks(model)
+    groups = _group(model, blocks, options.blocks_per_unit)
+    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    in_blocks = {layer for group in groups for layer in _layers(group)}
+    return Units(
+        groups=groups,
+        routers=[_separate_routers(_layers(group), options) for group in groups],
+        other_routers=_separate_routers([m for m in layers if m not in in_blocks], options),
+        experts=[m.part("experts") for m in layers],
+        heads=find_heads(model, blocks),
+    )
 
 
 def _mark_gathered(unit: list[nn.Module]) -> None:

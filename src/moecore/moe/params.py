@@ -23,9 +23,10 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 def clean_name(name: str) -> str:
     """Return a qualified name without what torch.compile, checkpointing and FSDP1 add to it."""
+    name += "."  # a wrapped module's own name ends in its wrapper's
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
-    return name
+    return name.removesuffix(".")
 
 
 def local_param(param: Tensor) -> Tensor:

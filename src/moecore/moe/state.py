@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.dispatch.symmetric import Exchanges
+from moecore.moe.params import clean_name
 from moecore.moe.quantile import bias_move
 
 STATE_NAME = "_moecore_state"  # attribute of a parallelized model
@@ -69,7 +70,8 @@ class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
     Args:
-        layers: name -> layer, every MoELayer of the model.
+        layers: name -> layer, every MoELayer of the model; names of activation checkpointing's
+            wrappers are taken out.
         groups: who counts together.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
         exchanges: of dispatcher "nvlink"; None with any other.
@@ -83,7 +85,7 @@ class MoEState:
         loss: str = "mean",
         exchanges: Exchanges | None = None,
     ) -> None:
-        self.layers = layers
+        self.layers = {clean_name(name): layer for name, layer in layers.items()}
         self.groups = groups
         self.loss = loss
         self.exchanges = exchanges

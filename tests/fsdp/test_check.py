@@ -1,0 +1,122 @@
+"""Parameters that FSDP2 could not train are named before anything is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore.fsdp import check
+from moecore.fsdp.shard import FSDPOptions
+from moecore.mesh import Meshes
+
+LOW = FSDPOptions(param_dtype=torch.bfloat16)
+KEPT = FSDPOptions()
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Iterator[Meshes]:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    yield build_meshes(ParallelConfig(), "cpu")
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.out = nn.Linear(32, 32, bias=False)
+        self.moe = MoELayer(MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(self.out(self.norm(x).to(self.out.weight.dtype)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.last = nn.Linear(32, 32, bias=False)
+        self.empty = nn.Parameter(torch.empty(0, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.layers:
+            x = block(x)
+        return self.last(x.to(self.last.weight.dtype)) + self.empty.sum()
+
+
+def make() -> Model:
+    torch.manual_seed(0)
+    model = Model().bfloat16()
+    model.empty.requires_grad_(False)
+    return model
+
+
+def train(model: nn.Module) -> None:
+    model(torch.randn(5, 32).bfloat16()).float().square().sum().backward()
+    for name, param in model.named_parameters():
+        assert (param.grad is not None) == param.requires_grad, name
+
+
+BLOCK, ROUTER = r"layers.1.norm.weight \(torch.float32\)", "layers.1.moe.router.weight"
+MIXED = [
+    ("layers.1.norm", KEPT, rf"{BLOCK} and layers.1.out.weight \(torch.bfloat16\) must have one"),
+    ("layers.1.norm", LOW, rf"{BLOCK} and layers.1.out.weight \(torch.bfloat16\) must have one"),
+    ("layers.1.moe.router", KEPT, rf"{ROUTER} \(torch.float32\) must .*param_dtype \(None\) set"),
+    ("last", LOW, r"first.weight \(torch.bfloat16\) and last.weight \(torch.float32\)"),
+]
+
+
+@pytest.mark.parametrize(("path", "options", "message"), MIXED)
+def test_two_dtypes_in_a_unit(
+    path: str, options: FSDPOptions, message: str, meshes: Meshes
+) -> None:
+    model = make()
+    model.get_submodule(path).float()
+    with pytest.raises(ValueError, match=message) as caught:
+        parallelize_moe(model, meshes, fsdp=options)
+    assert "call model.to(dtype)" in str(caught.value) and "\n" not in str(caught.value)
+
+
+ALLOWED = [("layers.1.moe.router", LOW), ("layers.1.moe.experts", KEPT)]
+
+
+@pytest.mark.parametrize(("path", "options"), ALLOWED)
+def test_units_of_their_own_may_differ(path: str, options: FSDPOptions, meshes: Meshes) -> None:
+    model = make()
+    model.get_submodule(path).float()
+    train(parallelize_moe(model, meshes, fsdp=options))
+
+
+def test_frozen_parameters_may_differ(meshes: Meshes) -> None:
+    model = make()
+    model.layers[0].norm.float().requires_grad_(False)
+    model.last.float().requires_grad_(False)
+    train(parallelize_moe(model, meshes, fsdp=LOW))
+
+
+def test_whole_experts_may_differ_and_sharded_ones_not(
+    meshes: Meshes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
+    experts = model.layers[0].moe.experts
+    experts.w2 = nn.Parameter(experts.w2.detach().float())
+    check.check_parameters(model, meshes, LOW)
+    monkeypatch.setattr(check, "is_whole", lambda meshes: False)
+    with pytest.raises(ValueError, match=r"experts.w1 \(.*bfloat16\) and .*experts.w2 \(.*32\)"):
+        check.check_parameters(model, meshes, LOW)
+
+
+def test_an_empty_parameter(meshes: Meshes) -> None:
+    model = make()
+    train(parallelize_moe(make(), meshes))  # frozen, it does no harm
+    model.empty.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"^empty \(0, 32\) must hold values to be trained"):
+        parallelize_moe(model, meshes)
