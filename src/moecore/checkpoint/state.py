@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
+from moecore.checkpoint.same_config import own_config
 from moecore.moe.experts import Experts
 
 StoredView = Callable[[Tensor], Tensor]
@@ -47,6 +48,7 @@ class ModelView:
     Attributes:
         tensors: name -> parameter or persistent buffer; a tied one only under its first name.
         stored: name -> its view in the checkpoint.
+        config: of the native decoder that the model is or holds; None = there is none.
 
     Args:
         model: parallelized or plain.
@@ -54,6 +56,7 @@ class ModelView:
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.config = own_config(model)
         self._names: dict[int, str] = {}
         # state_dict, not named_parameters, and first of all: FSDP2 then lets go of what it has
         # gathered, and modules hold the parameters that the optimizer knows.

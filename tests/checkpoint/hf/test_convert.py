@@ -103,6 +103,9 @@ def test_sources_that_do_not_fit(tmp_path):
         native_to_hf(path, tmp_path / "out", config=TINY_JSON | dict(num_hidden_layers=4))
     with pytest.raises(ValueError, match=r"experts.w1 \(8, 2, 32, 64\) must be \(6, 2, 32, 64\)"):
         native_to_hf(path, tmp_path / "out", config=TINY_JSON | dict(n_routed_experts=6, n_group=3))
+    message = r"moe.top_k \(3\) must be that of the model \(2\): pass the config of this model"
+    with pytest.raises(ValueError, match=message):  # the checkpoint keeps the decoder's config
+        native_to_hf(path, tmp_path / "out", config=TINY_JSON | dict(num_experts_per_tok=3))
     file = next(path.glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

@@ -155,15 +155,15 @@ def test_what_only_training_reads_may_differ(tmp_path):
         (dict(config=None), r"config \(None\) must be given for Decoder: pass the config.json"),
         (
             dict(config=TINY_JSON | dict(num_experts_per_tok=3)),
-            r"config.json moe.top_k \(3\) must be that of the decoder \(2\)",
+            r"config.json moe.top_k \(3\) must be that of the model \(2\)",
         ),
         (
             dict(config=TINY_JSON | dict(rms_norm_eps=1e-5)),
-            r"config.json norm_eps \(1e-05\) must be that of the decoder \(1e-06\)",
+            r"config.json norm_eps \(1e-05\) must be that of the model \(1e-06\)",
         ),
         (
             dict(config=TINY_JSON | dict(first_k_dense_replace=3)),
-            r"config.json dense_layers|must have experts",
+            r"config.json moe \(None\) must be that of the model \(given\)",
         ),
         (dict(dtype=torch.float8_e4m3fn), r"dtype \(torch.float8_e4m3fn\) must be a float of 16"),
         (dict(dtype=torch.int32), r"dtype \(torch.int32\) must be a float"),

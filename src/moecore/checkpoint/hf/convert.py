@@ -48,6 +48,7 @@ from moecore.checkpoint.hf.names import (
     hf_plan,
 )
 from moecore.checkpoint.hf.quant import Source, find_sources
+from moecore.checkpoint.hf.same_model import config_problems
 from moecore.checkpoint.hf.target import stored_plan
 from moecore.checkpoint.hf.verify import copy_problems, plan_problems
 from moecore.checkpoint.manifest import (
@@ -108,6 +109,12 @@ def native_to_hf(
     num_mtp = len({name.split(".")[1] for name in shapes if name.startswith("mtp.")})
     values = finish_config(read_config(config), num_mtp)
     recipes, copies = _plan_of(shapes, values, names_of(layout, values))
+    problems = config_problems(values, manifest.facts.config)
+    if problems:
+        raise ValueError(
+            f"path ({path}) must be of the model that config.json describes: {listed(problems)}: "
+            "pass the config of this model"
+        )
     items = list(make_items({n: t.dtype for n, t in tensors.items()}, recipes, copies, dtype))
     shards = fill_shards(items, max_shard_bytes)
     with ExitStack() as stack:

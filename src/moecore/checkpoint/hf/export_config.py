@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
 from moecore.checkpoint.hf.config import MTP_KEYS, HFConfig, decoder_config_from_hf, read_config
+from moecore.checkpoint.hf.same_model import config_problems
+from moecore.checkpoint.same_config import TRAINING
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
@@ -20,8 +21,6 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-TRAINING = {"num_mtp_layers", "mtp_loss_coef", "ce_chunk_tokens", "max_seq_len"}
-MOE_TRAINING = {"balance", "router_jitter", "router_dtype"}
 
 
 def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     if not isinstance(model, Decoder):
         return finish_config(values, 0, type(model))
     values = finish_config(values, model.config.num_mtp_layers)
-    _check_same(model.config, decoder_config_from_hf(values))
+    _check_same(model.config, values)
     return values
 
 
@@ -81,23 +80,10 @@ def finish_config(
         raise ValueError(f"config must be JSON-able: {error}") from None
 
 
-def _check_same(ours: DecoderConfig, theirs: DecoderConfig) -> None:
+def _check_same(model: DecoderConfig, values: Mapping[str, Any]) -> None:
     """Raise for a field that differs, unless only training reads it."""
-    records: list[tuple[str, Any, Any, set[str]]] = [("", ours, theirs, TRAINING | {"moe"})]
-    if ours.moe is not None and theirs.moe is not None:
-        capacity = ours.moe.capacity
-        only_training = {"capacity"} if capacity and capacity.eval_factor is None else set()
-        records.append(("moe.", ours.moe, theirs.moe, MOE_TRAINING | only_training))
-    for record, mine, other, skipped in records:
-        for field in fields(mine):
-            a, b = getattr(mine, field.name), getattr(other, field.name)
-            if a != b and field.name not in skipped:
-                raise ValueError(
-                    f"config.json {record}{field.name} ({b!r}) must be that of the decoder "
-                    f"({a!r}): pass the config of this model"
-                )
-    if (ours.moe is None) != (theirs.moe is None):
-        raise ValueError(
-            f"config.json must {'not ' if ours.moe is None else ''}have experts, as the decoder: "
-            "pass the config of this model"
-        )
+    capacity = model.moe.capacity if model.moe else None
+    in_eval = {"moe.capacity"} if capacity and capacity.eval_factor is not None else set()
+    decoder_config_from_hf(values)  # raises where it cannot be a native decoder
+    for problem in config_problems(values, model, skipped=TRAINING - in_eval):
+        raise ValueError(f"{problem}: pass the config of this model")
