@@ -178,6 +178,64 @@ def test_wrong_arguments(change, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "qwen3-moe",
+            dict(num_experts_per_tok=3),
+            r"config.json moe.top_k \(3\) must be that of the",
+        ),
+        (
+            "qwen3-moe",
+            dict(tie_word_embeddings=True),
+            r"json tie_embeddings \(True\) must be that of",
+        ),
+        ("qwen3-moe", dict(attention_bias=True), r"config.json attention_bias \(True\)"),
+        (
+            "qwen3-moe",
+            dict(model_type="olmoe"),
+            r"model_type \('olmoe'\) must be .* \('qwen3_moe'\)",
+        ),
+        (
+            "gpt-oss",
+            dict(num_experts_per_tok=3),
+            r"config.json num_experts_per_tok \(3\) must be th",
+        ),
+        (
+            "gpt-oss",
+            dict(swiglu_limit=7.0),
+            r"config.json swiglu_limit \(7.0\) must be that of the",
+        ),
+        (
+            "gpt-oss",
+            dict(rope_parameters={"rope_theta": 5.0}),
+            r"config.json rope_theta \(5.0\) must",
+        ),
+    ],
+)
+def test_a_config_of_another_transformers_model(name, change, message, tmp_path):
+    model = random_model(name)
+    values = model.config.to_dict()
+    options = dict(layout="fused", config=values | change)
+    with pytest.raises(ValueError, match=message):
+        export_hf(model, tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+    options = dict(layout="fused", config=values | dict(use_cache=False, router_aux_loss_coef=0.5))
+    export_hf(model, tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_class_that_can_load_it_is_named(given, tmp_path):
+    """Not that with a head, which would begin with random numbers."""
+    model = random_model("qwen3-moe")
+    model.model.__class__ = type("FSDPQwen3MoeModel", (type(model.model),), {})
+    config = model.config.to_dict() | dict(architectures=["Qwen3MoeForCausalLM"])
+    export_hf(model.model, tmp_path / "base", config=config if given else None)
+    written = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert written["architectures"] == ["Qwen3MoeModel"]
+
+
 def test_models_that_cannot_be_written(tmp_path):
     meta = Decoder(preset("tiny-deepseek-v3"), device="meta")
     with pytest.raises(ValueError, match=r"model.embed_tokens.weight \(meta\) must have storage"):

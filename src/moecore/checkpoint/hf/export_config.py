@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -31,10 +31,10 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
         config: as `export_hf` got it.
 
     Raises:
-        ValueError: when a native decoder has none, or one that describes another decoder.
+        ValueError: when a native decoder has none, or it describes another model.
     """
+    own = getattr(model, "config", None)
     if config is None:
-        own = getattr(model, "config", None)
         if isinstance(model, Decoder) or not hasattr(own, "to_dict"):
             raise ValueError(
                 f"config (None) must be given for {type(model).__name__}: pass the config.json of "
@@ -44,9 +44,14 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     else:
         values = read_config(config)
     if not isinstance(model, Decoder):
+        if config is not None and hasattr(own, "to_dict"):
+            _check_same(values, own.to_dict())  # type: ignore[union-attr]
         return finish_config(values, 0, type(model))
     values = finish_config(values, model.config.num_mtp_layers)
-    _check_same(model.config, values)
+    decoder_config_from_hf(values)  # raises where it cannot be a native decoder
+    capacity = model.config.moe.capacity if model.config.moe else None
+    in_eval = {"moe.capacity"} if capacity and capacity.eval_factor is not None else set()
+    _check_same(values, model.config, skipped=TRAINING - in_eval)
     return values
 
 
@@ -70,20 +75,29 @@ def finish_config(
     if num_mtp and not any(key in values for key in MTP_KEYS):
         values[MTP_KEYS[0]] = num_mtp
     name = ARCHITECTURES.get(str(values.get("model_type")))
-    if name is None and model_class is not None:
-        name = model_class.__name__.removeprefix("FSDP")  # FSDP2 renames its root
-    if name is not None and not values.get("architectures"):
-        values["architectures"] = [name]
+    own = _transformers_class(model_class)
+    if own or (name and not values.get("architectures")):
+        values["architectures"] = [own or name]
     try:
         return json.loads(json.dumps(values))
     except (TypeError, ValueError) as error:
         raise ValueError(f"config must be JSON-able: {error}") from None
 
 
-def _check_same(model: DecoderConfig, values: Mapping[str, Any]) -> None:
+def _transformers_class(model_class: type | None) -> str | None:
+    """Return which class of transformers a model's is; FSDP2 makes another one of its root."""
+    for cls in model_class.__mro__ if model_class is not None else ():
+        if cls.__module__.startswith("transformers."):
+            return cls.__name__
+    return None
+
+
+def _check_same(
+    values: Mapping[str, Any],
+    model: DecoderConfig | Mapping[str, Any],
+    *,
+    skipped: Collection[str] = TRAINING,
+) -> None:
     """Raise for a field that differs, unless only training reads it."""
-    capacity = model.moe.capacity if model.moe else None
-    in_eval = {"moe.capacity"} if capacity and capacity.eval_factor is not None else set()
-    decoder_config_from_hf(values)  # raises where it cannot be a native decoder
-    for problem in config_problems(values, model, skipped=TRAINING - in_eval):
+    for problem in config_problems(values, model, skipped=skipped):
         raise ValueError(f"{problem}: pass the config of this model")
