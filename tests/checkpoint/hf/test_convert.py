@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore.adapters.base import swap_blocks
 from moecore.checkpoint import load, save
@@ -210,6 +212,22 @@ def test_sources_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"must be as it was saved, but has another sha256"):
         native_to_hf(path, tmp_path / "out", config=TINY_JSON)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+def test_one_rank_of_many_does_not_wait_for_the_others(tmp_path):
+    path = save(tmp_path / "run", 3, Decoder(CONFIG), None)
+    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(
+            ValueError, match=r"world size \(2\) must be 1 to convert files: call exp"
+        ):
+            native_to_hf(path, tmp_path / "out", config=TINY_JSON)
+        with pytest.raises(ValueError, match=r"world size \(2\) must be 1 to convert files"):
+            hf_to_native(tmp_path / "hf", tmp_path / "new")
+    finally:
+        dist.destroy_process_group()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]
 
 
 @pytest.mark.parametrize("there", ["a checkpoint", "a draft"])

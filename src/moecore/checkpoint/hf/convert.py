@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moecore.checkpoint.directory import (
@@ -95,10 +96,12 @@ def native_to_hf(
         progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a damaged checkpoint or one that the config does not describe.
+        ValueError: for a damaged checkpoint or one that the config does not describe; in a job of
+            several ranks.
         NotImplementedError: when a tensor has no Hugging Face name.
         OSError: when a file could not be read or written; nothing is left behind.
     """
+    _check_alone()
     path, out = Path(path), Path(out)
     check_arguments(out, dtype, max_shard_bytes, layout)
     manifest = verify(path)
@@ -149,10 +152,11 @@ def hf_to_native(
 
     Raises:
         ValueError: for a wrong argument, a run that has begun, a broken directory, or one that does
-            not hold what its config says.
+            not hold what its config says; in a job of several ranks.
         NotImplementedError: when the native decoder cannot express the model.
         OSError: when a file could not be read or written; `latest` did not change then.
     """
+    _check_alone()
     path, root, meter = Path(path), Path(root), Meter(progress)
     check_step(step)
     check_unused(root)
@@ -181,6 +185,20 @@ def hf_to_native(
             discard(draft)
             raise
     return directory_of(root, step)
+
+
+def _check_alone() -> None:
+    """Raise on a rank among others: it would wait for them, or leave them their share of the work.
+
+    Raises:
+        ValueError: when there is a process group of several ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world > 1:
+        raise ValueError(
+            f"world size ({world}) must be 1 to convert files: call export_hf or load_hf on every "
+            "rank, or run `python -m moecore checkpoint convert` beside the job"
+        )
 
 
 def _checked_plan(
