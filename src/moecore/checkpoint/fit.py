@@ -16,6 +16,7 @@ from moecore.checkpoint.same_config import differences
 from moecore.checkpoint.snapshot import Scheduler, scheduler_state
 from moecore.checkpoint.state import (
     ModelView,
+    check_optimizer,
     group_problems,
     optimizer_state_to_fill,
     option_problems,
@@ -158,6 +159,7 @@ def _compare_model(
 def _compare_optimizer(
     fit: Fit, view: ModelView, optimizer: Optimizer, manifest: Manifest, *, cast: bool
 ) -> None:
+    check_optimizer(optimizer)
     groups = manifest.facts.optimizer
     if groups is None:
         fit.left_out.append("optimizer state is not in the checkpoint")

@@ -91,12 +91,23 @@ class ModelView:
         return self._names[id(param)]
 
 
+def check_optimizer(optimizer: object) -> None:
+    """Raise ValueError for what is not one optimizer, such as a list of them."""
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) must be one torch optimizer, or None: several "
+            "cannot be kept together yet, so use one with several parameter groups"
+        )
+
+
 def optimizer_tensors(optimizer: Optimizer, model: ModelView) -> dict[str, Tensor]:
     """Return "<slot>.<fqn>" -> stored view of the optimizer's state, sharing its memory.
 
     Raises:
+        ValueError: for what is no optimizer.
         NotImplementedError: for state that is neither a scalar nor laid out like its parameter.
     """
+    check_optimizer(optimizer)
     found: dict[str, Tensor] = {}
     for param, state in optimizer.state.items():
         name = model.name_of(param)
