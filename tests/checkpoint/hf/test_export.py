@@ -234,6 +234,10 @@ def test_the_class_that_can_load_it_is_named(given, tmp_path):
     export_hf(model.model, tmp_path / "base", config=config if given else None)
     written = json.loads((tmp_path / "base" / "config.json").read_text())
     assert written["architectures"] == ["Qwen3MoeModel"]
+    model.__class__ = type("Mine", (type(model),), {})  # is loaded by the class that it extends
+    export_hf(model, tmp_path / "mine")
+    written = json.loads((tmp_path / "mine" / "config.json").read_text())
+    assert written["architectures"] == ["Qwen3MoeForCausalLM"]
 
 
 def test_models_that_cannot_be_written(tmp_path):

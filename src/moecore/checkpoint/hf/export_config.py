@@ -74,22 +74,23 @@ def finish_config(
             values[key] = num_mtp
     if num_mtp and not any(key in values for key in MTP_KEYS):
         values[MTP_KEYS[0]] = num_mtp
-    name = ARCHITECTURES.get(str(values.get("model_type")))
-    own = _transformers_class(model_class)
-    if own or (name and not values.get("architectures")):
-        values["architectures"] = [own or name]
+    known = ARCHITECTURES.get(str(values.get("model_type")))
+    name = model_class.__name__.removeprefix("FSDP") if model_class else None  # FSDP2 renames it
+    if model_class is not None and _is_of_transformers(model_class, name):
+        values["architectures"] = [name]  # such as one without a head, whatever the config says
+    elif not values.get("architectures") and (known or name):
+        values["architectures"] = [known or name]
     try:
         return json.loads(json.dumps(values))
     except (TypeError, ValueError) as error:
         raise ValueError(f"config must be JSON-able: {error}") from None
 
 
-def _transformers_class(model_class: type | None) -> str | None:
-    """Return which class of transformers a model's is; FSDP2 makes another one of its root."""
-    for cls in model_class.__mro__ if model_class is not None else ():
-        if cls.__module__.startswith("transformers."):
-            return cls.__name__
-    return None
+def _is_of_transformers(model_class: type, name: str | None) -> bool:
+    return any(
+        cls.__name__ == name and cls.__module__.startswith("transformers.models.")
+        for cls in model_class.__mro__
+    )
 
 
 def _check_same(

@@ -61,11 +61,13 @@ def config_problems(
 
 
 def _raw_problems(values: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    written, wanted = Fields(values), Fields(model)
+    compared = COMPARED
+    if values.get("use_sliding_window") is False:  # then its length is not read
+        compared = COMPARED - {"sliding_window"}
     problems = []
     for ours, theirs, names in (
-        (written.values, wanted.values, sorted(COMPARED)),
-        (_rope(written), _rope(wanted), ["factor", "rope_theta", "rope_type"]),
+        (Fields(values).values, Fields(model).values, sorted(compared)),
+        (_rope(values), _rope(model), ["factor", "rope_theta", "rope_type"]),
     ):
         for name in names:
             a, b = ours.get(name), theirs.get(name)
@@ -74,11 +76,12 @@ def _raw_problems(values: Mapping[str, Any], model: Mapping[str, Any]) -> list[s
     return problems
 
 
-def _rope(fields: Fields) -> dict[str, Any]:
-    try:
-        return fields.rope()
-    except (NotImplementedError, ValueError):  # of a kind of its own, such as one for each layer
-        return {}
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary options in either spelling; models that have them for each kind of layer nest them."""
+    found = {"rope_theta": values.get("rope_theta")}
+    for name in ("rope_scaling", "rope_parameters"):
+        found |= values[name] if isinstance(values.get(name), Mapping) else {}
+    return found
 
 
 def _line(name: str, written: str, wanted: str) -> str:
