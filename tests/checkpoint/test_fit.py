@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.checkpoint import load, save
+from moecore import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.checkpoint import load, read_manifest, save
 from moecore.checkpoint.manifest import MANIFEST
+from moecore.models import Decoder, DecoderConfig
 from tests.checkpoint.fuzz import write_signed
 
 Model = tuple[nn.ModuleDict, torch.optim.Optimizer]
@@ -240,3 +243,71 @@ def test_optimizer_state_that_does_not_fit_its_parameter(tmp_path: Path) -> None
     ):
         load(path, model, optimizer)
     load(path, model)
+
+
+MOE = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
+DECODER = DecoderConfig(
+    vocab_size=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, moe=MOE
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "moe", "message"),
+    [
+        (
+            {},
+            dict(top_k=4),
+            r"1 differ: config.moe.top_k \(4\) must be 2 as in the checkpoint: build",
+        ),
+        ({}, dict(score_function="sigmoid"), r"score_function \('sigmoid'\) must be 'softmax' as"),
+        (dict(rope_theta=5e5), {}, r"config.rope_theta \(500000.0\) must be 10000.0 as in"),
+        (
+            dict(num_heads=2, num_kv_heads=1, head_dim=8),
+            {},
+            r"3 differ: config.num_heads \(2\) must be 4 .* config.num_kv_heads \(1\) must be 2",
+        ),
+        (dict(moe=None, mlp_hidden_dim=8), {}, r"config.moe \(None\) must be given as in the che"),
+    ],
+)
+def test_a_decoder_that_computes_something_else(
+    tmp_path: Path, change: dict[str, Any], moe: dict[str, Any], message: str
+) -> None:
+    """Its tensors have the same names and shapes; the save took the config from the model."""
+    path = save(tmp_path, 1, nn.ModuleDict({"wrapped": Decoder(DECODER)}), None)
+    config = replace(DECODER, **{"moe": replace(MOE, **moe), **change})
+    model = nn.ModuleDict({"wrapped": Decoder(config)})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as info:
+        load(path, model)
+    assert "\n" not in str(info.value)
+    assert equal(before, model.state_dict())
+    with pytest.warns(UserWarning, match=message.removesuffix(": build")):
+        load(path, model, strict=False)
+
+
+def test_what_only_training_reads_may_change(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, Decoder(DECODER), None)
+    moe = replace(
+        MOE,
+        balance=BalanceConfig(micro_batch_coef=0.1, z_loss_coef=1e-3),
+        capacity=CapacityConfig(factor=1.25),
+        router_jitter=0.01,
+        router_dtype="float64",
+    )
+    load(path, Decoder(replace(DECODER, moe=moe, max_seq_len=64, ce_chunk_tokens=16)))
+
+
+def test_configs_that_tell_less(tmp_path: Path) -> None:
+    """Of an older moecore, with fewer fields or none at all, and those of the caller's own kind."""
+    config = asdict(DECODER)
+    del config["qk_norm"], config["moe"]["score_order"]
+    path = save(tmp_path, 1, Decoder(DECODER), None, config=config)
+    load(path, Decoder(DECODER))
+    with pytest.raises(ValueError, match=r"config.moe.score_order \('post'\) must be 'pre' as in"):
+        load(path, Decoder(replace(DECODER, moe=replace(MOE, score_order="post"))))
+    path = save(tmp_path, 2, Decoder(DECODER), None, config={"preset": "mine", "dim": 16})
+    assert read_manifest(path).facts.config == {"preset": "mine", "dim": 16}
+    load(path, Decoder(replace(DECODER, rope_theta=5e5)))
+    values = json.loads((path / MANIFEST).read_text())
+    write_signed(path, values | {"config": None})
+    load(path, Decoder(replace(DECODER, rope_theta=5e5)))

@@ -137,6 +137,22 @@ def test_error_surfaces(
         assert latest(tmp_path) == tmp_path / "step-000003"
 
 
+def test_another_save_into_the_same_run_is_named(tmp_path: Path, monkeypatch: Patch) -> None:
+    """It takes the draft of the one before for what a kill left behind."""
+    saver = Saver(tmp_path, *build(1.0))
+    with monkeypatch.context() as patch:
+        gate = Gate(patch)
+        saver.save(1, {"step": 1}, wait=False)
+        assert gate.reached.wait(30)
+    save(tmp_path, 2, *build(2.0), {"step": 2})
+    gate.opened.set()
+    message = r"must be written to by one save at a time, but another one removed \.step-000001"
+    with pytest.raises(OSError, match=message) as info:
+        saver.close()
+    assert "\n" not in str(info.value)
+    assert loaded_step(tmp_path) == 2
+
+
 def _no_space(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 

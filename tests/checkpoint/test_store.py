@@ -522,6 +522,16 @@ def _foreign_parameter(path: Path) -> None:
     load(path, build_linear(4)[0], build_linear(4)[1])
 
 
+def _several_optimizers(path: Path) -> None:
+    model, optimizer = build_linear(4)
+    save(path.parent, 2, model, [optimizer, optimizer])  # type: ignore[arg-type]
+
+
+def _several_to_load(path: Path) -> None:
+    model, optimizer = build_linear(4)
+    load(path, model, [optimizer], strict=False)  # type: ignore[arg-type]
+
+
 def _not_whole(path: Path) -> None:
     load(path.parent, *build_linear(4))
 
@@ -585,6 +595,8 @@ def _mixed_keys(path: Path) -> None:
         ),
         (_other_groups, r"optimizer.param_groups \(2\) hold other parameters"),
         (_foreign_parameter, r"optimizer parameter \(4, 4\) must be one of the model's"),
+        (_several_optimizers, r"optimizer \(list\) must be one torch optimizer, or None: several"),
+        (_several_to_load, r"optimizer \(list\) must be one torch optimizer, or None: several can"),
         (_not_whole, r"must be a whole checkpoint, with a moecore.json"),
         (_same_step, r"step \(1\) must not be saved already"),
         (_negative_step, r"step \(-1\) must be a whole number >= 0"),

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moecore.checkpoint.manifest import Manifest, StoredTensor
+from moecore.checkpoint.same_config import differences
 from moecore.checkpoint.snapshot import Scheduler, scheduler_state
 from moecore.checkpoint.state import (
     ModelView,
+    check_optimizer,
     group_problems,
     optimizer_state_to_fill,
     option_problems,
@@ -65,6 +67,11 @@ def compare(
         cast: let the model's dtypes differ.
     """
     fit = Fit()
+    if view.config is not None:  # first, because it explains tensors that differ
+        fit.left_out += [
+            f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
+            for d in differences(view.config, manifest.facts.config)
+        ]
     _compare_model(fit, view, below("model.", manifest), cast=cast)
     if optimizer is not None:
         _compare_optimizer(fit, view, optimizer, manifest, cast=cast)
@@ -152,6 +159,7 @@ def _compare_model(
 def _compare_optimizer(
     fit: Fit, view: ModelView, optimizer: Optimizer, manifest: Manifest, *, cast: bool
 ) -> None:
+    check_optimizer(optimizer)
     groups = manifest.facts.optimizer
     if groups is None:
         fit.left_out.append("optimizer state is not in the checkpoint")

@@ -59,7 +59,8 @@ class Saver:
         optimizer: over the model's parameters; None = keep the model only.
         scheduler: of the learning rate; its state must be JSON-able.
         keep: how many of the newest checkpoints stay; 0 = all.
-        config: mapping or dataclass that describes the model, JSON-able; for readers only.
+        config: mapping or dataclass that describes the model, JSON-able; None takes that of a
+            native decoder, which `load` compares.
         progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
     """
 

@@ -84,7 +84,7 @@ def take_snapshot(
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
         meshes=_meshes(view),
         versions=versions(),
-        config=_config_values(config),
+        config=_config_values(view.config if config is None else config),
         optimizer_class=None if optimizer is None else type(optimizer).__name__,
         optimizer=None if optimizer is None else _copy(optimizer_groups(optimizer, view)),
         scheduler=None if scheduler is None else _scheduler_values(scheduler),

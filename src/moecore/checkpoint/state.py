@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
+from moecore.checkpoint.same_config import own_config
 from moecore.moe.experts import Experts
 
 StoredView = Callable[[Tensor], Tensor]
@@ -47,6 +48,7 @@ class ModelView:
     Attributes:
         tensors: name -> parameter or persistent buffer; a tied one only under its first name.
         stored: name -> its view in the checkpoint.
+        config: of the native decoder that the model is or holds; None = there is none.
 
     Args:
         model: parallelized or plain.
@@ -58,6 +60,7 @@ class ModelView:
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.config = own_config(model)
         self._names: dict[int, str] = {}
         # state_dict, not named_parameters, and first of all: FSDP2 then lets go of what it has
         # gathered, and modules hold the parameters that the optimizer knows.
@@ -96,12 +99,23 @@ class ModelView:
         return self._names[id(param)]
 
 
+def check_optimizer(optimizer: object) -> None:
+    """Raise ValueError for what is not one optimizer, such as a list of them."""
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) must be one torch optimizer, or None: several "
+            "cannot be kept together yet, so use one with several parameter groups"
+        )
+
+
 def optimizer_tensors(optimizer: Optimizer, model: ModelView) -> dict[str, Tensor]:
     """Return "<slot>.<fqn>" -> stored view of the optimizer's state, sharing its memory.
 
     Raises:
+        ValueError: for what is no optimizer.
         NotImplementedError: for state that is neither a scalar nor laid out like its parameter.
     """
+    check_optimizer(optimizer)
     found: dict[str, Tensor] = {}
     for param, state in optimizer.state.items():
         name = model.name_of(param)

@@ -80,7 +80,8 @@ def save(
         extra: name -> JSON-able value or plain tensor, the same on every rank.
         scheduler: of the learning rate; its state must be JSON-able.
         keep: how many of the newest checkpoints stay; 0 = all.
-        config: mapping or dataclass that describes the model, JSON-able; for readers only.
+        config: mapping or dataclass that describes the model, JSON-able; None takes that of a
+            native decoder, which `load` compares.
 
     Returns:
         The new checkpoint, `root/step-000123`.

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore.adapters.base import swap_blocks
 from moecore.checkpoint import load, save
@@ -66,6 +69,102 @@ def test_checkpoints_of_transformers_models_too(name, tmp_path):
     assert_state(again, want)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_module_around_the_model_is_left_out(beside, tmp_path):
+    """Such as the docs' WithLoss, whose checkpoints say hf.model.layers; but not half of one."""
+    model = random_model("qwen3-moe")
+    values = model.config.to_dict()
+    parts = {"hf": model, "value": nn.Linear(32, 1)} if beside else {"hf": model}
+    path = save(tmp_path / "run", 0, nn.ModuleDict(parts), None)
+    if beside:
+        with pytest.raises(ValueError, match=r"model.embed_tokens.weight is missing; .*: pass the"):
+            native_to_hf(path, tmp_path / "out", config=values)
+        assert not (tmp_path / "out").exists()
+        return
+    native_to_hf(path, tmp_path / "out", config=values)
+    export_hf(model, tmp_path / "exported")
+    assert_same_directory(tmp_path / "exported", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "qwen3-moe",
+            dict(num_hidden_layers=1),
+            r"layers.1.* is not in the model that config.json",
+        ),
+        (
+            "qwen3-moe",
+            dict(num_hidden_layers=3),
+            r"model.layers.2.input_layernorm.weight is missing",
+        ),
+        (
+            "qwen3-moe",
+            dict(hidden_size=64),
+            r"model.embed_tokens.weight \(61, 32\) must be \(61, 64\)",
+        ),
+        (
+            "qwen3-moe",
+            dict(tie_word_embeddings=True),
+            r"lm_head.weight must equal model.embed_tokens",
+        ),
+        ("qwen3-moe", dict(model_type="olmoe"), r"q_norm.weight \(8,\) must be \(32,\)"),
+        ("gpt-oss", dict(num_hidden_layers=1), r"layer 1 is one too many"),
+        ("gpt-oss", dict(num_hidden_layers=3), r"layer 2 is missing"),
+        (
+            "gpt-oss",
+            dict(hidden_size=64),
+            r"model.embed_tokens.weight \(61, 32\) must be \(61, 64\)",
+        ),
+        (
+            "gpt-oss",
+            dict(tie_word_embeddings=True),
+            r"lm_head.weight must equal model.embed_tokens",
+        ),
+    ],
+)
+def test_a_config_of_another_transformers_model(name, change, message, tmp_path):
+    model = random_model(name)
+    path = save(tmp_path / "run", 0, model, None)
+    layout = "fused" if name == "gpt-oss" else "per_expert"
+    with pytest.raises(ValueError, match=message):
+        native_to_hf(path, tmp_path / "out", config=model.config.to_dict() | change, layout=layout)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_a_stored_config_tells_what_shapes_do_not(name, tmp_path):
+    model = random_model(name)
+    values = model.config.to_dict()
+    path = save(tmp_path / "run", 0, model, None, config=values)
+    with pytest.raises(
+        ValueError, match=r"top_k|num_experts_per_tok \(3\) must be that of the mod"
+    ):
+        options = dict(config=values | dict(num_experts_per_tok=3), layout="fused")
+        native_to_hf(path, tmp_path / "out", **options)
+    native_to_hf(path, tmp_path / "out", config=values | dict(use_cache=False), layout="fused")
+
+
+def test_the_head_of_a_model_without_one_is_missed(tmp_path):
+    model = random_model("gpt-oss")
+    path = save(tmp_path / "run", 0, model.model, None)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is missing; lm_head.weight is miss"):
+        native_to_hf(path, tmp_path / "out", config=model.config.to_dict(), layout="fused")
+
+
+def test_a_head_that_equals_the_embedding_is_tied(tmp_path):
+    """As `to_empty` under FSDP2 and `load_hf` leave it until the first forward."""
+    model = random_model("qwen3-moe")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    path = save(tmp_path / "run", 0, model, None)
+    values = model.config.to_dict() | dict(tie_word_embeddings=True)
+    native_to_hf(path, tmp_path / "out", config=values)
+    again = type(model).from_pretrained(tmp_path / "out")
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe", "deepseek"])
 def test_hf_to_native(name, tmp_path):
     model, config = make_pair(name)
@@ -103,6 +202,9 @@ def test_sources_that_do_not_fit(tmp_path):
         native_to_hf(path, tmp_path / "out", config=TINY_JSON | dict(num_hidden_layers=4))
     with pytest.raises(ValueError, match=r"experts.w1 \(8, 2, 32, 64\) must be \(6, 2, 32, 64\)"):
         native_to_hf(path, tmp_path / "out", config=TINY_JSON | dict(n_routed_experts=6, n_group=3))
+    message = r"moe.top_k \(3\) must be that of the model \(2\): pass the config of this model"
+    with pytest.raises(ValueError, match=message):  # the checkpoint keeps the decoder's config
+        native_to_hf(path, tmp_path / "out", config=TINY_JSON | dict(num_experts_per_tok=3))
     file = next(path.glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -110,6 +212,22 @@ def test_sources_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"must be as it was saved, but has another sha256"):
         native_to_hf(path, tmp_path / "out", config=TINY_JSON)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+def test_one_rank_of_many_does_not_wait_for_the_others(tmp_path):
+    path = save(tmp_path / "run", 3, Decoder(CONFIG), None)
+    export_hf(Decoder(CONFIG), tmp_path / "hf", config=TINY_JSON)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(
+            ValueError, match=r"world size \(2\) must be 1 to convert files: call exp"
+        ):
+            native_to_hf(path, tmp_path / "out", config=TINY_JSON)
+        with pytest.raises(ValueError, match=r"world size \(2\) must be 1 to convert files"):
+            hf_to_native(tmp_path / "hf", tmp_path / "new")
+    finally:
+        dist.destroy_process_group()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]
 
 
 @pytest.mark.parametrize("there", ["a checkpoint", "a draft"])

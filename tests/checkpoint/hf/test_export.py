@@ -155,15 +155,15 @@ def test_what_only_training_reads_may_differ(tmp_path):
         (dict(config=None), r"config \(None\) must be given for Decoder: pass the config.json"),
         (
             dict(config=TINY_JSON | dict(num_experts_per_tok=3)),
-            r"config.json moe.top_k \(3\) must be that of the decoder \(2\)",
+            r"config.json moe.top_k \(3\) must be that of the model \(2\)",
         ),
         (
             dict(config=TINY_JSON | dict(rms_norm_eps=1e-5)),
-            r"config.json norm_eps \(1e-05\) must be that of the decoder \(1e-06\)",
+            r"config.json norm_eps \(1e-05\) must be that of the model \(1e-06\)",
         ),
         (
             dict(config=TINY_JSON | dict(first_k_dense_replace=3)),
-            r"config.json dense_layers|must have experts",
+            r"config.json moe \(None\) must be that of the model \(given\)",
         ),
         (dict(dtype=torch.float8_e4m3fn), r"dtype \(torch.float8_e4m3fn\) must be a float of 16"),
         (dict(dtype=torch.int32), r"dtype \(torch.int32\) must be a float"),
@@ -176,6 +176,68 @@ def test_wrong_arguments(change, message, tmp_path):
         export_hf(decoder(), tmp_path / "out", **dict(config=TINY_JSON) | change)
     assert "\n" not in str(info.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "qwen3-moe",
+            dict(num_experts_per_tok=3),
+            r"config.json moe.top_k \(3\) must be that of the",
+        ),
+        (
+            "qwen3-moe",
+            dict(tie_word_embeddings=True),
+            r"json tie_embeddings \(True\) must be that of",
+        ),
+        ("qwen3-moe", dict(attention_bias=True), r"config.json attention_bias \(True\)"),
+        (
+            "qwen3-moe",
+            dict(model_type="olmoe"),
+            r"model_type \('olmoe'\) must be .* \('qwen3_moe'\)",
+        ),
+        (
+            "gpt-oss",
+            dict(num_experts_per_tok=3),
+            r"config.json num_experts_per_tok \(3\) must be th",
+        ),
+        (
+            "gpt-oss",
+            dict(swiglu_limit=7.0),
+            r"config.json swiglu_limit \(7.0\) must be that of the",
+        ),
+        (
+            "gpt-oss",
+            dict(rope_parameters={"rope_theta": 5.0}),
+            r"config.json rope_theta \(5.0\) must",
+        ),
+    ],
+)
+def test_a_config_of_another_transformers_model(name, change, message, tmp_path):
+    model = random_model(name)
+    values = model.config.to_dict()
+    options = dict(layout="fused", config=values | change)
+    with pytest.raises(ValueError, match=message):
+        export_hf(model, tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+    options = dict(layout="fused", config=values | dict(use_cache=False, router_aux_loss_coef=0.5))
+    export_hf(model, tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_class_that_can_load_it_is_named(given, tmp_path):
+    """Not that with a head, which would begin with random numbers."""
+    model = random_model("qwen3-moe")
+    model.model.__class__ = type("FSDPQwen3MoeModel", (type(model.model),), {})
+    config = model.config.to_dict() | dict(architectures=["Qwen3MoeForCausalLM"])
+    export_hf(model.model, tmp_path / "base", config=config if given else None)
+    written = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert written["architectures"] == ["Qwen3MoeModel"]
+    model.__class__ = type("Mine", (type(model),), {})  # is loaded by the class that it extends
+    export_hf(model, tmp_path / "mine")
+    written = json.loads((tmp_path / "mine" / "config.json").read_text())
+    assert written["architectures"] == ["Qwen3MoeForCausalLM"]
 
 
 def test_models_that_cannot_be_written(tmp_path):

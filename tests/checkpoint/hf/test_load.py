@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore import BalanceConfig, FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.checkpoint.hf import load as hf_load
 from moecore.checkpoint.hf.config import decoder_config_from_hf
 from moecore.checkpoint.hf.load import load_hf
@@ -314,6 +314,38 @@ def test_not_strict_loads_what_both_have(tmp_path):
     write_directory(tmp_path, state, {})
     with pytest.raises(ValueError, match=r"experts.7.down_proj.weight is missing"):
         load_hf(tmp_path, loaded, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            dict(num_experts_per_tok=3),
+            r"config.json moe.top_k \(3\) must be that of the model \(2\)",
+        ),
+        (
+            dict(rms_norm_eps=1e-5),
+            r"config.json norm_eps \(1e-05\) must be that of the model \(1e-",
+        ),
+        (
+            dict(attention_bias=True),
+            r"config.json attention_bias \(True\) .* native decoder, which",
+        ),
+    ],
+)
+def test_files_of_another_decoder_of_the_same_shapes(values, message, tmp_path):
+    config = preset("tiny-deepseek-v3")
+    state = to_hf(Decoder(config).state_dict(), config, layout="per_expert")
+    write_directory(tmp_path, state, TINY_JSON | values)
+    with pytest.raises(ValueError, match=message):
+        load_hf(tmp_path, fill_nan(Decoder(config)))
+    loaded = fill_nan(Decoder(config))
+    with pytest.warns(UserWarning, match=message):
+        load_hf(tmp_path, loaded, strict=False)
+    assert_state(loaded, from_hf(state, config))
+    write_directory(tmp_path, state, TINY_JSON | dict(max_position_embeddings=64))
+    moe = replace(config.moe, balance=BalanceConfig(z_loss_coef=1e-3))
+    load_hf(tmp_path, Decoder(replace(config, moe=moe, mtp_loss_coef=0.1)))
 
 
 def test_copies_must_equal_their_originals(tmp_path):

@@ -386,7 +386,7 @@ def test_every_rank_raises_and_nothing_changes(results):
     assert "model.embed_tokens.weight (128, 64) must be (61, 32)" in errors["other model"][0]
     assert "(and 170 more)" in errors["other model"][0]
     assert len(set(errors["one rank"])) == 1
-    assert "norm_eps (1e-06) must be that of the decoder (0.001)" in errors["one rank"][0]
+    assert "norm_eps (1e-06) must be that of the model (0.001)" in errors["one rank"][0]
     assert len(set(errors["full disk"])) == 1
     assert "No space left on device" in errors["full disk"][0]
     assert set(errors["odd failure"]) == {"list index out of range"}

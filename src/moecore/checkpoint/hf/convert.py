@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moecore.checkpoint.directory import (
@@ -25,6 +26,7 @@ from moecore.checkpoint.directory import (
     new_draft,
     publish,
 )
+from moecore.checkpoint.fit import below
 from moecore.checkpoint.hf.collect import Item
 from moecore.checkpoint.hf.config import HFConfig, decoder_config_from_hf, read_config
 from moecore.checkpoint.hf.export import (
@@ -42,14 +44,16 @@ from moecore.checkpoint.hf.names import (
     EMBEDDING,
     HEAD,
     HFLayout,
+    Piece,
     Recipe,
     find_layout,
     hf_copies,
     hf_plan,
 )
 from moecore.checkpoint.hf.quant import Source, find_sources
+from moecore.checkpoint.hf.same_model import config_problems
 from moecore.checkpoint.hf.target import stored_plan
-from moecore.checkpoint.hf.verify import copy_problems, plan_problems
+from moecore.checkpoint.hf.verify import content_problems, copy_problems, plan_problems
 from moecore.checkpoint.manifest import (
     Chunk,
     Facts,
@@ -92,26 +96,34 @@ def native_to_hf(
         progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a damaged checkpoint or one that the config does not describe.
+        ValueError: for a damaged checkpoint or one that the config does not describe; in a job of
+            several ranks.
         NotImplementedError: when a tensor has no Hugging Face name.
         OSError: when a file could not be read or written; nothing is left behind.
     """
+    _check_alone()
     path, out = Path(path), Path(out)
     check_arguments(out, dtype, max_shard_bytes, layout)
     manifest = verify(path)
-    tensors = {
-        name.removeprefix(PREFIX): tensor
-        for name, tensor in manifest.tensors.items()
-        if name.startswith(PREFIX)
-    }
+    prefix = PREFIX + _wrapper_of(below(PREFIX, manifest))
+    tensors = below(prefix, manifest)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     num_mtp = len({name.split(".")[1] for name in shapes if name.startswith("mtp.")})
     values = finish_config(read_config(config), num_mtp)
     recipes, copies = _plan_of(shapes, values, names_of(layout, values))
     items = list(make_items({n: t.dtype for n, t in tensors.items()}, recipes, copies, dtype))
+    problems = config_problems(values, manifest.facts.config)
+    problems += content_problems({item.name: item.piece for item in items}, values, values)
     shards = fill_shards(items, max_shard_bytes)
     with ExitStack() as stack:
-        collector = _StoredCollector(path, manifest, recipes, stack)
+        collector = _StoredCollector(path, manifest, prefix, stack)
+        if HEAD in tensors and HEAD in copies and not problems:
+            problems += _head_problems(collector, tensors)
+        if problems:
+            raise ValueError(
+                f"path ({path}) must hold the model that config.json describes: "
+                f"{listed(problems)}: pass the config of this model"
+            )
         write_directory(out, shards, values, collector, Meter(progress))
     return len(items)
 
@@ -140,10 +152,11 @@ def hf_to_native(
 
     Raises:
         ValueError: for a wrong argument, a run that has begun, a broken directory, or one that does
-            not hold what its config says.
+            not hold what its config says; in a job of several ranks.
         NotImplementedError: when the native decoder cannot express the model.
         OSError: when a file could not be read or written; `latest` did not change then.
     """
+    _check_alone()
     path, root, meter = Path(path), Path(root), Meter(progress)
     check_step(step)
     check_unused(root)
@@ -172,6 +185,20 @@ def hf_to_native(
             discard(draft)
             raise
     return directory_of(root, step)
+
+
+def _check_alone() -> None:
+    """Raise on a rank among others: it would wait for them, or leave them their share of the work.
+
+    Raises:
+        ValueError: when there is a process group of several ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world > 1:
+        raise ValueError(
+            f"world size ({world}) must be 1 to convert files: call export_hf or load_hf on every "
+            "rank, or run `python -m moecore checkpoint convert` beside the job"
+        )
 
 
 def _checked_plan(
@@ -291,20 +318,18 @@ class _StoredCollector:
     Args:
         path: the checkpoint.
         manifest: of it.
-        recipes: of each of its model's tensors.
+        prefix: of the model's tensors in it.
         stack: closes the files.
     """
 
-    def __init__(
-        self, path: Path, manifest: Manifest, recipes: Mapping[str, Recipe], stack: ExitStack
-    ) -> None:
-        self._path, self._manifest, self._recipes, self._stack = path, manifest, recipes, stack
+    def __init__(self, path: Path, manifest: Manifest, prefix: str, stack: ExitStack) -> None:
+        self._path, self._manifest, self._prefix, self._stack = path, manifest, prefix, stack
         self._readers: dict[str, ShardReader] = {}
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
     def collect(self, item: Item, writer: int) -> Tensor:
         """Return the whole tensor."""
-        stored = self._manifest.tensors[f"{PREFIX}{item.source}"]
+        stored = self._manifest.tensors[f"{self._prefix}{item.source}"]
         region = (
             *item.piece.region,
             *(slice(0, n) for n in stored.shape[len(item.piece.region) :]),
@@ -338,6 +363,30 @@ class _StoredCollector:
             reader = ShardReader(self._path / file, layout, self._buffer, Meter())
             self._readers[file] = self._stack.enter_context(reader)
         return self._readers[file]
+
+
+def _wrapper_of(names: Collection[str]) -> str:
+    """Return what a module around the model put before every name, such as "hf."; "" for none."""
+    embedding = next((name for name in names if name.endswith(f".{EMBEDDING}")), EMBEDDING)
+    prefix = embedding.removesuffix(EMBEDDING)
+    return prefix if all(name.startswith(prefix) for name in names) else ""
+
+
+def _head_problems(collector: _StoredCollector, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """A stored head that the config ties to the embedding: dropped only if it is the same."""
+    (rows, cols), dtype = tensors[HEAD].shape, tensors[HEAD].dtype
+    same = tensors[EMBEDDING].shape == (rows, cols) and tensors[EMBEDDING].dtype == dtype
+    step = max(1, CHUNK_BYTES // (cols * dtype.itemsize))
+    for first in range(0, rows if same else 0, step):
+        stop = min(first + step, rows)
+        part = Piece(HEAD, (slice(first, stop),), (stop - first, cols))
+        head, table = (
+            collector.collect(Item(name, name, part, dtype), 0) for name in (HEAD, EMBEDDING)
+        )
+        same = same and torch.equal(head, table)
+    if same:
+        return []
+    return [f"{HEAD} must equal {EMBEDDING} with tie_word_embeddings (True)"]
 
 
 def _plan_of(

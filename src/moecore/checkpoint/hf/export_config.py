@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from moecore.checkpoint.hf.config import MTP_KEYS, HFConfig, decoder_config_from_hf, read_config
+from moecore.checkpoint.hf.same_model import config_problems
+from moecore.checkpoint.same_config import TRAINING
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
@@ -20,8 +21,6 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-TRAINING = {"num_mtp_layers", "mtp_loss_coef", "ce_chunk_tokens", "max_seq_len"}
-MOE_TRAINING = {"balance", "router_jitter", "router_dtype"}
 
 
 def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
@@ -32,10 +31,10 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
         config: as `export_hf` got it.
 
     Raises:
-        ValueError: when a native decoder has none, or one that describes another decoder.
+        ValueError: when a native decoder has none, or it describes another model.
     """
+    own = getattr(model, "config", None)
     if config is None:
-        own = getattr(model, "config", None)
         if isinstance(model, Decoder) or not hasattr(own, "to_dict"):
             raise ValueError(
                 f"config (None) must be given for {type(model).__name__}: pass the config.json of "
@@ -45,9 +44,14 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     else:
         values = read_config(config)
     if not isinstance(model, Decoder):
+        if config is not None and hasattr(own, "to_dict"):
+            _check_same(values, own.to_dict())  # type: ignore[union-attr]
         return finish_config(values, 0, type(model))
     values = finish_config(values, model.config.num_mtp_layers)
-    _check_same(model.config, decoder_config_from_hf(values))
+    decoder_config_from_hf(values)  # raises where it cannot be a native decoder
+    capacity = model.config.moe.capacity if model.config.moe else None
+    in_eval = {"moe.capacity"} if capacity and capacity.eval_factor is not None else set()
+    _check_same(values, model.config, skipped=TRAINING - in_eval)
     return values
 
 
@@ -70,34 +74,31 @@ def finish_config(
             values[key] = num_mtp
     if num_mtp and not any(key in values for key in MTP_KEYS):
         values[MTP_KEYS[0]] = num_mtp
-    name = ARCHITECTURES.get(str(values.get("model_type")))
-    if name is None and model_class is not None:
-        name = model_class.__name__.removeprefix("FSDP")  # FSDP2 renames its root
-    if name is not None and not values.get("architectures"):
-        values["architectures"] = [name]
+    known = ARCHITECTURES.get(str(values.get("model_type")))
+    name = model_class.__name__.removeprefix("FSDP") if model_class else None  # FSDP2 renames it
+    if model_class is not None and _is_of_transformers(model_class, name):
+        values["architectures"] = [name]  # such as one without a head, whatever the config says
+    elif not values.get("architectures") and (known or name):
+        values["architectures"] = [known or name]
     try:
         return json.loads(json.dumps(values))
     except (TypeError, ValueError) as error:
         raise ValueError(f"config must be JSON-able: {error}") from None
 
 
-def _check_same(ours: DecoderConfig, theirs: DecoderConfig) -> None:
+def _is_of_transformers(model_class: type, name: str | None) -> bool:
+    return any(
+        cls.__name__ == name and cls.__module__.startswith("transformers.models.")
+        for cls in model_class.__mro__
+    )
+
+
+def _check_same(
+    values: Mapping[str, Any],
+    model: DecoderConfig | Mapping[str, Any],
+    *,
+    skipped: Collection[str] = TRAINING,
+) -> None:
     """Raise for a field that differs, unless only training reads it."""
-    records: list[tuple[str, Any, Any, set[str]]] = [("", ours, theirs, TRAINING | {"moe"})]
-    if ours.moe is not None and theirs.moe is not None:
-        capacity = ours.moe.capacity
-        only_training = {"capacity"} if capacity and capacity.eval_factor is None else set()
-        records.append(("moe.", ours.moe, theirs.moe, MOE_TRAINING | only_training))
-    for record, mine, other, skipped in records:
-        for field in fields(mine):
-            a, b = getattr(mine, field.name), getattr(other, field.name)
-            if a != b and field.name not in skipped:
-                raise ValueError(
-                    f"config.json {record}{field.name} ({b!r}) must be that of the decoder "
-                    f"({a!r}): pass the config of this model"
-                )
-    if (ours.moe is None) != (theirs.moe is None):
-        raise ValueError(
-            f"config.json must {'not ' if ours.moe is None else ''}have experts, as the decoder: "
-            "pass the config of this model"
-        )
+    for problem in config_problems(values, model, skipped=skipped):
+        raise ValueError(f"{problem}: pass the config of this model")

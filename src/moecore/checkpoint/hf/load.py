@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from typing import cast as as_type
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +33,7 @@ from moecore.checkpoint.hf.files import (
 )
 from moecore.checkpoint.hf.names import HEAD, Recipe, find_layout
 from moecore.checkpoint.hf.quant import FP8, Source, find_sources
+from moecore.checkpoint.hf.same_model import config_problems
 from moecore.checkpoint.hf.target import (
     first_ignored_layer,
     local_part,
@@ -41,6 +44,7 @@ from moecore.checkpoint.hf.target import (
 )
 from moecore.checkpoint.hf.verify import copy_problems
 from moecore.fsdp.accumulate import drop_step
+from moecore.models.decoder import Decoder
 from moecore.moe.params import global_indices
 
 CHUNK_BYTES = 64 << 20
@@ -107,9 +111,11 @@ def load_hf(
             and their index.
         model: a `moecore.models.Decoder` or a transformers model, plain or parallelized, with real
             storage (after `to_empty`), any dtypes and devices.
-        strict: every tensor of the model must be in the files, and the other way round.
+        strict: every tensor of the model must be in the files, and the other way round; and
+            config.json must describe a native decoder as it is, but for what only training reads.
             Multi-token prediction modules are left out without a word where transformers has none.
-            False loads what both have and reports the rest; half a parameter stays an error.
+            False loads what both have, reports the rest and warns of the config; half a parameter
+            stays an error.
         cast: round values to a parameter's dtype that does not hold them all (fp32 files into a
             bf16 model). Widening, and quantised values, need no leave.
 
@@ -126,6 +132,7 @@ def load_hf(
     table, config = _first_rank_reads(path)
     with HFFiles(path, table) as files:
         sources, problems = find_sources(files, config.get("quantization_config"))
+        problems += _config_problems(path, model, config, strict=strict)
         plan = on_every_rank(lambda: _fitting_plan(path, model, sources, problems, options, files))
         compared = files.bytes_read
         on_every_rank(lambda: _fill_all(model, plan, sources, files))
@@ -149,6 +156,18 @@ def _first_rank_reads(path: Path) -> tuple[dict[str, StoredTensor], dict[str, An
         return read_headers(path), read_json(path / CONFIG)
 
     return on_first_rank(action)
+
+
+def _config_problems(
+    path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
+) -> list[str]:
+    """What config.json says of another decoder than this one; without `strict` only a warning."""
+    problems = config_problems(config, model.config) if isinstance(model, Decoder) else []
+    if strict or not problems:
+        return problems
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(f"path ({path}): {listed(problems)}: loaded all the same", stacklevel=3)
+    return []
 
 
 def _fitting_plan(

@@ -10,20 +10,36 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 
-from moecore.checkpoint.hf.config import KIND_OF, decoder_config_from_hf
+from moecore.checkpoint.hf.config import KIND_OF, MTP_KEYS, HFConfig, decoder_config_from_hf
 from moecore.checkpoint.hf.files import CONFIG, INDEX, HFFiles, read_json
-from moecore.checkpoint.hf.names import Recipe, find_layout, hf_copies, hf_plan
+from moecore.checkpoint.hf.names import (
+    EMBEDDING,
+    HEAD,
+    Recipe,
+    find_layout,
+    hf_copies,
+    hf_plan,
+)
 from moecore.checkpoint.hf.quant import Source, find_sources
 from moecore.checkpoint.shard_file import CHUNK_BYTES
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+
+
+class Shaped(Protocol):
+    """A tensor of a directory, written already or not."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
 
 
 def verify_hf(path: str | os.PathLike[str]) -> list[str]:
@@ -43,19 +59,32 @@ def verify_hf(path: str | os.PathLike[str]) -> list[str]:
             problems += _stray_shards(path, files)
     except ValueError as error:
         return [str(error)]
+    return problems + content_problems(sources, config, path)
+
+
+def content_problems(
+    sources: Mapping[str, Shaped], config: Mapping[str, Any], described: HFConfig
+) -> list[str]:
+    """Return how tensors differ from those of the model that a config.json describes.
+
+    Args:
+        sources: what files hold, or will hold.
+        config: what config.json says.
+        described: the same, or the directory, where the files count multi-token prediction.
+    """
     try:
-        native = decoder_config_from_hf(path)
+        native = decoder_config_from_hf(described)
         plan = hf_plan(native, find_layout(sources))
     except NotImplementedError:  # an option that the native decoder lacks
-        problems += _missing_experts(sources, config) + _missing_layers(sources, config)
-        return problems + _unlike_layers(sources, config)
+        problems = _end_problems(sources, config) + _missing_experts(sources, config)
+        return problems + _missing_layers(sources, config) + _unlike_layers(sources, config)
     except ValueError as error:
-        return [*problems, str(error)]
-    return problems + plan_problems(sources, plan, hf_copies(native))
+        return [str(error)]
+    return plan_problems(sources, plan, hf_copies(native))
 
 
 def plan_problems(
-    sources: Mapping[str, Source], plan: Mapping[str, Recipe], copies: Mapping[str, str]
+    sources: Mapping[str, Shaped], plan: Mapping[str, Recipe], copies: Mapping[str, str]
 ) -> list[str]:
     """Return how files differ from what a decoder is made of: names and shapes.
 
@@ -128,7 +157,22 @@ def _stray_shards(path: Path, files: HFFiles) -> list[str]:
     return problems
 
 
-def _missing_experts(sources: Mapping[str, Source], config: Mapping[str, Any]) -> list[str]:
+def _end_problems(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
+    """Embedding and head of a causal language model, where the embedding is called so."""
+    if not any(name.endswith("embed_tokens.weight") for name in sources):
+        return []
+    ends = (EMBEDDING,) if config.get("tie_word_embeddings", False) else (EMBEDDING, HEAD)
+    problems = [f"{name} is missing" for name in ends if name not in sources]
+    shape = (config.get("vocab_size"), config.get("hidden_size"))
+    problems += [
+        f"{name} {sources[name].shape} must be {shape}"
+        for name in ends
+        if name in sources and None not in shape and sources[name].shape != shape
+    ]
+    return problems
+
+
+def _missing_experts(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
     """Experts of a layer that others have, or that the config counts."""
     want = next((config[key] for key in EXPERT_KEYS if _is_layers(config.get(key))), 0)
     problems = []
@@ -146,26 +190,30 @@ def _missing_experts(sources: Mapping[str, Source], config: Mapping[str, Any]) -
     return problems
 
 
-def _missing_layers(sources: Mapping[str, Source], config: Mapping[str, Any]) -> list[str]:
+def _missing_layers(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
+    """Layers that the config counts and no tensor belongs to, and the other way round."""
     found = {int(match[1]) for name in sources if (match := LAYER.match(name))}
     num_layers = config.get("num_hidden_layers")
     if not _is_layers(num_layers):
         return []
-    return [f"layer {i} is missing" for i in range(num_layers) if i not in found]
+    behind = [config[key] for key in MTP_KEYS if _is_layers(config.get(key))]
+    last = num_layers + max(behind, default=0)
+    problems = [f"layer {i} is missing" for i in range(num_layers) if i not in found]
+    return problems + [f"layer {i} is one too many" for i in sorted(found) if i >= last]
 
 
-def _unlike_layers(sources: Mapping[str, Source], config: Mapping[str, Any]) -> list[str]:
+def _unlike_layers(sources: Mapping[str, Shaped], config: Mapping[str, Any]) -> list[str]:
     """Tensors that a layer lacks or has in another shape than those of its kind.
 
     A kind is the config's type of the layer, and whether it has experts.
     """
-    layers: dict[int, dict[str, Source]] = {}
+    layers: dict[int, dict[str, Shaped]] = {}
     for name, source in sources.items():
         match = LAYER.match(name)
         if match:
             layers.setdefault(int(match[1]), {})[name[match.end() :]] = source
     types = config.get("layer_types")
-    kinds: dict[Any, dict[int, dict[str, Source]]] = {}
+    kinds: dict[Any, dict[int, dict[str, Shaped]]] = {}
     for i, layer in layers.items():
         kind = types[i] if isinstance(types, list) and i < len(types) else None
         has_experts = any(".experts." in name for name in layer)
