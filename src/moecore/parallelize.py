@@ -191,8 +191,8 @@ def _check_request(
     for name, param in model.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"{name} must have no hooks, which its sharded parameter would not have: register "
-                "them after parallelize_moe"
+                f"{name} must have no hooks, which its sharded parameter would not have: after "
+                "parallelize_moe use register_post_accumulate_grad_hook"
             )
     for degree in ("cp", "pp"):
         if getattr(p, degree) > 1:

@@ -213,6 +213,19 @@ def test_an_optimizer_that_can_not_skip_is_refused() -> None:
         clip_grad_norm_(device, 0.1, optimizer=plain)
 
 
+def test_an_optimizer_of_a_part_is_refused() -> None:
+    """The others would step unclipped, and with a nan."""
+    model = make_model()
+    name = next(n for n, _ in model.named_parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    part = torch.optim.AdamW([p for n, p in model.named_parameters() if n != name], fused=True)
+    with pytest.raises(ValueError, match=rf"must hold {name} and all other .* \(1 are missing\)"):
+        clip_grad_norm_(model, 0.1, optimizer=part)
+    model.get_parameter(name).grad = None
+    clip_grad_norm_(model, 0.1, optimizer=part)
+
+
 def test_a_gradient_that_is_elsewhere_is_refused() -> None:
     """It would be neither measured nor clipped."""
     model = make_model()

@@ -75,6 +75,8 @@ def train(layout: str, ids: Tensor, disturb: str, **options: Any) -> list[float]
     model, found = make(layout, **options), []
     if disturb == "evaluated before the optimizer is made":
         evaluate(model, ids)
+    if disturb == "a forward without a backward before the optimizer is made":
+        model(ids)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):
         for n in range(2):
@@ -82,6 +84,8 @@ def train(layout: str, ids: Tensor, disturb: str, **options: Any) -> list[float]
                 start_micro_batch(model, is_last=n == 1)
                 evaluate(model, ids)
             loss = model((ids + 5 * n) % 32) / 2
+            if disturb == "parameters read before backward":
+                assert all(isinstance(p, DTensor) for p in model.parameters())
             loss.backward()
             found.append(loss.item())
         if disturb == "a micro-batch without a backward":
@@ -106,6 +110,8 @@ DISTURBED = (
     "evaluated before clipping",
     "evaluated before the step",
     "a forward without a backward before the step",
+    "a forward without a backward before the optimizer is made",
+    "parameters read before backward",
 )
 
 
@@ -147,6 +153,17 @@ def error_after_a_failed_backward(ids: Tensor) -> str:
     return str(error.value)
 
 
+def error_of_inference_mode(ids: Tensor) -> str:
+    model = make("ep")
+    with torch.inference_mode(), pytest.raises(RuntimeError) as error:
+        model(ids)
+    model(ids).backward()
+    with torch.inference_mode():
+        model(ids)
+    model(ids).backward()
+    return str(error.value)
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(rank))
     found: dict[str, Any] = {}
@@ -157,6 +174,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
                 found[layout, gathered, disturb] = train(layout, ids, disturb, **options)
     found["names"] = names_of_gathered(ids)
     found["changed"] = loss_after_a_change(ids)
+    found["inference mode"] = error_of_inference_mode(ids)
     found["failed"] = error_after_a_failed_backward(ids)
     return copy.deepcopy(found)
 
@@ -181,6 +199,10 @@ def test_an_evaluation_leaves_what_an_optimizer_knows(found: dict[str, Any]) -> 
     assert found["names"] == []
     early, late = found["changed"]
     assert early == late
+
+
+def test_a_first_forward_in_inference_mode_is_refused(found: dict[str, Any]) -> None:
+    assert found["inference mode"].startswith("the first forward must not run under")
 
 
 def test_a_failed_backward_is_no_base_for_another_step(found: dict[str, Any]) -> None:

@@ -307,3 +307,12 @@ def test_heads_of_other_models_stay_with_the_root(two_ranks: Any) -> None:
     parallelize_moe(model, two_ranks)
     assert "lm_head" not in units(model)
     assert isinstance(model.lm_head.weight, DTensor)
+
+
+def test_a_head_inside_a_block_stays_with_it(two_ranks: Any) -> None:
+    """Two whole decoders in a container are its blocks."""
+    model = nn.Module()
+    model.both = nn.ModuleDict({n: Decoder(PLAIN, device="meta") for n in ("actor", "critic")})
+    parallelize_moe(model, two_ranks)
+    assert {"both.actor", "both.critic"} <= units(model)
+    assert not {"both.actor.lm_head", "both.critic.lm_head"} & units(model)

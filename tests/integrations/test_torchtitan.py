@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -76,7 +77,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"training__seq_len": 128},
         r"training.seq_len \(128\) must be <= DecoderConfig.max",
     ),
+    "odd length": (
+        {EP: 2, TP: 2, "training__seq_len": 17},
+        r"training.seq_len \(17\) must be a multiple of tensor parallelism \(2\)",
+    ),
+    "memory budget": (
+        {"activation_checkpoint__mode": "memory_budget"},
+        r"activation_checkpoint.mode \('memory_budget'\) must be 'none', 'full' or 'selective'",
+    ),
+    "replicas": (
+        {
+            "parallelism__data_parallel_replicate_degree": 2,
+            "checkpoint__enable": True,
+            "checkpoint__last_save_in_hf": True,
+        },
+        r"data_parallel_replicate_degree \(2\) must be 1 with checkpoint.initial_load_in_hf",
+    ),
 }
+OWN_FUNCTIONS = ("parallelize_fn", "build_optimizers_fn", "build_metrics_processor_fn")
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
@@ -94,6 +112,8 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
             if options
         }
     results["refused"] |= {"converters": converters(folder), "model": other_model()}
+    results["own functions"] = {name: own_function(name) for name in OWN_FUNCTIONS}
+    results["own classes"] = {part: own_class(part) for part in ("router", "experts")}
     results["oracle"] = oracle()
     results["dealt"] = dealt_balance()
     return results
@@ -165,6 +185,30 @@ def message(**options: Any) -> str:
 
     with pytest.raises(NotImplementedError) as error:
         titan_moe(stock_block(**options), nn.Module())
+    return str(error.value)
+
+
+def own_function(field: str) -> str:
+    """What a spec with a function of its own is told."""
+    from torchtitan.models import qwen3
+
+    from moecore.integrations.torchtitan import accelerated
+
+    spec = replace(qwen3.get_train_spec(), **{field: own_function})
+    with pytest.raises(NotImplementedError) as error:
+        accelerated(spec)
+    return str(error.value)
+
+
+def own_class(part: str) -> str:
+    """What a block is told whose router or experts are of a subclass."""
+    from moecore.integrations.torchtitan_moe import titan_moe
+
+    block = stock_block()
+    module = block.get_submodule(part)
+    module.__class__ = type("Own", (type(module),), {})
+    with pytest.raises(NotImplementedError) as error:
+        titan_moe(block, nn.Module())
     return str(error.value)
 
 
@@ -291,6 +335,14 @@ def test_blocks_share_the_graph_of_attention_and_norms(results: dict[str, Any]) 
 
 def test_no_bias_moves_when_experts_are_dealt_out(results: dict[str, Any]) -> None:
     assert results["dealt"] == BalanceConfig(z_loss_coef=0.1)
+
+
+def test_what_moecore_would_replace_is_refused(results: dict[str, Any]) -> None:
+    for field, said in results["own functions"].items():
+        assert said.startswith(f"TrainSpec.{field} (<function own_function")
+        assert "must be torchtitan's own" in said
+    for part, said in results["own classes"].items():
+        assert re.match(rf"MoE {part} \(Own\) must be \w+ for a moecore model", said)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -319,3 +321,16 @@ def test_size_and_flops_are_those_of_moecores_decoder(results: dict[str, Any], n
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_done_is_refused(results: dict[str, Any], name: str) -> None:
     assert re.search(REFUSED[name][1], results["refused"][name]), results["refused"][name]
+
+
+def test_stacked_experts_are_not_those_of_a_published_index(tmp_path: Path) -> None:
+    """torchtitan would look up each name's file there, after all training."""
+    from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+    from moecore.integrations.torchtitan_hf_model import HFNames
+
+    names = {"model.layers.0.mlp.experts.0.up_proj.weight": "model-00001-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    names_of_titan = type("Names", (HFNames,), {"__init__": StateDictAdapter.__init__})
+    assert names_of_titan(None, str(tmp_path)).fqn_to_index_mapping
+    assert HFNames(None, str(tmp_path)).fqn_to_index_mapping is None

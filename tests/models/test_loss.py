@@ -68,6 +68,13 @@ def test_gradcheck_in_fp64():
     assert torch.autograd.gradcheck(fn, (hidden, weight))
 
 
+def test_a_second_derivative_is_refused():
+    hidden, weight, labels = make(9, 4, 11, torch.float64)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    with pytest.raises(NotImplementedError, match=r"create_graph \(True\) must be False"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 @pytest.mark.parametrize("n", [0, 5])
 def test_no_label_counts_gives_zero(n):
     hidden, weight, _ = make(n, 4, 8)

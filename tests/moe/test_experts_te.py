@@ -289,7 +289,9 @@ def test_missing_library_is_an_error_that_names_the_way_out(
 ) -> None:
     monkeypatch.setattr(experts_te.importlib.util, "find_spec", lambda name: None)
     assert not is_available()
-    with pytest.raises(ValueError, match=r"experts \('te'\) must .* missing: pip install 'moecor"):
+    with pytest.raises(
+        ValueError, match=r"experts \('te'\) must .* missing: pip install '.\[te\]'"
+    ):
         call()
 
 

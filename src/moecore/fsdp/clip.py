@@ -85,8 +85,8 @@ def clip_grad_norm_(
         The norm before clipping, the same on every rank. Give its `skipped` to `finish_step`.
 
     Raises:
-        ValueError: when `max_norm` is not positive, the optimizer can not skip a step, or a
-            parameter has a `main_grad`.
+        ValueError: when `max_norm` is not positive, the optimizer can not skip a step or lacks a
+            parameter that has a gradient, or a parameter has a `main_grad`.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
@@ -104,6 +104,8 @@ def clip_grad_norm_(
             f"{elsewhere[0]}.main_grad must be absent, because only grad is measured and clipped: "
             "delete it and read grad"
         )
+    if optimizer is not None:
+        _check_holds(optimizer, params)
     squares = _squares([p for _, p in params])
     norm = GradientNorm(tuple(n for n, _ in params), squares)
     if optimizer is not None:
@@ -123,6 +125,18 @@ def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups
     )
+
+
+def _check_holds(optimizer: torch.optim.Optimizer, params: list[tuple[str, nn.Parameter]]) -> None:
+    """Raise for a gradient that another optimizer would use neither clipped nor skipped."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = [n for n, p in params if p.grad is not None and p not in held]
+    if missing:
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) must hold {missing[0]} and all other "
+            f"parameters with gradients ({len(missing)} are missing) to clip and skip them: leave "
+            "it out, or make it of model.parameters() after parallelize_moe"
+        )
 
 
 def _tell(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:

@@ -7,16 +7,20 @@ forward would compute with the weights of before the last step. So they are let 
 
     after a forward without gradients,
     before every forward, unless `start_micro_batch` has said that it shares what is gathered,
-    before `clip_grad_norm_` looks for gradients.
+    before `clip_grad_norm_` looks for gradients,
+    when the model's parameters are asked for by `parameters()`, `named_parameters()` or
+    `requires_grad_()`, such as for an optimizer. (Backward gathers them again.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from moecore.moe.balance import is_recomputing
 
@@ -38,6 +42,8 @@ class Gathered:
         self._is_last = False
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward)
+        self._named_parameters = root.named_parameters
+        root.named_parameters = self._own_parameters  # type: ignore[method-assign]
 
     def let_go(self) -> None:
         """Free all gathered parameters: modules hold those that the optimizer knows."""
@@ -55,10 +61,22 @@ class Gathered:
         self._is_shared = self._is_last = False
         self.let_go()
 
+    def _own_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Stand before `named_parameters` of the root, which all who want parameters go through."""
+        is_between = self._state._training_state == TrainingState.IDLE
+        if is_between and not self._is_shared and not is_recomputing():
+            self.let_go()
+        return self._named_parameters(*args, **kwargs)
+
     @torch.compiler.disable
     def _before_forward(self, *_: Any) -> None:
         if is_recomputing():
             return
+        if torch.is_inference_mode_enabled() and self._state._is_root is None:
+            raise RuntimeError(
+                "the first forward must not run under torch.inference_mode(), whose tensors FSDP2 "
+                "could not train with later: evaluate under torch.no_grad()"
+            )
         if self._state._state_ctx.post_backward_final_callback_queued:
             raise RuntimeError(
                 "the last backward ended in an exception: gradients, counts and gathered weights "

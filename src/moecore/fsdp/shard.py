@@ -249,18 +249,19 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     """Return the heads that are FSDP2 units of their own, in order: see the note "head".
 
-    They come after a block, and share no parameter with another module.
+    They come after a block, are in none, and share no parameter with another module.
 
     Args:
         model: the whole model.
         blocks: of `find_blocks`.
     """
     heads: list[nn.Module] = []
+    in_blocks = {module for block in blocks for module in block.modules()}
     after_a_block = False
     for module in model.modules():
         after_a_block |= module in blocks
-        is_head = isinstance(module, Head) and module is not model and _has_parameters(module)
-        if is_head and after_a_block and not is_tied(module, model):
+        is_head = isinstance(module, Head) and module is not model and module not in in_blocks
+        if is_head and after_a_block and _has_parameters(module) and not is_tied(module, model):
             heads.append(module)
     return heads
 

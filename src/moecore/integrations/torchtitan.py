@@ -40,7 +40,9 @@ from torchtitan.config import JobConfig
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.models import deepseek_v3, qwen3
 from torchtitan.models.deepseek_v3.infra.parallelize import apply_non_moe_tp as deepseek_v3_tp
+from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as qwen3_tp
+from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 from torchtitan.protocols import BaseModelArgs
 
 from moecore.config import BalanceConfig
@@ -68,7 +70,8 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
         spec: of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass, with any flavors.
 
     Raises:
-        NotImplementedError: for another model.
+        NotImplementedError: for another model, or a spec with functions of its own that would be
+            replaced.
     """
     dense_tp = next((tp for c, tp in _DENSE_TP.items() if issubclass(spec.model_cls, c)), None)
     if dense_tp is None:
@@ -77,6 +80,14 @@ def accelerated(spec: TrainSpec) -> TrainSpec:
             f"{', '.join(c.__name__ for c in _DENSE_TP)}: write a parallelize_fn around "
             "moecore.integrations.torchtitan_parallel.parallelize_titan"
         )
+    for field, known in _REPLACED.items():
+        value = getattr(spec, field)
+        if value not in known:
+            raise NotImplementedError(
+                f"TrainSpec.{field} ({value!r:.80}) must be torchtitan's own, because moecore's "
+                "takes its place: set yours on the spec that accelerated returns, around the one "
+                "that it has there"
+            )
     parallelize = partial(
         parallelize_titan,
         dense_tp=dense_tp,
@@ -185,6 +196,12 @@ def _deepseek_v3_tp(model: nn.Module, tp_mesh: DeviceMesh, job_config: JobConfig
 
 
 _DENSE_TP = {qwen3.Qwen3Model: _qwen3_tp, deepseek_v3.DeepSeekV3Model: _deepseek_v3_tp}
+# What `accelerated` replaces, and what may be lost by it.
+_REPLACED: dict[str, tuple[Any, ...]] = {
+    "parallelize_fn": (parallelize_qwen3, parallelize_deepseekv3),
+    "build_optimizers_fn": (build_titan_optimizers, build_optimizers_with_moe_load_balancing),
+    "build_metrics_processor_fn": (None,),
+}
 
 register_train_spec("moecore_qwen3", accelerated(qwen3.get_train_spec()))
 register_train_spec("moecore_deepseek_v3", accelerated(deepseek_v3.get_train_spec()))

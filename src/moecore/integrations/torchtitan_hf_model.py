@@ -90,7 +90,15 @@ class HFNames(StateDictAdapter):
 
     `from_pretrained` reads such files; the published ones, with one matrix per expert, are loaded
     by `moecore.hf_weights`.
+
+    Args:
+        args: as torchtitan's StateDictAdapter.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # That of a published directory names the files of each expert's matrices: not these.
+        self.fqn_to_index_mapping = None
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the same tensors under their names in the files."""

@@ -120,3 +120,12 @@ def cut_dense_parts(layer: MoELayer, tp_mesh: DeviceMesh) -> None:
     shared = layer.part("shared")
     parallelize_module(shared, tp_mesh, tokens)
     parallelize_module(shared, tp_mesh, {**plan, "w3": ColwiseParallel()})
+
+
+def check_class(name: str, part: Any, *known: type) -> None:
+    """Raise NotImplementedError for a part of an MoE block that computes something of its own."""
+    if type(part) not in known:
+        raise NotImplementedError(
+            f"MoE {name} ({type(part).__name__}) must be {known[0].__name__} for a moecore model: "
+            "drop the subclass, converter or comm backend that replaced it"
+        )

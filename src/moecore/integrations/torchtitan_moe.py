@@ -16,11 +16,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 from torchtitan.models.moe import MoE
+from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.models.utils import trunc_normal_
 
 from moecore.adapters.adopt import adopt
 from moecore.config import BalanceConfig, MoEConfig
-from moecore.integrations.torchtitan_layer import TitanLayer
+from moecore.integrations.torchtitan_layer import TitanLayer, check_class
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout
 
@@ -71,9 +72,12 @@ def titan_moe(block: nn.Module, model: nn.Module, *, update_bias: bool = True) -
         update_bias: move the selection bias by the block's `load_balance_coeff` after every step.
 
     Raises:
-        NotImplementedError: for a block that a MoELayer cannot compute.
+        NotImplementedError: for a block that a MoELayer cannot compute, or whose router or experts
+            are of another class.
     """
     assert isinstance(block, MoE)
+    check_class("router", block.router, TokenChoiceTopKRouter)
+    check_class("experts", block.experts, GroupedExperts)
     gate = block.router.gate
     router = {"weight": gate.weight} | ({} if gate.bias is None else {"bias": gate.bias})
     config = _config(block, update_bias)

@@ -126,13 +126,31 @@ def check_job(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         NotImplementedError: with the field, its value and the fix.
     """
     job, degrees = job_config, job_config.parallelism
-    backend = degrees.expert_parallel_comm_backend
+    backend, mode = degrees.expert_parallel_comm_backend, job.activation_checkpoint.mode
+    seq_len, tp, replicas = job.training.seq_len, parallel_dims.tp, parallel_dims.dp_replicate
+    saved = job.checkpoint
+    hf_files = saved.enable and (saved.initial_load_in_hf or saved.last_save_in_hf)
+    one = "1 with checkpoint.initial_load_in_hf or last_save_in_hf"
     rules: list[Rule] = [
         ("parallelism.context_parallel_degree", parallel_dims.cp, parallel_dims.cp > 1, "1"),
         ("parallelism.enable_async_tensor_parallel", True, _async_tp(job), "False"),
         ("parallelism.expert_parallel_comm_backend", backend, backend != "standard", "'standard'"),
         ("training.enable_cpu_offload", True, job.training.enable_cpu_offload, "False"),
         ("model.converters", job.model.converters, bool(job.model.converters), "[]"),
+        (
+            "training.seq_len",
+            seq_len,
+            seq_len % tp != 0,
+            f"a multiple of tensor parallelism ({tp})",
+        ),
+        (
+            "activation_checkpoint.mode",
+            mode,
+            mode == "memory_budget",
+            "'none', 'full' or 'selective'",
+        ),
+        # torchtitan's own reader and writer of these files know no replicas
+        ("parallelism.data_parallel_replicate_degree", replicas, hf_files and replicas > 1, one),
     ]
     refuse(rules)
     check_tensor_parallel(parallel_dims)

@@ -93,7 +93,14 @@ def accelerated(job: Trainer.Config) -> MoETrainer.Config:
             f"ModelSpec.model ({spec.name} {spec.flavor}, quantized) must be plain for a moecore "
             "model: drop the converters"
         )
-    update_bias = spec.post_optimizer_build_fn is register_moe_load_balancing_hook
+    hook = spec.post_optimizer_build_fn
+    update_bias = hook is register_moe_load_balancing_hook
+    if hook is not None and not update_bias:
+        raise NotImplementedError(
+            f"ModelSpec.post_optimizer_build_fn ({hook!r:.80}) must be torchtitan's own, because "
+            "moecore's takes its place: set yours on the job that accelerated returns, around the "
+            "one that it has there"
+        )
     spec = replace(
         spec,
         parallelize_fn=partial(parallelize_titan, update_bias=update_bias),

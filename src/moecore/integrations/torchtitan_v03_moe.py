@@ -27,7 +27,7 @@ from torchtitan.protocols.module import Module
 
 from moecore.adapters.adopt import adopt
 from moecore.config import BalanceConfig, MoEConfig
-from moecore.integrations.torchtitan_layer import TitanLayer, cut_dense_parts
+from moecore.integrations.torchtitan_layer import TitanLayer, check_class, cut_dense_parts
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout
 
@@ -102,10 +102,10 @@ def titan_moe(block: nn.Module, model: nn.Module, *, update_bias: bool = True) -
     """
     assert isinstance(block, MoE)
     inner, router = block.routed_experts.inner_experts, block.router
-    _check_class("inner_experts", inner, GroupedExperts)
-    _check_class("router", router, TokenChoiceTopKRouter)
+    check_class("inner_experts", inner, GroupedExperts)
+    check_class("router", router, TokenChoiceTopKRouter)
     dispatcher = block.routed_experts.token_dispatcher
-    _check_class("token_dispatcher", dispatcher, AllToAllTokenDispatcher, LocalTokenDispatcher)
+    check_class("token_dispatcher", dispatcher, AllToAllTokenDispatcher, LocalTokenDispatcher)
     parts = {"experts": inner, "router": router.gate}
     tensors = {role: dict(part.named_parameters(recurse=False)) for role, part in parts.items()}
     fills = {
@@ -130,14 +130,6 @@ def titan_moe(block: nn.Module, model: nn.Module, *, update_bias: bool = True) -
     if config.expert_bias:
         layer.adopt_bias(block.expert_bias_E)
     return layer
-
-
-def _check_class(name: str, part: Any, *known: type) -> None:
-    if type(part) not in known:
-        raise NotImplementedError(
-            f"MoE {name} ({type(part).__name__}) must be {known[0].__name__} for a moecore model: "
-            "drop the converter, override or comm backend that replaced it"
-        )
 
 
 def _config(block: MoE, update_bias: bool) -> MoEConfig:

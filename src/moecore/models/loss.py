@@ -47,6 +47,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: when `num_tokens` is a floating tensor, `chunk_tokens` < 1, or `labels_N` is not
             one int64 label per row of `hidden_ND`.
+        NotImplementedError: in backward with create_graph=True.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens ({chunk_tokens}) must be >= 1")
@@ -102,6 +103,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "create_graph (True) must be False for linear_cross_entropy, which keeps gradients "
+                "and not how they came about: compute the loss from logits"
+            )
         d_hidden_ND, d_weight_VD = ctx.saved_tensors
         if d_hidden_ND is not None:
             d_hidden_ND = d_hidden_ND * grads[0]
