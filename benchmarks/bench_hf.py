@@ -54,6 +54,7 @@ from moecore.checkpoint.hf import init_hf
 from moecore.graphs import GraphedForwardBackward
 from moecore.models import DecoderConfig, flops_per_token, preset
 from moecore.models.loss import linear_cross_entropy
+from moecore.optim import AdamW
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -241,8 +242,9 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     model.to_empty(device=device)
     init_hf(model.hf)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     plain, forward_backward = name == "transformers", make_forward_backward(name, model)
+    own = AdamW if not plain else partial(torch.optim.AdamW, fused=True)
+    optimizer = own(model.parameters(), lr=args.lr)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -185,6 +185,58 @@ def balance_statistics_bwd(inputs: Inputs) -> Work:
     )
 
 
+def _adamw(inputs: Inputs, moment_dtype: torch.dtype) -> Work:
+    from moecore.kernels import adamw as module
+
+    s, device = inputs.shape, inputs.device
+    experts = max(1, s.num_experts // 8)  # of one of 8 ranks
+    sizes = [(experts, 2 * s.hidden_dim, s.dim), (experts, s.dim, s.hidden_dim)]
+    options = module.AdamWOptions(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    scale, skip = torch.full((), 1.5, device=device), torch.zeros((), device=device)
+    grads = [torch.randn(size, device=device) for size in sizes]
+    steps = [torch.ones((), device=device) for _ in sizes]
+
+    def state(dtype: torch.dtype) -> module.AdamWTensors:
+        weights = [torch.randn(size, device=device) for size in sizes]
+        moments = [[torch.zeros_like(w, dtype=dtype) for w in weights] for _ in range(2)]
+        return module.AdamWTensors(weights, grads, *moments, steps)
+
+    ours, torchs = state(moment_dtype), state(torch.float32)
+
+    torch_adamw_: Any = torch._fused_adamw_
+
+    def fused() -> None:
+        torch_adamw_(
+            *(torchs.weights, torchs.grads, torchs.exp_avgs, torchs.exp_avg_sqs, [], torchs.steps),
+            lr=options.lr,
+            beta1=options.betas[0],
+            beta2=options.betas[1],
+            weight_decay=options.weight_decay,
+            eps=options.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
+            found_inf=skip,
+        )
+
+    return Work(
+        lambda: module.adamw_(ours, options, grad_scale=scale, found_inf=skip),
+        fused,
+        sum(g.numel() for g in grads) * (12 + 4 * moment_dtype.itemsize),
+        baseline="torch fused",
+    )
+
+
+def adamw(inputs: Inputs) -> Work:
+    """Experts of one of 8 ranks: all four tensors read, three written, 28 bytes per element."""
+    return _adamw(inputs, torch.float32)
+
+
+def adamw_bf16_moments(inputs: Inputs) -> Work:
+    """The same with 20 bytes per element; torch's moments stay fp32."""
+    return _adamw(inputs, torch.bfloat16)
+
+
 OPS = (
     Op(router_logits, "tests/kernels/test_router_logits.py"),
     Op(router_logits_bwd, "tests/kernels/test_router_logits.py"),
@@ -198,6 +250,8 @@ OPS = (
     Op(count_experts, "tests/kernels/test_counts.py"),
     Op(balance_statistics, "tests/kernels/test_balance_kernels.py"),
     Op(balance_statistics_bwd, "tests/kernels/test_balance_kernels.py"),
+    Op(adamw, "tests/kernels/test_adamw.py"),
+    Op(adamw_bf16_moments, "tests/kernels/test_adamw.py"),
 )
 
 

@@ -68,6 +68,7 @@ SHOWN = (
     "recompute_fc1",
     "gather_once",
     "keep_experts",
+    "moment_dtype",
     "blocks_per_unit",
     "overlap",
     "send_again",

@@ -62,6 +62,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
+    add("--moment-dtype", default="float32", choices=("float32", "bfloat16"), help="of AdamW")
     add("--seed", type=int, default=0, help="of weights and data")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--prompt", type=some, default="def ", help="what the sample continues")

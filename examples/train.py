@@ -65,6 +65,7 @@ from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder
 from moecore.moe.dispatch.symmetric import ExchangeError
 from moecore.moe.state import MoEMetrics
+from moecore.optim import AdamW
 
 CPU_RANKS = 2
 KEPT_CHECKPOINTS = 2
@@ -296,8 +297,11 @@ def build_job(args: argparse.Namespace) -> Job:
     model.init_weights(args.seed)  # the same weights on every layout
     moe_state(model).set_num_micro_batches(args.grad_accum)
     torch.manual_seed(args.seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    optimizer = AdamW(
+        model.parameters(),
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        moment_dtype=DTYPES[args.moment_dtype],
     )
     shape = BatchShape(
         data_ranks=meshes.data_ranks,

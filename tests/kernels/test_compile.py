@@ -21,6 +21,7 @@ from torch import Tensor
 import moecore.kernels
 from moecore.kernels import (
     activation,
+    adamw,
     balance,
     balance_loss,
     counts,
@@ -115,6 +116,18 @@ def run_route(function: str, groups: int = 1, group_experts: int = 2) -> None:
     )
     _, weights = route.route(logits, torch.zeros(E), options)
     weights.sum().backward()
+
+
+def run_adamw(moment_dtype: torch.dtype) -> None:
+    weights = [torch.zeros(T, D), torch.zeros(7)]
+    moments = [w.to(moment_dtype) for w in weights]
+    steps = [torch.zeros(()) for _ in weights]
+    adamw.adamw_(
+        adamw.AdamWTensors(weights, weights, moments, moments, steps),
+        adamw.AdamWOptions(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        grad_scale=steps[0],
+        found_inf=steps[1],
+    )
 
 
 def run_route_weights() -> None:
@@ -247,6 +260,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "margins of many experts": (lambda: run_margins(1536, 24), 3),
     "rows as FP8": (lambda: run_fp8_rows(7168), 2),
     "rows as FP8, odd": (lambda: run_fp8_rows(2896), 2),
+    "AdamW": (lambda: run_adamw(torch.float32), 1),
+    "AdamW, bf16 moments": (lambda: run_adamw(torch.bfloat16), 1),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
 
@@ -270,6 +285,18 @@ def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]
     wgrad.grouped_wgrad(*args, row_ids_R=ints(T * K), transposed=True)
     (kernel,) = compiled.values()
     assert "stmatrix.sync.aligned.m8n8.x4.trans" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+def test_adamw_moves_four_elements_at_a_time(
+    moment_dtype: torch.dtype, compiled: dict[str, Any]
+) -> None:
+    run_adamw(moment_dtype)
+    (kernel,) = compiled.values()
+    wide, narrow = (3, 1) if moment_dtype == torch.float32 else (1, 1)
+    assert kernel.asm["ptx"].count("ld.global.v4.b32") >= 2 * wide
+    assert (kernel.asm["ptx"].count("ld.global.v2.b32") >= 2 * narrow) == (wide == 1)
+    assert kernel.metadata.shared == 0, "threads exchange elements"
 
 
 def test_maps_of_row_tiles_compile(compiled: dict[str, Any]) -> None:

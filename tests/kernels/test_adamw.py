@@ -1,0 +1,195 @@
+"""adamw_: as right as torch's fused AdamW, and moments that round without losing anything."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.adamw import (
+    BLOCK,
+    NUM_BLOCKS,
+    AdamWOptions,
+    AdamWTensors,
+    adamw_,
+    adamw_ref_,
+)
+
+SHAPES = [(7,), (0,), (3, 41), (BLOCK * NUM_BLOCKS,), (BLOCK * NUM_BLOCKS + 20, 2), ()]
+OPTIONS = AdamWOptions(lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+
+
+def make(device: str, moment_dtype: torch.dtype = torch.float32) -> AdamWTensors:
+    torch.manual_seed(0)
+    weights = [torch.randn(s, device=device) for s in SHAPES]
+    # Steps differ between tensors, as where an expert had no gradient for a while.
+    steps = [torch.full((), float(3 * i), device=device) for i in range(len(SHAPES))]
+    moments = [[torch.zeros_like(w, dtype=moment_dtype) for w in weights] for _ in range(2)]
+    return AdamWTensors(weights, [torch.zeros_like(w) for w in weights], *moments, steps)
+
+
+def next_step(tensors: AdamWTensors, seed: int) -> None:
+    for i, (grad, step) in enumerate(zip(tensors.grads, tensors.steps, strict=True)):
+        noise = torch.randn(grad.shape, generator=torch.Generator().manual_seed(97 * seed + i))
+        grad.copy_(noise * 10.0 ** (2 * i - 6))
+        step += 1
+
+
+def torch_fused_(tensors: AdamWTensors, options: AdamWOptions) -> None:
+    torch._fused_adamw_(
+        *(tensors.weights, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs, []),
+        list(tensors.steps),
+        lr=options.lr,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def in_fp64(tensors: AdamWTensors) -> AdamWTensors:
+    wide = [[t.double() for t in column] for column in zip(*tensors.rows(), strict=True)]
+    return AdamWTensors(*wide[:4], [s.float() for s in wide[4]])
+
+
+def errors(got: AdamWTensors, want: AdamWTensors) -> dict[str, float]:
+    """Worst error of each kind of tensor, over the largest value of that tensor."""
+    worst = {}
+    for name in ("weights", "exp_avgs", "exp_avg_sqs"):
+        pairs = zip(getattr(got, name), getattr(want, name), strict=True)
+        worst[name] = max(
+            ((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs if b.numel()
+        )
+    return worst
+
+
+def test_as_right_as_torch_over_steps(device: str) -> None:
+    ours, torchs = make(device), make(device)
+    exact = in_fp64(ours)
+    for seed in range(12):
+        for tensors in (ours, torchs, exact):
+            next_step(tensors, seed)
+        for fp64, fp32 in zip(exact.grads, ours.grads, strict=True):
+            fp64.copy_(fp32)
+        adamw_(ours, OPTIONS)
+        torch_fused_(torchs, OPTIONS)
+        adamw_ref_(exact, OPTIONS)
+    found, bound = errors(ours, exact), errors(torchs, exact)
+    for name, error in found.items():
+        assert error <= 2 * bound[name] + 1e-8, (name, found, bound)
+
+
+def test_first_step_moves_by_the_learning_rate(device: str) -> None:
+    weight = torch.zeros(5, device=device)
+    zeros = [torch.zeros_like(weight) for _ in range(2)]
+    grad = torch.tensor([2e-4, -3.0, 1.0, 1e4, 0.0], device=device)
+    tensors = AdamWTensors([weight], [grad], *([z] for z in zeros), [torch.ones((), device=device)])
+    adamw_(tensors, OPTIONS)
+    want = torch.tensor([-3e-3, 3e-3, -3e-3, -3e-3, 0.0], device=device)
+    torch.testing.assert_close(weight, want, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+def test_scale_skip_and_learning_rate_on_the_device(device: str, moment_dtype: torch.dtype) -> None:
+    tensors = make(device, moment_dtype)
+    next_step(tensors, 1)
+    before, plain = copy.deepcopy(tensors), copy.deepcopy(tensors)
+    signal = {"grad_scale": torch.full((), 4.0, device=device)}
+    adamw_(tensors, OPTIONS, **signal, found_inf=torch.ones((), device=device))
+    for old, new in zip(before.rows(), tensors.rows(), strict=True):
+        assert all(map(torch.equal, old, new))
+    options = AdamWOptions(
+        lr=torch.tensor(OPTIONS.lr, device=device), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
+    )
+    adamw_(tensors, options, **signal, found_inf=torch.zeros((), device=device))
+    for grad in plain.grads:
+        grad /= 4
+    adamw_(plain, OPTIONS)
+    for old, want, new in zip(before.rows(), plain.rows(), tensors.rows(), strict=True):
+        assert torch.equal(new[1], old[1])  # gradients stay unscaled
+        assert all(map(torch.equal, new[2:], want[2:]))
+        torch.testing.assert_close(new[0], want[0], rtol=1e-6, atol=1e-8)
+        assert not new[0].numel() or not torch.equal(new[0], old[0])
+
+
+def test_bits_of_the_rounding(device: str) -> None:
+    """With both betas 0 the moments are the gradient and its square, and the rest is rounding."""
+    options = AdamWOptions(lr=0.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
+    for seed in range(3):
+        got, want = make(device, torch.bfloat16), make(device, torch.bfloat16)
+        for tensors in (got, want):
+            next_step(tensors, seed)
+            tensors.grads[0][:4] = torch.tensor([float("nan"), float("inf"), -1e38, 0.0])
+        adamw_(got, options)
+        adamw_ref_(want, options)
+        for name in ("exp_avgs", "exp_avg_sqs"):
+            for a, b in zip(getattr(got, name), getattr(want, name), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    big = got.exp_avgs[3].float() - got.grads[3]
+    assert big.abs().max() > 0 and (big / got.grads[3]).abs().max() < 2.0**-7
+
+
+def test_rounding_loses_nothing_on_average(device: str) -> None:
+    """A second moment that falls from 1 to 0.5, where rounding to nearest would leave it at 1."""
+    options = AdamWOptions(lr=0.0, betas=(0.9, 0.999), eps=1.0, weight_decay=0.0)
+    num_steps = 60 if device == "cpu" else 693
+    weight = torch.zeros(BLOCK * NUM_BLOCKS, device=device)
+    ones = torch.ones_like(weight, dtype=torch.bfloat16)
+    tensors = AdamWTensors(
+        [weight], [weight.clone()], [ones.clone()], [ones], [torch.zeros((), device=device)]
+    )
+    for _ in range(num_steps):
+        tensors.steps[0].add_(1)
+        adamw_(tensors, options)
+    found = tensors.exp_avg_sqs[0].float()
+    want = 0.999**num_steps
+    # Each step cuts at most 2**-8 of 1, so the mean of all varies by less than this.
+    assert abs(found.mean().item() - want) < 5 * 2.0**-8 * (num_steps / found.numel()) ** 0.5
+    assert found.std() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_views_at_odd_addresses(device: str, dtype: torch.dtype) -> None:
+    n = BLOCK * NUM_BLOCKS
+    flat = [torch.randn(n + 3, device=device).to(dtype).abs() for _ in range(4)]
+    views = [[f[1 : n + 1]] for f in flat]
+    steps = [torch.ones((), device=device)]
+    whole = [[v[0].clone()] for v in views]
+    adamw_(AdamWTensors(*views, steps), OPTIONS)
+    adamw_(AdamWTensors(*whole, steps), OPTIONS)
+    for place, ((view,), (clone,)) in enumerate(zip(views, whole, strict=True)):
+        assert torch.equal(view, clone), place
+
+
+@pytest.mark.gpu
+def test_addresses_past_2_to_the_31() -> None:
+    n = (1 << 31) + 5
+    weight, grad, exp_avg, exp_avg_sq = (
+        torch.zeros(n, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+    grad[-3:] = 1.0
+    one = torch.ones((), device="cuda")
+    tensors = AdamWTensors([weight], [grad], [exp_avg], [exp_avg_sq], [one])
+    weight[0] = grad[0] = 1.0
+    adamw_(tensors, AdamWOptions(lr=0.5, betas=(0.5, 0.5), eps=1e-3, weight_decay=0.0))
+    assert weight[-3:].tolist() == [-0.5] * 3
+    assert weight[-5:-3].abs().max() == 0 and weight[0] == 0.5
+
+
+def test_strided_and_fp64_tensors(device: str) -> None:
+    x: list[Tensor] = [torch.rand(6, 10, device=device) for _ in range(4)]
+    step = [torch.ones((), device=device)]
+    plain = AdamWTensors(*([t.clone()] for t in x), step)
+    strided = AdamWTensors(*([t.t().contiguous().t()] for t in x), step)
+    wide = AdamWTensors(*([t.double()] for t in x), step)
+    for tensors in (plain, strided, wide):
+        adamw_(tensors, OPTIONS)
+    for name in ("weights", "exp_avgs", "exp_avg_sqs"):
+        (want,), (a,), (b,) = (getattr(t, name) for t in (plain, strided, wide))
+        torch.testing.assert_close(a, want)
+        assert b.dtype == torch.float64
+        torch.testing.assert_close(b.float(), want)
