@@ -348,3 +348,18 @@ def test_what_moecore_would_replace_is_refused(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_done_is_refused(results: dict[str, Any], name: str) -> None:
     assert re.search(REFUSED[name][1], results["refused"][name])
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_fused_adamw_is_moecores(implementation: str) -> None:
+    from torchtitan.config.job_config import Optimizer
+
+    from moecore.integrations.torchtitan import build_optimizers
+    from moecore.optim import AdamW
+
+    config = Optimizer(implementation=implementation, lr=0.5, beta2=0.75, eps=0.25)
+    (found,) = build_optimizers([nn.Linear(2, 2)], config, parallel_dims=None)
+    (group,) = found.param_groups
+    assert type(found) is (AdamW if implementation == "fused" else torch.optim.AdamW)
+    names = ("lr", "betas", "eps", "weight_decay", "fused")
+    assert [group[n] for n in names] == [0.5, (0.9, 0.75), 0.25, 0.1, implementation == "fused"]

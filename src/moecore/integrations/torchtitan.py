@@ -58,6 +58,7 @@ from moecore.integrations.torchtitan_hf_model import HFNames, Source
 from moecore.integrations.torchtitan_parallel import parallelize_titan
 from moecore.integrations.torchtitan_step import MoEMetricsProcessor, finish_before_step
 from moecore.models import PRESETS, DecoderConfig
+from moecore.optim import AdamW
 
 
 def accelerated(spec: TrainSpec) -> TrainSpec:
@@ -138,13 +139,26 @@ def build_optimizers(
 ) -> OptimizersContainer:
     """Return torchtitan's optimizers, which call `finish_step` of every model part first.
 
+    A fused AdamW is moecore's: the same steps and state, in less time.
+
     Args:
         model_parts: parallelized models.
         optimizer_config: torchtitan's `job_config.optimizer`.
         parallel_dims: torchtitan's degrees.
         ft_manager: torchtitan's fault tolerance, or None.
     """
-    optimizers = build_titan_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    c = optimizer_config
+    as_titan = c.early_step_in_backward or (ft_manager is not None and ft_manager.enabled)
+    if (c.name, c.implementation) == ("AdamW", "fused") and not as_titan:
+        options = {
+            "lr": c.lr,
+            "betas": (c.beta1, c.beta2),
+            "eps": c.eps,
+            "weight_decay": c.weight_decay,
+        }
+        optimizers = OptimizersContainer(model_parts, AdamW, options)
+    else:
+        optimizers = build_titan_optimizers(model_parts, c, parallel_dims, ft_manager)
     finish_before_step(optimizers, model_parts)
     return optimizers
 
