@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moecore.checkpoint.manifest import Manifest, StoredTensor
-from moecore.checkpoint.same_config import differences
+from moecore.checkpoint.same_config import saved_differences
 from moecore.checkpoint.snapshot import Scheduler, scheduler_state
 from moecore.checkpoint.state import (
     ModelView,
@@ -67,11 +67,10 @@ def compare(
         cast: let the model's dtypes differ.
     """
     fit = Fit()
-    if view.config is not None:  # first, because it explains tensors that differ
-        fit.left_out += [
-            f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
-            for d in differences(view.config, manifest.facts.config)
-        ]
+    fit.left_out += [  # first, because it explains tensors that differ
+        f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
+        for d in saved_differences(view.config, manifest.facts.config)
+    ]
     _compare_model(fit, view, below("model.", manifest), cast=cast)
     if optimizer is not None:
         _compare_optimizer(fit, view, optimizer, manifest, cast=cast)

@@ -60,7 +60,7 @@ class Saver:
         scheduler: of the learning rate; its state must be JSON-able.
         keep: how many of the newest checkpoints stay; 0 = all.
         config: mapping or dataclass that describes the model, JSON-able; None takes that of a
-            native decoder, which `load` compares.
+            native decoder or a transformers model, which `load` compares.
         progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
     """
 

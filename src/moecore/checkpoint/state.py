@@ -48,7 +48,8 @@ class ModelView:
     Attributes:
         tensors: name -> parameter or persistent buffer; a tied one only under its first name.
         stored: name -> its view in the checkpoint.
-        config: of the native decoder that the model is or holds; None = there is none.
+        config: of the native decoder or transformers model that the model is or holds; None =
+            there is none.
 
     Args:
         model: parallelized or plain.

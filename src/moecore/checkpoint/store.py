@@ -81,7 +81,7 @@ def save(
         scheduler: of the learning rate; its state must be JSON-able.
         keep: how many of the newest checkpoints stay; 0 = all.
         config: mapping or dataclass that describes the model, JSON-able; None takes that of a
-            native decoder, which `load` compares.
+            native decoder or a transformers model, which `load` compares.
 
     Returns:
         The new checkpoint, `root/step-000123`.
