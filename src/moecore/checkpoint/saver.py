@@ -35,7 +35,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from moecore.checkpoint.agree import default_timeout, gather, on_every_rank
 from moecore.checkpoint.alike import check_alike
@@ -43,6 +42,7 @@ from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.snapshot import Scheduler, Snapshot, take_snapshot
+from moecore.checkpoint.state import Optimizers
 from moecore.checkpoint.store import begin, check_count, locals_of, write
 
 logger = logging.getLogger("moecore.checkpoint")
@@ -56,7 +56,8 @@ class Saver:
     Args:
         root: directory of the run; every rank must see it.
         model: parallelized or plain.
-        optimizer: over the model's parameters; None = keep the model only.
+        optimizer: over the model's parameters; a list of several, each with parameters of its own;
+            None = keep the model only.
         scheduler: of the learning rate; its state must be JSON-able.
         keep: how many of the newest checkpoints stay; 0 = all.
         config: mapping or dataclass that describes the model, JSON-able; None takes that of a
@@ -68,7 +69,7 @@ class Saver:
         self,
         root: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: Optimizers | None,
         *,
         scheduler: Scheduler | None = None,
         keep: int = 0,

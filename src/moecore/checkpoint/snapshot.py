@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from moecore.checkpoint.manifest import Facts, check_dtype
 from moecore.checkpoint.state import (
     ModelView,
+    Optimizers,
     check_json,
+    listed_optimizers,
+    optimizer_class,
     optimizer_groups,
     optimizer_tensors,
     rng_tensors,
@@ -52,7 +54,7 @@ class Snapshot:
 def take_snapshot(
     step: int,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None,
     *,
     scheduler: Scheduler | None,
@@ -67,8 +69,8 @@ def take_snapshot(
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored.items()}
-    if optimizer is not None:
-        tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizer, view).items()}
+    optimizers = listed_optimizers(optimizer, view)
+    tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizers, view).items()}
     values = {}
     for name, value in (extra or {}).items():
         if isinstance(value, Tensor):
@@ -85,8 +87,8 @@ def take_snapshot(
         meshes=_meshes(view),
         versions=versions(),
         config=_config_values(view.config if config is None else config),
-        optimizer_class=None if optimizer is None else type(optimizer).__name__,
-        optimizer=None if optimizer is None else _copy(optimizer_groups(optimizer, view)),
+        optimizer_class=optimizer_class(optimizers) if optimizers else None,
+        optimizer=_copy(optimizer_groups(optimizers, view)) if optimizers else None,
         scheduler=None if scheduler is None else _scheduler_values(scheduler),
         extra=_copy(values),
     )

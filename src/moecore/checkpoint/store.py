@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from moecore.checkpoint.agree import (
     Group,
@@ -46,7 +45,7 @@ from moecore.checkpoint.snapshot import (
     scheduler_state,
     take_snapshot,
 )
-from moecore.checkpoint.state import ModelView, restore_groups, restore_rng
+from moecore.checkpoint.state import ModelView, Optimizers, restore_groups, restore_rng
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, check_how, verify_files
 from moecore.fsdp.accumulate import drop_step
@@ -58,7 +57,7 @@ def save(
     root: str | os.PathLike[str],
     step: int,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None = None,
     *,
     scheduler: Scheduler | None = None,
@@ -76,7 +75,8 @@ def save(
         root: directory of the run; one save at a time writes to it.
         step: >= 0; names the directory.
         model: parallelized or plain.
-        optimizer: over the model's parameters; None = keep the model only.
+        optimizer: over the model's parameters; a list of several, each with parameters of its own;
+            None = keep the model only.
         extra: name -> JSON-able value or plain tensor, the same on every rank.
         scheduler: of the learning rate; its state must be JSON-able.
         keep: how many of the newest checkpoints stay; 0 = all.
@@ -106,7 +106,7 @@ def save(
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     scheduler: Scheduler | None = None,
     strict: bool = True,
@@ -125,7 +125,8 @@ def load(
     Args:
         path: a whole checkpoint, such as from `latest`.
         model: materialised, with the same global shapes and dtypes.
-        optimizer: built like the saved one; its state may be empty, and is replaced.
+        optimizer: built like the saved one, or a list of all, in the order of the save; its state
+            may be empty, and is replaced.
         scheduler: built like the saved one; None = its state is not asked for.
         strict: refuse any difference; False loads what has the same name and shape, leaves the rest
             as it is and warns of it.
@@ -155,7 +156,7 @@ def load(
     verify_files(path, manifest, verify, meter)
     drop_step(model)
     _refresh_buffers(path, model)
-    extra = _read(path, manifest, view, fit, optimizer, meter, strict=strict)
+    extra = _read(path, manifest, view, fit, meter, strict=strict)
     if scheduler is not None and fit.scheduler:
         assert manifest.facts.scheduler is not None
         scheduler.load_state_dict(scheduler_state(scheduler, manifest.facts.scheduler))
@@ -241,33 +242,29 @@ def _read(
     manifest: Manifest,
     view: ModelView,
     fit: Fit,
-    optimizer: Optimizer | None,
     meter: Meter,
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Fill model, optimizer and generators; return `extra`."""
+    """Fill model, optimizers and generators; return `extra`."""
     target = {f"model.{name}": view.stored[name] for name in sorted(fit.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, tensor in below("extra.", manifest).items()
     }
     target |= {f"extra.{name}": tensor for name, tensor in extra.items()}
-    state: dict[Tensor, dict[str, Tensor]] = {}
-    rng: dict[str, Tensor] = {}
-    if optimizer is not None:
-        state, optimizer_tensors = optimizer_target(fit, view, optimizer)
-        rng = rng_target(manifest)
-        target |= optimizer_tensors | rng
+    states, optimizer_tensors = optimizer_target(fit, view)
+    rng = rng_target(manifest) if fit.optimizers else {}
+    target |= optimizer_tensors | rng
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = Reader(path, manifest, meter)
     checked_io("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
-    if optimizer is not None:
-        if fit.groups:
-            assert manifest.facts.optimizer is not None
-            restore_groups(optimizer, manifest.facts.optimizer)
+    if fit.groups:
+        assert manifest.facts.optimizer is not None
+        restore_groups(fit.optimizers, manifest.facts.optimizer)
+    for optimizer, state in zip(fit.optimizers, states, strict=True):
         if strict:
             optimizer.state.clear()
         optimizer.state.update(state)
-        restore_rng(rng)
+    restore_rng(rng)
     return {**manifest.facts.extra, **extra}
