@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, moe_state, parallelize_moe
 from moecore.checkpoint import Saver, load, read_manifest, save, verify
@@ -196,6 +197,41 @@ def test_one_optimizer_of_a_pair_of_a_class(tmp_path: Path) -> None:
     for wrong in (fresh[:1], fresh[::-1], [one, SGD([nn.Parameter(torch.zeros(3))])]):
         with pytest.raises(ValueError, match=r"hold other parameters|must be one of the model's"):
             load(path, model, wrong)
+
+
+def test_their_schedulers_go_on(tmp_path: Path) -> None:
+    model, optimizers = build()
+
+    def schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
+        muon, adamw = optimizers
+        return [LinearLR(muon, total_iters=9), MultiStepLR(adamw, [2, 3], gamma=0.5)]
+
+    def steps(optimizers: Sequence[Optimizer], schedulers: list[LRScheduler]) -> list[list[float]]:
+        found = []
+        for optimizer, scheduler in [*zip(optimizers, schedulers, strict=True)] * 3:
+            optimizer.step()
+            scheduler.step()
+            found.append([group["lr"] for group in optimizer.param_groups])
+        return found
+
+    schedulers = schedulers_of(optimizers)
+    steps(optimizers, schedulers)
+    path = save(tmp_path, 1, model, optimizers, scheduler=schedulers)
+    straight = steps(optimizers, schedulers)
+    other, others = build(seed=1)
+    fresh = schedulers_of(others)
+    load(path, other, others, scheduler=tuple(fresh))
+    assert steps(others, fresh) == straight
+    for wrong, message in (
+        (fresh[:1], r"scheduler \(LinearLR\) must have the state of the saved one, but 0._"),
+        ([fresh[0], LinearLR(others[1])], r"scheduler \(LinearLR, LinearLR\) must have the"),
+        (fresh[::-1], r"scheduler \(of optimizers 1, 0\) must be in the order of the opt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(path, other, others, scheduler=wrong)
+    load(
+        save(tmp_path, 2, model, optimizers, scheduler=fresh[:1]), other, others, scheduler=fresh[0]
+    )
 
 
 def test_a_class_for_each_group(tmp_path: Path) -> None:

@@ -553,6 +553,10 @@ def _optimizer_and_none(path: Path) -> None:
     save(path.parent, 2, model, [optimizer, None])  # type: ignore[list-item]
 
 
+def _no_schedulers(path: Path) -> None:
+    save(path.parent, 2, *build_linear(4), scheduler=[])
+
+
 def _not_whole(path: Path) -> None:
     load(path.parent, *build_linear(4))
 
@@ -634,6 +638,10 @@ def _mixed_keys(path: Path) -> None:
         ),
         (_no_optimizers, r"optimizer \(list\) must be one of torch's, or a list of several: pass"),
         (_optimizer_and_none, r"optimizer \(NoneType\) must be one of torch's, or a list of sever"),
+        (
+            _no_schedulers,
+            r"scheduler \(\[\]\) must hold a scheduler: pass None where there is none",
+        ),
         (_not_whole, r"must be a whole checkpoint, with a moecore.json"),
         (_same_step, r"step \(1\) must not be saved already"),
         (_negative_step, r"step \(-1\) must be a whole number >= 0"),

@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 
 from moecore.checkpoint.manifest import Manifest, StoredTensor
 from moecore.checkpoint.same_config import saved_differences
-from moecore.checkpoint.snapshot import Scheduler, scheduler_state
+from moecore.checkpoint.snapshot import (
+    Scheduler,
+    Schedulers,
+    one_scheduler,
+    scheduler_state,
+)
 from moecore.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -40,7 +45,7 @@ class Fit:
         matrices: "<slot>.<fqn>" -> dtype of the optimizer state laid out like its parameter.
         scalars: "<slot>.<fqn>" -> dtype of the scalar optimizer state.
         groups: whether hyperparameters are set, of all optimizers.
-        scheduler: whether the scheduler is set.
+        scheduler: what is set of schedulers; None = nothing.
         left_out: differences that `strict=False` passes over.
         refused: differences that it does not.
     """
@@ -50,7 +55,7 @@ class Fit:
     matrices: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, torch.dtype] = field(default_factory=dict)
     groups: bool = False
-    scheduler: bool = False
+    scheduler: Scheduler | None = None
     left_out: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
@@ -59,7 +64,7 @@ def compare(
     manifest: Manifest,
     view: ModelView,
     optimizer: Optimizers | None,
-    scheduler: Scheduler | None,
+    scheduler: Schedulers | None,
     *,
     cast: bool,
 ) -> Fit:
@@ -69,7 +74,7 @@ def compare(
         manifest: of the checkpoint.
         view: of the model.
         optimizer: one or several; None = their state is not asked for.
-        scheduler: None = its state is not asked for.
+        scheduler: one or several; None = their state is not asked for.
         cast: let the model's dtypes differ.
     """
     fit = Fit()
@@ -81,8 +86,9 @@ def compare(
     fit.optimizers = listed_optimizers(optimizer, view)
     if fit.optimizers:
         _compare_optimizers(fit, view, manifest, cast=cast)
-    if scheduler is not None:
-        _compare_scheduler(fit, scheduler, manifest)
+    schedule = one_scheduler(scheduler, fit.optimizers)
+    if schedule is not None:
+        _compare_scheduler(fit, schedule, manifest)
     return fit
 
 
@@ -234,6 +240,6 @@ def _compare_scheduler(fit: Fit, scheduler: Scheduler, manifest: Manifest) -> No
         return
     try:
         scheduler_state(scheduler, values)
-        fit.scheduler = True
+        fit.scheduler = scheduler
     except ValueError as error:
         fit.left_out.append(str(error))

@@ -41,7 +41,7 @@ from moecore.checkpoint.alike import check_alike
 from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.meter import Meter, Progress
-from moecore.checkpoint.snapshot import Scheduler, Snapshot, take_snapshot
+from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.checkpoint.state import Optimizers
 from moecore.checkpoint.store import begin, check_count, locals_of, write
 
@@ -58,7 +58,8 @@ class Saver:
         model: parallelized or plain.
         optimizer: over the model's parameters; a list of several, each with parameters of its own;
             None = keep the model only.
-        scheduler: of the learning rate; its state must be JSON-able.
+        scheduler: of the learning rate; its state must be JSON-able. A list of several, in the
+            order of their optimizers.
         keep: how many of the newest checkpoints stay; 0 = all.
         config: mapping or dataclass that describes the model, JSON-able; None takes that of a
             native decoder or a transformers model, which `load` compares.
@@ -71,7 +72,7 @@ class Saver:
         model: nn.Module,
         optimizer: Optimizers | None,
         *,
-        scheduler: Scheduler | None = None,
+        scheduler: Schedulers | None = None,
         keep: int = 0,
         config: object = None,
         progress: Progress | None = None,

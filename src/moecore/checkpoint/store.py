@@ -40,7 +40,7 @@ from moecore.checkpoint.fit import (
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.snapshot import (
-    Scheduler,
+    Schedulers,
     Snapshot,
     scheduler_state,
     take_snapshot,
@@ -60,7 +60,7 @@ def save(
     optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None = None,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: Schedulers | None = None,
     keep: int = 0,
     config: object = None,
 ) -> Path:
@@ -78,7 +78,8 @@ def save(
         optimizer: over the model's parameters; a list of several, each with parameters of its own;
             None = keep the model only.
         extra: name -> JSON-able value or plain tensor, the same on every rank.
-        scheduler: of the learning rate; its state must be JSON-able.
+        scheduler: of the learning rate; its state must be JSON-able. A list of several, in the
+            order of their optimizers.
         keep: how many of the newest checkpoints stay; 0 = all.
         config: mapping or dataclass that describes the model, JSON-able; None takes that of a
             native decoder or a transformers model, which `load` compares.
@@ -108,7 +109,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: Schedulers | None = None,
     strict: bool = True,
     cast: bool = False,
     verify: Verify = "full",
@@ -127,7 +128,7 @@ def load(
         model: materialised, with the same global shapes and dtypes.
         optimizer: built like the saved one, or a list of all, in the order of the save; its state
             may be empty, and is replaced.
-        scheduler: built like the saved one; None = its state is not asked for.
+        scheduler: built like the saved one, or a list of all; None = its state is not asked for.
         strict: refuse any difference; False loads what has the same name and shape, leaves the rest
             as it is and warns of it.
         cast: let the model's dtypes differ from the saved ones, and convert.
@@ -157,9 +158,9 @@ def load(
     drop_step(model)
     _refresh_buffers(path, model)
     extra = _read(path, manifest, view, fit, meter, strict=strict)
-    if scheduler is not None and fit.scheduler:
+    if fit.scheduler is not None:
         assert manifest.facts.scheduler is not None
-        scheduler.load_state_dict(scheduler_state(scheduler, manifest.facts.scheduler))
+        fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
     if fit.left_out and (not dist.is_initialized() or dist.get_rank() == 0):
         warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=2)
     meter.log(f"loaded {path}, verify={verify}")
