@@ -522,14 +522,39 @@ def _foreign_parameter(path: Path) -> None:
     load(path, build_linear(4)[0], build_linear(4)[1])
 
 
-def _several_optimizers(path: Path) -> None:
+def _parameters_of_two(path: Path) -> None:
     model, optimizer = build_linear(4)
-    save(path.parent, 2, model, [optimizer, optimizer])  # type: ignore[arg-type]
+    save(path.parent, 2, model, [optimizer, torch.optim.SGD([model.bias])])  # type: ignore[list-item]
 
 
-def _several_to_load(path: Path) -> None:
+def _parameters_of_two_to_load(path: Path) -> None:
     model, optimizer = build_linear(4)
-    load(path, model, [optimizer], strict=False)  # type: ignore[arg-type]
+    load(path, model, [optimizer, optimizer], strict=False)
+
+
+def _state_in_two(path: Path) -> None:
+    model, _ = build_linear(4)
+    one, other = torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias])
+    one.state[model.bias] = other.state[model.bias] = {"step": torch.tensor(1.0)}
+    save(path.parent, 2, model, [one, other])
+
+
+def _optimizers_by_name(path: Path) -> None:
+    model, optimizer = build_linear(4)
+    load(path, model, {"dense": optimizer}, strict=False)  # type: ignore[arg-type]
+
+
+def _no_optimizers(path: Path) -> None:
+    load(path, build_linear(4)[0], [])
+
+
+def _optimizer_and_none(path: Path) -> None:
+    model, optimizer = build_linear(4)
+    save(path.parent, 2, model, [optimizer, None])  # type: ignore[list-item]
+
+
+def _no_schedulers(path: Path) -> None:
+    save(path.parent, 2, *build_linear(4), scheduler=[])
 
 
 def _not_whole(path: Path) -> None:
@@ -595,8 +620,28 @@ def _mixed_keys(path: Path) -> None:
         ),
         (_other_groups, r"optimizer.param_groups \(2\) hold other parameters"),
         (_foreign_parameter, r"optimizer parameter \(4, 4\) must be one of the model's"),
-        (_several_optimizers, r"optimizer \(list\) must be one torch optimizer, or None: several"),
-        (_several_to_load, r"optimizer \(list\) must be one torch optimizer, or None: several can"),
+        (
+            _parameters_of_two,
+            r"bias must belong to one optimizer, but optimizer\[0\] and opt",
+        ),
+        (
+            _parameters_of_two_to_load,
+            r"weight must belong to one optimizer, but optimizer\[0\]",
+        ),
+        (
+            _state_in_two,
+            r"bias must have state in one optimizer, but two have some: remove it",
+        ),
+        (
+            _optimizers_by_name,
+            r"optimizer \(dict\) must be one of torch's, or a list of several",
+        ),
+        (_no_optimizers, r"optimizer \(list\) must be one of torch's, or a list of several: pass"),
+        (_optimizer_and_none, r"optimizer \(NoneType\) must be one of torch's, or a list of sever"),
+        (
+            _no_schedulers,
+            r"scheduler \(\[\]\) must hold a scheduler: pass None where there is none",
+        ),
         (_not_whole, r"must be a whole checkpoint, with a moecore.json"),
         (_same_step, r"step \(1\) must not be saved already"),
         (_negative_step, r"step \(-1\) must be a whole number >= 0"),

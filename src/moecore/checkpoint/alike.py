@@ -2,7 +2,7 @@
 
 That is all that a resume reads but DTensors, of which each rank writes its part, and generators, of
 which each rank has its own. Silently one rank's value would become everybody's: its step counts,
-its learning rate. `config`, which is for readers, may name a rank or a host.
+its learning rate. Of `config` rank 0's is kept: a caller's own may name a rank or a host.
 """
 
 from __future__ import annotations

@@ -12,12 +12,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moecore.checkpoint.manifest import Manifest, StoredTensor
-from moecore.checkpoint.same_config import differences
-from moecore.checkpoint.snapshot import Scheduler, scheduler_state
+from moecore.checkpoint.same_config import saved_differences
+from moecore.checkpoint.snapshot import (
+    Scheduler,
+    Schedulers,
+    one_scheduler,
+    scheduler_state,
+)
 from moecore.checkpoint.state import (
     ModelView,
-    check_optimizer,
+    Optimizers,
+    all_groups,
+    group_classes,
     group_problems,
+    listed_optimizers,
+    optimizer_class,
     optimizer_state_to_fill,
     option_problems,
     rng_tensors,
@@ -32,19 +41,21 @@ class Fit:
 
     Attributes:
         model: names of the model's tensors that are loaded.
+        optimizers: those of the caller; empty = none.
         matrices: "<slot>.<fqn>" -> dtype of the optimizer state laid out like its parameter.
         scalars: "<slot>.<fqn>" -> dtype of the scalar optimizer state.
-        groups: whether hyperparameters are set.
-        scheduler: whether the scheduler is set.
+        groups: whether hyperparameters are set, of all optimizers.
+        scheduler: what is set of schedulers; None = nothing.
         left_out: differences that `strict=False` passes over.
         refused: differences that it does not.
     """
 
     model: set[str] = field(default_factory=set)
+    optimizers: list[Optimizer] = field(default_factory=list)
     matrices: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, torch.dtype] = field(default_factory=dict)
     groups: bool = False
-    scheduler: bool = False
+    scheduler: Scheduler | None = None
     left_out: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
@@ -52,8 +63,8 @@ class Fit:
 def compare(
     manifest: Manifest,
     view: ModelView,
-    optimizer: Optimizer | None,
-    scheduler: Scheduler | None,
+    optimizer: Optimizers | None,
+    scheduler: Schedulers | None,
     *,
     cast: bool,
 ) -> Fit:
@@ -62,21 +73,22 @@ def compare(
     Args:
         manifest: of the checkpoint.
         view: of the model.
-        optimizer: None = its state is not asked for.
-        scheduler: None = its state is not asked for.
+        optimizer: one or several; None = their state is not asked for.
+        scheduler: one or several; None = their state is not asked for.
         cast: let the model's dtypes differ.
     """
     fit = Fit()
-    if view.config is not None:  # first, because it explains tensors that differ
-        fit.left_out += [
-            f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
-            for d in differences(view.config, manifest.facts.config)
-        ]
+    fit.left_out += [  # first, because it explains tensors that differ
+        f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
+        for d in saved_differences(view.config, manifest.facts.config)
+    ]
     _compare_model(fit, view, below("model.", manifest), cast=cast)
-    if optimizer is not None:
-        _compare_optimizer(fit, view, optimizer, manifest, cast=cast)
-    if scheduler is not None:
-        _compare_scheduler(fit, scheduler, manifest)
+    fit.optimizers = listed_optimizers(optimizer, view)
+    if fit.optimizers:
+        _compare_optimizers(fit, view, manifest, cast=cast)
+    schedule = one_scheduler(scheduler, fit.optimizers)
+    if schedule is not None:
+        _compare_scheduler(fit, schedule, manifest)
     return fit
 
 
@@ -110,18 +122,18 @@ def below(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
 
 
 def optimizer_target(
-    fit: Fit, view: ModelView, optimizer: Optimizer
-) -> tuple[dict[Tensor, dict[str, Tensor]], dict[str, Tensor]]:
-    """Return optimizer state to load into, and the same by its stored names."""
-    state = optimizer_state_to_fill(optimizer, view, fit.matrices, fit.scalars)
+    fit: Fit, view: ModelView
+) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
+    """Return the state of each optimizer to load into, and the same by its stored names."""
+    states = [optimizer_state_to_fill(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
     target = {}
-    for param, slots in state.items():
+    for param, slots in (item for state in states for item in state.items()):
         name = view.name_of(param)
         for slot, value in slots.items():
             key = f"{slot}.{name}"
             stored = value if key in fit.scalars else view.view(name, value)
             target[f"optimizer.{key}"] = stored
-    return state, target
+    return states, target
 
 
 def rng_target(manifest: Manifest) -> dict[str, Tensor]:
@@ -156,36 +168,39 @@ def _compare_model(
         fit.left_out.append(f"{name} of the checkpoint is not in the model")
 
 
-def _compare_optimizer(
-    fit: Fit, view: ModelView, optimizer: Optimizer, manifest: Manifest, *, cast: bool
-) -> None:
-    check_optimizer(optimizer)
-    groups = manifest.facts.optimizer
-    if groups is None:
+def _compare_optimizers(fit: Fit, view: ModelView, manifest: Manifest, *, cast: bool) -> None:
+    groups, before = manifest.facts.optimizer, manifest.facts.optimizer_class
+    if groups is None or before is None:
         fit.left_out.append("optimizer state is not in the checkpoint")
         return
-    now, before = type(optimizer).__name__, manifest.facts.optimizer_class
-    if now != before:  # its state means something else
-        fit.left_out.append(f"optimizer ({now}) is a {before} in the checkpoint")
-        return
-    options = _option_problems(optimizer, view, groups)
-    problems = group_problems(optimizer, view, groups)
+    now, present = optimizer_class(fit.optimizers), all_groups(fit.optimizers)
+    named = [{**group, "params": [view.name_of(p) for p in group["params"]]} for group in present]
+    mine, saved = _owners(now, named), _owners(before, groups)
+    both = [name for name in mine if name in saved and saved[name][0] == mine[name][0]]
+    options = {name: option_problems(mine[name][1], saved[name][1]) for name in both}
+    if now != before:
+        problems = [f"optimizer ({now}) is a {before} in the checkpoint"]
+    else:
+        problems = group_problems(named, groups)
     problems += dict.fromkeys(itertools.chain(*options.values()))
     fit.left_out += problems
     fit.groups = not problems
-    mine = {view.name_of(p) for group in optimizer.param_groups for p in group["params"]}
+    kinds = set(group_classes(now, len(named)))
     weights = below("model.", manifest)
     slots: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in below("optimizer.", manifest).items():
         slots.setdefault(key.partition(".")[2], {})[key] = tensor
     for name, stored in sorted(slots.items()):
+        kind = saved[name][0] if name in saved else None
         # All slots of a parameter or none: an optimizer cannot step with some of them.
-        if name not in mine:
+        if kind is not None and kind not in kinds:
+            pass  # said above, once for all parameters
+        elif name not in mine:
             fit.left_out.append(f"optimizer state of {name} is of no parameter of the optimizer")
         elif name not in fit.model:
             fit.left_out.append(f"optimizer state of {name} belongs to a tensor that differs")
-        elif options.get(name):
-            pass  # said above, once for all parameters
+        elif options.get(name) or kind not in (None, mine[name][0]):
+            pass  # likewise
         elif wrong := [k for k, t in stored.items() if t.shape not in ((), weights[name].shape)]:
             found, shape = stored[wrong[0]].shape, weights[name].shape
             fit.left_out.append(f"optimizer state {wrong[0]} {found} must be {shape} or a scalar")
@@ -193,13 +208,13 @@ def _compare_optimizer(
             _take_slots(fit, stored, weights[name], view.stored[name].dtype, cast=cast)
 
 
-def _option_problems(
-    optimizer: Optimizer, view: ModelView, groups: list[dict[str, Any]]
-) -> dict[str, list[str]]:
-    """Return name of each parameter on both sides -> what differs in its options."""
-    saved = {name: group for group in groups for name in group["params"]}
-    named = [(view.name_of(p), group) for group in optimizer.param_groups for p in group["params"]]
-    return {n: option_problems(group, saved[n]) for n, group in named if n in saved}
+def _owners(classes: str, groups: list[dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return name of each parameter -> class of its optimizer, its group."""
+    return {
+        name: (kind, group)
+        for kind, group in zip(group_classes(classes, len(groups)), groups, strict=True)
+        for name in group["params"]
+    }
 
 
 def _take_slots(
@@ -225,6 +240,6 @@ def _compare_scheduler(fit: Fit, scheduler: Scheduler, manifest: Manifest) -> No
         return
     try:
         scheduler_state(scheduler, values)
-        fit.scheduler = True
+        fit.scheduler = scheduler
     except ValueError as error:
         fit.left_out.append(str(error))

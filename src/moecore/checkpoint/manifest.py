@@ -7,7 +7,7 @@ what the format allows is neither written nor read.
     meshes                      [{mesh dim: size}] of the saved model's DTensors
     versions                    moecore, torch, python
     config, scheduler, extra    the caller's JSON
-    optimizer_class             name of its class, or null
+    optimizer_class             name of its class, or of several one for each group: "A, B", or null
     optimizer                   [{params: [name], hyperparameter: value}], or null
     files                       file name -> {size in bytes, sha256 of the whole file}
     tensors                     name -> {shape, dtype, chunks: [{file, key, offsets, sizes}]}
@@ -101,7 +101,8 @@ class Facts:
         meshes: the meshes of the model's DTensors, mesh dim -> size.
         versions: of moecore, torch and python.
         config: the caller's description of the model; None = none given.
-        optimizer_class: name of its class; None = no optimizer.
+        optimizer_class: name of its class, or of several optimizers those of each group, with
+            commas; None = no optimizer.
         optimizer: hyperparameters and parameter names of each group; None = no optimizer.
         scheduler: its state; None = none given.
         extra: the caller's values that are no tensors.
@@ -239,10 +240,14 @@ def _facts(values: dict[str, Any]) -> Facts:
         groups is None or (isinstance(groups, list) and all(map(_is_group, groups))),
         "optimizer must be null or a list of groups with the names of their parameters",
     )
+    kind = values["optimizer_class"]
     _must(
-        isinstance(values["optimizer_class"], str | None)
-        and (values["optimizer_class"] is None) == (groups is None),
+        isinstance(kind, str | None) and (kind is None) == (groups is None),
         "optimizer_class must be a string beside groups, and null without",
+    )
+    _must(
+        kind is None or len(kind.split(", ")) in (1, len(groups)),
+        "optimizer_class must be one class, or one for each group",
     )
     return Facts(**{name: values[name] for name in Facts.__dataclass_fields__})
 

@@ -35,14 +35,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from moecore.checkpoint.agree import default_timeout, gather, on_every_rank
 from moecore.checkpoint.alike import check_alike
 from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.meter import Meter, Progress
-from moecore.checkpoint.snapshot import Scheduler, Snapshot, take_snapshot
+from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
+from moecore.checkpoint.state import Optimizers
 from moecore.checkpoint.store import begin, check_count, locals_of, write
 
 logger = logging.getLogger("moecore.checkpoint")
@@ -56,11 +56,13 @@ class Saver:
     Args:
         root: directory of the run; every rank must see it.
         model: parallelized or plain.
-        optimizer: over the model's parameters; None = keep the model only.
-        scheduler: of the learning rate; its state must be JSON-able.
+        optimizer: over the model's parameters; a list of several, each with parameters of its own;
+            None = keep the model only.
+        scheduler: of the learning rate; its state must be JSON-able. A list of several, in the
+            order of their optimizers.
         keep: how many of the newest checkpoints stay; 0 = all.
         config: mapping or dataclass that describes the model, JSON-able; None takes that of a
-            native decoder, which `load` compares.
+            native decoder or a transformers model, which `load` compares.
         progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
     """
 
@@ -68,9 +70,9 @@ class Saver:
         self,
         root: str | os.PathLike[str],
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: Optimizers | None,
         *,
-        scheduler: Scheduler | None = None,
+        scheduler: Schedulers | None = None,
         keep: int = 0,
         config: object = None,
         progress: Progress | None = None,

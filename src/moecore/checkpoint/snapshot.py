@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -18,7 +18,10 @@ from torch.optim import Optimizer
 from moecore.checkpoint.manifest import Facts, check_dtype
 from moecore.checkpoint.state import (
     ModelView,
+    Optimizers,
     check_json,
+    listed_optimizers,
+    optimizer_class,
     optimizer_groups,
     optimizer_tensors,
     rng_tensors,
@@ -34,6 +37,63 @@ class Scheduler(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state."""
+
+
+Schedulers = Scheduler | Sequence[Scheduler]
+
+
+class _Several:
+    """Several schedulers as one: its state has "0.last_epoch" for last_epoch of the first.
+
+    Args:
+        parts: at least two.
+    """
+
+    def __init__(self, parts: Sequence[Scheduler]) -> None:
+        self._parts = parts
+        self.kind = ", ".join(type(part).__name__ for part in parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all, side by side."""
+        states = [part.state_dict() for part in self._parts]
+        return {f"{i}.{key}": v for i, state in enumerate(states) for key, v in state.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state of each."""
+        states: list[dict[str, Any]] = [{} for _ in self._parts]
+        for name, value in state_dict.items():
+            i, _, key = name.partition(".")
+            states[int(i)][key] = value
+        for part, state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+def one_scheduler(
+    scheduler: Schedulers | None, optimizers: Sequence[Optimizer]
+) -> Scheduler | None:
+    """Return the scheduler that a caller has given, or all of them as one; None for None.
+
+    Raises:
+        ValueError: for an empty list, or where they do not follow the optimizers: another one's
+            learning rates would fit as well.
+    """
+    if not isinstance(scheduler, Sequence):
+        return scheduler
+    if not scheduler:
+        raise ValueError("scheduler ([]) must hold a scheduler: pass None where there is none")
+    order = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
+    owners = [order.get(id(getattr(part, "optimizer", None))) for part in scheduler]
+    known = [i for i in owners if i is not None]
+    if known != sorted(known):
+        raise ValueError(
+            f"scheduler (of optimizers {', '.join(map(str, known))}) must be in the order of the "
+            "optimizers: sort the list"
+        )
+    return scheduler[0] if len(scheduler) == 1 else _Several(scheduler)
+
+
+def _kind(scheduler: Scheduler) -> str:
+    return scheduler.kind if isinstance(scheduler, _Several) else type(scheduler).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +112,10 @@ class Snapshot:
 def take_snapshot(
     step: int,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None,
     *,
-    scheduler: Scheduler | None,
+    scheduler: Schedulers | None,
     config: object,
 ) -> Snapshot:
     """Return what a save keeps; see `save` for the arguments.
@@ -67,8 +127,8 @@ def take_snapshot(
     _check_finished(model)
     view = ModelView(model)
     tensors = {f"model.{name}": tensor for name, tensor in view.stored.items()}
-    if optimizer is not None:
-        tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizer, view).items()}
+    optimizers = listed_optimizers(optimizer, view)
+    tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(optimizers, view).items()}
     values = {}
     for name, value in (extra or {}).items():
         if isinstance(value, Tensor):
@@ -76,6 +136,7 @@ def take_snapshot(
         else:
             values[name] = value
     _check_extra(values)
+    schedule = one_scheduler(scheduler, optimizers)
     tensors |= rng_tensors()
     for name, tensor in tensors.items():
         check_dtype(name, tensor.dtype)
@@ -85,9 +146,9 @@ def take_snapshot(
         meshes=_meshes(view),
         versions=versions(),
         config=_config_values(view.config if config is None else config),
-        optimizer_class=None if optimizer is None else type(optimizer).__name__,
-        optimizer=None if optimizer is None else _copy(optimizer_groups(optimizer, view)),
-        scheduler=None if scheduler is None else _scheduler_values(scheduler),
+        optimizer_class=optimizer_class(optimizers) if optimizers else None,
+        optimizer=_copy(optimizer_groups(optimizers, view)) if optimizers else None,
+        scheduler=None if schedule is None else _scheduler_values(schedule),
         extra=_copy(values),
     )
     return Snapshot(tensors, facts)
@@ -121,7 +182,7 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
     now = scheduler.state_dict()
     if now.keys() != values.keys():
         raise ValueError(
-            f"scheduler ({type(scheduler).__name__}) must have the state of the saved one, but "
+            f"scheduler ({_kind(scheduler)}) must have the state of the saved one, but "
             f"{', '.join(sorted(now.keys() ^ values.keys()))} differ"
         )
     return _like(now, values)
@@ -129,7 +190,7 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
 
 def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:
     state = scheduler.state_dict()
-    name = type(scheduler).__name__
+    name = _kind(scheduler)
     numbers = _numbers(state)
     check_json(f"scheduler {name}", numbers)
     values = _copy(numbers)

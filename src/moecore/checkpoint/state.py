@@ -10,6 +10,10 @@ Legend: E experts, D model dim, F expert hidden dim.
 All are plain tensors or DTensors, whose placements tell torch.distributed.checkpoint where a shard
 lies in the global tensor.
 
+Note "several optimizers": a parameter belongs to one at most, so their state needs no names of
+theirs. They are kept as one whose groups follow each other, with the class of each group. How
+groups of one class are spread over optimizers decides about nothing, and is not kept.
+
 Note "gate and up": a gated FC1 that is kept as [E, 2F, D], all of gate above all of up, gives each
 expert tensor parallel rank a piece of both, which is no single block of the global tensor, and a
 checkpoint can only store blocks. So it is stored as a view [E, 2, F, D], the shape of moecore's own
@@ -20,7 +24,7 @@ whether sharded or whole, so that any folding loads what another saved.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +38,7 @@ from moecore.checkpoint.same_config import own_config
 from moecore.moe.experts import Experts
 
 StoredView = Callable[[Tensor], Tensor]
+Optimizers = Optimizer | Sequence[Optimizer]
 OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}  # how to compute, not what
 # What schedulers add to a group, and set anew when they are built.
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -48,7 +53,8 @@ class ModelView:
     Attributes:
         tensors: name -> parameter or persistent buffer; a tied one only under its first name.
         stored: name -> its view in the checkpoint.
-        config: of the native decoder that the model is or holds; None = there is none.
+        config: of the native decoder or transformers model that the model is or holds; None =
+            there is none.
 
     Args:
         model: parallelized or plain.
@@ -99,26 +105,67 @@ class ModelView:
         return self._names[id(param)]
 
 
-def check_optimizer(optimizer: object) -> None:
-    """Raise ValueError for what is not one optimizer, such as a list of them."""
-    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
-        raise ValueError(
-            f"optimizer ({type(optimizer).__name__}) must be one torch optimizer, or None: several "
-            "cannot be kept together yet, so use one with several parameter groups"
-        )
-
-
-def optimizer_tensors(optimizer: Optimizer, model: ModelView) -> dict[str, Tensor]:
-    """Return "<slot>.<fqn>" -> stored view of the optimizer's state, sharing its memory.
+def listed_optimizers(optimizer: object, model: ModelView) -> list[Optimizer]:
+    """Return the optimizers that a caller has given: one, several, or none for None.
 
     Raises:
-        ValueError: for what is no optimizer.
+        ValueError: for what is no optimizer, or parameters that are not the model's, or belong to
+            two of them.
+    """
+    if optimizer is None:
+        return []
+    found: list[Any] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    wrong = [x for x in found if not hasattr(x, "param_groups") or not hasattr(x, "state")]
+    if wrong or not found:
+        raise ValueError(
+            f"optimizer ({type([*wrong, optimizer][0]).__name__}) must be one of torch's, or a "
+            "list of several: pass None where there is none"
+        )
+    owners: dict[str, int] = {}
+    for i, one in enumerate(found):
+        for name in (model.name_of(p) for group in one.param_groups for p in group["params"]):
+            if owners.setdefault(name, i) != i:
+                raise ValueError(
+                    f"{name} must belong to one optimizer, but optimizer[{owners[name]}] and "
+                    f"optimizer[{i}] hold it: give each its own parameters"
+                )
+    return found
+
+
+def all_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """Return the parameter groups, in order; see the note "several optimizers"."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
+    """Return the name of their class, or those of each group, such as "Muon, AdamW, AdamW"."""
+    names = [type(one).__name__ for one in optimizers for _ in one.param_groups]
+    return ", ".join(names) if len(set(names)) > 1 else type(optimizers[0]).__name__
+
+
+def group_classes(name: str, num_groups: int) -> list[str]:
+    """Return the class of each group, from what `optimizer_class` gave."""
+    names = name.split(", ")
+    return names * num_groups if len(names) == 1 else names
+
+
+def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict[str, Tensor]:
+    """Return "<slot>.<fqn>" -> stored view of the optimizers' state, sharing its memory.
+
+    Raises:
+        ValueError: when two hold state of one parameter.
         NotImplementedError: for state that is neither a scalar nor laid out like its parameter.
     """
-    check_optimizer(optimizer)
     found: dict[str, Tensor] = {}
-    for param, state in optimizer.state.items():
+    seen: set[str] = set()
+    for param, state in (item for one in optimizers for item in one.state.items()):
         name = model.name_of(param)
+        if name in seen:
+            raise ValueError(
+                f"{name} must have state in one optimizer, but two have some: remove it from the "
+                "one that does not step it"
+            )
+        seen.add(name)
         for slot, value in state.items():
             if not isinstance(value, Tensor) or not _storable(value, param):
                 raise NotImplementedError(
@@ -193,7 +240,7 @@ def _layout(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def optimizer_groups(optimizer: Optimizer, model: ModelView) -> list[dict[str, Any]]:
+def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group, JSON-able, with its parameters' names.
 
     Those that are `OF_THE_RUN` are left out: another machine may want others.
@@ -202,7 +249,7 @@ def optimizer_groups(optimizer: Optimizer, model: ModelView) -> list[dict[str, A
         ValueError: when one cannot be kept as JSON.
     """
     groups = []
-    for group in optimizer.param_groups:
+    for group in all_groups(optimizers):
         values = {k: v for k, v in group.items() if k != "params" and k not in OF_THE_RUN}
         values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
         check_json("optimizer hyperparameter", values)
@@ -210,20 +257,22 @@ def optimizer_groups(optimizer: Optimizer, model: ModelView) -> list[dict[str, A
     return groups
 
 
-def group_problems(
-    optimizer: Optimizer, model: ModelView, groups: list[dict[str, Any]]
-) -> list[str]:
-    """Return in words why saved hyperparameters do not fit; empty when they do."""
-    now = [[model.name_of(p) for p in group["params"]] for group in optimizer.param_groups]
-    if now != [group["params"] for group in groups]:
+def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
+    """Return in words why saved hyperparameters do not fit; empty when they do.
+
+    Args:
+        present: groups of the optimizers, with names for their parameters.
+        groups: from the manifest.
+    """
+    if [group["params"] for group in present] != [group["params"] for group in groups]:
         return [
-            f"optimizer.param_groups ({len(now)}) hold other parameters, or in another order, than "
-            f"the {len(groups)} in the checkpoint"
+            f"optimizer.param_groups ({len(present)}) hold other parameters, or in another order, "
+            f"than the {len(groups)} in the checkpoint"
         ]
     return [
         f"optimizer hyperparameter {key} ({group[key]!r}) is a {type(value).__name__} in the "
         "checkpoint"
-        for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        for group, saved in zip(present, groups, strict=True)
         for key, value in saved.items()
         if key in group and not _same_kind(group[key], value)
     ]
@@ -254,9 +303,9 @@ def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[
     ]
 
 
-def restore_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
     """Set the hyperparameters of each group, in place; `group_problems` has found none."""
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+    for group, saved in zip(all_groups(optimizers), groups, strict=True):
         for key, value in saved.items():
             current = group.get(key)
             if key == "params" or key in OF_THE_RUN:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from moecore.checkpoint.agree import (
     Group,
@@ -41,12 +40,12 @@ from moecore.checkpoint.fit import (
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.snapshot import (
-    Scheduler,
+    Schedulers,
     Snapshot,
     scheduler_state,
     take_snapshot,
 )
-from moecore.checkpoint.state import ModelView, restore_groups, restore_rng
+from moecore.checkpoint.state import ModelView, Optimizers, restore_groups, restore_rng
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, check_how, verify_files
 from moecore.fsdp.accumulate import drop_step
@@ -58,10 +57,10 @@ def save(
     root: str | os.PathLike[str],
     step: int,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None = None,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: Schedulers | None = None,
     keep: int = 0,
     config: object = None,
 ) -> Path:
@@ -76,12 +75,14 @@ def save(
         root: directory of the run; one save at a time writes to it.
         step: >= 0; names the directory.
         model: parallelized or plain.
-        optimizer: over the model's parameters; None = keep the model only.
+        optimizer: over the model's parameters; a list of several, each with parameters of its own;
+            None = keep the model only.
         extra: name -> JSON-able value or plain tensor, the same on every rank.
-        scheduler: of the learning rate; its state must be JSON-able.
+        scheduler: of the learning rate; its state must be JSON-able. A list of several, in the
+            order of their optimizers.
         keep: how many of the newest checkpoints stay; 0 = all.
         config: mapping or dataclass that describes the model, JSON-able; None takes that of a
-            native decoder, which `load` compares.
+            native decoder or a transformers model, which `load` compares.
 
     Returns:
         The new checkpoint, `root/step-000123`.
@@ -106,9 +107,9 @@ def save(
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: Schedulers | None = None,
     strict: bool = True,
     cast: bool = False,
     verify: Verify = "full",
@@ -125,8 +126,9 @@ def load(
     Args:
         path: a whole checkpoint, such as from `latest`.
         model: materialised, with the same global shapes and dtypes.
-        optimizer: built like the saved one; its state may be empty, and is replaced.
-        scheduler: built like the saved one; None = its state is not asked for.
+        optimizer: built like the saved one, or a list of all, in the order of the save; its state
+            may be empty, and is replaced.
+        scheduler: built like the saved one, or a list of all; None = its state is not asked for.
         strict: refuse any difference; False loads what has the same name and shape, leaves the rest
             as it is and warns of it.
         cast: let the model's dtypes differ from the saved ones, and convert.
@@ -155,10 +157,10 @@ def load(
     verify_files(path, manifest, verify, meter)
     drop_step(model)
     _refresh_buffers(path, model)
-    extra = _read(path, manifest, view, fit, optimizer, meter, strict=strict)
-    if scheduler is not None and fit.scheduler:
+    extra = _read(path, manifest, view, fit, meter, strict=strict)
+    if fit.scheduler is not None:
         assert manifest.facts.scheduler is not None
-        scheduler.load_state_dict(scheduler_state(scheduler, manifest.facts.scheduler))
+        fit.scheduler.load_state_dict(scheduler_state(fit.scheduler, manifest.facts.scheduler))
     if fit.left_out and (not dist.is_initialized() or dist.get_rank() == 0):
         warnings.warn(f"path ({path}): {summary(fit.left_out)}: left as it was", stacklevel=2)
     meter.log(f"loaded {path}, verify={verify}")
@@ -241,33 +243,29 @@ def _read(
     manifest: Manifest,
     view: ModelView,
     fit: Fit,
-    optimizer: Optimizer | None,
     meter: Meter,
     *,
     strict: bool,
 ) -> dict[str, Any]:
-    """Fill model, optimizer and generators; return `extra`."""
+    """Fill model, optimizers and generators; return `extra`."""
     target = {f"model.{name}": view.stored[name] for name in sorted(fit.model)}
     extra = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype)
         for name, tensor in below("extra.", manifest).items()
     }
     target |= {f"extra.{name}": tensor for name, tensor in extra.items()}
-    state: dict[Tensor, dict[str, Tensor]] = {}
-    rng: dict[str, Tensor] = {}
-    if optimizer is not None:
-        state, optimizer_tensors = optimizer_target(fit, view, optimizer)
-        rng = rng_target(manifest)
-        target |= optimizer_tensors | rng
+    states, optimizer_tensors = optimizer_target(fit, view)
+    rng = rng_target(manifest) if fit.optimizers else {}
+    target |= optimizer_tensors | rng
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = Reader(path, manifest, meter)
     checked_io("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
-    if optimizer is not None:
-        if fit.groups:
-            assert manifest.facts.optimizer is not None
-            restore_groups(optimizer, manifest.facts.optimizer)
+    if fit.groups:
+        assert manifest.facts.optimizer is not None
+        restore_groups(fit.optimizers, manifest.facts.optimizer)
+    for optimizer, state in zip(fit.optimizers, states, strict=True):
         if strict:
             optimizer.state.clear()
         optimizer.state.update(state)
-        restore_rng(rng)
+    restore_rng(rng)
     return {**manifest.facts.extra, **extra}

@@ -125,8 +125,9 @@ def test_a_module_around_the_model_is_left_out(beside, tmp_path):
     ],
 )
 def test_a_config_of_another_transformers_model(name, change, message, tmp_path):
+    """Tensors tell it, where the checkpoint keeps no config of the model."""
     model = random_model(name)
-    path = save(tmp_path / "run", 0, model, None)
+    path = save(tmp_path / "run", 0, model, None, config={})
     layout = "fused" if name == "gpt-oss" else "per_expert"
     with pytest.raises(ValueError, match=message):
         native_to_hf(path, tmp_path / "out", config=model.config.to_dict() | change, layout=layout)
@@ -137,7 +138,7 @@ def test_a_config_of_another_transformers_model(name, change, message, tmp_path)
 def test_a_stored_config_tells_what_shapes_do_not(name, tmp_path):
     model = random_model(name)
     values = model.config.to_dict()
-    path = save(tmp_path / "run", 0, model, None, config=values)
+    path = save(tmp_path / "run", 0, model, None)  # keeps the model's own
     with pytest.raises(
         ValueError, match=r"top_k|num_experts_per_tok \(3\) must be that of the mod"
     ):
@@ -158,9 +159,9 @@ def test_a_head_that_equals_the_embedding_is_tied(tmp_path):
     model = random_model("qwen3-moe")
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    model.config.tie_word_embeddings = True
     path = save(tmp_path / "run", 0, model, None)
-    values = model.config.to_dict() | dict(tie_word_embeddings=True)
-    native_to_hf(path, tmp_path / "out", config=values)
+    native_to_hf(path, tmp_path / "out", config=model.config.to_dict())
     again = type(model).from_pretrained(tmp_path / "out")
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
 

@@ -210,7 +210,7 @@ def test_wrong_arguments(change, message, tmp_path):
         (
             "gpt-oss",
             dict(rope_parameters={"rope_theta": 5.0}),
-            r"config.json rope_theta \(5.0\) must",
+            r"config.json rope_parameters.rope_theta \(5.0\) must",
         ),
     ],
 )

@@ -83,6 +83,12 @@ def test_what_transformers_makes_of_a_published_config_is_the_same(name):
     assert config_problems(values | free, own) == []
 
 
+def test_what_is_switched_off_counts():
+    own = transformers.GptOssConfig.from_dict(deepcopy(GPT_OSS_20B)).to_dict()
+    for change in (dict(sliding_window=None), dict(swiglu_alpha=1.0), dict(attention_bias=False)):
+        assert len(config_problems(GPT_OSS_20B | change, own)) == 1, change
+
+
 def test_nothing_is_said_of_what_is_not_known():
     assert config_problems(GPT_OSS_20B, None) == []
     assert config_problems(GPT_OSS_20B, {"dim": 8}) == []

@@ -10,21 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from moecore.checkpoint.hf.config import (
-    FAMILIES,
-    KIND_OF,
-    MTP_KEYS,
-    Fields,
-    decoder_config_from_hf,
-)
-from moecore.checkpoint.same_config import TRAINING, differences
+from moecore.checkpoint.hf.config import FAMILIES, decoder_config_from_hf
+from moecore.checkpoint.same_config import TRAINING, differences, hf_differences
 from moecore.models.config import DecoderConfig
-
-HF_TRAINING = {
-    *("router_aux_loss_coef", "router_jitter_noise", "max_position_embeddings", *MTP_KEYS)
-}
-ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}  # one thing in two spellings
-COMPARED = (KIND_OF.keys() | {"hidden_act", "attention_bias", "swiglu_limit"}) - HF_TRAINING - ROPE
 
 
 def config_problems(
@@ -49,7 +37,7 @@ def config_problems(
         try:
             model = decoder_config_from_hf(hf_config)
         except (NotImplementedError, ValueError):  # no native decoder
-            return _raw_problems(values, hf_config)
+            return [_line(d.name, d.ours, d.theirs) for d in hf_differences(values, hf_config)]
     if model is None or values.get("model_type") not in FAMILIES:
         return []
     try:
@@ -58,30 +46,6 @@ def config_problems(
         return [str(error)]
     found = differences(native, model, skipped=skipped)
     return [_line(d.name, d.ours, d.theirs) for d in found]
-
-
-def _raw_problems(values: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    compared = COMPARED
-    if values.get("use_sliding_window") is False:  # then its length is not read
-        compared = COMPARED - {"sliding_window"}
-    problems = []
-    for ours, theirs, names in (
-        (Fields(values).values, Fields(model).values, sorted(compared)),
-        (_rope(values), _rope(model), ["factor", "rope_theta", "rope_type"]),
-    ):
-        for name in names:
-            a, b = ours.get(name), theirs.get(name)
-            if a is not None and b is not None and a != b:
-                problems.append(_line(name, f"{a!r:.80}", f"{b!r:.80}"))
-    return problems
-
-
-def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary options in either spelling; models that have them for each kind of layer nest them."""
-    found = {"rope_theta": values.get("rope_theta")}
-    for name in ("rope_scaling", "rope_parameters"):
-        found |= values[name] if isinstance(values.get(name), Mapping) else {}
-    return found
 
 
 def _line(name: str, written: str, wanted: str) -> str:
