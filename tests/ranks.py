@@ -4,8 +4,8 @@ A test file calls `run_ranks` in one module-scoped fixture; `worker` runs on eve
 returns on rank 0 comes back. A failing rank stops all of them with its traceback.
 
 Note "starts": importing takes a rank longer than most cases, so CPU ranks are forks of a server
-that has imported and done nothing else. All but the last: a new interpreter hashes strings anew,
-and ranks that walk a set each in its own order are a bug that must show.
+that has imported and done nothing else. The last one has a server of its own, an interpreter that
+hashes strings otherwise: ranks that walk a set each in its own order are a bug that must show.
 
 Ranks may share GPUs: with MOECORE_RANKS_PER_GPU=4 what wants 8 GPUs runs on 2. Collectives are
 gloo's then, since NCCL wants a GPU per rank; stores into peers' memory stay what they are.
@@ -22,9 +22,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -43,6 +46,9 @@ IMPORTED = (
     "pytest",
     "torch._dynamo",
 )
+LAST_RANK = forkserver.ForkServer()  # see Note "starts"
+LAST_RANK.set_forkserver_preload(list(IMPORTED))
+STARTING = threading.Lock()  # which server forks is a global of multiprocessing
 
 
 def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "cpu") -> Any:
@@ -50,9 +56,12 @@ def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "c
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result.pt")
         setup = (world_size, device_type, path, dict(os.environ), worker, args)
-        num_forks = 0 if device_type == "cuda" else max(1, world_size - 1)
-        fresh = _start(setup, range(num_forks, world_size), "spawn")
-        _join(_start(setup, range(num_forks), "forkserver"), fresh)
+        if device_type == "cuda":
+            _join(_start(setup, range(world_size), "spawn"))
+        else:
+            num_alike = max(1, world_size - 1)
+            last = _fork(setup, range(num_alike, world_size), LAST_RANK)
+            _join(_fork(setup, range(num_alike), forkserver._forkserver), last)
         return torch.load(path, weights_only=False)
 
 
@@ -75,9 +84,16 @@ def forks() -> ForkServerContext:
     return context
 
 
+def _fork(setup: tuple[Any, ...], ranks: range, server: forkserver.ForkServer) -> ProcessContext:
+    forks()
+    with (
+        STARTING,
+        patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+    ):
+        return _start(setup, ranks, "forkserver")
+
+
 def _start(setup: tuple[Any, ...], ranks: range, method: str) -> ProcessContext:
-    if method == "forkserver":
-        forks()
     return mp.start_processes(
         _main, (ranks.start, *setup), len(ranks), join=False, start_method=method
     )
