@@ -7,6 +7,9 @@ Note "starts": importing takes a rank longer than most cases, so CPU ranks are f
 that has imported and done nothing else. The last one has a server of its own, an interpreter that
 hashes strings otherwise: ranks that walk a set each in its own order are a bug that must show.
 
+Note "pollers": each gloo device has a thread that wakes up a hundred times a second, and each group
+makes a device of its own, ten for a mesh. All groups of a CPU rank share one.
+
 Ranks may share GPUs: with MOECORE_RANKS_PER_GPU=4 what wants 8 GPUs runs on 2. Collectives are
 gloo's then, since NCCL wants a GPU per rank; stores into peers' memory stay what they are.
 
@@ -24,6 +27,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -144,12 +148,28 @@ def _start_group(rank: int, world_size: int, device_type: str, *, store: str) ->
         else:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             LIBRARY.impl("all_gather_into_tensor", _all_gather_into_tensor, "CUDA")
+    else:
+        _share_gloo_device()
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
     )
+
+
+def _share_gloo_device() -> None:
+    """Give all process groups of this process one thread that polls, see Note "pollers"."""
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class OneDevice(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [device]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OneDevice
 
 
 def _all_gather_into_tensor(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
