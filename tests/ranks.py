@@ -49,6 +49,7 @@ IMPORTED = (
     "moecore.models",
     "pytest",
     "torch._dynamo",
+    "tests.frozen",
 )
 LAST_RANK = forkserver.ForkServer()  # see Note "starts"
 LAST_RANK.set_forkserver_preload(list(IMPORTED))
