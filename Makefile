@@ -2,6 +2,9 @@
 PY := .venv/bin/python
 READY := .venv/.ready
 
+# Hundreds of processes import src and tests: compiled once, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The whole suite: files side by side where pytest-xdist is, so each process computes on one core.
 ONE_THREAD := OMP_NUM_THREADS=1
 WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile')

@@ -401,24 +401,22 @@ def train_reference(
         ranks, prior = range(len(step[0])), dict.fromkeys(layers, 0)
         losses, counts, aux = [0.0] * len(ranks), defaultdict(int), defaultdict(int)
         for micro in step:
-            _forward_all(model, micro, outputs, case, step)  # only for the counts of all ranks
+            micro_losses = [model(*batch, **loss_scale(case, step)) for batch in micro]
             shares = {n: prior[n] + sum(o.counts_E for o in outputs[n]) for n in layers}
-            for rank in ranks:
-                _clear(outputs)
-                tokens, labels = micro[rank]
-                loss = model(tokens, labels, **loss_scale(case, step))
+            for rank, loss in enumerate(micro_losses):
                 loss = loss / case.accumulate if case.loss == "mean" else loss
                 total = loss / len(ranks) if case.loss == "mean" else loss
                 for name, layer in layers.items():
-                    values = _aux_losses(layer.config, outputs[name][0], shares[name])
+                    values = _aux_losses(layer.config, outputs[name][rank], shares[name])
                     values = values / (len(ranks) * case.accumulate)
                     total = total + values.sum()
                     aux[name] = aux[name] + values.detach()
-                    counts[name] = counts[name] + outputs[name][0].counts_E
+                    counts[name] = counts[name] + outputs[name][rank].counts_E
                 total.backward()
                 losses[rank] += loss.detach()
             prior = shares
-            _clear(outputs)
+            for values in outputs.values():
+                values.clear()
         expected[f"loss/{i}"] = torch.stack(losses)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained.values()])
@@ -448,24 +446,6 @@ def _reference_forward(outputs: list[ReferenceOutput]) -> Any:
         return outputs[-1].y_BTD
 
     return forward
-
-
-@torch.no_grad()
-def _forward_all(
-    model: nn.Module,
-    micro: list[Batch],
-    outputs: dict[str, list[ReferenceOutput]],
-    case: Case,
-    step: list[list[Batch]],
-) -> None:
-    _clear(outputs)
-    for tokens, labels in micro:
-        model(tokens, labels, **loss_scale(case, step))
-
-
-def _clear(outputs: dict[str, list[ReferenceOutput]]) -> None:
-    for values in outputs.values():
-        values.clear()
 
 
 def _aux_losses(config: MoEConfig, out: ReferenceOutput, counts_E: Tensor) -> Tensor:

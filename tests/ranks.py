@@ -4,8 +4,11 @@ A test file calls `run_ranks` in one module-scoped fixture; `worker` runs on eve
 returns on rank 0 comes back. A failing rank stops all of them with its traceback.
 
 Note "starts": importing takes a rank longer than most cases, so CPU ranks are forks of a server
-that has imported and done nothing else. All but the last: a new interpreter hashes strings anew,
-and ranks that walk a set each in its own order are a bug that must show.
+that has imported and done nothing else. The last one has a server of its own, an interpreter that
+hashes strings otherwise: ranks that walk a set each in its own order are a bug that must show.
+
+Note "pollers": each gloo device has a thread that wakes up a hundred times a second, and each group
+makes a device of its own, ten for a mesh. All groups of a CPU rank share one.
 
 Ranks may share GPUs: with MOECORE_RANKS_PER_GPU=4 what wants 8 GPUs runs on 2. Collectives are
 gloo's then, since NCCL wants a GPU per rank; stores into peers' memory stay what they are.
@@ -22,9 +25,13 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -42,7 +49,11 @@ IMPORTED = (
     "moecore.models",
     "pytest",
     "torch._dynamo",
+    "tests.frozen",
 )
+LAST_RANK = forkserver.ForkServer()  # see Note "starts"
+LAST_RANK.set_forkserver_preload(list(IMPORTED))
+STARTING = threading.Lock()  # which server forks is a global of multiprocessing
 
 
 def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "cpu") -> Any:
@@ -50,9 +61,12 @@ def run_ranks(world_size: int, worker: Worker, *args: Any, device_type: str = "c
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result.pt")
         setup = (world_size, device_type, path, dict(os.environ), worker, args)
-        num_forks = 0 if device_type == "cuda" else max(1, world_size - 1)
-        fresh = _start(setup, range(num_forks, world_size), "spawn")
-        _join(_start(setup, range(num_forks), "forkserver"), fresh)
+        if device_type == "cuda":
+            _join(_start(setup, range(world_size), "spawn"))
+        else:
+            num_alike = max(1, world_size - 1)
+            last = _fork(setup, range(num_alike, world_size), LAST_RANK)
+            _join(_fork(setup, range(num_alike), forkserver._forkserver), last)
         return torch.load(path, weights_only=False)
 
 
@@ -75,9 +89,16 @@ def forks() -> ForkServerContext:
     return context
 
 
+def _fork(setup: tuple[Any, ...], ranks: range, server: forkserver.ForkServer) -> ProcessContext:
+    forks()
+    with (
+        STARTING,
+        patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+    ):
+        return _start(setup, ranks, "forkserver")
+
+
 def _start(setup: tuple[Any, ...], ranks: range, method: str) -> ProcessContext:
-    if method == "forkserver":
-        forks()
     return mp.start_processes(
         _main, (ranks.start, *setup), len(ranks), join=False, start_method=method
     )
@@ -128,12 +149,28 @@ def _start_group(rank: int, world_size: int, device_type: str, *, store: str) ->
         else:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             LIBRARY.impl("all_gather_into_tensor", _all_gather_into_tensor, "CUDA")
+    else:
+        _share_gloo_device()
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
     )
+
+
+def _share_gloo_device() -> None:
+    """Give all process groups of this process one thread that polls, see Note "pollers"."""
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class OneDevice(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [device]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OneDevice
 
 
 def _all_gather_into_tensor(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
