@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore.fsdp.added import refuse_added
 from moecore.fsdp.gathered import let_go
 
 FORGETS = "_moecore_forgets_clipping"
@@ -86,7 +87,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: when `max_norm` is not positive, the optimizer can not skip a step or lacks a
-            parameter that has a gradient, or a parameter has a `main_grad`.
+            parameter that has a gradient, a parameter has a `main_grad`, or one was added after
+            `parallelize_moe`, so that nobody reduces its gradient.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
@@ -95,6 +97,7 @@ def clip_grad_norm_(
             f"optimizer ({type(optimizer).__name__}) must be one of torch's with fused=True to "
             "skip a step on the device: make it so, or leave it out"
         )
+    refuse_added(model)
     let_go(model)  # or modules may hold gathered copies, which have no gradient
     # A parameter without a gradient counts 0: a rank that left it out would reduce another length.
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
