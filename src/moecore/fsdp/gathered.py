@@ -42,6 +42,7 @@ class Gathered:
         self._units = [m for m in root.modules() if isinstance(m, FSDPModule)]
         self._is_shared = False  # by the micro-batches of a step, until its last forward
         self._is_last = False
+        self.calls_before_backward: Callable[[], None] | None = None
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward)
         for state in {unit._get_fsdp_state() for unit in self._units}:
@@ -100,6 +101,8 @@ class Gathered:
                 "weights are freed after backward: take second derivatives of a plain model, or "
                 "of what follows from its output alone"
             )
+        if self.calls_before_backward is not None:
+            self.calls_before_backward()
         return gather(grad)
 
     @torch.compiler.disable
@@ -124,3 +127,22 @@ def let_go(model: nn.Module) -> None:
     gathered = getattr(model, GATHERED, None)
     if gathered is not None:
         gathered.let_go()
+
+
+def call_before_backward(model: nn.Module, function: Callable[[], None]) -> None:
+    """Call a function before each unit's backward from now on, in place of the one before.
+
+    Args:
+        model: of `parallelize_moe`; nothing for any other.
+        function: of which only the first call of a backward may find something to do.
+    """
+    gathered = getattr(model, GATHERED, None)
+    if gathered is not None:
+        gathered.calls_before_backward = function
+
+
+def say_backward(model: nn.Module) -> None:
+    """Call that function for a backward that runs no hooks."""
+    gathered = getattr(model, GATHERED, None)
+    if gathered is not None and gathered.calls_before_backward is not None:
+        gathered.calls_before_backward()
