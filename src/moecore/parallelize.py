@@ -10,6 +10,7 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -21,6 +22,7 @@ from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.adapters.hf import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache
 from moecore.config import BalanceConfig
+from moecore.fsdp.added import refuse_added
 from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import (
     FSDPOptions,
@@ -71,7 +73,8 @@ def parallelize_moe(
 
     Works on meta-device models (materialise with `to_empty` and an init or a checkpoint
     afterwards) and on real ones, whose weights must be equal on every rank. Parameter names and
-    global shapes stay: parameters become DTensors. With gradient accumulation, say so:
+    global shapes stay: parameters become DTensors. Those that are added later nobody reduces:
+    `clip_grad_norm_` and `finish_step` refuse them. With gradient accumulation, say so:
     `moe_state(model).set_num_micro_batches(n)`, or auxiliary losses have the wrong scale.
 
     Args:
@@ -154,7 +157,9 @@ def parallelize_moe(
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,
         data_ranks=meshes.data_ranks,
     )
-    setattr(model, STATE_NAME, MoEState(layers, groups, loss=loss, exchanges=exchanges))
+    check = partial(refuse_added, model)
+    state = MoEState(layers, groups, loss=loss, exchanges=exchanges, check_parameters=check)
+    setattr(model, STATE_NAME, state)
     return model
 
 

@@ -5,14 +5,18 @@ That the norm equals one process's on every folding is part of tests/test_parity
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moecore import (
     MoEConfig,
@@ -23,6 +27,7 @@ from moecore import (
     moe_state,
 )
 from moecore import parallelize_moe as parallelize
+from moecore.fsdp import drop_step
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
@@ -32,6 +37,11 @@ BAD = {"1.experts.w2": 3, "1.router.weight": 0, "0.bias": 2}  # parameter -> the
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 16), MoELayer(CONFIG))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    """Large enough that its gradient, of norm 2.6, is clipped."""
+    return 1e6 * model(torch.linspace(-1, 1, 96).view(6, 16)).square().sum()
 
 
 def step_with_bad_gradient(
@@ -119,8 +129,53 @@ def norm_when_one_rank_lacks_gradients() -> float:
     return clip_grad_norm_(model, 1.0).total
 
 
+def clear(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+DROPS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "drop_step": lambda model, optimizer: drop_step(model),
+    "by hand": lambda model, optimizer: clear(model),
+}
+
+
+def weights_after_a_step_left_out(
+    model: nn.Module, drop: str | None, value: float = 1.0, *, fused: bool = True
+) -> list[Tensor]:
+    """Weights after one step without clipping, after one that was clipped and not taken."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1.0, fused=fused)
+    if drop is not None:
+        (loss_of(model) * value).backward()
+        clip_grad_norm_(model, 0.01, optimizer=optimizer)
+        DROPS[drop](model, optimizer)
+    loss_of(model).backward()
+    optimizer.step()
+    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
+def unlike_a_step_alone() -> list[tuple[str, float]]:
+    """What a step that was left out, of a finite gradient or not, leaves to the next."""
+
+    def weights(drop: str | None, value: float = 1.0) -> list[Tensor]:
+        model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
+        return weights_after_a_step_left_out(model, drop, value)
+
+    expected = weights(None)
+    return [
+        (drop, value)
+        for drop in DROPS
+        for value in (1.0, math.nan)
+        if not all(map(torch.equal, weights(drop, value), expected))
+    ]
+
+
 def worker(rank: int, device: torch.device) -> list[Any]:
     mine: dict[str, Any] = refusals() | {"lacking": norm_when_one_rank_lacks_gradients()}
+    mine["left out"] = unlike_a_step_alone()
     mine["collectives"] = collectives_of_a_step()
     for name, bad_rank in BAD.items():
         for value in (math.nan, math.inf):
@@ -167,11 +222,6 @@ def test_one_reduction_for_all_gradients_and_one_for_all_layers(ranks: list[Any]
         assert rank["collectives"] == ["all_reduce", "clipped", "all_reduce"]
 
 
-def loss_of(model: nn.Module) -> torch.Tensor:
-    """Large enough that its gradient, of norm 2.6, is clipped."""
-    return 1e6 * model(torch.linspace(-1, 1, 96).view(6, 16)).square().sum()
-
-
 def test_one_process_agrees_with_torch() -> None:
     plain, ours = make_model(), make_model()
     for model in (plain, ours):
@@ -204,6 +254,40 @@ def test_a_fused_optimizer_clips_in_its_step(max_norm: float) -> None:
             optimizer.zero_grad()
     for a, b in zip(host.parameters(), device.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+@pytest.mark.parametrize("drop", [d for d in DROPS if d.startswith("optimizer")])
+def test_a_step_left_out_of_a_plain_model_leaves_nothing(drop: str, value: float) -> None:
+    found = weights_after_a_step_left_out(make_model(), drop, value)
+    expected = weights_after_a_step_left_out(make_model(), None, fused=False)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_step_left_out_leaves_nothing(ranks: list[Any]) -> None:
+    """Neither its factor nor that it was to be skipped."""
+    for rank in ranks:
+        assert rank["left out"] == []
+
+
+def test_a_clipped_optimizer_is_freed_and_copied_like_any_other() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    clip_grad_norm_(model, 1.0, optimizer=optimizer)
+    assert "zero_grad" not in vars(copy.deepcopy(optimizer)), "the copy has its own"
+    gone = weakref.ref(optimizer)
+    del optimizer
+    assert gone() is None, "without the garbage collector"
+
+
+def test_a_zero_grad_of_somebody_else_is_called() -> None:
+    model, theirs = make_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.zero_grad = lambda set_to_none=True: theirs.append(set_to_none)  # type: ignore[method-assign]
+    clip_grad_norm_(model, 1.0, optimizer=optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    assert theirs == [False]
 
 
 def test_an_optimizer_that_can_not_skip_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -50,18 +51,31 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(16, 32)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def logits(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(x).float().flatten(0, 1)
-        return nn.functional.cross_entropy(logits, ids.roll(1, -1).flatten())
+        return self.head(x).float().flatten(0, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.logits(ids), ids.roll(1, -1).flatten())
+
+
+class Logits(Model):
+    """Leaves the loss to others."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.logits(ids)
 
 
 def make(layout: str, **options: Any) -> nn.Module:
     meshes = build_meshes(PARALLEL[layout], "cpu")
     # In bf16 routers are units of their own.
     return parallelize_moe(Model(), meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16, **options))
+
+
+def tokens_of(rank: int) -> Tensor:
+    return torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(rank))
 
 
 def evaluate(model: nn.Module, ids: Tensor) -> None:
@@ -164,14 +178,39 @@ def error_of_inference_mode(ids: Tensor) -> str:
     return str(error.value)
 
 
+def second_derivative(layout: str, ids: Tensor, **options: Any) -> tuple[str, float, float]:
+    """The error, and norms of the next step: after the error, and of another model."""
+    refused, other = make(layout, **options), make(layout, **options)
+    with pytest.raises(NotImplementedError) as error:
+        refused(ids).backward(create_graph=True)
+    norms = []
+    for model in (refused, other):
+        model(ids).backward()
+        norms.append(clip_grad_norm_(model, math.inf).total)
+    return str(error.value), *norms
+
+
+def gradients_of_a_penalty(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Of a penalty on the gradient of the logits, which needs no weight."""
+    logits = model(ids)
+    loss = nn.functional.cross_entropy(logits, ids.flatten())
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    (loss + 100 * grad.square().sum()).backward()
+    found = {n: p.grad for n, p in model.named_parameters()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(rank))
+    ids = tokens_of(rank)
     found: dict[str, Any] = {}
     for layout in PARALLEL:
         for gathered in (True, False):
             options = {"reshard_after_forward": not gathered, "reshard_experts": not gathered}
             for disturb in ("", *DISTURBED):
                 found[layout, gathered, disturb] = train(layout, ids, disturb, **options)
+            found[layout, gathered, "twice"] = second_derivative(layout, ids, **options)
+    meshes = build_meshes(PARALLEL["ep"], "cpu")
+    found["penalty"] = gradients_of_a_penalty(parallelize_moe(Logits(), meshes), ids)
     found["names"] = names_of_gathered(ids)
     found["changed"] = loss_after_a_change(ids)
     found["inference mode"] = error_of_inference_mode(ids)
@@ -193,6 +232,21 @@ def test_forwards_without_a_backward_change_nothing(
     expected = found[layout, gathered, ""]
     assert len(set(expected)) == len(expected), "every step learns"
     assert found[layout, gathered, disturb] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "resharded"])
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_a_second_derivative_is_refused(layout: str, gathered: bool, found: dict[str, Any]) -> None:
+    """It would read weights that the first one has freed. What is refused leaves nothing behind."""
+    error, after, expected = found[layout, gathered, "twice"]
+    assert error.startswith("create_graph (True) must be False for a model of parallelize_moe")
+    assert after == expected > 0
+
+
+def test_a_penalty_on_logits_works(found: dict[str, Any]) -> None:
+    of_ranks = [gradients_of_a_penalty(Logits(), tokens_of(rank)) for rank in range(2)]
+    for name, grad in found["penalty"].items():
+        torch.testing.assert_close(grad, (of_ranks[0][name] + of_ranks[1][name]) / 2, msg=name)
 
 
 def test_an_evaluation_leaves_what_an_optimizer_knows(found: dict[str, Any]) -> None:

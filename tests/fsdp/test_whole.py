@@ -254,8 +254,23 @@ def output_after_a_change(rank: int, *, of_part: bool) -> tuple[Tensor, Tensor]:
     return outputs[0], outputs[1]
 
 
+def gradients_of_a_penalty(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of the experts, whose choices and weights are another layer's: a gradient penalty on x."""
+    x = x.clone().requires_grad_()
+    rows = layer.dispatcher.dispatch(x, make_layer(CONFIG).router(x.detach()))
+    y = layer.dispatcher.combine(layer.experts(rows), rows.plan)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    dx.square().sum().backward()
+    grads = [p.grad for p in layer.experts.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[Any, Any] = {"ways": ways_of_a_gradient(rank)}
+    penalized = nn.Sequential(make_layer(CONFIG))
+    meshes = build_meshes(LAYOUTS["whole"], "cpu")
+    parallelize_moe(penalized, meshes, experts="sequential", dispatcher="alltoall")
+    found["penalty"] = gradients_of_a_penalty(penalized[0], batch(rank))
     found["unused cast"] = output_after_an_unused_cast(rank)
     found["changed weights"] = output_after_a_change(rank, of_part=False)
     found["changed parts"] = output_after_a_change(rank, of_part=True)
@@ -303,6 +318,16 @@ def test_one_rank_has_all_experts_whole() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
     for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(got.grad.to_local(), want.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_they_have_second_derivatives(found: dict[str, Any]) -> None:
+    """FSDP2's units have none: nothing here is gathered and freed."""
+    layer = make_layer(CONFIG)
+    layer.experts.set_backend("sequential")
+    for rank in range(2):
+        expected = gradients_of_a_penalty(layer, batch(rank))
+    for got, want in zip(found["penalty"], expected, strict=True):
+        assert (got - want / 2).abs().max() <= 1e-5 * want.abs().max()
 
 
 def test_a_main_gradient_would_miss_the_mean_over_ranks() -> None:

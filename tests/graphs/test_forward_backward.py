@@ -26,9 +26,11 @@ from moecore import (
     MoEConfig,
     ParallelConfig,
     build_meshes,
+    clip_grad_norm_,
     moe_state,
     parallelize_moe,
 )
+from moecore.fsdp.gathered import GATHERED
 from moecore.graphs import GraphedForwardBackward
 from moecore.graphs import forward_backward as module
 from moecore.graphs.facts import facts_of
@@ -121,7 +123,8 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.model.zero_grad()
-        with patch("moecore.moe.balance._is_capturing", lambda x: True):
+        no_hook = patch.object(getattr(self.model, GATHERED), "calls_before_backward", None)
+        with patch("moecore.moe.balance._is_capturing", lambda x: True), no_hook:
             self.outputs.copy_(self.function(*self.inputs))
         for param, grad in zip(self.model.parameters(), self.grads, strict=True):
             grad.to_local().copy_(param.grad.to_local())
@@ -188,6 +191,17 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     run(x)
     model.zero_grad()
     found["two in a step"] = error_of(state.finish_step)
+
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    run(x)
+    clip_grad_norm_(model, 1.0, optimizer=optimizer)
+    model.zero_grad()  # the step is left out
+    state.finish_step(skipped=True)
+    found["told"] = [optimizer.found_inf is not None]  # type: ignore[attr-defined]
+    run(x)
+    found["told"].append(optimizer.found_inf is not None)  # type: ignore[attr-defined]
+    model.zero_grad()
+    state.finish_step()
 
     model[1].part("router").tape = object()
     with pytest.raises(NotImplementedError, match="must not be recorded or replayed in a CUDA"):
@@ -282,6 +296,10 @@ def test_what_can_not_be_replayed_is_refused(found: dict[str, Any]) -> None:
     assert "saw 2: call" in graphed["two in a step"], "replays are counted"
     assert graphed["buffers"].startswith("the buffers of dispatcher ('nvlink') must be those of")
     assert graphed["after a forward"] == "none", "what it has gathered is let go"
+
+
+def test_a_replay_forgets_clipping_of_a_step_left_out(found: dict[str, Any]) -> None:
+    assert found["graphed"]["told"] == [True, False]
 
 
 def test_all_ranks_raise_when_one_gives_up(found: dict[str, Any]) -> None:

@@ -64,6 +64,42 @@ def test_gradcheck() -> None:
     torch.autograd.gradcheck(lambda *t: router_logits_ref(*t, dtype=torch.float64), tensors)
 
 
+def test_second_derivative() -> None:
+    tensors = [t.double().requires_grad_() for t in inputs(4, 6, 3, "cpu", FP32)]
+    torch.autograd.gradgradcheck(lambda *t: router_logits_ref(*t, dtype=torch.float64), tensors)
+
+
+def test_function_transforms() -> None:
+    """As of F.linear: forward mode, and reverse mode for each of several tokens."""
+    x, weight, bias = (t.double() for t in inputs(4, 6, 3, "cpu", FP32))
+
+    def total(x: Tensor) -> Tensor:
+        return router_logits_ref(x, weight, bias, dtype=torch.float64).square().sum()
+
+    _, tangent = torch.func.jvp(total, (x,), (x,))
+    by_token = torch.func.vmap(torch.func.grad(lambda x: total(x[None])))(x)
+    expected = torch.func.grad(lambda x: F.linear(x, weight, bias).square().sum())(x)
+    torch.testing.assert_close(by_token, expected)
+    torch.testing.assert_close(tangent, (expected * x).sum())
+
+
+@pytest.mark.parametrize("x_dtype", [BF16, FP32])
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32])
+def test_autocast_rounds_no_gradient(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    check_autocast(inputs(37, 48, 13, "cpu", weight_dtype, x_dtype=x_dtype))
+
+
+def check_autocast(tensors: tuple[Tensor, ...]) -> None:
+    """Backward inside of autocast gives the gradients of one outside."""
+    g, found = upstream(37, 13, str(tensors[0].device)), []
+    for enabled in (False, True):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        logits = router_logits(*leaves)
+        with torch.autocast(g.device.type, dtype=FP16, enabled=enabled):
+            found.append(torch.autograd.grad(logits, leaves, g))
+    assert all(map(torch.equal, *found))
+
+
 def test_refuses_shapes_that_do_not_fit() -> None:
     x, weight, bias = inputs(4, 6, 3, "cpu", FP32)
     for args in ((x[:, :5], weight, bias), (x, weight, bias[:2]), (x, weight[:2], bias)):
@@ -125,6 +161,14 @@ def test_splits_of_the_tokens_add_up(
     split = results(tensors, g, None)[2]
     tolerance = 1e-2 if weight_dtype == BF16 else 1e-5  # one rounding to bf16 may differ
     torch.testing.assert_close(split, once, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize("x_dtype", [BF16, FP32])
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32])
+def test_autocast_rounds_no_gradient_of_kernels(
+    x_dtype: torch.dtype, weight_dtype: torch.dtype, device: str
+) -> None:
+    check_autocast(inputs(37, 48, 13, device, weight_dtype, x_dtype=x_dtype))
 
 
 @pytest.mark.parametrize("parts", [(0, 1, 2), (0, 1), (1, 0, 0)])

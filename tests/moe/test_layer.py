@@ -256,6 +256,22 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
     assert float((y.float() - expected).abs().max() / expected.abs().max()) < 0.03
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_backward_inside_autocast_changes_nothing(name: str) -> None:
+    """What forward computed wide, such as the router, is wide in backward too."""
+    found = []
+    for inside in (False, True):
+        layer = make_layer(CONFIGS[name])
+        layer.set_balance(ALL_LOSSES)
+        x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+        found.append({"x": x.grad} | {n: p.grad for n, p in layer.named_parameters()})
+    assert not [n for n, grad in found[0].items() if not torch.equal(grad, found[1][n])]
+
+
 def test_large_uneven_layer_in_bf16_is_finite() -> None:
     config = MoEConfig(dim=64, hidden_dim=32, num_experts=64, top_k=6)
     layer = MoELayer(config, dtype=torch.bfloat16)

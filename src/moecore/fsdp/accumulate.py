@@ -50,7 +50,8 @@ def drop_step(model: nn.Module) -> None:
     That are their gradients, `.grad` and those that units keep for the last micro-batch (where
     `optimizer.zero_grad()` does not reach), their counts, gathered and cast weights, and what
     `start_micro_batch` has said. Such as when a micro-batch is not finite. `load` and `load_hf`
-    call it. No communication, no host sync; call it on every rank.
+    call it. No communication, no host sync; call it on every rank. What `clip_grad_norm_` has told
+    a fused optimizer goes with the gradients.
 
     After a backward that ended in an exception the next forward still refuses: that leaves more
     behind than can be forgotten.

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from functools import cached_property
+import weakref
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.fsdp.gathered import let_go
+from moecore.fsdp.added import refuse_added
+from moecore.fsdp.gathered import call_before_backward, let_go
 
 FORGETS = "_moecore_forgets_clipping"
 
@@ -79,14 +82,18 @@ def clip_grad_norm_(
         model: parallelized or plain; the same on every rank.
         max_norm: > 0; `math.inf` only measures.
         optimizer: of the model, with fused=True: its `grad_scale` and `found_inf` are set for its
-            next step, as GradScaler would. Until then gradients are as backward left them.
+            next step, as GradScaler would. Until then gradients are as backward left them. A step
+            that is left out is forgotten with its gradients: by `optimizer.zero_grad()`, and by the
+            next backward of a parallelized model if `model.zero_grad()`, `drop_step` or a load has
+            dropped them all.
 
     Returns:
         The norm before clipping, the same on every rank. Give its `skipped` to `finish_step`.
 
     Raises:
         ValueError: when `max_norm` is not positive, the optimizer can not skip a step or lacks a
-            parameter that has a gradient, or a parameter has a `main_grad`.
+            parameter that has a gradient, a parameter has a `main_grad`, or one was added after
+            `parallelize_moe`, so that nobody reduces its gradient.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
@@ -95,6 +102,7 @@ def clip_grad_norm_(
             f"optimizer ({type(optimizer).__name__}) must be one of torch's with fused=True to "
             "skip a step on the device: make it so, or leave it out"
         )
+    refuse_added(model)
     let_go(model)  # or modules may hold gathered copies, which have no gradient
     # A parameter without a gradient counts 0: a rank that left it out would reduce another length.
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -112,6 +120,8 @@ def clip_grad_norm_(
         # A nan divides nothing: found_inf skips all of the step.
         divisor = ((squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
         _tell(optimizer, divisor if max_norm < math.inf else None, norm.skipped.float())
+        _forget_in_time(optimizer)
+        call_before_backward(model, partial(_forget_what_is_gone, weakref.ref(optimizer)))
     elif norm.non_finite:
         _drop_gradients(params, norm.non_finite)
     elif norm.total > max_norm:
@@ -140,11 +150,37 @@ def _check_holds(optimizer: torch.optim.Optimizer, params: list[tuple[str, nn.Pa
 
 
 def _tell(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Set what the next step of an optimizer reads; the step after it finds nothing."""
+    """Set what the next step of an optimizer reads."""
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
-    if not hasattr(optimizer, FORGETS):
-        hook = optimizer.register_step_post_hook(lambda done, *_: _tell(done, None, None))
-        setattr(optimizer, FORGETS, hook)
+
+
+def _forget_in_time(optimizer: Any) -> None:
+    """From now on a step leaves nothing to the one after it, and neither does `zero_grad`."""
+    if hasattr(optimizer, FORGETS):
+        return
+    hook = optimizer.register_step_post_hook(lambda done, *_: _tell(done, None, None))
+    setattr(optimizer, FORGETS, hook)
+    theirs = vars(optimizer).get("zero_grad")  # somebody else may stand there already
+    optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), theirs)
+
+
+def _zero_grad(
+    optimizer: weakref.ref[Any], theirs: Callable[..., None] | None, *args: Any, **options: Any
+) -> None:
+    """Forget, then call what stood there; an optimizer in a cycle would keep its memory."""
+    told: Any = optimizer()
+    _tell(told, None, None)
+    zero_grad: Callable[..., None] = theirs or partial(type(told).zero_grad, told)
+    zero_grad(*args, **options)
+
+
+def _forget_what_is_gone(optimizer: weakref.ref[Any]) -> None:
+    """Forget a step that was not taken, once no gradient that it was made for is left."""
+    told = optimizer()
+    if told is None or told.found_inf is None:
+        return
+    if all(p.grad is None for group in told.param_groups for p in group["params"]):
+        _tell(told, None, None)
 
 
 def _squares(params: list[nn.Parameter]) -> Tensor:

@@ -14,14 +14,16 @@ forward would compute with the weights of before the last step. So they are let 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from moecore.kernels.expert_mlp import will_run
 from moecore.moe.balance import is_recomputing
 
 GATHERED = "_moecore_gathered"
@@ -40,8 +42,12 @@ class Gathered:
         self._units = [m for m in root.modules() if isinstance(m, FSDPModule)]
         self._is_shared = False  # by the micro-batches of a step, until its last forward
         self._is_last = False
+        self.calls_before_backward: Callable[[], None] | None = None
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward)
+        for state in {unit._get_fsdp_state() for unit in self._units}:
+            before = partial(self._before_backward, state._pre_backward)
+            state._pre_backward = before  # type: ignore[method-assign]
         self._named_parameters = root.named_parameters
         root.named_parameters = self._own_parameters  # type: ignore[method-assign]
 
@@ -87,10 +93,28 @@ class Gathered:
         if self._is_last and torch.is_grad_enabled():
             self._is_shared = self._is_last = False
 
+    def _before_backward(self, gather: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
+        """Stand before what FSDP2 does when backward comes to the output of a unit."""
+        if torch.is_grad_enabled() and _goes_on():
+            raise NotImplementedError(
+                "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
+                "weights are freed after backward: take second derivatives of a plain model, or "
+                "of what follows from its output alone"
+            )
+        if self.calls_before_backward is not None:
+            self.calls_before_backward()
+        return gather(grad)
+
     @torch.compiler.disable
     def _after_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled() and not is_recomputing():
             self.let_go()
+
+
+def _goes_on() -> bool:
+    """Whether the running backward does more than to find the gradient of where it is."""
+    behind = torch._C._current_autograd_node().next_functions
+    return any(node is not None and will_run(node) for node, _ in behind)
 
 
 def watch_gathered(root: FSDPModule) -> None:
@@ -103,3 +127,22 @@ def let_go(model: nn.Module) -> None:
     gathered = getattr(model, GATHERED, None)
     if gathered is not None:
         gathered.let_go()
+
+
+def call_before_backward(model: nn.Module, function: Callable[[], None]) -> None:
+    """Call a function before each unit's backward from now on, in place of the one before.
+
+    Args:
+        model: of `parallelize_moe`; nothing for any other.
+        function: of which only the first call of a backward may find something to do.
+    """
+    gathered = getattr(model, GATHERED, None)
+    if gathered is not None:
+        gathered.calls_before_backward = function
+
+
+def say_backward(model: nn.Module) -> None:
+    """Call that function for a backward that runs no hooks."""
+    gathered = getattr(model, GATHERED, None)
+    if gathered is not None and gathered.calls_before_backward is not None:
+        gathered.calls_before_backward()

@@ -13,8 +13,9 @@ step there (learning rate, clipping) goes on as before.
 
 Note "what a graph does not see": Python runs at capture only. So a replay does here what matters
 between steps: what has gone wrong in exchanges is raised, units that something else has left
-gathered are let go, facts that the graph holds are compared with the present ones
-(`graphs/facts.py`), `.grad` is the captured gradient again, and micro-batches are counted.
+gathered are let go, clipping of a step that was left out is forgotten, facts that the graph holds
+are compared with the present ones (`graphs/facts.py`), `.grad` is the captured gradient again, and
+micro-batches are counted.
 
 Note "together": captured collectives have no timeout. A rank that gives up before the first replay
 tells the others, and all of them raise. One that raises later leaves them waiting: end the job.
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.fsdp.gathered import let_go
+from moecore.fsdp.gathered import let_go, say_backward
 from moecore.graphs.facts import Facts, facts_of
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -132,6 +133,7 @@ class GraphedForwardBackward:
         let_go(self._model)  # a replay does not: see the note
         _check_start(self._model, self._state)
         if self._captured is not None:
+            say_backward(self._model)
             return self._captured.replay(inputs)
         own = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
         if self._num_warm < self._warm_up:

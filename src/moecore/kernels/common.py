@@ -85,6 +85,11 @@ def on_device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast rounds nothing within, in a backward neither; it knows no meta device."""
+    return _HERE if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 # Triton has both, but each call from the host costs it microseconds.
 
 

@@ -34,11 +34,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moecore.kernels.common import (
     INTERPRET,
     cdiv,
     next_power_of_2,
+    no_autocast,
     num_sms,
     on_device,
     tl,
@@ -60,9 +62,44 @@ def router_logits_ref(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype."""
+    """Return the logits [T, E] of a linear layer in `dtype`, inputs of any float dtype.
+
+    Gradients are in `dtype` too, also where backward runs under autocast; forward must not.
+    """
     bias_E = None if bias_E is None else bias_E.to(dtype)
-    return F.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
+    x_TD, weight_ED = x_TD.to(dtype), weight_ED.to(dtype)
+    # A compiled backward runs without autocast; forward-mode derivatives have none.
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return F.linear(x_TD, weight_ED, bias_E)
+    return _Linear.apply(x_TD, weight_ED, bias_E)
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear whose gradients autocast does not round: torch's own are under it in backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        return F.linear(x_TD, weight_ED, bias_E)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        (x_TD, weight_ED, _), (need_dx, need_dweight, _) = inputs, ctx.needs_input_grad
+        ctx.save_for_backward(x_TD if need_dweight else None, weight_ED if need_dx else None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_ED = ctx.saved_tensors
+        need_dx, need_dweight, need_dbias = ctx.needs_input_grad
+        dlogits_TE = grads[0]
+        dx_TD = dweight_ED = None
+        with no_autocast(dlogits_TE):
+            if need_dx:
+                dx_TD = _Linear.apply(dlogits_TE, weight_ED.t(), None)
+            if need_dweight:
+                dweight_ED = _Linear.apply(dlogits_TE.t(), x_TD.t(), None)
+        return dx_TD, dweight_ED, dlogits_TE.sum(0) if need_dbias else None
 
 
 @triton.jit

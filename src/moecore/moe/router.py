@@ -13,7 +13,6 @@ of mixed precision for the same reason. Among equal scores the lower expert id w
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from moecore.config import MoEConfig
+from moecore.kernels.common import no_autocast
 from moecore.kernels.route import RouteOptions, route
 from moecore.kernels.route_weights import route_weights
 from moecore.kernels.router_logits import router_logits, router_logits_ref
@@ -165,7 +165,7 @@ class Router(nn.Module):
         micro_batch = micro_batch or MicroBatch()
         if self.config.router_jitter and self.training:
             x_TD = _jittered(x_TD, self.config.router_jitter)
-        with _no_autocast(x_TD):
+        with no_autocast(x_TD):
             logits_TE = self._logits(x_TD)
             ids_TK, weights_TK = self._choose(logits_TE, micro_batch)
             if micro_batch.padding_mask_T is not None:
@@ -282,8 +282,3 @@ def _options(config: MoEConfig) -> RouteOptions:
         group_experts=config.group_experts,
         balanced=config.assignment == "balanced",
     )
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast knows no meta device, and nothing rounds there."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

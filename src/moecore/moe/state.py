@@ -8,7 +8,7 @@ Legend: E experts, X columns of one layer's counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class MoEState:
         groups: who counts together.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
         exchanges: of dispatcher "nvlink"; None with any other.
+        check_parameters: raises when the model's gradients were not those of all ranks.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class MoEState:
         *,
         loss: str = "mean",
         exchanges: Exchanges | None = None,
+        check_parameters: Callable[[], None] | None = None,
     ) -> None:
         self.layers = {clean_name(name): layer for name, layer in layers.items()}
         self.groups = groups
         self.loss = loss
         self.exchanges = exchanges
+        self._check_parameters = check_parameters
         for layer in layers.values():
             layer.tracker.groups = groups
         self.set_num_micro_batches(1)
@@ -130,13 +133,16 @@ class MoEState:
 
         Raises:
             ValueError: when a layer with auxiliary losses saw another number of micro-batches than
-                `set_num_micro_batches` said, so that their gradient had the wrong scale.
+                `set_num_micro_batches` said, so that their gradient had the wrong scale; when a
+                parameter was added after `parallelize_moe`.
             ExchangeError: when an exchange went wrong on this rank, as far as the host can see
                 without waiting; `check` waits. Before anything moves, and before the collective:
                 other ranks may not know, so let the process end.
         """
         if self.exchanges is not None:
             self.exchanges.poll()
+        if self._check_parameters is not None:
+            self._check_parameters()
         self._check_micro_batches()
         counts = {name: self._counts(layer) for name, layer in self.layers.items()}
         metrics = self._sum_over_ranks(counts)

@@ -1,0 +1,66 @@
+"""Parameters that came to a model after `parallelize_moe`: no unit reduces their gradients.
+
+A new head, or an adapter beside a layer: every rank would train its own copy, and one is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moecore._compat import fsdp_params
+from moecore.fsdp.gathered import GATHERED
+
+
+def refuse_added(model: nn.Module) -> None:
+    """Raise for trainable parameters whose gradients stay those of one rank.
+
+    Not for those that somebody reduces: FSDP2, DistributedDataParallel, or a hook of their own
+    (`register_post_accumulate_grad_hook`). No communication; 0.6 ms of a host for 531 parameters.
+
+    Args:
+        model: of `parallelize_moe`, or one that holds it; with any other nothing is looked for.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    plain = [
+        param
+        for module in model.modules()
+        for param in module._parameters.values()
+        if param is not None and param.requires_grad and not isinstance(param, DTensor)
+    ]
+    if not plain or not any(hasattr(module, GATHERED) for module in model.modules()):
+        return
+    reduced = set(_reduced(model))
+    added = {p for p in plain if p not in reduced and not _has_own_hook(p)}
+    if added:
+        names = [name for name, param in model.named_parameters() if param in added]
+        raise ValueError(
+            f"{names[0]} (and {len(names) - 1} more) must be in the model before parallelize_moe, "
+            "or nobody reduces its gradient and every rank trains its own: add it before, freeze "
+            "it, or reduce it in a hook (register_post_accumulate_grad_hook)"
+        )
+
+
+def _reduced(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield parameters that are no DTensors, or not now, and are reduced nevertheless."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for param in fsdp_params(module):
+                gathered = getattr(param, "_unsharded_param", None)  # made by the first forward
+                if gathered is not None:
+                    yield gathered
+        elif isinstance(module, DistributedDataParallel):
+            yield from module.parameters()
+
+
+def _has_own_hook(param: nn.Parameter) -> bool:
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
