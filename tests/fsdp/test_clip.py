@@ -236,18 +236,22 @@ def test_one_process_agrees_with_torch() -> None:
         clip_grad_norm_(ours, 0.0)
 
 
+@pytest.mark.parametrize("split", [0, 3])
 @pytest.mark.parametrize("max_norm", [0.01, 1e6, math.inf])
-def test_a_fused_optimizer_clips_in_its_step(max_norm: float) -> None:
+def test_fused_optimizers_clip_in_their_steps(max_norm: float, split: int) -> None:
     host, device = make_model(), make_model()
-    optimizers = []
-    for model, fused in ((host, False), (device, True)):
-        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.01, fused=fused))
+    params = list(device.parameters())
+    parts = [params[:split], params[split:]] if split else [params]
+    fused = [torch.optim.SGD(part, lr=0.01, fused=True) for part in parts]
+    optimizers = [torch.optim.SGD(host.parameters(), lr=0.01), *fused]
     for step in range(3):
         for model in (host, device):
             loss_of(model).backward()
         if step < 2:  # what a step was told is not left for the next
             total = clip_grad_norm_(host, max_norm * 2**step).total
-            norm = clip_grad_norm_(device, max_norm * 2**step, optimizer=optimizers[1])
+            norm = clip_grad_norm_(
+                device, max_norm * 2**step, optimizer=fused if split else fused[0]
+            )
             assert norm.total == pytest.approx(total, rel=1e-5)
         for optimizer in optimizers:
             optimizer.step()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -68,7 +68,10 @@ class GradientNorm:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    max_norm: float,
+    *,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> GradientNorm:
     """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
@@ -81,10 +84,10 @@ def clip_grad_norm_(
     Args:
         model: parallelized or plain; the same on every rank.
         max_norm: > 0; `math.inf` only measures.
-        optimizer: of the model, with fused=True: its `grad_scale` and `found_inf` are set for its
-            next step, as GradScaler would. Until then gradients are as backward left them. A step
-            that is left out is forgotten with its gradients: by `optimizer.zero_grad()`, and by the
-            next backward of a parallelized model if `model.zero_grad()`, `drop_step` or a load has
+        optimizer: of the model, with fused=True, or several: `grad_scale` and `found_inf` are set
+            for the next step, as GradScaler would. Until then gradients are as backward left them.
+            A step that is left out is forgotten with its gradients: by `optimizer.zero_grad()`,
+            and by the next backward of a parallelized model if `model.zero_grad()`, `drop_step` or a load has
             dropped them all.
 
     Returns:
@@ -97,9 +100,11 @@ def clip_grad_norm_(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
-    if optimizer is not None and not _can_skip(optimizer):
+    optimizers = [] if optimizer is None else _listed(optimizer)
+    unfit = [type(o).__name__ for o in optimizers if not _can_skip(o)]
+    if unfit:
         raise ValueError(
-            f"optimizer ({type(optimizer).__name__}) must be one of torch's with fused=True to "
+            f"optimizer ({unfit[0]}) must be one of torch's with fused=True to "
             "skip a step on the device: make it so, or leave it out"
         )
     refuse_added(model)
@@ -112,22 +117,33 @@ def clip_grad_norm_(
             f"{elsewhere[0]}.main_grad must be absent, because only grad is measured and clipped: "
             "delete it and read grad"
         )
-    if optimizer is not None:
-        _check_holds(optimizer, params)
+    if optimizers:
+        _check_holds(optimizers, params)
     squares = _squares([p for _, p in params])
     norm = GradientNorm(tuple(n for n, _ in params), squares)
-    if optimizer is not None:
+    if optimizers:
         # A nan divides nothing: found_inf skips all of the step.
         divisor = ((squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
-        _tell(optimizer, divisor if max_norm < math.inf else None, norm.skipped.float())
-        _forget_in_time(optimizer)
-        call_before_backward(model, partial(_forget_what_is_gone, weakref.ref(optimizer)))
+        for one in optimizers:
+            _tell(one, divisor if max_norm < math.inf else None, norm.skipped.float())
+            _forget_in_time(one)
+        told = [weakref.ref(one) for one in optimizers]
+        call_before_backward(model, partial(_forget_what_is_gone, told))
     elif norm.non_finite:
         _drop_gradients(params, norm.non_finite)
     elif norm.total > max_norm:
         grads = [_local(p.grad) for _, p in params if p.grad is not None]
         torch._foreach_mul_([g for g in grads if g.numel()], max_norm / (norm.total + 1e-6))
     return norm
+
+
+def _listed(optimizer: Any) -> list[torch.optim.Optimizer]:
+    found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not found:
+        raise ValueError(
+            "optimizer ([]) must hold the model's parameters: leave it out, or name it"
+        )
+    return found
 
 
 def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
@@ -137,13 +153,15 @@ def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _check_holds(optimizer: torch.optim.Optimizer, params: list[tuple[str, nn.Parameter]]) -> None:
+def _check_holds(
+    optimizers: list[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
+) -> None:
     """Raise for a gradient that another optimizer would use neither clipped nor skipped."""
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+    held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
     missing = [n for n, p in params if p.grad is not None and p not in held]
     if missing:
         raise ValueError(
-            f"optimizer ({type(optimizer).__name__}) must hold {missing[0]} and all other "
+            f"optimizer ({type(optimizers[0]).__name__}) must hold {missing[0]} and all other "
             f"parameters with gradients ({len(missing)} are missing) to clip and skip them: leave "
             "it out, or make it of model.parameters() after parallelize_moe"
         )
@@ -174,13 +192,13 @@ def _zero_grad(
     zero_grad(*args, **options)
 
 
-def _forget_what_is_gone(optimizer: weakref.ref[Any]) -> None:
+def _forget_what_is_gone(optimizers: list[weakref.ref[Any]]) -> None:
     """Forget a step that was not taken, once no gradient that it was made for is left."""
-    told = optimizer()
-    if told is None or told.found_inf is None:
-        return
-    if all(p.grad is None for group in told.param_groups for p in group["params"]):
-        _tell(told, None, None)
+    for told in (optimizer() for optimizer in optimizers):
+        if told is None or told.found_inf is None:
+            continue
+        if all(p.grad is None for group in told.param_groups for p in group["params"]):
+            _tell(told, None, None)
 
 
 def _squares(params: list[nn.Parameter]) -> Tensor:
