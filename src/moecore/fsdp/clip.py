@@ -87,8 +87,8 @@ def clip_grad_norm_(
         optimizer: of the model, with fused=True, or several: `grad_scale` and `found_inf` are set
             for the next step, as GradScaler would. Until then gradients are as backward left them.
             A step that is left out is forgotten with its gradients: by `optimizer.zero_grad()`,
-            and by the next backward of a parallelized model if `model.zero_grad()`, `drop_step` or a load has
-            dropped them all.
+            and by the next backward of a parallelized model if `model.zero_grad()`, `drop_step` or
+            a load has dropped them all.
 
     Returns:
         The norm before clipping, the same on every rank. Give its `skipped` to `finish_step`.
@@ -140,9 +140,7 @@ def clip_grad_norm_(
 def _listed(optimizer: Any) -> list[torch.optim.Optimizer]:
     found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not found:
-        raise ValueError(
-            "optimizer ([]) must hold the model's parameters: leave it out, or name it"
-        )
+        raise ValueError("optimizer ([]) must be None or some of torch's: leave it out")
     return found
 
 
