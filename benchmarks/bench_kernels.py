@@ -199,7 +199,7 @@ def _adamw(inputs: Inputs, moment_dtype: torch.dtype) -> Work:
     def state(dtype: torch.dtype) -> module.AdamWTensors:
         weights = [torch.randn(size, device=device) for size in sizes]
         moments = [[torch.zeros_like(w, dtype=dtype) for w in weights] for _ in range(2)]
-        return module.AdamWTensors(weights, grads, *moments, steps)
+        return module.AdamWTensors(weights, grads, *moments, steps, range(len(sizes)))
 
     ours, torchs = state(moment_dtype), state(torch.float32)
 

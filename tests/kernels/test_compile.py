@@ -123,7 +123,7 @@ def run_adamw(moment_dtype: torch.dtype) -> None:
     moments = [w.to(moment_dtype) for w in weights]
     steps = [torch.zeros(()) for _ in weights]
     adamw.adamw_(
-        adamw.AdamWTensors(weights, weights, moments, moments, steps),
+        adamw.AdamWTensors(weights, weights, moments, moments, steps, [0, 1]),
         adamw.AdamWOptions(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
         grad_scale=steps[0],
         found_inf=steps[1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from moecore import ParallelConfig, build_meshes, clip_grad_norm_, moe_state, parallelize_moe
 from moecore.checkpoint import load, save
@@ -141,6 +145,92 @@ def test_small_second_moments_fall_again() -> None:
     assert end / start == pytest.approx(0.999**300, rel=0.01)
 
 
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_state_dict_keeps_moments_that_the_weights_dtype_has_no_room_for(
+    dtype: torch.dtype, moment_dtype: torch.dtype
+) -> None:
+    params = [nn.Parameter(torch.ones(3, dtype=dtype))]
+    params[0].grad = torch.full_like(params[0], 1e-4)  # its square is 0 in fp16
+    first = AdamW(params, moment_dtype=moment_dtype)
+    first.step()
+    second = AdamW(params, moment_dtype=moment_dtype)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for name in ("exp_avg", "exp_avg_sq"):
+        a, b = first.state[params[0]][name], second.state[params[0]][name]
+        assert a.dtype == b.dtype == moment_dtype and torch.equal(a, b) and a.all()
+
+
+@pytest.mark.parametrize("before", ["torch", "fp32", "bf16"])
+@pytest.mark.parametrize("after", ["torch", "fp32", "bf16"])
+def test_checkpoints_go_every_way(before: str, after: str, tmp_path: Path) -> None:
+    def make(name: str, model: nn.Module) -> Optimizer:
+        if name == "torch":
+            return torch.optim.AdamW(model.parameters(), fused=True)
+        dtype = torch.bfloat16 if name == "bf16" else torch.float32
+        return AdamW(model.parameters(), moment_dtype=dtype)
+
+    model = nn.Linear(64, 64)
+    params = list(model.parameters())
+    first = make(before, model)
+    train(params, first, range(2, 4))
+    path = save(tmp_path, 1, model, first)
+    second = make(after, model)
+    train(params, second, range(4, 6))
+    load(path, model, second)
+    want = torch.bfloat16 if after == "bf16" else torch.float32
+    for param in params:
+        a, b = first.state[param]["exp_avg"], second.state[param]["exp_avg"]
+        assert b.dtype == want
+        exact = before != "bf16" and after != "bf16"
+        torch.testing.assert_close(a.float(), b.float(), rtol=0 if exact else 2.0**-8, atol=0)
+    train(params, second, range(6, 7))
+
+
+def test_noise_is_that_of_the_parameter() -> None:
+    """Whichever others have a gradient, so that replicas on other ranks stay equal."""
+    found = []
+    for others in (True, False):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.ones(50)), nn.Parameter(torch.ones(50))]
+        optimizer = AdamW(params, moment_dtype=torch.bfloat16)
+        for _ in range(5):
+            params[0].grad = torch.ones(50) if others else None
+            params[1].grad = torch.randn(50)
+            optimizer.step()
+        found.append(optimizer.state[params[1]]["exp_avg"])
+    assert torch.equal(*found)
+
+
+def test_parameters_of_several_dtypes_in_one_group() -> None:
+    ours, torchs = make_params(), make_params()
+    for params in (ours, torchs):
+        params[1].data, params[2].data = params[1].data.bfloat16(), params[2].data.double()
+    train(ours, AdamW(ours, lr=1e-2), range(NUM_STEPS))
+    train(torchs, torch.optim.AdamW(torchs, lr=1e-2, fused=True), range(NUM_STEPS))
+    for a, b in zip(ours, torchs, strict=True):
+        tolerance = 2.0**-6 if a.dtype == torch.bfloat16 else 2e-6
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=2e-7)
+
+
+def test_gradscaler_steps_what_was_clipped_before() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for who in ("clip", "scaler", "both", "clip", "scaler"):
+        loss = model(torch.ones(2, 3)).sum()
+        (loss if who == "clip" else scaler.scale(loss)).backward()
+        if who != "scaler":
+            clip_grad_norm_(model, 0.1, optimizer=optimizer)
+        if who == "clip":
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+
 def test_refusals() -> None:
     params = make_params()
     with pytest.raises(ValueError, match=r"moment_dtype .torch.float16. must be"):
@@ -151,7 +241,7 @@ def test_refusals() -> None:
         optimizer.step()
     weight = nn.Embedding(4, 2, sparse=True).weight
     torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
-    with pytest.raises(ValueError, match="must not be sparse"):
+    with pytest.raises(ValueError, match="must be dense and real"):
         AdamW([weight]).step()
 
 
@@ -187,7 +277,36 @@ def losses(folder: str | None, own: bool, moment_dtype: torch.dtype) -> list[flo
     return found
 
 
-def all_losses(rank: int, device: torch.device, folder: str) -> dict[str, list[float]]:
+def partial_gradients() -> dict[str, Tensor]:
+    """Step with gradients that are still to be summed over the ranks, as autograd leaves some."""
+    mesh = init_device_mesh("cpu", (4,))
+    found = {}
+    for name in ("torch", "ours", "clipped"):
+        whole = DTensor.from_local(torch.ones(3), mesh, [Replicate()])
+        param = nn.Parameter(whole)
+        own = torch.tensor([1.0, -2.0, 0.5]) * (dist.get_rank() - 1)
+        param.grad = DTensor.from_local(own, mesh, [Partial()])
+        if name == "torch":
+            optimizer: Optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+        else:
+            optimizer = AdamW([param], lr=0.1)
+        if name == "clipped":
+            holder = nn.Module()
+            holder.param = param
+            norm = clip_grad_norm_(holder, math.inf, optimizer=optimizer)
+            found["norm"] = torch.tensor(norm.total)
+        optimizer.step()
+        parts = [torch.empty(3) for _ in range(4)]
+        dist.all_gather(parts, param.detach().to_local())
+        found[name] = torch.stack(parts)
+    return found
+
+
+def all_results(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    return {"losses": all_losses(folder), "partial": partial_gradients()}
+
+
+def all_losses(folder: str) -> dict[str, list[float]]:
     return {
         "torch": losses(None, False, torch.float32),
         "ours": losses(None, True, torch.float32),
@@ -197,9 +316,22 @@ def all_losses(rank: int, device: torch.device, folder: str) -> dict[str, list[f
     }
 
 
-def test_clipped_sharded_saved(tmp_path: Path) -> None:
-    found = run_ranks(4, all_losses, str(tmp_path))
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(4, all_results, str(tmp_path_factory.mktemp("runs")))
+
+
+def test_clipped_sharded_saved(ranks: dict[str, Any]) -> None:
+    found = ranks["losses"]
     assert found["ours"] == pytest.approx(found["torch"], abs=2e-5)
     assert found["saved"] == found["ours"]
     assert found["half saved"] == found["half"] != found["ours"]
     assert found["half"] == pytest.approx(found["torch"], abs=2e-2)
+
+
+def test_partial_sums_are_summed(ranks: dict[str, Any]) -> None:
+    found = ranks["partial"]
+    assert all(torch.equal(part, found["ours"][0]) for part in found["ours"])
+    torch.testing.assert_close(found["ours"], found["torch"])
+    assert torch.equal(found["clipped"], found["ours"])
+    assert found["norm"].item() == pytest.approx(2 * (1 + 4 + 0.25) ** 0.5)

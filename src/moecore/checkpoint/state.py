@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from moecore.checkpoint.same_config import own_config
 from moecore.moe.experts import Experts
+from moecore.optim import AdamW
 
 StoredView = Callable[[Tensor], Tensor]
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -205,7 +206,8 @@ def optimizer_state_to_fill(
             for slot in sorted(slots.get(name, ())):
                 key = f"{slot}.{name}"
                 if key in matrices:
-                    value = _moment(current.get(slot), param, matrices[key])
+                    dtype = _moment_dtype(optimizer, param, matrices[key])
+                    value = _moment(current.get(slot), param, dtype)
                 else:
                     # Moments of a parameter that is a scalar itself lie beside it.
                     is_moment = param.ndim == 0 and slot != "step"
@@ -213,6 +215,14 @@ def optimizer_state_to_fill(
                     value = _scalar(current.get(slot), scalars[key], device)
                 state.setdefault(param, {})[slot] = value
     return state
+
+
+def _moment_dtype(optimizer: Optimizer, param: Tensor, stored: torch.dtype) -> torch.dtype:
+    """Return the dtype in which an optimizer keeps a moment, whatever that of the saved one."""
+    if isinstance(optimizer, AdamW):
+        return optimizer.moment_dtype_of(param)
+    # torch's have that of the parameter, and step with no other.
+    return param.dtype if type(optimizer).__module__.startswith("torch.optim.") else stored
 
 
 def _moment(current: object, param: Tensor, dtype: torch.dtype) -> Tensor:

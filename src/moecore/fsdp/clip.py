@@ -23,6 +23,7 @@ from moecore.fsdp.added import refuse_added
 from moecore.fsdp.gathered import call_before_backward, let_go
 
 FORGETS = "_moecore_forgets_clipping"
+TOLD = "_moecore_told"
 
 
 class GradientNorm:
@@ -119,16 +120,20 @@ def clip_grad_norm_(
         )
     if optimizers:
         _check_holds(optimizers, params)
+    _lay_out_as_parameters(params)
     squares = _squares([p for _, p in params])
     norm = GradientNorm(tuple(n for n, _ in params), squares)
     if optimizers:
         # A nan divides nothing: found_inf skips all of the step.
         divisor = ((squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
+        told = {"found_inf": norm.skipped.float()}
+        if max_norm < math.inf:
+            told["grad_scale"] = divisor
         for one in optimizers:
-            _tell(one, divisor if max_norm < math.inf else None, norm.skipped.float())
+            _tell(one, **told)
             _forget_in_time(one)
-        told = [weakref.ref(one) for one in optimizers]
-        call_before_backward(model, partial(_forget_what_is_gone, told))
+        refs = [weakref.ref(one) for one in optimizers]
+        call_before_backward(model, partial(_forget_what_is_gone, refs))
     elif norm.non_finite:
         _drop_gradients(params, norm.non_finite)
     elif norm.total > max_norm:
@@ -165,16 +170,37 @@ def _check_holds(
         )
 
 
-def _tell(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _lay_out_as_parameters(params: list[tuple[str, nn.Parameter]]) -> None:
+    """Give gradients the placements of their parameters: autograd may leave partial sums."""
+    for _, param in params:
+        grad = param.grad
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+            continue
+        if grad.placements != param.placements:
+            param.grad = grad.redistribute(placements=param.placements)
+
+
+def _tell(optimizer: Any, **told: Tensor) -> None:
     """Set what the next step of an optimizer reads."""
-    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+    _forget(optimizer)
+    for name, value in told.items():
+        setattr(optimizer, name, value)
+    setattr(optimizer, TOLD, told)
+
+
+def _forget(optimizer: Any) -> None:
+    """Take back what it was told, unless a GradScaler has put its own there."""
+    for name, value in getattr(optimizer, TOLD, {}).items():
+        if getattr(optimizer, name, None) is value:
+            delattr(optimizer, name)
+    setattr(optimizer, TOLD, {})
 
 
 def _forget_in_time(optimizer: Any) -> None:
     """From now on a step leaves nothing to the one after it, and neither does `zero_grad`."""
     if hasattr(optimizer, FORGETS):
         return
-    hook = optimizer.register_step_post_hook(lambda done, *_: _tell(done, None, None))
+    hook = optimizer.register_step_post_hook(lambda done, *_: _forget(done))
     setattr(optimizer, FORGETS, hook)
     theirs = vars(optimizer).get("zero_grad")  # somebody else may stand there already
     optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), theirs)
@@ -185,7 +211,7 @@ def _zero_grad(
 ) -> None:
     """Forget, then call what stood there; an optimizer in a cycle would keep its memory."""
     told: Any = optimizer()
-    _tell(told, None, None)
+    _forget(told)
     zero_grad: Callable[..., None] = theirs or partial(type(told).zero_grad, told)
     zero_grad(*args, **options)
 
@@ -193,10 +219,10 @@ def _zero_grad(
 def _forget_what_is_gone(optimizers: list[weakref.ref[Any]]) -> None:
     """Forget a step that was not taken, once no gradient that it was made for is left."""
     for told in (optimizer() for optimizer in optimizers):
-        if told is None or told.found_inf is None:
+        if told is None or not getattr(told, TOLD, None):
             continue
         if all(p.grad is None for group in told.param_groups for p in group["params"]):
-            _tell(told, None, None)
+            _forget(told)
 
 
 def _squares(params: list[nn.Parameter]) -> Tensor:

@@ -22,12 +22,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import (
+    INTERPRET,
+    cdiv,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+    warn_plain,
+)
 
 BLOCK = 1024  # elements at a time
 NUM_BLOCKS = 1 if INTERPRET else 8  # of one program, one after the other
 NUM_WARPS = 4
-COLUMNS = 7  # of the table
+COLUMNS = 8  # of the table
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -63,6 +71,7 @@ class AdamWTensors:
         exp_avgs: first moments of the same shapes, changed in place.
         exp_avg_sqs: second moments, likewise.
         steps: fp32 scalars: how many updates there have been, this one included.
+        numbers: of the tensors, for the rounding at random: the same in every step.
     """
 
     weights: Sequence[Tensor]
@@ -70,6 +79,7 @@ class AdamWTensors:
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]
     steps: Sequence[Tensor]
+    numbers: Sequence[int]
 
     def rows(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """Return weight, gradient, moments and step of each tensor."""
@@ -87,7 +97,8 @@ def adamw_ref_(
 ) -> None:
     """Do what `adamw_` does, in plain PyTorch and in at least fp32."""
     beta1, beta2 = options.betas
-    for i, (weight, grad, exp_avg, exp_avg_sq, step) in enumerate(tensors.rows()):
+    for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
+        weight, grad, exp_avg, exp_avg_sq, step = row
         wide = torch.promote_types(weight.dtype, torch.float32)
         g, w = grad.to(wide), weight.to(wide)
         if grad_scale is not None:
@@ -102,15 +113,15 @@ def adamw_ref_(
         results = [(weight, w - change), (exp_avg, m), (exp_avg_sq, v)]
         for place, (old, new) in enumerate(results):
             if place and old.dtype == torch.bfloat16:
-                new = _round_at_random_ref(new, step, i, high=place == 2)
+                new = _round_at_random_ref(new, step, number, high=place == 2)
             new = new.to(old.dtype)
             old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
 
 
-def _round_at_random_ref(x: Tensor, step: Tensor, tensor: int, *, high: bool) -> Tensor:
+def _round_at_random_ref(x: Tensor, step: Tensor, number: int, *, high: bool) -> Tensor:
     """Return fp32 values that bf16 has, see the note "rounded at random"."""
     position = torch.arange(x.numel(), device=x.device) & 0xFFFFFFFF
-    seed = (step.long() * GOLDEN + (tensor * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
+    seed = (step.long() * GOLDEN + (number * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
     noise = _hash_ref(position ^ seed).view(x.shape)
     noise = noise >> 16 if high else noise & 0xFFFF
     bits = ((x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + noise) & 0xFFFF0000
@@ -187,7 +198,7 @@ def _update(
 
 @triton.jit
 def _adamw_kernel(
-    table_ptr,  # int64 [P, COLUMNS]: addresses as in AdamWTensors, elements, first program
+    table_ptr,  # int64 [P, COLUMNS]: addresses as in AdamWTensors, elements, first program, number
     tensor_ptr,  # int32 [programs]: of which tensor its part is
     lr_ptr,  # fp32 [1] or None
     lr,  # read where lr_ptr is None
@@ -228,7 +239,8 @@ def _adamw_kernel(
     rate = (lr / part1).to(tl.float32)
     decay = lr * weight_decay
     growth = (1.0 / tl.sqrt(part2)).to(tl.float32)
-    seed = step.to(tl.uint32) * GOLDEN + tensor.to(tl.uint32) * ((GOLDEN * GOLDEN) & 0xFFFFFFFF)
+    number = tl.load(row_ptr + 7).to(tl.uint32)
+    seed = step.to(tl.uint32) * GOLDEN + number * ((GOLDEN * GOLDEN) & 0xFFFFFFFF)
     weight_ptr = addresses[0].to(tl.pointer_type(WEIGHT))
     grad_ptr = addresses[1].to(tl.pointer_type(GRAD))
     exp_avg_ptr = addresses[2].to(tl.pointer_type(MOMENT))
@@ -265,9 +277,9 @@ def adamw_(
 ) -> None:
     """Update weights and moments in place, in fp32 (fp64 for fp64 tensors); no host sync.
 
-    One launch, if all tensors are contiguous, on one device, and weights, gradients and moments of
-    one dtype each; else plain PyTorch. bf16 moments of weights in another dtype are rounded at
-    random, see the note above.
+    One launch, if all tensors are contiguous, and weights, gradients and moments of one dtype each;
+    else plain PyTorch, with a warning on a GPU. bf16 moments are rounded at random, see the note
+    above; weights to nearest.
 
     Args:
         tensors: on one device.
@@ -278,6 +290,8 @@ def adamw_(
     if not tensors.weights:
         return
     if not _fits_kernel(tensors):
+        if tensors.weights[0].dtype != torch.float64:
+            warn_plain(tensors.weights[0], "AdamW of strided tensors or of several dtypes")
         adamw_ref_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
         return
     weight = tensors.weights[0]
@@ -320,15 +334,18 @@ def _fits_kernel(tensors: AdamWTensors) -> bool:
         all(len(found) == 1 and found <= TRITON_DTYPES.keys() for found in dtypes)
         and use_kernel(*tensors.weights)
         and all(t.is_contiguous() for kind in kinds for t in kind)
+        # It reads addresses: of another shape they would end elsewhere.
+        and all(len({t.shape for t in row[:4]}) == 1 for row in tensors.rows())
+        and len({t.device for kind in (*kinds, tensors.steps) for t in kind}) == 1
     )
 
 
 def _table(tensors: AdamWTensors) -> tuple[Tensor, int]:
     """Return what the kernel reads of each tensor, and how many programs all need."""
     rows, num_programs = [], 0
-    for row in tensors.rows():
+    for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
         numel = row[0].numel()
-        rows.append([*(t.data_ptr() for t in row), numel, num_programs])
+        rows.append([*(t.data_ptr() for t in row), numel, num_programs, number])
         num_programs += cdiv(numel, BLOCK * NUM_BLOCKS)
     device = tensors.weights[0].device
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -1,7 +1,7 @@
 """AdamW as torch has it, in one launch over all parameters, with moments in fp32 or bf16.
 
-State has torch's names and layout, so checkpoints of `torch.optim.AdamW` continue here and the
-other way round, whichever dtype the moments have.
+State has torch's names and layout: checkpoints of `torch.optim.AdamW` continue here and the other
+way round, each optimizer with moments in the dtype that it keeps.
 """
 
 from __future__ import annotations
@@ -69,6 +69,34 @@ class AdamW(torch.optim.AdamW):
             group["fused"], group["foreach"] = True, None
         self._step_supports_amp_scaling = True
 
+    def moment_dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the dtype in which the moments of a parameter are kept."""
+        return torch.float64 if param.dtype == torch.float64 else self.moment_dtype
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what torch's or this `state_dict` gave; moments become `moment_dtype`.
+
+        Args:
+            state_dict: as in torch.
+        """
+        found: dict[str, Any] = {}  # what other hooks have made of it
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: found.update(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        # torch has cast moments to the dtype of their parameter, in which small ones are lost.
+        places = [place for group in found["param_groups"] for place in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for place, param in zip(places, params, strict=True):
+            given = found["state"].get(place, {})
+            for name in MOMENTS:
+                if name in given:
+                    # A copy: the given one may be another optimizer's.
+                    dtype = self.moment_dtype_of(param)
+                    self.state[param][name] = given[name].to(param.device, dtype, copy=True)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have a gradient.
@@ -80,72 +108,95 @@ class AdamW(torch.optim.AdamW):
             What the closure returned.
 
         Raises:
-            ValueError: for `amsgrad` or `maximize` in a group, and for sparse gradients.
+            ValueError: for `amsgrad` or `maximize` in a group, sparse or complex gradients, and in
+                the capture of a CUDA graph.
         """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "AdamW.step must not be captured, because it lists addresses on the host: capture "
+                "forward and backward, and step outside"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        first = 0
         for group in self.param_groups:
             for name in ("amsgrad", "maximize"):
                 if group[name]:
                     raise ValueError(
                         f"{name} ({group[name]}) must be False: use torch.optim.AdamW(fused=True)"
                     )
+            lr, (beta1, beta2) = group["lr"], group["betas"]
             options = AdamWOptions(
-                lr=group["lr"],
-                betas=group["betas"],
+                lr=lr.view(()) if isinstance(lr, Tensor) else lr,
+                betas=(float(beta1), float(beta2)),
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
             )
-            for device, tensors in self._tensors(group).items():
-                self._update(device, tensors, options)
+            for tensors in self._tensors(group, first):
+                self._update(tensors, options)
+            first += len(group["params"])
         return loss
 
-    def _update(self, device: torch.device, tensors: AdamWTensors, options: AdamWOptions) -> None:
+    def _update(self, tensors: AdamWTensors, options: AdamWOptions) -> None:
+        device = tensors.weights[0].device
         signals: list[Tensor | None] = []
         for name in ("grad_scale", "found_inf"):
             signal = getattr(self, name, None)
-            signals.append(None if signal is None else signal.to(device, non_blocking=True))
+            signals.append(None if signal is None else signal.to(device))
         grad_scale, found_inf = signals
         steps = list(tensors.steps)
         if found_inf is None:
             torch._foreach_add_(steps, 1)
         else:
-            torch._foreach_add_(steps, 1 - found_inf.view(()))
+            torch._foreach_add_(steps, (found_inf <= 0).float().view(()))
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
-    def _tensors(self, group: dict[str, Any]) -> dict[torch.device, AdamWTensors]:
-        """Return this rank's parts of what has a gradient, by device; make state that lacks."""
-        rows: dict[torch.device, list[tuple[Tensor, ...]]] = {}
-        for param in group["params"]:
+    def _tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
+        """Return this rank's parts of what has a gradient; make state that lacks.
+
+        Args:
+            group: of parameters.
+            first: number of its first parameter.
+
+        Returns:
+            One record for all that one launch can update.
+        """
+        rows: dict[Any, list[tuple[Any, ...]]] = {}
+        for number, param in enumerate(group["params"], first):
             if param.grad is None:
                 continue
-            if param.grad.is_sparse:
+            if param.grad.is_sparse or not param.is_floating_point():
                 raise ValueError(
-                    f"the gradient of a parameter {tuple(param.shape)} must not be sparse: use "
-                    "torch.optim.SparseAdam for it"
+                    f"the gradient of a parameter {tuple(param.shape)} must be dense and real: use "
+                    "an optimizer of torch for it"
                 )
-            state = self._state(param)
-            parts = (param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
-            rows.setdefault(param.device, []).append(tuple(_local(part) for part in parts))
-        return {
-            device: AdamWTensors(*(list(column) for column in zip(*found, strict=True)))
-            for device, found in rows.items()
-        }
+            grad, state = param.grad, self._state(param)
+            if isinstance(param, DTensor) and grad.placements != param.placements:
+                grad = grad.redistribute(placements=param.placements)  # may be partial sums
+            moments = [state[name] for name in MOMENTS]
+            row = tuple(_local(part) for part in (param, grad, *moments, state["step"]))
+            # Others of one kind must not lose their launch to one that no kernel can update.
+            kind = param.device, *((t.dtype, t.is_contiguous()) for t in row[:4])
+            rows.setdefault(kind, []).append((*row, number))
+        return [
+            AdamWTensors(*(list(column) for column in zip(*found, strict=True)))
+            for found in rows.values()
+        ]
 
     def _state(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter, new or, if just loaded, as this optimizer keeps it."""
+        """Return the state of a parameter, new or as this optimizer keeps it, whoever set it."""
         state: dict[str, Tensor] = self.state[param]
-        dtype = torch.float64 if param.dtype == torch.float64 else self.moment_dtype
+        dtype = self.moment_dtype_of(param)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for name in MOMENTS:
                 state[name] = torch.zeros_like(param, dtype=dtype)
-        elif state["exp_avg"].dtype != dtype or state["step"].device != param.device:
-            state["step"] = state["step"].to(param.device, torch.float32)
-            for name in MOMENTS:
-                state[name] = state[name].to(dtype)
+        for name, kept in (("step", torch.float32), *((name, dtype) for name in MOMENTS)):
+            value = state[name]
+            if value.dtype != kept or value.device != param.device:
+                state[name] = value.to(param.device, kept)
         return state
 
 
