@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from moecore._compat import disable_dynamo
 from moecore.moe.balance import is_recomputing
 
 GATHERED = "_moecore_gathered"
@@ -68,7 +69,7 @@ class Gathered:
             self.let_go()
         return self._named_parameters(*args, **kwargs)
 
-    @torch.compiler.disable
+    @disable_dynamo
     def _before_forward(self, *_: Any) -> None:
         if is_recomputing():
             return
@@ -87,7 +88,7 @@ class Gathered:
         if self._is_last and torch.is_grad_enabled():
             self._is_shared = self._is_last = False
 
-    @torch.compiler.disable
+    @disable_dynamo
     def _after_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled() and not is_recomputing():
             self.let_go()
