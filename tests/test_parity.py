@@ -8,7 +8,7 @@
     python -m pytest tests/test_parity.py -m gpu -k "nvlink and overlap_none"        one overlap
 
 Cases that want more GPUs than the host has are skipped, unless ranks share GPUs (`tests/ranks.py`).
-Only what is asked for runs, four cases per start of the ranks at most.
+Only what is asked for runs, eight cases per start of the ranks at most.
 
 Losses, every gradient, its norm, auxiliary losses, counts, parameters after two SGD and two AdamW
 steps: fp32 within 1e-5 of each tensor's scale, bf16 at most twice as wrong as one process in bf16.
@@ -29,7 +29,7 @@ from tests.parity import Case, run_case
 from tests.ranks import num_gpu_ranks, run_ranks
 
 FP32_BOUND = 1e-5
-CASES_PER_SPAWN = 4
+CASES_PER_SPAWN = 8
 GATHERED = FSDPOptions(reshard_after_forward=False, prefetch_blocks=0)
 TOGETHER = FSDPOptions(blocks_per_unit=2)  # of three blocks
 
@@ -343,7 +343,15 @@ NVLINK_TAMPERED = [
 
 
 def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, Any]:
-    return {c.name: run_case(c, device) for c in cases}
+    return {c.name: run_named(c, device) for c in cases}
+
+
+def run_named(c: Case, device: torch.device) -> dict[str, float]:
+    try:
+        return run_case(c, device)
+    except Exception as error:
+        error.add_note(f"in case {c.name}")  # all cases of this start show this error
+        raise
 
 
 def missing(c: Case, device_type: str) -> str | None:
@@ -360,7 +368,7 @@ def missing(c: Case, device_type: str) -> str | None:
 class Results:
     """Case name -> what `run_case` found; ranks start when the first of their cases is asked for.
 
-    A few cases per start: an idle gloo group still polls, and each mesh holds ten. Those of one
+    A few cases per start: what raises hides the others of its start, and names itself. Those of one
     world and overlap: what breaks in one overlap then does not hide the others.
     """
 
@@ -400,19 +408,27 @@ def batches(cases: list[Case]) -> list[list[Case]]:
     return [g[i : i + CASES_PER_SPAWN] for g in groups for i in range(0, len(g), CASES_PER_SPAWN)]
 
 
-@pytest.fixture(scope="module")
-def cpu_results() -> Results:
-    return Results(CASES + BF16_CASES + TAMPERED, "cpu")
+def asked_for(request: pytest.FixtureRequest, cases: list[Case]) -> list[Case]:
+    """Return the cases whose tests are selected, by -k or otherwise."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    names = {t.callspec.params["c"].name for t in tests if request.fixturename in t.fixturenames}
+    return [c for c in cases if c.name in names]
 
 
 @pytest.fixture(scope="module")
-def gpu_results() -> Results:
-    return Results(CASES + BF16_CASES + TAMPERED, "cuda")
+def cpu_results(request: pytest.FixtureRequest) -> Results:
+    return Results(asked_for(request, CASES + BF16_CASES + TAMPERED), "cpu")
 
 
 @pytest.fixture(scope="module")
-def nvlink_results() -> Results:
-    return Results(NVLINK_CASES + NVLINK_BF16_CASES + NVLINK_TAMPERED, "cuda")
+def gpu_results(request: pytest.FixtureRequest) -> Results:
+    return Results(asked_for(request, CASES + BF16_CASES + TAMPERED), "cuda")
+
+
+@pytest.fixture(scope="module")
+def nvlink_results(request: pytest.FixtureRequest) -> Results:
+    cases = NVLINK_CASES + NVLINK_BF16_CASES + NVLINK_TAMPERED
+    return Results(asked_for(request, cases), "cuda")
 
 
 def failures(errors: dict[str, float]) -> dict[str, float]:

@@ -1,4 +1,8 @@
-"""examples/train.py as a user runs it: resumed runs equal straight ones, errors are one line."""
+"""examples/train.py as a user runs it: resumed runs equal straight ones, errors are one line.
+
+A start by command is three interpreters that import, ten times the work of a run. It is made where
+it proves something: `run`. Else ranks fork, and do what the command's do: `run_in_forks`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +22,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tests.ranks import run_ranks
 
 REPO = Path(__file__).parents[2]
 SCRIPT = REPO / "examples" / "train.py"
@@ -64,6 +72,26 @@ def run(
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def run_in_forks(run_dir: Path, arguments: str, *, num_ranks: int = 2, code: int = 0) -> str:
+    """Run the script's ranks, not what starts them; return what rank 0 says."""
+    words = ["--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()]
+    found, said = run_ranks(num_ranks, rank_of_script, num_ranks, words)
+    assert found == code, said
+    return said
+
+
+def rank_of_script(
+    rank: int, device: torch.device, num_ranks: int, words: list[str]
+) -> tuple[int, str]:
+    """Be a rank of the script; return its exit code and what it says."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    sys.path.insert(0, str(SCRIPT.parent))
+    script, said = importlib.import_module("train"), StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = script.run_rank(script.parse_arguments(words))
+    return code, said.getvalue()
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -138,8 +166,7 @@ def test_killed_run_goes_on_as_if_nothing_happened(
     run(run_dir, shorter, modules=modules, code=-signal.SIGKILL)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # a line cut short
-    done = run(run_dir, f"--steps {STEPS}")
-    assert "from step 4" in done.stdout
+    assert "from step 4" in run_in_forks(run_dir, f"--steps {STEPS}")
     assert_same_run(run_dir, straight[0])
 
 
@@ -147,7 +174,7 @@ def test_killed_run_goes_on_as_if_nothing_happened(
 def test_finished_run_only_samples(straight: tuple[Path, str]) -> None:
     run_dir, printed = straight
     before = (run_dir / "metrics.jsonl").read_text()
-    again = run(run_dir, f"--steps {STEPS}").stdout
+    again = run_in_forks(run_dir, f"--steps {STEPS}")
     assert f"is finished at step {STEPS}: only sampling" in again
     assert again.split("--- sample")[1] == printed.split("--- sample")[1]
     assert (run_dir / "metrics.jsonl").read_text() == before
@@ -168,14 +195,14 @@ def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
     assert printed.count("going on without tqdm, tensorboard, matplotlib (pip install") == 1
     assert metrics(run_dir)[0]["aux_loss"] == 0
     assert not (run_dir / "curves.png").exists()
-    changed = run(run_dir, "--ranks 1 --steps 2 --seed 1", code=2)
-    assert "--seed (1) must be 0 as in" in changed.stderr
+    changed = run_in_forks(run_dir, "--steps 2 --seed 1", num_ranks=1, code=2)
+    assert "--seed (1) must be 0 as in" in changed
 
 
 @pytest.mark.slow
 def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
     model = "--preset tiny-qwen3 --layers 1 --tokens random --routing balanced --bias-rate 0"
-    printed = run(tmp_path, f"{model} --checkpoint-every 0 --sample-bytes 0 --steps 2").stdout
+    printed = run_in_forks(tmp_path, f"{model} --checkpoint-every 0 --sample-bytes 0 --steps 2")
     assert "random tokens" in printed and "sample after" not in printed
     lines = metrics(tmp_path)
     assert [line["expert_load_max_over_mean"] for line in lines] == [1.0, 1.0]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from moecore._compat import disable_dynamo
 from moecore.kernels.expert_mlp import will_run
 from moecore.moe.balance import is_recomputing
 
@@ -74,7 +75,7 @@ class Gathered:
             self.let_go()
         return self._named_parameters(*args, **kwargs)
 
-    @torch.compiler.disable
+    @disable_dynamo
     def _before_forward(self, *_: Any) -> None:
         if is_recomputing():
             return
@@ -105,7 +106,7 @@ class Gathered:
             self.calls_before_backward()
         return gather(grad)
 
-    @torch.compiler.disable
+    @disable_dynamo
     def _after_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled() and not is_recomputing():
             self.let_go()
