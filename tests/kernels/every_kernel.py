@@ -18,6 +18,7 @@ import moecore.kernels
 from moecore import MoEConfig, MoELayer
 from moecore.config import BalanceConfig
 from moecore.kernels.activation import ActivationOptions
+from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
 from moecore.kernels.counts import add_expert_counts
 from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
@@ -85,6 +86,7 @@ def run_pieces(device: str) -> None:
     limit_rows(index.offsets_e, 40, words, words.clone())
     x_TD = torch.randn(T, 72, device=device, dtype=torch.bfloat16)
     scaled_cast(x_TD, torch.float32, 0.5)
+    run_adamw(device)
     histogram = torch.zeros(E, NUM_BINS, dtype=torch.int64, device=device)
     scores_of = (torch.randn(T, E, device=device), torch.zeros(E, device=device), K, "softmax")
     add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)
@@ -106,6 +108,21 @@ def run_pieces(device: str) -> None:
     route_weights(logits_TE, ids_TK, options).sum().backward()
     for kind, keep_h in (("relu2", True), ("swiglu", False)):
         run_experts(kind, keep_h, x_TD, index)
+
+
+def run_adamw(device: str) -> None:
+    """A tensor at an odd address and a longer one, moments of both dtypes."""
+    options = AdamWOptions(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    for dtype in (torch.float32, torch.bfloat16):
+        columns = [
+            [
+                torch.rand(8 * BLOCK, device=device).to(kind),
+                torch.rand(9, device=device)[1:].to(kind),
+            ]
+            for kind in (torch.float32, torch.float32, dtype, dtype)
+        ]
+        steps = [torch.ones((), device=device)] * 2
+        adamw_(AdamWTensors(*columns, steps, [0, 1]), options)
 
 
 def run_experts(kind: str, keep_h: bool, x_TD: Tensor, index: Any) -> None:

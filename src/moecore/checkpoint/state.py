@@ -221,8 +221,9 @@ def _moment_dtype(optimizer: Optimizer, param: Tensor, stored: torch.dtype) -> t
     """Return the dtype in which an optimizer keeps a moment, whatever that of the saved one."""
     if isinstance(optimizer, AdamW):
         return optimizer.moment_dtype_of(param)
-    # torch's have that of the parameter, and step with no other.
-    return param.dtype if type(optimizer).__module__.startswith("torch.optim.") else stored
+    if type(optimizer).__module__.startswith("torch.optim."):  # they step with no less
+        return torch.promote_types(stored, param.dtype)
+    return stored
 
 
 def _moment(current: object, param: Tensor, dtype: torch.dtype) -> Tensor:
