@@ -102,11 +102,12 @@ def train(layout: str, ids: Tensor, disturb: str, **options: Any) -> list[float]
                 assert all(isinstance(p, DTensor) for p in model.parameters())
             loss.backward()
             found.append(loss.item())
-        if disturb == "a micro-batch without a backward":
+        if disturb.startswith("a micro-batch without a backward"):
             model(ids)
         if disturb == "evaluated before clipping":
             evaluate(model, ids)
-        found.append(clip_grad_norm_(model, 1.0).total)
+        clipped = nn.Sequential(model) if disturb.endswith("and clipped in another") else model
+        found.append(clip_grad_norm_(clipped, 1.0).total)
         if disturb == "evaluated before the step":
             evaluate(model, ids)
         if disturb == "a forward without a backward before the step":
@@ -121,6 +122,7 @@ DISTURBED = (
     "evaluated before the optimizer is made",
     "evaluated between announced micro-batches",
     "a micro-batch without a backward",
+    "a micro-batch without a backward, and clipped in another",
     "evaluated before clipping",
     "evaluated before the step",
     "a forward without a backward before the step",

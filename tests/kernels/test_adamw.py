@@ -207,3 +207,12 @@ def test_bf16_weights_are_rounded_to_nearest() -> None:
     apart = got.weights[0] != want.weights[0]
     assert apart.float().mean() < 1e-3  # ties of fp32 values that differ in the last bit
     torch.testing.assert_close(got.weights[0], want.weights[0], rtol=2.0**-7, atol=0)
+
+
+def test_reference_on_a_cpu() -> None:
+    """One weight by hand: moments 0.1 and 0.001 times g and g * g, corrected to g and g * g."""
+    weight, grad, exp_avg, exp_avg_sq = (torch.tensor([x]) for x in (2.0, 4.0, 0.0, 0.0))
+    tensors = AdamWTensors([weight], [grad], [exp_avg], [exp_avg_sq], [torch.ones(())], [0])
+    adamw_ref_(tensors, AdamWOptions(lr=0.5, betas=(0.9, 0.999), eps=1.0, weight_decay=0.2))
+    assert exp_avg.item() == pytest.approx(0.4) and exp_avg_sq.item() == pytest.approx(0.016)
+    assert weight.item() == pytest.approx(2.0 - 0.5 * 0.2 * 2.0 - 0.5 * 4.0 / (4.0 + 1.0))

@@ -125,8 +125,7 @@ def watch_gathered(root: FSDPModule) -> None:
 
 def let_go(model: nn.Module) -> None:
     """Free what the units of a model hold gathered; nothing for a plain one."""
-    gathered = getattr(model, GATHERED, None)
-    if gathered is not None:
+    for gathered in _held(model):
         gathered.let_go()
 
 
@@ -134,16 +133,21 @@ def call_before_backward(model: nn.Module, function: Callable[[], None]) -> None
     """Call a function before each unit's backward from now on, in place of the one before.
 
     Args:
-        model: of `parallelize_moe`; nothing for any other.
+        model: of `parallelize_moe`, or one that holds it; nothing for any other.
         function: of which only the first call of a backward may find something to do.
     """
-    gathered = getattr(model, GATHERED, None)
-    if gathered is not None:
+    for gathered in _held(model):
         gathered.calls_before_backward = function
 
 
 def say_backward(model: nn.Module) -> None:
     """Call that function for a backward that runs no hooks."""
-    gathered = getattr(model, GATHERED, None)
-    if gathered is not None and gathered.calls_before_backward is not None:
-        gathered.calls_before_backward()
+    for gathered in _held(model):
+        if gathered.calls_before_backward is not None:
+            gathered.calls_before_backward()
+
+
+def _held(model: nn.Module) -> list[Gathered]:
+    """Return what watches the parallelized models that a model is or holds."""
+    found = (vars(module).get(GATHERED) for module in model.modules())
+    return [gathered for gathered in found if gathered is not None]
