@@ -31,10 +31,15 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def fsdp_params(unit: FSDPModule) -> list[Any]:
-    """Return FSDP2's records of a unit's parameters; 2.13 may have several groups of them."""
+def fsdp_groups(unit: FSDPModule) -> list[Any]:
+    """Return FSDP2's groups of a unit's parameters, of which 2.13 may have several."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [group for group in [state._fsdp_param_group] if group is not None]
-    return [param for group in groups for param in group.fsdp_params]
+    return list(groups)
+
+
+def fsdp_params(unit: FSDPModule) -> list[Any]:
+    """Return FSDP2's records of a unit's parameters."""
+    return [param for group in fsdp_groups(unit) for param in group.fsdp_params]

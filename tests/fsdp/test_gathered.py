@@ -50,10 +50,11 @@ class Model(nn.Module):
         self.embed = nn.Embedding(32, 16)
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(16, 32)
+        self.depth = 2
 
     def logits(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        for layer in self.layers:
+        for layer in self.layers[: self.depth]:
             x = layer(x)
         return self.head(x).float().flatten(0, 1)
 
@@ -84,6 +85,26 @@ def evaluate(model: nn.Module, ids: Tensor) -> None:
     model.train()
 
 
+def evaluate_one_layer(model: nn.Module, ids: Tensor) -> None:
+    """Routers are one unit, and the second layer is gathered while the first one runs."""
+    model.depth = 1
+    evaluate(model, ids)
+    model.depth = 2
+
+
+def fail_behind(module: nn.Module, model: nn.Module, ids: Tensor) -> None:
+    """A forward that ends in an exception, behind a module."""
+
+    def fail(*_: Any) -> None:
+        raise FloatingPointError
+
+    hook = module.register_forward_hook(fail)
+    with pytest.raises(FloatingPointError):
+        model(ids)
+    hook.remove()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
 def train(layout: str, ids: Tensor, disturb: str, **options: Any) -> list[float]:
     """Losses and norms of some steps, with something in between that may change nothing."""
     model, found = make(layout, **options), []
@@ -112,6 +133,12 @@ def train(layout: str, ids: Tensor, disturb: str, **options: Any) -> list[float]
             evaluate(model, ids)
         if disturb == "a forward without a backward before the step":
             model(ids)
+        if disturb == "one layer evaluated before the step":
+            evaluate_one_layer(model, ids)
+        if disturb == "failed in the first layer before the step":
+            fail_behind(model.layers[0].dense, model, ids)
+        if disturb == "failed in the head before the step":
+            fail_behind(model.head, model, ids)
         optimizer.step()
         optimizer.zero_grad()
         moe_state(model).finish_step()
@@ -127,6 +154,9 @@ DISTURBED = (
     "evaluated before the step",
     "a forward without a backward before the step",
     "a forward without a backward before the optimizer is made",
+    "one layer evaluated before the step",
+    "failed in the first layer before the step",
+    "failed in the head before the step",
     "parameters read before backward",
 )
 

@@ -58,14 +58,29 @@ def partly_recomputed(rank: int) -> dict[str, bool]:
     return found
 
 
+def left_out(rank: int) -> dict[str, Tensor]:
+    """Gradients of a step of all blocks, behind forwards that left blocks out."""
+    model = Residual()
+    options = FSDPOptions(param_dtype=torch.bfloat16)
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
+    for without in ((3,), (0, 2), ()):
+        with torch.no_grad():
+            model(batch(rank), (1, 2))
+        model.zero_grad()
+        model(batch(rank).requires_grad_(), without).float().square().mean().backward()
+    assert len({layer.router._get_fsdp_state() for layer in model.layers}) == 1
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(make_layer(CONFIG, seed=i, std=0.1) for i in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
+    def forward(self, x: Tensor, without: tuple[int, ...] = ()) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if i not in without:
+                x = x + layer(x)
         return x
 
 
@@ -87,7 +102,11 @@ def two_steps(rank: int, together: int, recomputed: tuple[int, ...]) -> list[Ten
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    return train_on_ranks(rank, device) | {"partly": partly_recomputed(rank)}
+    return {
+        **train_on_ranks(rank, device),
+        "partly": partly_recomputed(rank),
+        "left_out": left_out(rank),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +116,19 @@ def found() -> dict[str, Any]:
 
 def test_routers_of_one_unit_may_be_recomputed_in_part(found: dict[str, Any]) -> None:
     assert len(found["partly"]) == 8 and all(found["partly"].values()), found["partly"]
+
+
+def test_a_forward_may_leave_out_routers_of_a_unit(found: dict[str, Any]) -> None:
+    model = Residual()
+    for layer in model.layers:
+        layer.experts.bfloat16()
+    for rank in range(WORLD):
+        (model(batch(rank).bfloat16()).float().square().mean() / WORLD).backward()
+    assert found["left_out"].keys() == dict(model.named_parameters()).keys()
+    for name, param in model.named_parameters():
+        error = (found["left_out"][name] - param.grad).abs().max() / param.grad.abs().max()
+        bound = 1e-5 if "router" in name else 2**-8
+        assert error <= bound, f"{name}: {error}"
 
 
 def test_logits_are_those_of_the_unrounded_weight(found: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def check_parameters(model: nn.Module, meshes: Meshes, options: FSDPOptions) -> 
     if is_whole(meshes):  # these are no units
         seen.update(p for (module,) in experts for p in module.parameters())
     heads = [[head] for head in units.heads]
-    inner_first = [*units.routers, units.other_routers, *experts, *units.groups, *heads, [model]]
+    inner_first = [*units.routers, *experts, *units.groups, *heads, [model]]
     for unit in inner_first:
         params = [p for module in unit for p in module.parameters() if p in names]
         own = [p for p in params if p not in seen]

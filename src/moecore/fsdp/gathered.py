@@ -10,6 +10,9 @@ forward would compute with the weights of before the last step. So they are let 
     before `clip_grad_norm_` looks for gradients,
     when the model's parameters are asked for by `parameters()`, `named_parameters()` or
     `requires_grad_()`, such as for an optimizer. (Backward gathers them again.)
+
+A forward that leaves modules out, or ends in an exception, has gathered for modules that never ran:
+that goes with it, or a forward after later steps would compute with it.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from moecore._compat import disable_dynamo
+from moecore._compat import disable_dynamo, fsdp_groups
 from moecore.kernels.expert_mlp import will_run
 from moecore.moe.balance import is_recomputing
 
@@ -40,13 +44,14 @@ class Gathered:
     def __init__(self, root: FSDPModule) -> None:
         assert isinstance(root, nn.Module)
         self._state = root._get_fsdp_state()
-        self._units = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        modules = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        self._unit_of = {m._get_fsdp_state(): m for m in modules}  # one of a unit's modules
         self._is_shared = False  # by the micro-batches of a step, until its last forward
         self._is_last = False
         self.calls_before_backward: Callable[[], None] | None = None
         root.register_forward_pre_hook(self._before_forward, prepend=True)
-        root.register_forward_hook(self._after_forward)
-        for state in {unit._get_fsdp_state() for unit in self._units}:
+        root.register_forward_hook(self._after_forward, always_call=True)
+        for state in self._unit_of:
             before = partial(self._before_backward, state._pre_backward)
             state._pre_backward = before  # type: ignore[method-assign]
         self._named_parameters = root.named_parameters
@@ -54,7 +59,9 @@ class Gathered:
 
     def let_go(self) -> None:
         """Free all gathered parameters: modules hold those that the optimizer knows."""
-        for unit in self._units:
+        for unit in self._unit_of.values():
+            for group in fsdp_groups(unit):
+                _drop_pending(group)
             unit.reshard()
 
     def start_micro_batch(self, *, is_last: bool) -> None:
@@ -108,8 +115,37 @@ class Gathered:
 
     @disable_dynamo
     def _after_forward(self, *_: Any) -> None:
-        if not torch.is_grad_enabled() and not is_recomputing():
+        if is_recomputing():
+            return
+        has_failed = self._state._training_state == TrainingState.FORWARD
+        self._end_forward()
+        if has_failed or not torch.is_grad_enabled():
             self.let_go()
+
+    def _end_forward(self) -> None:
+        """End the forward of units that have not done so.
+
+        That are those of several modules of which some were left out (2.13 ends them itself), and
+        after an exception all that were in the middle of theirs.
+        """
+        self._state._state_ctx.iter_forward_root = None
+        for state, unit in self._unit_of.items():
+            state._modules_to_run_forward.clear()
+            for run in (state, *fsdp_groups(unit)):
+                if run._training_state == TrainingState.FORWARD:
+                    run._training_state = TrainingState.IDLE
+
+
+def _drop_pending(group: Any) -> None:
+    """Forget what a unit has gathered for modules that did not run."""
+    pending = group._all_gather_result
+    if pending is None:
+        return
+    if pending.all_gather_event is not None:
+        torch.accelerator.current_stream().wait_event(pending.all_gather_event)
+    if isinstance(pending.all_gather_work, dist.Work):
+        pending.all_gather_work.wait()
+    group._all_gather_result = None
 
 
 def _goes_on() -> bool:

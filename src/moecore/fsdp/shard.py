@@ -4,7 +4,8 @@
     reduced     head -> blocks, last to first -> root, when backward ends
 
 Experts that no other rank holds are left out (`fsdp/whole.py`): there is nothing to gather. Under
-mixed precision the router is a unit inside the block as well: its weight stays in its own dtype.
+mixed precision the routers of a list of blocks are a unit as well: their weights stay in their own
+dtype. They are small: gathered with the first block, reduced when backward has left it.
 
 Note "head": as part of the root the head would be gathered before the first block and reduced after
 the last gradient, with nothing to hide behind. As a unit it is gathered while the last block runs,
@@ -60,9 +61,8 @@ class FSDPOptions:
             others. Experts that no other rank holds are not gathered: they free their cast weights.
         prefetch_blocks: how many blocks ahead parameters are gathered, in whole units; 0 = FSDP2's
             own order, which loses its overlap behind the dispatcher's host sync.
-        blocks_per_unit: blocks that are gathered and reduced together, and their routers likewise;
-            experts stay a unit each. Fewer, larger collectives and less host time, for the memory
-            of as many gathered blocks.
+        blocks_per_unit: blocks that are gathered and reduced together; experts stay a unit each.
+            Fewer, larger collectives and less host time, for the memory of as many gathered blocks.
 
     Raises:
         ValueError: for a dtype or a number that is not among these.
@@ -121,16 +121,14 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     reshard_experts = options.reshard_experts
     if reshard_experts is None:
         reshard_experts = options.reshard_after_forward
-    for unit in filter(
-        None, [*found.routers, found.other_routers]
-    ):  # small: gathered once for forward and backward
+    for routers in found.routers:  # small: gathered once for forward and backward
         fully_shard(
-            unit,
+            routers,
             mesh=meshes.dense_fsdp,
             mp_policy=router_policy,
             reshard_after_forward=False,
         )
-        _mark_gathered(unit)
+        _mark_gathered(routers)
     whole: set[nn.Parameter] = set()
     for experts in found.experts:
         if is_whole(meshes):
@@ -164,10 +162,10 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             is_experts = isinstance(module, Experts)
             _set_divisor(module, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
     if options.prefetch_blocks:
-        whole_experts = is_whole(meshes)
+        first_routers = {unit[0] for unit in found.routers}
         units = [
-            [group[0], *_parts(group, inside, whole_experts=whole_experts)]
-            for group, inside in zip(groups, found.routers, strict=True)
+            [group[0], *_parts(group, first_routers, whole_experts=is_whole(meshes))]
+            for group in groups
         ]
         _set_prefetch(model, units, heads, -(-options.prefetch_blocks // options.blocks_per_unit))
 
@@ -178,15 +176,13 @@ class Units:
 
     Attributes:
         groups: blocks that are one unit.
-        routers: for each group, the routers inside of it that are a unit of their own.
-        other_routers: those outside of all groups, one unit.
+        routers: those that are one unit, apart from their blocks' units: all of a list of blocks.
         experts: a unit each, unless they are whole.
         heads: a unit each.
     """
 
     groups: list[list[nn.Module]]
     routers: list[list[nn.Module]]
-    other_routers: list[nn.Module]
     experts: list[Experts]
     heads: list[nn.Module]
 
@@ -194,13 +190,13 @@ class Units:
 def find_units(model: nn.Module, options: FSDPOptions) -> Units:
     """Return the units of a model whose MoE blocks are MoELayers."""
     blocks = find_blocks(model)
-    groups = _group(model, blocks, options.blocks_per_unit)
     layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    in_blocks = {layer for group in groups for layer in _layers(group)}
+    stacks = [_layers(stack) for stack in _group(model, blocks, max(len(blocks), 1))]
+    in_blocks = {layer for stack in stacks for layer in stack}
+    stacks.append([m for m in layers if m not in in_blocks])
     return Units(
-        groups=groups,
-        routers=[_separate_routers(_layers(group), options) for group in groups],
-        other_routers=_separate_routers([m for m in layers if m not in in_blocks], options),
+        groups=_group(model, blocks, options.blocks_per_unit),
+        routers=[r for r in (_separate_routers(stack, options) for stack in stacks) if r],
         experts=[m.part("experts") for m in layers],
         heads=find_heads(model, blocks),
     )
@@ -360,13 +356,18 @@ def _layers(blocks: list[nn.Module]) -> list[MoELayer]:
 
 
 def _parts(
-    blocks: list[nn.Module], routers: list[nn.Module], *, whole_experts: bool
+    blocks: list[nn.Module], first_routers: set[nn.Module], *, whole_experts: bool
 ) -> list[nn.Module]:
-    """Return one module of each unit inside a group of blocks, in the order of first use."""
-    if whole_experts:
-        return routers[:1]
-    experts = [m.part("experts") for m in _layers(blocks)]
-    return [*routers[:1], *experts]
+    """Return one module of each unit that begins in a group of blocks, in the order of first use.
+
+    Args:
+        blocks: the group.
+        first_routers: the first of each unit of routers.
+        whole_experts: whether experts are no units.
+    """
+    layers = _layers(blocks)
+    parts = [m.part("router") for m in layers if m.part("router") in first_routers]
+    return parts if whole_experts else [*parts, *(m.part("experts") for m in layers)]
 
 
 def _set_prefetch(
