@@ -63,8 +63,11 @@ def test_one_other_id_changes_the_output() -> None:
     choices[name][0][3, 0] = next(e for e in range(8) if e not in chosen)
     with replay.replay(choices):
         found = model(x)
-    same = (found == expected).all(-1)
-    assert same[0, :3].all() and not same[0, 3] and same[1].all()
+    # Experts with other numbers of rows may sum in another order.
+    moved_BS = (found - expected).abs().amax(-1) / expected.abs().max()
+    assert moved_BS[0, 3] > 1e-3
+    moved_BS[0, 3] = 0
+    assert moved_BS[0, :4].max() < 1e-6 and moved_BS[1].max() < 1e-6
 
 
 @pytest.mark.parametrize("mode", MODES)
