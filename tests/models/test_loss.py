@@ -62,6 +62,29 @@ def test_bf16_errs_at_most_twice_what_pytorch_errs(chunk):
         assert (got - want).abs().max() <= 2 * (plain - want).abs().max() + floor
 
 
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_it_errs_at_most_twice_what_pytorch_errs(hidden_dtype):
+    hidden, weight, labels = make(256, 64, 307)
+    hidden = hidden.detach().to(hidden_dtype).requires_grad_()
+    found = {}
+    for name in ("ours", "torch"):
+        hidden.grad = weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            if name == "ours":
+                loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=100)
+            else:
+                loss = F.cross_entropy(F.linear(hidden, weight), labels)
+        (3 * loss).backward()
+        found[name] = loss.detach(), hidden.grad, weight.grad
+    assert found["ours"][0].dtype == weight.grad.dtype == torch.float32
+    assert found["ours"][1].dtype == hidden_dtype
+    exact = reference(hidden, weight, labels, torch.float64)
+    for got, plain, want in zip(found["ours"], found["torch"], exact, strict=True):
+        assert (got - want).norm() <= 2 * (plain - want).norm()
+        assert (got - want).abs().max() <= 2 * (plain - want).abs().max()
+    assert not torch.equal(found["ours"][2], found["ours"][2].bfloat16().float()), "rounded"
+
+
 def test_gradcheck_in_fp64():
     hidden, weight, labels = make(9, 4, 11, torch.float64)
     fn = lambda h, w: linear_cross_entropy(h, w, labels, chunk_tokens=4)  # noqa: E731
@@ -106,6 +129,8 @@ def test_wrong_arguments_are_refused():
         linear_cross_entropy(hidden, weight, labels[:3])
     with pytest.raises(ValueError, match=r"labels_N \(torch.int32\) must be int64"):
         linear_cross_entropy(hidden, weight, labels.int())
+    with pytest.raises(ValueError, match=r"weight_VD \(torch.float32\) must have the dtype of"):
+        linear_cross_entropy(hidden.bfloat16(), weight, labels)
 
 
 @pytest.mark.parametrize("label", [-1, 8])

@@ -102,6 +102,27 @@ def test_losses_and_gradients_equal_the_plain_computation(name, num_tokens):
     assert_gradients(model, gradients)
 
 
+@pytest.mark.parametrize("name", ["latent, 2", "grouped, tied, dense, 1"])
+def test_autocast_errs_at_most_twice_what_a_bf16_model_does(name):
+    config = CONFIGS[name]
+    every = replace(config.moe, top_k=config.moe.num_experts, num_groups=1, top_groups=1)
+    config = replace(config, moe=every)  # a choice that flips is no rounding error
+    found = {}
+    for mode in ("fp32", "autocast", "bf16"):
+        model = make(config)
+        tokens, labels = batch(config)
+        if mode == "bf16":
+            model.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            loss = model(tokens, labels)
+        loss.backward()
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found[mode] = loss.detach(), model.mtp_losses, torch.cat(grads)
+        assert all(p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
+    for exact, ours, plain in zip(*(found[mode] for mode in found), strict=True):
+        assert (ours - exact).norm() <= 2 * (plain - exact).norm() + 2e-4 * exact.norm()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_read_past_the_end_changes_nothing(name, monkeypatch):
     model = make(CONFIGS[name])

@@ -213,6 +213,15 @@ def test_frozen_parameters_with_a_stand_in(
     assert_equal(run(BIASES, routing, who="te", **options), expected)
 
 
+def test_autocast_changes_no_bit_with_a_stand_in(stand_in: None) -> None:
+    """The bias of FC2 is added in fp32, where autocast would multiply in bf16."""
+    routing = routing_case("some dropped", 10, BIASES)
+    expected = run(BIASES, routing, who="te", dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(BIASES, routing, who="te", dtype=torch.bfloat16)
+    assert torch.equal(found["y"], expected["y"])
+
+
 @pytest.mark.parametrize("activation", ["geglu", "relu2", "clamped_swiglu"])
 def test_activations_with_a_stand_in(stand_in: None, activation: Any) -> None:
     config = replace(BASE, activation=activation, activation_limit=0.7)

@@ -32,9 +32,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy of softmax(hidden @ weight^T) against the labels, an fp32 scalar.
 
+    Under autocast products are in its dtype, as those of `F.linear` are; nothing else is rounded.
+
     Args:
         hidden_ND: any float dtype; N may be 0.
-        weight_VD: the head, same dtype and device.
+        weight_VD: the head, same dtype (under autocast any) and device.
         labels_N: int64 in [0, V), or -100 for tokens that do not count. Any other label raises on
             a CPU and makes the loss NaN on a GPU.
         num_tokens: the sum over labels is divided by it (whole number or integer scalar tensor);
@@ -45,8 +47,8 @@ def linear_cross_entropy(
         Scalar, fp32 (fp64 for fp64 inputs). No host sync.
 
     Raises:
-        ValueError: when `num_tokens` is a floating tensor, `chunk_tokens` < 1, or `labels_N` is not
-            one int64 label per row of `hidden_ND`.
+        ValueError: when `num_tokens` is a floating tensor, `chunk_tokens` < 1, `labels_N` is not
+            one int64 label per row of `hidden_ND`, or dtypes differ without autocast.
         NotImplementedError: in backward with create_graph=True.
     """
     if chunk_tokens < 1:
@@ -63,8 +65,16 @@ def linear_cross_entropy(
         )
     if labels_N.dtype != torch.int64:
         raise ValueError(f"labels_N ({labels_N.dtype}) must be int64: pass labels_N.long()")
+    dtype = hidden_ND.dtype
+    if torch.is_autocast_enabled(hidden_ND.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(hidden_ND.device.type)
+    elif weight_VD.dtype != dtype:
+        raise ValueError(
+            f"weight_VD ({weight_VD.dtype}) must have the dtype of hidden_ND ({dtype}): convert "
+            "one of them, or call it under torch.autocast"
+        )
     total = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled()
+        hidden_ND, weight_VD, labels_N, chunk_tokens, torch.is_grad_enabled(), dtype
     )
     if num_tokens is None:
         num_tokens = count_labels(labels_N).clamp(min=1)
@@ -81,9 +91,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk: int, train: bool
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        chunk: int,
+        train: bool,
+        product_dtype: torch.dtype,
     ) -> Tensor:
-        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.dtype, weight_VD.dtype
+        hidden_ND, weight_VD = hidden_ND.to(product_dtype), weight_VD.to(product_dtype)
+        dtype = torch.promote_types(product_dtype, torch.float32)
         want_hidden, want_weight = (train and need for need in ctx.needs_input_grad[:2])
         d_hidden_ND = torch.empty_like(hidden_ND) if want_hidden else None
         d_weight_VD = torch.empty_like(weight_VD, dtype=dtype) if want_weight else None
@@ -98,7 +116,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     hidden_ND[part], weight_VD, labels_N[part], d_hidden_CD, d_weight_VD, start == 0
                 )
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
         return total
 
     @staticmethod
@@ -110,12 +127,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         d_hidden_ND, d_weight_VD = ctx.saved_tensors
         if d_hidden_ND is not None:
-            d_hidden_ND = d_hidden_ND * grads[0]
+            d_hidden_ND = (d_hidden_ND * grads[0]).to(ctx.hidden_dtype)
         if d_weight_VD is not None:
             # One pass and one rounding; an fp32 product as large as the head never exists.
             out_VD = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
             d_weight_VD = torch.mul(d_weight_VD, grads[0], out=out_VD)
-        return d_hidden_ND, d_weight_VD, None, None, None
+        return d_hidden_ND, d_weight_VD, None, None, None, None
 
 
 def _add_chunk_(

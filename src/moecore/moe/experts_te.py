@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from moecore.config import MoEConfig
 from moecore.kernels.activation import weighted_activation
-from moecore.kernels.common import on_device
+from moecore.kernels.common import no_autocast, on_device
 from moecore.moe.activation import activation_options
 from moecore.moe.dispatch.base import ExpertInput
 
@@ -81,7 +81,8 @@ def te_experts(
         weights_eS = weights_Q.new_zeros(mask_Se.T.shape)
         weights_eS = weights_eS.masked_scatter(mask_Se.T.bool(), weights_Q)
         wide = weights_Q.dtype
-        y_SD = torch.addmm(y_SD.to(wide), weights_eS.T, b2_eD.to(wide)).to(y_SD.dtype)
+        with no_autocast(y_SD):
+            y_SD = torch.addmm(y_SD.to(wide), weights_eS.T, b2_eD.to(wide)).to(y_SD.dtype)
         # Rows without a choice have no defined gradient, and 0 * NaN would reach that of b2.
         return torch.where(mask_Se.any(1)[:, None], y_SD, 0)
 
