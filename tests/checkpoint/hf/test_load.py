@@ -348,6 +348,36 @@ def test_files_of_another_decoder_of_the_same_shapes(values, message, tmp_path):
     load_hf(tmp_path, Decoder(replace(config, moe=moe, mtp_loss_coef=0.1)))
 
 
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        (
+            "qwen3-moe",
+            dict(norm_topk_prob=False),
+            r"moe[a-z_.]* \(False\) must be that of .* \(True",
+        ),
+        ("mixtral", dict(rms_norm_eps=0.01), r"norm_eps \(0.01\) must be that of the model"),
+        (
+            "gpt-oss",
+            dict(sliding_window=3),
+            r"sliding_window \(3\) must be that of the model \(4\)",
+        ),
+    ],
+)
+def test_files_of_another_transformers_model_of_the_same_shapes(name, changed, message, tmp_path):
+    saved = random_model(name, **changed)
+    saved.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_hf(tmp_path, fill_nan(random_model(name)))
+    loaded = fill_nan(random_model(name))
+    with pytest.warns(UserWarning, match=message):
+        load_hf(tmp_path, loaded, strict=False)
+    assert_state(loaded, saved.state_dict())
+    other = random_model(name, **changed, router_aux_loss_coef=0.5, attention_dropout=0.1)
+    load_hf(tmp_path, fill_nan(other))  # what only training reads
+    assert_state(other, saved.state_dict())
+
+
 def test_copies_must_equal_their_originals(tmp_path):
     config = preset("tiny-deepseek-v3")
     state = to_hf(Decoder(config).state_dict(), config, layout="fused")

@@ -70,8 +70,9 @@ def write_sources(root: Path) -> None:
     write_directory(root / "native", stored, config, num_shards=3)
     save(root, "native", from_hf(truth, CONFIG))
 
-    stored, truth = mxfp4_state(gpt_oss().state_dict())
-    write_directory(root / "gpt-oss", stored, {"model_type": "gpt_oss"}, num_shards=3)
+    model = gpt_oss()
+    stored, truth = mxfp4_state(model.state_dict())
+    write_directory(root / "gpt-oss", stored, model.config.to_diff_dict(), num_shards=3)
     save(root, "gpt-oss", truth)
 
     for name in ("qwen2-moe", "mixtral", "deepseek-v3"):
@@ -384,7 +385,8 @@ def test_every_rank_raises_and_nothing_changes(results):
     assert "none) must be a Hugging Face directory: it is not there" in errors["missing"][0]
     assert len(set(errors["other model"])) == 1
     assert "model.embed_tokens.weight (128, 64) must be (61, 32)" in errors["other model"][0]
-    assert "(and 170 more)" in errors["other model"][0]
+    assert "model_type ('deepseek_v3') must be that of the model" in errors["other model"][0]
+    assert "(and 171 more)" in errors["other model"][0]
     assert len(set(errors["one rank"])) == 1
     assert "norm_eps (1e-06) must be that of the model (0.001)" in errors["one rank"][0]
     assert len(set(errors["full disk"])) == 1

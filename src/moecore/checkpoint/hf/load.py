@@ -43,6 +43,7 @@ from moecore.checkpoint.hf.target import (
     overlaps,
 )
 from moecore.checkpoint.hf.verify import copy_problems
+from moecore.checkpoint.same_config import own_config
 from moecore.fsdp.accumulate import drop_step
 from moecore.models.decoder import Decoder
 from moecore.moe.params import global_indices
@@ -112,7 +113,7 @@ def load_hf(
         model: a `moecore.models.Decoder` or a transformers model, plain or parallelized, with real
             storage (after `to_empty`), any dtypes and devices.
         strict: every tensor of the model must be in the files, and the other way round; and
-            config.json must describe a native decoder as it is, but for what only training reads.
+            config.json must describe the model as it is, but for what only training reads.
             Multi-token prediction modules are left out without a word where transformers has none.
             False loads what both have, reports the rest and warns of the config; half a parameter
             stays an error.
@@ -161,13 +162,27 @@ def _first_rank_reads(path: Path) -> tuple[dict[str, StoredTensor], dict[str, An
 def _config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """What config.json says of another decoder than this one; without `strict` only a warning."""
-    problems = config_problems(config, model.config) if isinstance(model, Decoder) else []
+    """What config.json says of another model than this one; without `strict` only a warning."""
+    known = own_config(model) if "model_type" in config else None
+    problems = config_problems(_as_model_writes(config, model), known)
     if strict or not problems:
         return problems
     if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(f"path ({path}): {listed(problems)}: loaded all the same", stacklevel=3)
     return []
+
+
+def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    """Return a config.json as the config of a transformers model of that type would write it.
+
+    Releases spell fields in other ways and fill in what a file leaves out.
+    """
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
+        return values
+    written: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
+    return written
 
 
 def _fitting_plan(
