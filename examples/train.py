@@ -4,10 +4,12 @@
     python examples/train.py --run-dir runs/mine --data a.txt b.jsonl --preset tiny --steps 1000
     torchrun --nproc-per-node 8 examples/train.py --run-dir runs/eight --ep 4 --etp 2
 
-Eight GPUs of one host at full speed; docs/performance.md has what it reaches:
+Eight GPUs of one host at full speed, a router that learns from scratch with even loads from the
+first step; docs/performance.md has what it reaches:
 
-    python examples/train.py --run-dir runs/qwen3 --preset qwen3-30b-a3b --compile --seq-len 4096 \
-        --batch-size 4 --dispatcher nvlink --capacity-factor 1.5 --checkpoint-every 0
+    python examples/train.py --run-dir runs/qwen3 --preset qwen3-30b-a3b --compile --gather-once \
+        --seq-len 4096 --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink \
+        --capacity-factor 1.5 --quantile --bias-per-micro-batch
 
 Started again with the same arguments, a run goes on from its last whole checkpoint, bit for bit as
 if it had never stopped. The way of one step is `train_step`; how a model gets onto the ranks is

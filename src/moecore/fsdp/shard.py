@@ -317,7 +317,7 @@ def _set_divisor(unit: FSDPModule, divisor: float, mesh: DeviceMesh) -> None:
 def keeps_precision(router: Router, options: FSDPOptions) -> bool:
     """Whether mixed precision would round the router's weight, and so change choices.
 
-    Such a router is a unit of its own, which gathers and reduces in the dtype of its parameters.
+    Such routers are a unit of their own, gathered and reduced in the dtype of their parameters.
     """
     return options.param_dtype not in (None, router.weight.dtype)
 
@@ -346,7 +346,7 @@ def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _separate_routers(layers: list[MoELayer], options: FSDPOptions) -> list[nn.Module]:
-    """Return the routers that are units of their own."""
+    """Return the routers that are no part of their blocks' units."""
     routers = [m.part("router") for m in layers]
     return [r for r in routers if keeps_precision(r, options)]
 
