@@ -189,9 +189,7 @@ def _kernels(records: list[Record]) -> str:
         for r in sorted(found, key=lambda r: (order.index(r["op"]), _position(r)))
     ]
     note = "GB/s count the fewest bytes that the op must move; the formulas are in "
-    note += (
-        "`benchmarks/bench_kernels.py`.\n`of ceiling` is over the rates at the end of this page, "
-    )
+    note += "`benchmarks/bench_kernels.py`.\n`of ceiling` is over the rates of the next table, "
     note += (
         "which a product reaches that runs until\nthe GPU is at its power limit: a short kernel "
     )
@@ -222,8 +220,8 @@ def _expert_parallel(records: list[Record]) -> str:
     ]
     note = (
         "What each op is: `benchmarks/bench_dispatch.py`. `nvlink-24` has 24 SMs instead of all.\n"
-        "dsv3 has T 4096, D 7168, F 2048, E 256, K 8, and qwen3-30b T 16384, D 2048, F 768, E 128,\n"
-        "K 8, T per rank; `-epN` is over N GPUs.\n"
+        "dsv3 is T 4096, D 7168, F 2048, E 256, K 8 and qwen3-30b T 16384, D 2048, F 768, E 128,\n"
+        "K 8, with T tokens per rank; `-epN` is over N GPUs.\n"
     )
     note += "Of each round the slowest rank counts, for GB/s the rank that sends or gets most.\n\n"
     return note + table(header, rows) if rows else ""

@@ -1,0 +1,19 @@
+"""The example of docs/performance.md replays a graph, as it stands there, in a fresh process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+
+
+@pytest.mark.gpu
+def test_the_example_replays_a_graph() -> None:
+    (code,) = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+    code += "\nassert forward_backward._captured is not None and norm.finite and loss.isfinite()\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
