@@ -14,6 +14,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 @pytest.mark.gpu
 def test_the_example_replays_a_graph() -> None:
     (code,) = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
-    code += "\nassert forward_backward._captured is not None and norm.finite and loss.isfinite()\n"
+    end = "forward_backward.close()"
+    assert code.count(end) == 1
+    check = "assert forward_backward._captured is not None and norm.finite and loss.isfinite()"
+    code = code.replace(end, f"{check}\n{end}")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -45,7 +45,7 @@ class Gathered:
         assert isinstance(root, nn.Module)
         self._state = root._get_fsdp_state()
         modules = [m for m in root.modules() if isinstance(m, FSDPModule)]
-        self._unit_of = {m._get_fsdp_state(): m for m in modules}  # one of a unit's modules
+        self._unit_of = {m._get_fsdp_state(): m for m in modules}  # state -> one of its modules
         self._is_shared = False  # by the micro-batches of a step, until its last forward
         self._is_last = False
         self.calls_before_backward: Callable[[], None] | None = None
@@ -59,6 +59,7 @@ class Gathered:
 
     def let_go(self) -> None:
         """Free all gathered parameters: modules hold those that the optimizer knows."""
+        self._end_forward()  # FSDP2 keeps what a forward is in the middle of
         for unit in self._unit_of.values():
             for group in fsdp_groups(unit):
                 _drop_pending(group)
@@ -96,6 +97,7 @@ class Gathered:
                 "the last backward ended in an exception: gradients, counts and gathered weights "
                 "are those of half a step, so start again from a checkpoint, in new processes"
             )
+        self._end_forward()
         if not self._is_shared:
             self.let_go()
         if self._is_last and torch.is_grad_enabled():
@@ -119,16 +121,33 @@ class Gathered:
             return
         has_failed = self._state._training_state == TrainingState.FORWARD
         self._end_forward()
-        if has_failed or not torch.is_grad_enabled():
+        if has_failed:
+            self._forget_order()
+        if not torch.is_grad_enabled() or (has_failed and not self._is_shared):
             self.let_go()
 
-    def _end_forward(self) -> None:
-        """End the forward of units that have not done so.
+    def _forget_order(self) -> None:
+        """Forget in which order a forward that has failed, on this rank alone perhaps, gathered."""
+        comm = self._state._comm_ctx
+        comm.post_forward_order.clear()
+        for unit in self._unit_of.values():
+            for group in fsdp_groups(unit):
+                group._post_forward_indices.clear()
+        last = comm.all_gather_state  # held for the next gather's sake
+        if last is not None:
+            comm.all_gather_copy_in_stream.wait_event(last.event)
+            comm.all_gather_stream.wait_event(last.event)
+            comm.all_gather_state = None
 
-        That are those of several modules of which some were left out (2.13 ends them itself), and
-        after an exception all that were in the middle of theirs.
+    def _end_forward(self) -> None:
+        """End the forward of units that are in the middle of one.
+
+        Such are, after an exception or a call of a part of the model, units whose modules did not
+        all run. (2.13 ends them itself where the root has run.)
         """
-        self._state._state_ctx.iter_forward_root = None
+        context = self._state._state_ctx
+        if context.iter_forward_root in self._unit_of:
+            context.iter_forward_root = None
         for state, unit in self._unit_of.items():
             state._modules_to_run_forward.clear()
             for run in (state, *fsdp_groups(unit)):

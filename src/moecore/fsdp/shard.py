@@ -4,8 +4,10 @@
     reduced     head -> blocks, last to first -> root, when backward ends
 
 Experts that no other rank holds are left out (`fsdp/whole.py`): there is nothing to gather. Under
-mixed precision the routers of a list of blocks are a unit as well: their weights stay in their own
-dtype. They are small: gathered with the first block, reduced when backward has left it.
+mixed precision the routers of a list of blocks are a unit as well (`fsdp/together.py`): their
+weights stay in their own dtype. A unit each would cost the host as much as the blocks do. They are
+gathered with the first block and reduced when backward has left it, or ended: until then their
+gradients are whole, 50 MB for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
 
 Note "head": as part of the root the head would be gathered before the first block and reduced after
 the last gradient, with nothing to hide behind. As a unit it is gathered while the last block runs,
@@ -40,6 +42,7 @@ from torch.distributed.tensor import Shard
 
 from moecore.fsdp.accumulate import STAYS_GATHERED
 from moecore.fsdp.gathered import watch_gathered
+from moecore.fsdp.together import gather_for_each
 from moecore.fsdp.whole import WholeWeights
 from moecore.mesh import Meshes
 from moecore.models.decoder import Head
@@ -129,6 +132,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             reshard_after_forward=False,
         )
         _mark_gathered(routers)
+        gather_for_each(routers)
     whole: set[nn.Parameter] = set()
     for experts in found.experts:
         if is_whole(meshes):
@@ -149,6 +153,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         if group != [model]:
             reshard = options.reshard_after_forward
             shard_dense(group, mp_policy=dense_policy, reshard_after_forward=reshard)
+            gather_for_each(group)
             if not reshard:
                 _mark_gathered(group)
     for head in heads:
@@ -176,7 +181,8 @@ class Units:
 
     Attributes:
         groups: blocks that are one unit.
-        routers: those that are one unit, apart from their blocks' units: all of a list of blocks.
+        routers: those that are one unit, apart from their blocks' units: all of a list of blocks
+            that have one dtype.
         experts: a unit each, unless they are whole.
         heads: a unit each.
     """
@@ -196,7 +202,7 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
     stacks.append([m for m in layers if m not in in_blocks])
     return Units(
         groups=_group(model, blocks, options.blocks_per_unit),
-        routers=[r for r in (_separate_routers(stack, options) for stack in stacks) if r],
+        routers=[unit for stack in stacks for unit in _separate_routers(stack, options)],
         experts=[m.part("experts") for m in layers],
         heads=find_heads(model, blocks),
     )
@@ -345,10 +351,13 @@ def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return list_of
 
 
-def _separate_routers(layers: list[MoELayer], options: FSDPOptions) -> list[nn.Module]:
-    """Return the routers that are no part of their blocks' units."""
-    routers = [m.part("router") for m in layers]
-    return [r for r in routers if keeps_precision(r, options)]
+def _separate_routers(layers: list[MoELayer], options: FSDPOptions) -> list[list[nn.Module]]:
+    """Return the routers that are no part of their blocks' units, those of one dtype together."""
+    of_dtype: dict[torch.dtype, list[nn.Module]] = {}
+    for router in (m.part("router") for m in layers):
+        if keeps_precision(router, options):
+            of_dtype.setdefault(router.weight.dtype, []).append(router)
+    return list(of_dtype.values())
 
 
 def _layers(blocks: list[nn.Module]) -> list[MoELayer]:

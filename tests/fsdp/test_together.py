@@ -1,0 +1,215 @@
+"""Routers of a list of blocks, and blocks that are one unit, are right whatever runs of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore.fsdp import start_micro_batch
+from tests.moe.moe_cases import make_layer
+from tests.ranks import run_ranks
+
+CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
+OPTIONS = {
+    "routers": {},
+    "blocks": dict(blocks_per_unit=3),
+    "gathered": dict(blocks_per_unit=2, reshard_after_forward=False),
+    "no prefetch": dict(prefetch_blocks=0),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.dense, self.moe = nn.Linear(16, 16), make_layer(CONFIG, seed=seed, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(x + self.dense(x))
+
+
+class Model(nn.Module):
+    """Gives the loss and what each block gave.
+
+    Attributes:
+        path: the blocks that run.
+        recomputed: block -> whether its checkpoint is a reentrant one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(Block(i) for i in range(3))
+        self.path: tuple[int, ...] = (0, 1, 2)
+        self.recomputed: dict[int, bool] = {}
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x, hidden = self.embed(ids), []
+        for i in self.path:
+            block = self.layers[i]
+            if i in self.recomputed:
+                x = checkpoint(block, x, use_reentrant=self.recomputed[i])
+            else:
+                x = block(x)
+            hidden.append(x)
+        logits = self.head(x).float().flatten(0, 1)
+        return nn.functional.cross_entropy(logits, ids.roll(1, -1).flatten()), hidden
+
+
+def make(options: str, path: tuple[int, ...] = (0, 1, 2), **recomputed: bool) -> Any:
+    meshes = build_meshes(ParallelConfig(ep=1, edp_shard=2), "cpu")
+    fsdp = FSDPOptions(param_dtype=torch.bfloat16, **OPTIONS[options])
+    model: Any = parallelize_moe(Model(), meshes, fsdp=fsdp)
+    model.path = path
+    model.recomputed = {int(name[1:]): reentrant for name, reentrant in recomputed.items()}
+    return model
+
+
+def ids(step: int = 0) -> Tensor:
+    seed = 100 * step + dist.get_rank()
+    return torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {n: p.grad for n, p in model.named_parameters()}
+    return {n: g.full_tensor() for n, g in found.items() if g is not None}
+
+
+# Each gives a model whose gradients are those of another, which had it easier.
+Case = Callable[[str], tuple[nn.Module, nn.Module]]
+
+
+def recomputed(**how: bool) -> Case:
+    def case(options: str) -> tuple[nn.Module, nn.Module]:
+        models = make(options, **how), make(options)
+        for model in models:
+            model(ids())[0].backward()
+        return models
+
+    return case
+
+
+def two_forwards(path: tuple[int, ...] = (0, 1, 2), **how: bool) -> Case:
+    def case(options: str) -> tuple[nn.Module, nn.Module]:
+        models = make(options, path, **how), make(options, path)
+        (models[0](ids())[0] + models[0](ids(1))[0]).backward()
+        models[1](ids())[0].backward()
+        models[1](ids(1))[0].backward()
+        return models
+
+    return case
+
+
+def two_backwards(options: str) -> tuple[nn.Module, nn.Module]:
+    models = make(options), make(options)
+    loss, hidden = models[0](ids())
+    loss.backward(retain_graph=True)
+    hidden[0].float().sum().backward()
+    loss, hidden = models[1](ids())
+    (loss + hidden[0].float().sum()).backward()
+    return models
+
+
+def inner_loss_after_eval(options: str) -> tuple[nn.Module, nn.Module]:
+    models = make(options), make(options)
+    for evaluated, model in zip((True, False), models, strict=True):
+        hidden = model(ids())[1]
+        if evaluated:
+            with torch.no_grad():
+                model(ids(1))
+        hidden[0].float().sum().backward()
+    return models
+
+
+def a_block_alone(options: str) -> tuple[nn.Module, nn.Module]:
+    models = make(options), make(options)
+    for alone, model in zip((True, False), models, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model(ids())[0].backward()
+        if alone:
+            with torch.no_grad():
+                model.layers[0](torch.ones(1, 4, 16))
+        optimizer.step()
+        optimizer.zero_grad()
+        model(ids(1))[0].backward()
+    return models
+
+
+def failed_on_one_rank(*, announced: bool) -> Case:
+    def case(options: str) -> tuple[nn.Module, nn.Module]:
+        def fail(*_: Any) -> None:
+            raise FloatingPointError
+
+        models = make(options), make(options)
+        hook = models[0].head.register_forward_hook(fail) if dist.get_rank() == 0 else None
+        if announced:
+            start_micro_batch(models[0], is_last=False)
+        try:
+            models[0](ids())
+        except FloatingPointError:
+            assert hook is not None
+            hook.remove()
+        for model in models:  # ranks agree to leave it out
+            if announced:
+                start_micro_batch(model, is_last=True)
+            model(ids(1))[0].backward()
+        return models
+
+    return case
+
+
+CASES: dict[str, Case] = {
+    "all reentrant": recomputed(_0=True, _1=True, _2=True),
+    "all recomputed": recomputed(_0=False, _1=False, _2=False),
+    "last reentrant": recomputed(_2=True),
+    "first recomputed": recomputed(_0=False),
+    "two forwards": two_forwards(),
+    "two forwards without the last": two_forwards((0, 1)),
+    "two forwards without the first": two_forwards((1, 2)),
+    "two forwards, last recomputed": two_forwards(_2=False),
+    "two backwards": two_backwards,
+    "inner loss after an evaluation": inner_loss_after_eval,
+    "a block alone": a_block_alone,
+    "failed on one rank": failed_on_one_rank(announced=False),
+    "failed on one rank, announced": failed_on_one_rank(announced=True),
+}
+
+
+def worker(rank: int, device: torch.device) -> Any:
+    found = {}
+    for options in OPTIONS:
+        for name, case in CASES.items():
+            try:
+                found[options, name] = [gradients(model) for model in case(options)]
+            except Exception as error:
+                found[options, name] = f"{type(error).__name__}: {error}"
+    return copy.deepcopy(found)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, Any]:
+    return run_ranks(2, worker)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_plain_way(
+    name: str, options: str, found: dict[Any, Any]
+) -> None:
+    result = found[options, name]
+    assert not isinstance(result, str), result
+    ours, plain = result
+    assert ours.keys() == plain.keys() and len(ours) > 5
+    for n, grad in plain.items():
+        scale = grad.abs().max()
+        # Sums of two gradients are rounded to bf16 at other places.
+        bound = 2**-6 * scale if name.startswith("two") else 0
+        assert scale > 0 and (ours[n] - grad).abs().max() <= bound, n
