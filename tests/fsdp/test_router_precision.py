@@ -169,7 +169,8 @@ def test_routers_of_a_list_and_a_dtype_are_one_unit() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     layers = [MoELayer(CONFIG, device="meta") for _ in range(5)]
     layers[1].router.double()
-    model = nn.ModuleDict({"first": nn.ModuleList(layers[:3]), "second": nn.ModuleList(layers[3:])})
+    model = nn.Module()
+    model.first, model.second = nn.ModuleList(layers[:3]), nn.ModuleList(layers[3:])
     options = FSDPOptions(param_dtype=torch.bfloat16)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
     states = [layer.router._get_fsdp_state() for layer in layers]
