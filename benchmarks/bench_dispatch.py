@@ -65,8 +65,8 @@ from benchmarks.dispatch_cases import (
 from benchmarks.dispatch_sweep import sweep
 from benchmarks.records import Environment, Row
 from moecore import MoEConfig, MoELayer, NVLinkOptions, ParallelConfig, build_meshes
-from moecore.kernels.fp8_rows import pack_rows, unpack_rows
-from moecore.kernels.rows import gather_rows, sum_rows
+from moecore.kernels.rows.move import gather_rows, sum_rows
+from moecore.kernels.rows.packed import pack_rows, unpack_rows
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import (

@@ -18,15 +18,11 @@ from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore._compat import grouped_mm
-from moecore.kernels import (
-    activation,
-    cooperative,
-    grouped_gemm,
-    grouped_wgrad,
-    pingpong,
-    row_tiles,
-)
 from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.grouped import cooperative, pingpong, row_tiles
+from moecore.kernels.grouped import gemm as grouped_gemm
+from moecore.kernels.grouped import wgrad as grouped_wgrad
+from moecore.kernels.rows import activation
 
 ROUTINGS = ("learned",)  # bench_layer.py times the bare products under all of them
 SWIGLU = activation.ActivationOptions(kind="swiglu")
@@ -179,10 +175,15 @@ def fc1_wgrad_gather(inputs: Inputs) -> Work:
     return _fc1_wgrad(inputs, gather=True)
 
 
-GEMM, WGRAD = "tests/kernels/test_grouped_gemm.py", "tests/kernels/test_grouped_wgrad.py"
+GEMM, WGRAD = (
+    "tests/kernels/grouped/test_grouped_gemm.py",
+    "tests/kernels/grouped/test_grouped_wgrad.py",
+)
 COOPERATIVE, PINGPONG = GEMM, GEMM
 if torch.cuda.is_available():
-    COOPERATIVE, PINGPONG = (f"tests/kernels/test_{n}.py" for n in ("cooperative", "pingpong"))
+    COOPERATIVE, PINGPONG = (
+        f"tests/kernels/grouped/test_{n}.py" for n in ("cooperative", "pingpong")
+    )
 OPS = (
     Op(fc1, COOPERATIVE),
     Op(fc1_gather, GEMM),

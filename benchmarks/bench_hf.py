@@ -49,9 +49,8 @@ from moecore import (
     moe_state,
     parallelize_moe,
 )
-from moecore.adapters import use_causal_attention
-from moecore.checkpoint.hf import init_hf
 from moecore.graphs import GraphedForwardBackward
+from moecore.hf import init_hf, use_causal_attention
 from moecore.models import DecoderConfig, flops_per_token, preset
 from moecore.models.loss import linear_cross_entropy
 from moecore.optim import AdamW

@@ -25,7 +25,7 @@ ROUTINGS = ("learned",)  # the speed of these ops hardly depends on who is hot
 
 def _route(inputs: Inputs) -> tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]:
     """Return the op and its reference as functions of the logits."""
-    from moecore.kernels import route as module
+    from moecore.kernels.routing import route as module
 
     options = module.RouteOptions(
         top_k=inputs.shape.top_k,
@@ -44,7 +44,7 @@ def _route(inputs: Inputs) -> tuple[Callable[[Tensor], Any], Callable[[Tensor], 
 
 def router_logits(inputs: Inputs) -> Work:
     """T D b and the weight E D b read, 4 T E written."""
-    from moecore.kernels import router_logits as module
+    from moecore.kernels.routing import router_logits as module
 
     s, (x_TD, w_ED) = inputs.shape, inputs.linear
     return Work(
@@ -56,7 +56,7 @@ def router_logits(inputs: Inputs) -> Work:
 
 def router_logits_bwd(inputs: Inputs) -> Work:
     """T D b, E D b and 4 T E read; the gradients T D b and E D b written."""
-    from moecore.kernels import router_logits as module
+    from moecore.kernels.routing import router_logits as module
 
     s = inputs.shape
     return Work(
@@ -84,7 +84,7 @@ def route_bwd(inputs: Inputs) -> Work:
 
 def build_index(inputs: Inputs) -> Work:
     """Ids and weights are read; row ids, weights and slots written: 20 R bytes."""
-    from moecore.kernels import index
+    from moecore.kernels.rows import index
 
     weights_TK, ids_TK = inputs.choice
     options: dict[str, Any] = dict(first=0, num_local=inputs.shape.num_experts)
@@ -98,7 +98,7 @@ def build_index(inputs: Inputs) -> Work:
 
 def gather_rows(inputs: Inputs) -> Work:
     """T D b read, R D b written, and the index, 4 R read."""
-    from moecore.kernels import rows
+    from moecore.kernels.rows import move as rows
 
     args, s = (inputs.x_TD, *inputs.index), inputs.shape
     return Work(
@@ -110,7 +110,7 @@ def gather_rows(inputs: Inputs) -> Work:
 
 def sum_rows(inputs: Inputs) -> Work:
     """R D b read, T D b written, and the index, 4 R read."""
-    from moecore.kernels import rows
+    from moecore.kernels.rows import move as rows
 
     s = inputs.shape
     args = (inputs.random(s.rows, s.dim), *inputs.index)
@@ -123,7 +123,7 @@ def sum_rows(inputs: Inputs) -> Work:
 
 def weighted_activation(inputs: Inputs) -> Work:
     """2 R F b and the weights 4 R read, R F b written."""
-    from moecore.kernels import activation as a
+    from moecore.kernels.rows import activation as a
 
     s, num_rows = inputs.shape, inputs.index[2]
     args = (inputs.h_RC, inputs.weights_R, num_rows, a.ActivationOptions(kind="swiglu"))
@@ -136,7 +136,7 @@ def weighted_activation(inputs: Inputs) -> Work:
 
 def weighted_activation_bwd(inputs: Inputs) -> Work:
     """3 R F b and 4 R read; 3 R F b (dh and the activation) and 4 R (dweights) written."""
-    from moecore.kernels import activation as a
+    from moecore.kernels.rows import activation as a
 
     s, num_rows = inputs.shape, inputs.index[2]
     da_RF = inputs.random(s.rows, s.hidden_dim)
@@ -150,7 +150,7 @@ def weighted_activation_bwd(inputs: Inputs) -> Work:
 
 def count_experts(inputs: Inputs) -> Work:
     """The ids are read, 4 R; the counts are small."""
-    from moecore.kernels import counts
+    from moecore.kernels.routing import counts
 
     ids_TK, E = inputs.choice[1], inputs.shape.num_experts
 
@@ -163,7 +163,7 @@ def count_experts(inputs: Inputs) -> Work:
 
 def balance_statistics(inputs: Inputs) -> Work:
     """The logits are read, 4 T E; the sums are small."""
-    from moecore.kernels import balance
+    from moecore.kernels.routing import balance
 
     args = (inputs.logits_TE, 1, "softmax")
     return Work(
@@ -175,7 +175,7 @@ def balance_statistics(inputs: Inputs) -> Work:
 
 def balance_statistics_bwd(inputs: Inputs) -> Work:
     """4 T E read, 4 T E written."""
-    from moecore.kernels import balance
+    from moecore.kernels.routing import balance
 
     logits_TE = inputs.logits_TE
     return Work(
@@ -238,18 +238,18 @@ def adamw_bf16_moments(inputs: Inputs) -> Work:
 
 
 OPS = (
-    Op(router_logits, "tests/kernels/test_router_logits.py"),
-    Op(router_logits_bwd, "tests/kernels/test_router_logits.py"),
-    Op(route, "tests/kernels/test_route.py"),
-    Op(route_bwd, "tests/kernels/test_route.py"),
-    Op(build_index, "tests/kernels/test_index.py"),
-    Op(gather_rows, "tests/kernels/test_rows.py"),
-    Op(sum_rows, "tests/kernels/test_rows.py"),
-    Op(weighted_activation, "tests/kernels/test_activation.py"),
-    Op(weighted_activation_bwd, "tests/kernels/test_activation.py"),
-    Op(count_experts, "tests/kernels/test_counts.py"),
-    Op(balance_statistics, "tests/kernels/test_balance_kernels.py"),
-    Op(balance_statistics_bwd, "tests/kernels/test_balance_kernels.py"),
+    Op(router_logits, "tests/kernels/routing/test_router_logits.py"),
+    Op(router_logits_bwd, "tests/kernels/routing/test_router_logits.py"),
+    Op(route, "tests/kernels/routing/test_route.py"),
+    Op(route_bwd, "tests/kernels/routing/test_route.py"),
+    Op(build_index, "tests/kernels/rows/test_index.py"),
+    Op(gather_rows, "tests/kernels/rows/test_rows.py"),
+    Op(sum_rows, "tests/kernels/rows/test_rows.py"),
+    Op(weighted_activation, "tests/kernels/rows/test_activation.py"),
+    Op(weighted_activation_bwd, "tests/kernels/rows/test_activation.py"),
+    Op(count_experts, "tests/kernels/routing/test_counts.py"),
+    Op(balance_statistics, "tests/kernels/routing/test_balance_kernels.py"),
+    Op(balance_statistics_bwd, "tests/kernels/routing/test_balance_kernels.py"),
     Op(adamw, "tests/kernels/test_adamw.py"),
     Op(adamw_bf16_moments, "tests/kernels/test_adamw.py"),
 )

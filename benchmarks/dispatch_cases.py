@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import harness
-from moecore.kernels import exchange, exchange_copies
 from moecore.kernels.common import num_sms
-from moecore.kernels.exchange_port import NUM_WORDS, ExchangeLayout, ExchangePort
+from moecore.kernels.exchange import copies as exchange_copies
+from moecore.kernels.exchange import operations as exchange
+from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout, ExchangePort
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher

@@ -25,7 +25,7 @@ from benchmarks.dispatch_cases import (
     time_in_turn,
     timing_of,
 )
-from moecore.kernels.exchange_port import ExchangeLayout, ExchangePort
+from moecore.kernels.exchange.port import ExchangeLayout, ExchangePort
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions

@@ -18,11 +18,13 @@ from moecore._compat import grouped_mm
 SKEW_TOLERANCE = 0.1
 
 # What proves the layer; on a GPU that includes every kernel that it launches.
-KERNELS = (
-    "activation balance_kernels cooperative counts expert_mlp grouped_gemm grouped_wgrad index "
-    "pingpong route row_tiles router_logits rows"
-)
-GPU_TESTS = [f"tests/kernels/test_{name}.py" for name in KERNELS.split()]
+KERNELS = {
+    "experts": "expert_mlp",
+    "grouped": "cooperative grouped_gemm grouped_wgrad pingpong row_tiles",
+    "routing": "balance_kernels counts route router_logits",
+    "rows": "activation index rows",
+}
+GPU_TESTS = [f"tests/kernels/{w}/test_{n}.py" for w, ns in KERNELS.items() for n in ns.split()]
 GPU_TESTS.append("tests/moe/test_layer_gpu.py")
 CPU_TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]
 

@@ -39,7 +39,7 @@ from moecore import (
     moe_state,
     parallelize_moe,
 )
-from moecore.kernels.expert_products import GATHER_FIRST_FC1
+from moecore.kernels.experts.products import GATHER_FIRST_FC1
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from moecore.checkpoint import latest, load, save
-from moecore.checkpoint.hf.export import export_hf
 from moecore.cli import main
+from moecore.hf.export import export_hf
 from moecore.models import Decoder, preset
-from tests.checkpoint.hf.dirs import write_directory
-from tests.checkpoint.hf.test_config import TINY_JSON
+from tests.hf.dirs import write_directory
+from tests.hf.test_config import TINY_JSON
 
 CONFIG = replace(preset("tiny-deepseek-v3"), ce_chunk_tokens=2048)
 

@@ -21,9 +21,9 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models import qwen3
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
-import moecore.integrations.torchtitan  # noqa: F401  (registers moecore's models)
-from moecore.integrations.torchtitan_decoder import with_labels
-from moecore.integrations.torchtitan_hf import TitanHFArgs
+import moecore.integrations.torchtitan.v02.specs  # noqa: F401  (registers moecore's models)
+from moecore.integrations.torchtitan.v02.decoder import with_labels
+from moecore.integrations.torchtitan.v02.hf import TitanHFArgs
 
 NUM_RANDOM = 1 << 24  # ids drawn once; longer runs see them again
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torchtitan.protocols.train_spec import register_train_spec
 
-from moecore.integrations.torchtitan import decoder_spec
+from moecore.integrations.torchtitan.v02.specs import decoder_spec
 from moecore.models import preset
 
 SMALL = replace(preset("tiny-deepseek-v3"), vocab_size=512)

@@ -14,7 +14,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
-from moecore.integrations.torchtitan_v03 import accelerated, decoder_job
+from moecore.integrations.torchtitan.v03.jobs import accelerated, decoder_job
 from moecore.models import preset
 
 TEXT = "runs/titan_text"

@@ -181,9 +181,9 @@ def _native_facts(path: Path) -> dict[str, Any]:
 
 
 def _hf_facts(path: Path) -> dict[str, Any]:
-    from moecore.checkpoint.hf.files import CONFIG, HFFiles, read_json
-    from moecore.checkpoint.hf.names import find_layout
-    from moecore.checkpoint.hf.quant import find_sources
+    from moecore.hf.files import CONFIG, HFFiles, read_json
+    from moecore.hf.names import find_layout
+    from moecore.hf.quant import find_sources
 
     config = read_json(path / CONFIG)
     with HFFiles(path) as files:
@@ -228,7 +228,7 @@ def _verify(args: Any) -> int:
             manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)
         print(f"{path}: whole, {len(manifest.files)} files, {_bytes(manifest.num_bytes)}")
         return 0
-    from moecore.checkpoint.hf.verify import verify_hf
+    from moecore.hf.verify import verify_hf
 
     problems = verify_hf(path)
     for problem in problems:
@@ -239,7 +239,7 @@ def _verify(args: Any) -> int:
 
 
 def _convert(args: Any) -> int:
-    from moecore.checkpoint.hf.convert import hf_to_native, native_to_hf
+    from moecore.hf.convert import hf_to_native, native_to_hf
 
     path, kind = _find(args.source)
     dtype = None if args.dtype is None else DTYPES[args.dtype]

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
-from moecore.adapters.hf import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache
 from moecore.config import BalanceConfig
 from moecore.fsdp.added import refuse_added
 from moecore.fsdp.check import check_parameters
@@ -33,6 +32,7 @@ from moecore.fsdp.shard import (
     shard_model,
 )
 from moecore.graphs.regions import compile_blocks
+from moecore.hf.blocks import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_alignment, check_compute
 from moecore.moe.balance import BalanceGroups

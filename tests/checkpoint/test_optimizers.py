@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, moe_state, parallelize_moe
 from moecore.checkpoint import Saver, load, read_manifest, save, verify
-from moecore.checkpoint.hf import export_hf, native_to_hf
 from moecore.checkpoint.manifest import MANIFEST
 from moecore.fsdp import start_micro_batch
+from moecore.hf import export_hf, native_to_hf
 from moecore.models import Decoder, preset
 from tests.checkpoint.fuzz import write_signed
 from tests.ranks import run_ranks
@@ -258,7 +258,7 @@ def test_a_background_save_keeps_them_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_converted_without_them(tmp_path: Path) -> None:
-    hf_models = pytest.importorskip("tests.adapters.hf_models")
+    hf_models = pytest.importorskip("tests.hf.hf_models")
     model = hf_models.random_model("qwen2-moe")
     matrices = [p for n, p in model.named_parameters() if "_proj.weight" in n and p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]

@@ -16,8 +16,8 @@ from moecore.checkpoint import load, read_manifest, save
 from moecore.checkpoint.manifest import MANIFEST
 from moecore.checkpoint.same_config import Difference, hf_differences, own_config
 from moecore.models import Decoder, preset
-from tests.adapters.hf_models import ARCHITECTURES, random_model
 from tests.checkpoint.fuzz import write_signed
+from tests.hf.hf_models import ARCHITECTURES, random_model
 from tests.ranks import run_ranks
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)

@@ -326,7 +326,7 @@ def test_model_alone_leaves_generators_and_needs_no_optimizer(tmp_path: Path) ->
 
 def test_rotary_frequencies_are_worked_out_anew(tmp_path: Path) -> None:
     """No checkpoint holds them and `to_empty` leaves them undefined."""
-    hf_models = pytest.importorskip("tests.adapters.hf_models")
+    hf_models = pytest.importorskip("tests.hf.hf_models")
     model = hf_models.random_model("mixtral").eval()
     path = save(tmp_path, 1, model, None)
     with torch.device("meta"):

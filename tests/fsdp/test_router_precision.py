@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
-from moecore.kernels.router_logits import router_logits_ref
+from moecore.kernels.routing.router_logits import router_logits_ref
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 

@@ -47,7 +47,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "balanced": dict(top_k=3, _debug_force_load_balance=True),
 }
 EP, TP = "parallelism__expert_parallel_degree", "parallelism__tensor_parallel_degree"
-SECTION = {"job__custom_config_module": "moecore.integrations.torchtitan_options"}
+SECTION = {"job__custom_config_module": "moecore.integrations.torchtitan.options"}
 CHOICES = {**SECTION, "moecore__dispatcher": "allgather", "moecore__prefetch_blocks": 2}
 TOGETHER = {"moecore__blocks_per_unit": 2}
 DECODERS: dict[str, dict[str, Any]] = {
@@ -121,7 +121,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 def dealt_balance() -> BalanceConfig:
     """What is left of quantile balancing when the job deals experts out."""
-    from moecore.integrations.torchtitan_shared import dealt
+    from moecore.integrations.torchtitan.shared import dealt
 
     balance = BalanceConfig(
         z_loss_coef=0.1, bias_update="quantile", bias_update_rate=1.0, bias_per_micro_batch=True
@@ -155,7 +155,7 @@ def blocks(name: str) -> list[dict[str, Tensor]]:
     from torchtitan.models.moe import MoE
 
     from moecore.adapters.base import swap_blocks
-    from moecore.integrations.torchtitan_moe import titan_moe
+    from moecore.integrations.torchtitan.v02.moe import titan_moe
 
     stock = stock_block(**BLOCKS[name])
     holder = nn.Sequential(copy.deepcopy(stock))
@@ -181,7 +181,7 @@ def blocks(name: str) -> list[dict[str, Tensor]]:
 
 
 def message(**options: Any) -> str:
-    from moecore.integrations.torchtitan_moe import titan_moe
+    from moecore.integrations.torchtitan.v02.moe import titan_moe
 
     with pytest.raises(NotImplementedError) as error:
         titan_moe(stock_block(**options), nn.Module())
@@ -192,7 +192,7 @@ def own_function(field: str) -> str:
     """What a spec with a function of its own is told."""
     from torchtitan.models import qwen3
 
-    from moecore.integrations.torchtitan import accelerated
+    from moecore.integrations.torchtitan.v02.specs import accelerated
 
     spec = replace(qwen3.get_train_spec(), **{field: own_function})
     with pytest.raises(NotImplementedError) as error:
@@ -202,7 +202,7 @@ def own_function(field: str) -> str:
 
 def own_class(part: str) -> str:
     """What a block is told whose router or experts are of a subclass."""
-    from moecore.integrations.torchtitan_moe import titan_moe
+    from moecore.integrations.torchtitan.v02.moe import titan_moe
 
     block = stock_block()
     module = block.get_submodule(part)
@@ -225,7 +225,7 @@ def converters(folder: str) -> str:
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
 
-    from moecore.integrations.torchtitan_parallel import check_job
+    from moecore.integrations.torchtitan.v02.parallel import check_job
 
     job = ConfigManager().parse_args(arguments("moecore", folder))
     job.model.converters = ["float8"]
@@ -237,7 +237,7 @@ def converters(folder: str) -> str:
 def other_model() -> str:
     from torchtitan.models import llama4
 
-    from moecore.integrations.torchtitan import accelerated
+    from moecore.integrations.torchtitan.v02.specs import accelerated
 
     with pytest.raises(NotImplementedError) as error:
         accelerated(llama4.get_train_spec())
@@ -354,7 +354,7 @@ def test_what_cannot_be_done_is_refused(results: dict[str, Any], name: str) -> N
 def test_fused_adamw_is_moecores(implementation: str) -> None:
     from torchtitan.config.job_config import Optimizer
 
-    from moecore.integrations.torchtitan import build_optimizers
+    from moecore.integrations.torchtitan.v02.specs import build_optimizers
     from moecore.optim import AdamW
 
     config = Optimizer(implementation=implementation, lr=0.5, beta2=0.75, eps=0.25)

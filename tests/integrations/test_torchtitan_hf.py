@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 EP, TP = "parallelism__expert_parallel_degree", "parallelism__tensor_parallel_degree"
 FLAVOR, BATCH, AC = "model__flavor", "training__local_batch_size", "activation_checkpoint__mode"
-SECTION = {"job__custom_config_module": "moecore.integrations.torchtitan_options"}
+SECTION = {"job__custom_config_module": "moecore.integrations.torchtitan.options"}
 SEED = 7
 ARCHITECTURES = ["qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "deepseek-v3", "gpt-oss"]
 
@@ -120,7 +120,7 @@ def plain(name: str) -> nn.Module:
     """The model on one process as transformers makes it, with the weights of every run."""
     from transformers import AutoModelForCausalLM
 
-    from moecore.checkpoint.hf import init_hf
+    from moecore.hf import init_hf
     from tests.integrations.titan_hf_specs import CONFIGS
 
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
@@ -160,7 +160,7 @@ def gradient(param: Tensor) -> Tensor:
 
 def loaded(rank: int, folder: str) -> dict[str, Run]:
     """Runs of another seed that begin with the weights of the other runs, read from files."""
-    from moecore.checkpoint.hf import decoder_config_from_hf
+    from moecore.hf import decoder_config_from_hf
     from tests.integrations.titan_hf_specs import register_decoder
 
     path = f"{folder}/assets"
@@ -211,8 +211,8 @@ def sizes(name: str, folder: str) -> list[tuple[int, int]]:
     """Parameters and FLOPs per token as torchtitan is told, and those of moecore's decoder."""
     from types import SimpleNamespace
 
-    from moecore.checkpoint.hf import decoder_config_from_hf
-    from moecore.integrations.torchtitan_hf import TitanHF, TitanHFArgs
+    from moecore.hf import decoder_config_from_hf
+    from moecore.integrations.torchtitan.v02.hf import TitanHF, TitanHFArgs
     from moecore.models import flops_per_token, num_params
     from tests.integrations.titan_hf_specs import CONFIGS
 
@@ -327,7 +327,7 @@ def test_stacked_experts_are_not_those_of_a_published_index(tmp_path: Path) -> N
     """torchtitan would look up each name's file there, after all training."""
     from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-    from moecore.integrations.torchtitan_hf_model import HFNames
+    from moecore.integrations.torchtitan.hf_model import HFNames
 
     names = {"model.layers.0.mlp.experts.0.up_proj.weight": "model-00001-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))

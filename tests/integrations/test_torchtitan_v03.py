@@ -125,7 +125,7 @@ def blocks(name: str) -> list[dict[str, Tensor]]:
     from torchtitan.models.common.moe import MoE
 
     from moecore.adapters.base import swap_blocks
-    from moecore.integrations.torchtitan_v03_moe import titan_moe
+    from moecore.integrations.torchtitan.v03.moe import titan_moe
     from tests.integrations.titan_v03_specs import ExactExperts
 
     stock = stock_block(**BLOCKS[name])
@@ -163,7 +163,7 @@ def jobs() -> dict[str, str]:
     from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3_jobs
     from torchtitan.models.llama3 import config_registry as llama3_jobs
 
-    from moecore.integrations import torchtitan_v03 as titan
+    from moecore.integrations.torchtitan.v03 import jobs as titan
     from moecore.models import PRESETS
 
     names = ["qwen3_moe_debug", "qwen3_30b_a3b", "deepseek_v3_debugmodel", "deepseek_v3_16b"]
@@ -219,4 +219,4 @@ def test_other_models_and_jobs_are_refused(results: dict[str, Any]) -> None:
 
 def test_the_module_of_the_other_version_is_named() -> None:
     with pytest.raises(ImportError, match=r"torchtitan 0.3 use --module moecore.*torchtitan_v03"):
-        import moecore.integrations.torchtitan  # noqa: F401
+        import moecore.integrations.torchtitan.v02.specs  # noqa: F401

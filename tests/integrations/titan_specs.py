@@ -18,8 +18,8 @@ from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from moecore import BalanceConfig, MoEConfig
-from moecore.integrations.torchtitan import accelerated, decoder_spec
-from moecore.integrations.torchtitan_decoder import TitanDecoder, with_labels
+from moecore.integrations.torchtitan.v02.decoder import TitanDecoder, with_labels
+from moecore.integrations.torchtitan.v02.specs import accelerated, decoder_spec
 from moecore.models import DecoderConfig
 from moecore.moe.params import init_normal_
 

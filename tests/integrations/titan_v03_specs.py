@@ -32,8 +32,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from moecore import BalanceConfig, MoEConfig
-from moecore.integrations.torchtitan_v03 import accelerated, decoder_job
-from moecore.integrations.torchtitan_v03_decoder import TitanDecoder
+from moecore.integrations.torchtitan.v03.decoder import TitanDecoder
+from moecore.integrations.torchtitan.v03.jobs import accelerated, decoder_job
 from moecore.models import DecoderConfig
 from moecore.moe.params import init_normal_
 

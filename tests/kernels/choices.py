@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.route import RouteOptions
-from moecore.kernels.scores import scores_ref
+from moecore.kernels.routing.route import RouteOptions
+from moecore.kernels.routing.scores import scores_ref
 
 EPS = torch.finfo(torch.float32).eps
 SCORE_ERROR = 16 * EPS  # of a score, relative: rounded logit differences of 8 to 16 cost 4 eps

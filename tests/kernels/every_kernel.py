@@ -17,21 +17,21 @@ from torch import Tensor
 import moecore.kernels
 from moecore import MoEConfig, MoELayer
 from moecore.config import BalanceConfig
-from moecore.kernels.activation import ActivationOptions
 from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
-from moecore.kernels.counts import add_expert_counts
 from moecore.kernels.cross_entropy import cross_entropy_
-from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
-from moecore.kernels.fp8_rows import gather_packed_rows, pack_rows
-from moecore.kernels.index import build_index
-from moecore.kernels.limit_rows import limit_rows
-from moecore.kernels.margins import NUM_BINS, add_margins_, even_bias
-from moecore.kernels.route import RouteOptions
-from moecore.kernels.route_weights import route_weights
-from moecore.kernels.rows import gather_rows
-from moecore.kernels.scaled_cast import scaled_cast
+from moecore.kernels.exchange.limit_rows import limit_rows
+from moecore.kernels.experts.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
+from moecore.kernels.routing.counts import add_expert_counts
+from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
+from moecore.kernels.routing.route import RouteOptions
+from moecore.kernels.routing.route_weights import route_weights
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.move import gather_rows
+from moecore.kernels.rows.packed import gather_packed_rows, pack_rows
+from moecore.kernels.rows.scaled_cast import scaled_cast
 
-# What one GPU alone can not run: `tests/kernels/test_exchange.py` plays the ranks.
+# What one GPU alone can not run: `tests/kernels/exchange/test_exchange.py` plays the ranks.
 OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel", "_take_rows_kernel"}
 LOSSES = BalanceConfig(micro_batch_coef=0.01, sequence_coef=0.01, z_loss_coef=1e-3)
 
@@ -41,8 +41,8 @@ def every_kernel() -> set[str]:
     from triton.runtime.jit import JITFunction
 
     names = set()
-    for info in pkgutil.iter_modules(moecore.kernels.__path__):
-        module = importlib.import_module(f"moecore.kernels.{info.name}")
+    for info in pkgutil.walk_packages(moecore.kernels.__path__, "moecore.kernels."):
+        module = importlib.import_module(info.name)
         for value in vars(module).values():
             if isinstance(value, JITFunction) and value.__name__.endswith("_kernel"):
                 names.add(value.__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.kernels.row_tiles import map_piece_tiles, map_row_tiles
+from moecore.kernels.grouped.row_tiles import map_piece_tiles, map_row_tiles
 from tests.kernels.conftest import poison
 
 # Rows of each expert: empty ones, one row, one expert, primes, tiles that are just full.

@@ -19,25 +19,22 @@ import torch
 from torch import Tensor
 
 import moecore.kernels
-from moecore.kernels import (
-    activation,
-    adamw,
+from moecore.kernels import adamw, cross_entropy
+from moecore.kernels.experts import expert_mlp
+from moecore.kernels.grouped import row_tiles, wgrad
+from moecore.kernels.routing import (
     balance,
     balance_loss,
     counts,
-    cross_entropy,
-    expert_mlp,
-    fp8_rows,
-    index,
     margins,
     route,
     route_weights,
     router_logits,
-    row_tiles,
-    rows,
 )
-from moecore.kernels import grouped_wgrad as wgrad
-from moecore.kernels import scaled_cast as scaled
+from moecore.kernels.rows import activation, index
+from moecore.kernels.rows import move as rows
+from moecore.kernels.rows import packed as fp8_rows
+from moecore.kernels.rows import scaled_cast as scaled
 
 triton = pytest.importorskip("triton")
 
@@ -75,8 +72,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         return kernel
 
     monkeypatch.setattr(JITFunction, "run", run)
-    for module in pkgutil.iter_modules(moecore.kernels.__path__):
-        loaded = importlib.import_module(f"moecore.kernels.{module.name}")
+    for module in pkgutil.walk_packages(moecore.kernels.__path__, "moecore.kernels."):
+        loaded = importlib.import_module(module.name)
         for name in ("use_kernel", "has_hopper_kernels"):
             if hasattr(loaded, name):
                 monkeypatch.setattr(loaded, name, lambda *_: True)

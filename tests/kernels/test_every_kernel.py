@@ -25,8 +25,8 @@ def test_no_kernel_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.add(self.__name__)
 
     monkeypatch.setattr(JITFunction, "run", run)
-    names = [info.name for info in pkgutil.iter_modules(moecore.kernels.__path__)]
-    modules = [importlib.import_module(f"moecore.kernels.{name}") for name in names]
+    infos = pkgutil.walk_packages(moecore.kernels.__path__, "moecore.kernels.")
+    modules = [importlib.import_module(info.name) for info in infos]
     for module in (*modules, backends):
         for name in ("use_kernel", "has_hopper_kernels"):
             if hasattr(module, name):

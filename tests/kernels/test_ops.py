@@ -17,18 +17,18 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from moecore.kernels.activation import ActivationOptions, weighted_activation
-from moecore.kernels.balance import balance_statistics
-from moecore.kernels.balance_loss import BalanceLossOptions, balance_loss
 from moecore.kernels.common import cdiv, next_power_of_2, on_device
-from moecore.kernels.counts import count_experts_and_tokens
-from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
-from moecore.kernels.index import build_index
+from moecore.kernels.experts.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
 from moecore.kernels.ops import Op
-from moecore.kernels.route import RouteOptions, route
-from moecore.kernels.route_weights import route_weights
-from moecore.kernels.router_logits import router_logits
-from moecore.kernels.rows import gather_rows, sum_rows
+from moecore.kernels.routing.balance import balance_statistics
+from moecore.kernels.routing.balance_loss import BalanceLossOptions, balance_loss
+from moecore.kernels.routing.counts import count_experts_and_tokens
+from moecore.kernels.routing.route import RouteOptions, route
+from moecore.kernels.routing.route_weights import route_weights
+from moecore.kernels.routing.router_logits import router_logits
+from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.move import gather_rows, sum_rows
 
 T, D, F, E, K = 6, 16, 8, 4, 2
 IDS = torch.tensor([[0, 1], [1, 2], [3, 0], [2, -1], [1, 3], [0, 2]], dtype=torch.int32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moecore.checkpoint.hf.names import from_hf
+from moecore.hf.names import from_hf
 from moecore.models import PRESETS, Decoder, preset
 from moecore.moe.layer import MoELayer
 from tests.models.hf_pairs import PAIRS, gradients, make_pair

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig
-from moecore.checkpoint.hf.names import to_hf
+from moecore.hf.names import to_hf
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.models.mtp import shift_left
 from moecore.moe.layer import MoELayer

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore._compat import all_gather_single
-from moecore.kernels.exchange import SpreadChoices, peers_ref, reduce_ref, spread_ref
-from moecore.kernels.exchange_copies import ranks_of
-from moecore.kernels.exchange_port import NUM_WORDS, ExchangeLayout, ExchangePort
-from moecore.kernels.rows import sum_rows_ref
+from moecore.kernels.exchange.copies import ranks_of
+from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
+from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout, ExchangePort
+from moecore.kernels.rows.move import sum_rows_ref
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.fp8_rows import pack_rows_ref, unpack_rows
+from moecore.kernels.rows.packed import pack_rows_ref, unpack_rows
 from moecore.moe.dispatch.base import Dispatcher, ExpertInput
 from moecore.moe.router import Routing
 

@@ -30,10 +30,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moecore import MoEConfig, MoELayer, NVLinkOptions
-from moecore.kernels import exchange, exchange_copies
-from moecore.kernels.exchange import SpreadChoices
-from moecore.kernels.exchange_copies import ranks_of
-from moecore.kernels.exchange_port import NUM_WORDS, ExchangeLayout
+from moecore.kernels.exchange import copies as exchange_copies
+from moecore.kernels.exchange import operations as exchange
+from moecore.kernels.exchange.copies import ranks_of
+from moecore.kernels.exchange.operations import SpreadChoices
+from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges
 from moecore.moe.experts import Experts

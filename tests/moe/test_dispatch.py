@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moecore.kernels import rows
+from moecore.kernels.rows import move as rows
 from moecore.moe.dispatch.alltoall import send_order
 from moecore.moe.dispatch.base import ExpertInput
 from moecore.moe.dispatch.local import LocalDispatcher

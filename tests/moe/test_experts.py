@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import MoEConfig
 from moecore._compat import HAS_SEPARATE_PIECES
-from moecore.kernels import expert_products
-from moecore.kernels.index import build_index
+from moecore.kernels.experts import products as expert_products
+from moecore.kernels.rows.index import build_index
 from moecore.moe import backends, experts_te
 from moecore.moe.dispatch.base import ExpertInput
 from moecore.moe.experts import ExpertLayout, Experts, expert_shapes

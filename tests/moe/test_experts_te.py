@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import moecore.moe.experts_te as experts_te
 from moecore import MoEConfig
-from moecore.kernels.index import build_index
+from moecore.kernels.rows.index import build_index
 from moecore.moe.dispatch.base import ExpertInput
 from moecore.moe.experts import ExpertLayout, Experts
 from moecore.moe.experts_te import is_available, te_experts

@@ -28,9 +28,9 @@ from moecore import (
     parallelize,
     parallelize_moe,
 )
-from moecore.kernels.exchange_port import ERROR_WORD, NEEDED_WORD
-from moecore.kernels.expert_mlp import RowsAgain
-from moecore.kernels.fp8_rows import packed_bytes
+from moecore.kernels.exchange.port import ERROR_WORD, NEEDED_WORD
+from moecore.kernels.experts.expert_mlp import RowsAgain
+from moecore.kernels.rows.packed import packed_bytes
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import ExpertPlacement

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.common import has_hopper_kernels
-from moecore.kernels.expert_products import take_all
-from moecore.kernels.rows import gather_rows, sum_rows
+from moecore.kernels.experts.products import take_all
+from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import (
     Dispatcher,

@@ -13,7 +13,7 @@ from moecore.adapters.base import swap_blocks
 from moecore.config import CapacityConfig
 from moecore.moe.reference import moe_reference
 from moecore.rl import RouterReplay
-from tests.adapters.hf_models import MODELS as HF_MODELS
+from tests.hf.hf_models import MODELS as HF_MODELS
 from tests.moe.moe_cases import ALL_LOSSES, leaves, make_layer
 from tests.rl.replay_cases import (
     CONFIGS,

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from moecore.adapters.hf import find_hf_adapter
+from moecore.hf.blocks import find_hf_adapter
 from moecore.moe.layer import MoELayer
 
-RECORDING = "transformers.utils.output_capturing"  # its hooks are handed on, see adapters/hf.py
+RECORDING = "transformers.utils.output_capturing"  # its hooks are handed on, see hf/blocks.py
 
 Adapter = Callable[[nn.Module, nn.Module], MoELayer]
 

@@ -4,15 +4,15 @@ from moecore.checkpoint.directory import latest, prune, set_latest
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.saver import Saver
 from moecore.checkpoint.store import load, save
-from moecore.checkpoint.upcycle import UpcycleOptions, upcycle_mlp
-from moecore.checkpoint.upcycle_models import (
+from moecore.checkpoint.verify import verify
+from moecore.upcycle.models import (
     MLPNames,
     upcycle_config,
     upcycle_decoder,
     upcycle_modules,
     upcycle_state_dict,
 )
-from moecore.checkpoint.verify import verify
+from moecore.upcycle.upcycle import UpcycleOptions, upcycle_mlp
 
 __all__ = [
     "MLPNames",

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from moecore._compat import disable_dynamo, fsdp_groups
-from moecore.kernels.expert_mlp import will_run
+from moecore.kernels.experts.expert_mlp import will_run
 from moecore.moe.balance import is_recomputing
 
 GATHERED = "_moecore_gathered"

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore._compat import has_saved_tensor_hooks
-from moecore.kernels.expert_mlp import GradSink, will_run
-from moecore.kernels.expert_products import GradTarget
-from moecore.kernels.scaled_cast import scaled_cast
+from moecore.kernels.experts.expert_mlp import GradSink, will_run
+from moecore.kernels.experts.products import GradTarget
+from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.params import ParamReader, grad_placements, local_param
 
 

@@ -7,7 +7,7 @@ Legend: B sequences, T tokens of a sequence, N = B * T, D model dim, V vocabular
 
 Parameter names follow Hugging Face decoders (model.layers.0.self_attn.q_proj.weight), except
 inside an MoE layer, which keeps moecore's own (model.layers.0.mlp.experts.w1), and for multi-token
-prediction (mtp.0); `checkpoint/hf/names.py` translates.
+prediction (mtp.0); `hf/names.py` translates.
 """
 
 from __future__ import annotations

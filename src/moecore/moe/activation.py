@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moecore.config import MoEConfig
-from moecore.kernels.activation import ActivationOptions, activation
+from moecore.kernels.rows.activation import ActivationOptions, activation
 
 
 def activation_options(config: MoEConfig, *, interleaved: bool = False) -> ActivationOptions:

@@ -3,8 +3,8 @@
 Legend: N tokens that are routed together, T tokens of this rank, E experts, K choices per token.
 
 Every function gives the same answer in a repeated run, needs no host sync and no gradient: a choice
-is a constant, and weights are computed for it afterwards (`kernels/route.py`). Among equals the
-lower id wins, of experts and of tokens.
+is a constant, and weights are computed for it afterwards (`kernels/routing/route.py`). Among equals
+the lower id wins, of experts and of tokens.
 """
 
 from __future__ import annotations

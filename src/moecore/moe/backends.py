@@ -11,7 +11,7 @@
               shape of docs/benchmarks.md
 
 With "triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it,
-too (`kernels/grouped_wgrad.py`).
+too (`kernels/grouped/wgrad.py`).
 
 Legend: S source rows, R expert rows, D model dim, F hidden dim of this rank, C columns of FC1 (2F
 with a gate, else F), e local experts.
@@ -28,8 +28,8 @@ from torch import Tensor
 from moecore._compat import grouped_mm
 from moecore.config import MoEConfig
 from moecore.kernels.common import INTERPRET, has_hopper_kernels, warn_plain
-from moecore.kernels.expert_mlp import ExpertMLPOptions, ExpertRows, GradSinks, expert_mlp
-from moecore.kernels.rows import gather_rows, sum_rows
+from moecore.kernels.experts.expert_mlp import ExpertMLPOptions, ExpertRows, GradSinks, expert_mlp
+from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.activation import activate, activation_options
 from moecore.moe.dispatch.base import ExpertInput, UnsummedRows, own_sums, with_rows
 from moecore.moe.experts_te import check_te, te_experts

@@ -24,10 +24,14 @@ from torch import Tensor
 
 from moecore._compat import disable_dynamo
 from moecore.config import MoEConfig
-from moecore.kernels.balance import balance_statistics
-from moecore.kernels.balance_loss import BalanceLossOptions, balance_loss
-from moecore.kernels.counts import add_expert_counts, count_experts, count_experts_and_tokens
-from moecore.kernels.margins import add_margins_
+from moecore.kernels.routing.balance import balance_statistics
+from moecore.kernels.routing.balance_loss import BalanceLossOptions, balance_loss
+from moecore.kernels.routing.counts import (
+    add_expert_counts,
+    count_experts,
+    count_experts_and_tokens,
+)
+from moecore.kernels.routing.margins import add_margins_
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.quantile import new_histogram
 from moecore.moe.router import Routing

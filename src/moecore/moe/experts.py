@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from moecore.config import MoEConfig
-from moecore.kernels.expert_mlp import GradSink
+from moecore.kernels.experts.expert_mlp import GradSink
 from moecore.moe.backends import ExpertBackend, ExpertWeights, check_backend, run_experts
 from moecore.moe.dispatch.base import ExpertInput, UnsummedRows
 from moecore.moe.params import ParamReader, init_normal_, local_param, shard_parameter

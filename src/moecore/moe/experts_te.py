@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from moecore.config import MoEConfig
-from moecore.kernels.activation import weighted_activation
 from moecore.kernels.common import no_autocast, on_device
+from moecore.kernels.rows.activation import weighted_activation
 from moecore.moe.activation import activation_options
 from moecore.moe.dispatch.base import ExpertInput
 

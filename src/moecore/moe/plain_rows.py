@@ -1,4 +1,4 @@
-"""Row movers in plain PyTorch, for the oracle and for biases; `kernels/rows.py` has the fast ones.
+"""Row movers in plain PyTorch, for the oracle and for biases (fast: `kernels/rows/move.py`).
 
 Legend: S source rows, R expert rows, D any columns.
 """

@@ -5,8 +5,8 @@ Legend: L layers, T tokens, E experts, K choices per token, X bins.
 A token takes expert e when score_e + bias_e exceeds its cutoff, the (K + 1)-th best score + bias.
 So the margin cutoff - score_e is the bias that e would have needed, and the bias at which e gets
 K / E of the tokens is the K / E quantile of its margins. A histogram per expert counts the margins
-(`kernels/margins.py`): those of a step on all ranks move the bias that the layer keeps; those of
-one micro-batch, where asked for, are solved before its tokens choose.
+(`kernels/routing/margins.py`): those of a step on all ranks move the bias that the layer keeps;
+those of one micro-batch, where asked for, are solved before its tokens choose.
 
 Source: https://kexue.fm/archives/11619; Kimi K3 technical report, section 2.3.3 and appendix D;
 for one batch at a time arXiv:2502.15451.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moecore._compat import disable_dynamo
 from moecore.config import MoEConfig
-from moecore.kernels.margins import NUM_BINS, add_margins_, even_bias
+from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.moe.micro_batch import MicroBatch
 
 

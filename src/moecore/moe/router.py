@@ -22,10 +22,10 @@ from torch.utils._pytree import register_dataclass
 
 from moecore.config import MoEConfig
 from moecore.kernels.common import no_autocast
-from moecore.kernels.route import RouteOptions, route
-from moecore.kernels.route_weights import route_weights
-from moecore.kernels.router_logits import router_logits, router_logits_ref
-from moecore.kernels.scores import scores_ref
+from moecore.kernels.routing.route import RouteOptions, route
+from moecore.kernels.routing.route_weights import route_weights
+from moecore.kernels.routing.router_logits import router_logits, router_logits_ref
+from moecore.kernels.routing.scores import scores_ref
 from moecore.moe.assignment import (
     expert_choice_ids,
     fixed_bias,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moecore.kernels.index import build_index
+from moecore.kernels.rows.index import build_index
 from moecore.moe.dispatch.base import (
     EqualSizes,
     ExpertInput,

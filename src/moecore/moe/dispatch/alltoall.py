@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.kernels.index import build_index
-from moecore.kernels.rows import gather_rows, sum_rows
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.base import EqualSizes, ExpertInput, ExpertPlacement
 from moecore.moe.router import Routing
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from moecore._compat import all_gather_single, disable_dynamo
-from moecore.kernels.expert_mlp import GradientSender, RowsAgain
-from moecore.kernels.expert_products import ArrivingRows
-from moecore.kernels.fp8_rows import PACKED, unpack_rows
+from moecore.kernels.experts.expert_mlp import GradientSender, RowsAgain
+from moecore.kernels.experts.products import ArrivingRows
+from moecore.kernels.rows.packed import PACKED, unpack_rows
 from moecore.moe.router import Routing
 
 
@@ -38,7 +38,7 @@ class ExpertInput:
 
     Attributes:
         rows_SD: source rows held by this rank (without EP: the tokens themselves, no copy). With
-            `expert_rows_RD` maybe packed as FP8 with their scales (`kernels/fp8_rows.py`), uint8
+            `expert_rows_RD` maybe packed as FP8 with their scales (`kernels/rows/packed.py`), uint8
             [S, W]: experts widen what they gather, or start with `with_rows`.
         row_ids_R: int32, source row of each expert row; contiguous in expert order.
         weights_R: fp32, routing weight of each expert row; differentiable.

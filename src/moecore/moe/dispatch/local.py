@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moecore.kernels.index import build_index
+from moecore.kernels.rows.index import build_index
 from moecore.moe.dispatch.base import ExpertInput
 from moecore.moe.router import Routing
 

@@ -9,10 +9,11 @@ the group (ep * etp), S = G * C source rows, R expert rows.
 With overlap "experts" the tokens and the gradient of a combine come by copy engines instead
 (`_Travel`), rank after rank, while the experts multiply what has come.
 
-Each operation is one launch that sends and receives (`kernels/exchange.py`). Source row g * C + t
-is token t of rank g, or a hole where this rank does not need it. Sums run over the ranks in order.
-What is summed is one row per source row, or the expert rows of each, added on the way: then no sum
-is written and read, and backward's rows arrive in expert order. Where experts take part (`_Sender`)
+Each operation is one launch that sends and receives (`kernels/exchange/operations.py`). Source row
+g * C + t is token t of rank g, or a hole where this rank does not need it. Sums run over the ranks
+in order. What is summed is one row per source row, or the expert rows of each, added on the way:
+then no sum is written and read, and backward's rows arrive in expert order. Where experts take
+part (`_Sender`)
 gradients are added first, and copied home beside the gradients of the weights.
 Received rows are copied out of the buffer, and backward finds the copy: so layers share one buffer.
 With `fp8_dispatch` tokens go out as FP8 rows over an exchange of their own (`_Outward`), and stay
@@ -32,12 +33,12 @@ import torch
 from torch import Tensor
 
 from moecore._compat import disable_dynamo
-from moecore.kernels.exchange import SpreadChoices
-from moecore.kernels.expert_mlp import RowsAgain
-from moecore.kernels.expert_products import take_all
-from moecore.kernels.fp8_rows import PACKED, PACKED_COLUMNS, pack_rows, packed_bytes
-from moecore.kernels.index import ExpertIndex, build_index
-from moecore.kernels.rows import sum_rows_plain
+from moecore.kernels.exchange.operations import SpreadChoices
+from moecore.kernels.experts.expert_mlp import RowsAgain
+from moecore.kernels.experts.products import take_all
+from moecore.kernels.rows.index import ExpertIndex, build_index
+from moecore.kernels.rows.move import sum_rows_plain
+from moecore.kernels.rows.packed import PACKED, PACKED_COLUMNS, pack_rows, packed_bytes
 from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, UnsummedRows
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges, Pieces
 from moecore.moe.router import Routing

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.kernels.common import HAS_TRITON, INTERPRET
-from moecore.kernels.exchange_port import (
+from moecore.kernels.exchange.port import (
     MAX_RANKS,
     NUM_WORDS,
     ROWS_SLOT,

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.kernels import exchange as kernels
-from moecore.kernels import exchange_copies as copies
 from moecore.kernels.common import num_sms, on_device
-from moecore.kernels.exchange_port import (
+from moecore.kernels.exchange import copies
+from moecore.kernels.exchange import operations as kernels
+from moecore.kernels.exchange.limit_rows import limit_rows
+from moecore.kernels.exchange.port import (
     ERROR_WORD,
     EXCHANGE_DTYPES,
     NEEDED_WORD,
     ExchangeLayout,
     ExchangePort,
 )
-from moecore.kernels.limit_rows import limit_rows
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_port
 
@@ -64,7 +64,7 @@ class Pieces:
 
 
 class Exchange:
-    """One rank's end of an exchange, and the operations over it; see `kernels/exchange.py`.
+    """One rank's end of an exchange, and the operations over it (`kernels/exchange/operations.py`).
 
     All ranks of the group run the same operations in the same order; on one rank they are ordered
     by their streams (one stream, or streams that wait for each other). No operation syncs.
@@ -185,7 +185,7 @@ class Exchange:
     def can_copy(self) -> bool:
         """Whether `start_copies` may come now, the same on all ranks.
 
-        The slot must have been freed since it was used (`kernels/exchange_copies.py`), and of what
+        The slot must have been freed since it was used (`kernels/exchange/copies.py`), and of what
         ran before a CUDA graph is captured nobody knows whether it comes before a replay.
         """
         has_slot = self.layout.copy_slots > 0

@@ -1,0 +1,76 @@
+"""What a torchtitan job can choose about its moecore layers: section `moecore` of the job config.
+
+    [job]
+    custom_config_module = "moecore.integrations.torchtitan.options"
+
+    [moecore]
+    dispatcher = "nvlink"
+    capacity_factor = 1.5
+
+Without the first two lines there is no such section, and every default holds. torchtitan builds its
+parser from the types of these fields, so this module has no postponed annotations.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moecore.fsdp import FSDPOptions
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+
+
+@dataclass
+class MoECore:
+    """Choices of `parallelize_moe`, under its names.
+
+    Attributes:
+        dispatcher: how tokens travel, see docs/dispatchers.md.
+        capacity_factor: `NVLinkOptions.capacity_factor`; "auto" takes nvlink only with one.
+        experts: how the experts' matrices are multiplied.
+        recompute_fc1: keep only the experts' input for backward and run FC1 again there.
+        prefetch_blocks: how many blocks ahead FSDP2 gathers parameters.
+        blocks_per_unit: how many blocks FSDP2 gathers together.
+        hf_weights: Hugging Face directory that fills the model before the first step; None = from
+            the seed. Of Hugging Face models and moecore's decoder.
+    """
+
+    dispatcher: Literal["auto", "local", "alltoall", "allgather", "nvlink"] = "auto"
+    capacity_factor: float | None = None
+    experts: Literal["auto", "triton", "torch", "te", "sequential"] = "auto"
+    recompute_fc1: bool = False
+    prefetch_blocks: int = FSDPOptions().prefetch_blocks
+    blocks_per_unit: int = FSDPOptions().blocks_per_unit
+    hf_weights: str | None = None
+
+
+@dataclass
+class JobConfig:
+    """What torchtitan adds to its own JobConfig.
+
+    Attributes:
+        moecore: choices for moecore's layers.
+    """
+
+    moecore: MoECore = field(default_factory=MoECore)
+
+
+def moecore_options(job_config: Any) -> MoECore:
+    """Return the job's choices; the defaults for a job without the section."""
+    options = getattr(job_config, "moecore", None)
+    return MoECore() if options is None else options
+
+
+def nvlink_options(options: MoECore) -> NVLinkOptions | None:
+    """Return the nvlink dispatcher's options, None where nothing was chosen.
+
+    Raises:
+        ValueError: for a capacity factor that is not positive, or with another dispatcher.
+    """
+    factor = options.capacity_factor
+    if factor is None:
+        return None
+    if options.dispatcher not in ("auto", "nvlink"):
+        raise ValueError(
+            f"moecore.capacity_factor ({factor}) must go with moecore.dispatcher "
+            f"({options.dispatcher!r}) = 'nvlink' or 'auto': drop it"
+        )
+    return NVLinkOptions(capacity_factor=factor)

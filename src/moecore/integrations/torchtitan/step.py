@@ -1,0 +1,95 @@
+"""What happens once per optimizer step: counts are reduced, biases move, metrics are logged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.tools.logging import logger
+
+from moecore.integrations.torchtitan.layer import TitanLayer
+from moecore.moe.state import MoEMetrics, moe_state
+
+METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
+
+
+def finish_before_step(optimizers: Any, model_parts: list[nn.Module], *_: Any) -> None:
+    """Make torchtitan's optimizers call `finish_step` of every model part before each step.
+
+    Args:
+        optimizers: an OptimizersContainer.
+        model_parts: parallelized models.
+    """
+
+    def before_step(*_: Any) -> None:
+        setattr(optimizers, METRICS, [finish_step(part) for part in model_parts])
+
+    optimizers.register_step_pre_hook(before_step)
+
+
+@torch.no_grad()
+def finish_step(model: nn.Module) -> MoEMetrics:
+    """Reduce the step's counts and move the selection biases. One collective, no host sync.
+
+    The biases of torchtitan's own blocks move as there: by steps whose mean over experts is 0.
+
+    Returns:
+        The metrics of the step.
+    """
+    state = moe_state(model)
+    before = {
+        layer: layer.part("router").selection_bias.clone()
+        for layer in state.layers.values()
+        if isinstance(layer, TitanLayer) and layer.config.balance.bias_update_rate
+    }
+    metrics = state.finish_step()
+    for layer, old_E in before.items():
+        bias_E = layer.part("router").selection_bias
+        bias_E -= (bias_E - old_E).mean()
+    return metrics
+
+
+class MoEMetricsProcessor(MetricsProcessor):
+    """torchtitan's metrics with the load of the experts in the same log line.
+
+    `moe/load_max_over_mean` is the most loaded expert over the mean in the worst layer, and
+    `moe/load_max_over_mean_avg` the mean over layers; 1 is even. `moe/aux_loss` is the sum of the
+    auxiliary losses, `moe/drop_rate` the share of choices over capacity where there is one.
+    """
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Log as torchtitan does, and the load on a line of its own; up to four host syncs more.
+
+        Raises:
+            RuntimeError: when an exchange of dispatcher "nvlink" went wrong, see `MoEState.check`.
+        """
+        extra = dict(extra_metrics or {})
+        for part in self.model_parts or ():
+            moe_state(part).check()
+        for metrics in getattr(self.optimizers, METRICS, ()):
+            extra |= load_metrics(metrics)
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        shown = {name: value for name, value in extra.items() if name.startswith("moe/")}
+        if shown:
+            logger.info("  ".join(f"{name}: {value:.3f}" for name, value in shown.items()))
+
+
+def load_metrics(metrics: MoEMetrics) -> dict[str, float]:
+    """Return the numbers that `MoEMetricsProcessor` logs."""
+    loads = list(metrics.load_max_over_mean().values())
+    numbers = {
+        "moe/load_max_over_mean": max(loads),
+        "moe/load_max_over_mean_avg": sum(loads) / len(loads),
+        "moe/aux_loss": metrics.total_aux_loss(),
+    }
+    drops = list(metrics.drop_rate().values())
+    return numbers | ({"moe/drop_rate": sum(drops) / len(drops)} if drops else {})

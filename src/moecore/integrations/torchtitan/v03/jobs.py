@@ -1,0 +1,208 @@
+"""moecore inside torchtitan 0.3, by configuration alone: a module of jobs.
+
+    torchtitan.train --module moecore.integrations.torchtitan.v03.jobs --config CONFIG
+
+| CONFIG                                           | job                                         |
+|--------------------------------------------------|---------------------------------------------|
+| qwen3_moe_debug, qwen3_30b_a3b                   | torchtitan's of that name, its model with   |
+| deepseek_v3_debugmodel, _16b, _671b              | moecore's MoE layers                        |
+| decoder_NAME for NAME in `PRESETS` (- becomes _) | moecore's own decoder on text               |
+| hf                                               | a Hugging Face model, `hf_assets_path`'s    |
+
+`accelerated` makes such a job of one of your own, `decoder_job` of any
+`DecoderConfig`, `hf_job` of any config of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+try:
+    from torchtitan.protocols.model_spec import ModelSpec
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "moecore.integrations.torchtitan.v03.jobs needs torchtitan 0.3 (pip install "
+        "'torchtitan>=0.3', torch >= 2.14): with torchtitan 0.2 use "
+        "moecore.integrations.torchtitan.v02.specs"
+    ) from error
+from torchtitan.components.optimizer import default_adamw, register_moe_load_balancing_hook
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.config import TrainingConfig
+from torchtitan.config.override import derive
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3_jobs
+from torchtitan.models.deepseek_v3.model import DeepSeekV3Model
+from torchtitan.models.qwen3 import config_registry as qwen3_jobs
+from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.protocols.model import BaseModel
+from torchtitan.trainer import Trainer
+
+from moecore.config import BalanceConfig
+from moecore.integrations.torchtitan.hf_model import HFNames, Source
+from moecore.integrations.torchtitan.step import finish_before_step
+from moecore.integrations.torchtitan.v03.decoder import TitanDecoder
+from moecore.integrations.torchtitan.v03.hf import TitanHF, parallelize_hf
+from moecore.integrations.torchtitan.v03.parts import (
+    MoEMetrics,
+    MoETrainer,
+    OwnLossTrainer,
+    SumLoss,
+    parallelize_own_loss,
+    parallelize_titan,
+)
+from moecore.models import PRESETS, DecoderConfig
+
+MODELS = (Qwen3Model, DeepSeekV3Model)
+
+
+def accelerated(job: Trainer.Config) -> MoETrainer.Config:
+    """Return the job of a torchtitan model with its MoE blocks as moecore layers.
+
+    Names, shapes and the layout of checkpoints stay torchtitan's. Selection biases move if the
+    given job moves them.
+
+    Args:
+        job: of torchtitan's Qwen3Model or DeepSeekV3Model or a subclass.
+
+    Raises:
+        ValueError: for a job of another trainer.
+        NotImplementedError: for another model, a quantized one, or multi-token prediction.
+    """
+    if type(job) is not Trainer.Config:
+        raise ValueError(
+            f"job ({type(job).__qualname__}) must be torchtitan's Trainer.Config: another trainer "
+            "would lose what it does; subclass MoETrainer and write its Config"
+        )
+    spec = job.model_spec
+    if not isinstance(spec.model, tuple(m.Config for m in MODELS)):
+        raise NotImplementedError(
+            f"ModelSpec.model ({type(spec.model).__qualname__}) must be the Config of one of "
+            f"{', '.join(m.__name__ for m in MODELS)}: write a parallelize_fn around "
+            "moecore.integrations.torchtitan.v03.parts.finish"
+        )
+    if mtp_layers := getattr(spec.model, "mtp_layers", None):
+        raise NotImplementedError(
+            f"ModelSpec.model.mtp_layers ({len(mtp_layers)}) must be none for a moecore "
+            "model of torchtitan's: use decoder_job with num_mtp_layers"
+        )
+    if has_quantization(spec.model):
+        raise NotImplementedError(
+            f"ModelSpec.model ({spec.name} {spec.flavor}, quantized) must be plain for a moecore "
+            "model: drop the converters"
+        )
+    hook = spec.post_optimizer_build_fn
+    update_bias = hook is register_moe_load_balancing_hook
+    if hook is not None and not update_bias:
+        raise NotImplementedError(
+            f"ModelSpec.post_optimizer_build_fn ({hook!r:.80}) must be torchtitan's own, because "
+            "moecore's takes its place: set yours on the job that accelerated returns, around the "
+            "one that it has there"
+        )
+    spec = replace(
+        spec,
+        parallelize_fn=partial(parallelize_titan, update_bias=update_bias),
+        pipelining_fn=None,
+        post_optimizer_build_fn=finish_before_step,
+    )
+    return derive(
+        job,
+        MoETrainer.Config,
+        model_spec=spec,
+        metrics=derive(job.metrics, MoEMetrics.Config),
+        training=replace(job.training, disable_cuda_graphs=True),
+    )
+
+
+def decoder_job(decoder: DecoderConfig, name: str = "decoder") -> OwnLossTrainer.Config:
+    """Return a job that trains moecore's own decoder on text.
+
+    The decoder makes its loss itself, in chunks, so logits of all tokens never exist.
+
+    Args:
+        decoder: the model.
+        name: shown in the log.
+    """
+    model = TitanDecoder.Config(decoder=decoder)
+    return _own_loss_job(name, model, parallelize_own_loss, seq_len=decoder.max_seq_len)
+
+
+def hf_job(
+    source: Source | None = None, *, balance: BalanceConfig | None = None
+) -> OwnLossTrainer.Config:
+    """Return a job that trains a Hugging Face MoE model (transformers >= 5) on text.
+
+    The loss is as in `decoder_job`. Which models: those with an adapter, see docs/adapters.md.
+
+    Args:
+        source: a transformers config, or a directory with a config.json; None = the job's
+            `hf_assets_path`.
+        balance: of every MoE layer; None = no auxiliary loss, and selection biases stay.
+    """
+    parallelize = partial(parallelize_hf, balance=balance)
+    job = _own_loss_job("hf", TitanHF.Config(source=source), parallelize, seq_len=4096)
+    job.model_spec.state_dict_adapter = HFNames
+    return job
+
+
+def _own_loss_job(
+    flavor: str, model: BaseModel.Config, parallelize: Callable[..., nn.Module], *, seq_len: int
+) -> OwnLossTrainer.Config:
+    """The job of a model that makes its loss itself."""
+    spec = ModelSpec(
+        name="moecore",
+        flavor=flavor,
+        model=model,
+        parallelize_fn=parallelize,
+        pipelining_fn=None,
+        post_optimizer_build_fn=finish_before_step,
+        state_dict_adapter=None,
+    )
+    return OwnLossTrainer.Config(
+        model_spec=spec,
+        loss=SumLoss.Config(),
+        metrics=MoEMetrics.Config(),
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
+        optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(
+            local_batch_size=1, seq_len=min(4096, seq_len), disable_cuda_graphs=True
+        ),
+    )
+
+
+def hf() -> OwnLossTrainer.Config:
+    """Return `hf_job` of the job's `hf_assets_path`."""
+    return hf_job()
+
+
+def qwen3_moe_debug() -> MoETrainer.Config:
+    """Return torchtitan's `qwen3_moe_debug` with moecore's MoE layers."""
+    return accelerated(qwen3_jobs.qwen3_moe_debug())
+
+
+def qwen3_30b_a3b() -> MoETrainer.Config:
+    """Return torchtitan's `qwen3_30b_a3b` with moecore's MoE layers."""
+    return accelerated(qwen3_jobs.qwen3_30b_a3b())
+
+
+def deepseek_v3_debugmodel() -> MoETrainer.Config:
+    """Return torchtitan's `deepseek_v3_debugmodel` with moecore's MoE layers."""
+    return accelerated(deepseek_v3_jobs.deepseek_v3_debugmodel())
+
+
+def deepseek_v3_16b() -> MoETrainer.Config:
+    """Return torchtitan's `deepseek_v3_16b` with moecore's MoE layers."""
+    return accelerated(deepseek_v3_jobs.deepseek_v3_16b())
+
+
+def deepseek_v3_671b() -> MoETrainer.Config:
+    """Return torchtitan's `deepseek_v3_671b` with moecore's MoE layers."""
+    return accelerated(deepseek_v3_jobs.deepseek_v3_671b())
+
+
+# torchtitan finds a job by the name of a function of this module.
+for _name, _decoder in PRESETS.items():
+    globals()[f"decoder_{_name.replace('-', '_')}"] = partial(decoder_job, _decoder, _name)

@@ -1,0 +1,1 @@
+"""What the exchange between GPUs runs: operations, their kernels, and the protocol of slots."""

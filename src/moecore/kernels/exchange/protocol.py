@@ -1,0 +1,191 @@
+"""The protocol of `operations.py`'s kernels, for one program each: who needs what, flags, ends.
+
+Letters: T local tokens, G ranks, K choices per token.
+"""
+
+from moecore.kernels.common import tl, triton
+from moecore.kernels.exchange.port import (
+    AT_FLAGS,
+    COPIES,
+    ERROR,
+    ERROR_BEFORE,
+    FINISHED,
+    OPERATION,
+)
+
+
+@triton.jit
+def find_peers(
+    ids_ptr,  # [T, K] int32
+    peers_ptr,  # [T] int32, out
+    chunk,
+    num_tokens,  # T
+    num_local,  # experts of one block
+    G: tl.constexpr,
+    ETP: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write which ranks need each token of the chunk."""
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    bits = tl.zeros([CHUNK], dtype=tl.int32)
+    for start in range(0, K, BLOCK_K):
+        choices = start + tl.arange(0, BLOCK_K)
+        inside = (tokens < num_tokens)[:, None] & (choices < K)[None, :]
+        where = tokens.to(tl.int64)[:, None] * K + choices[None, :]
+        ids = tl.load(ids_ptr + where, mask=inside, other=-1)
+        owner = tl.where(ids >= 0, ids // num_local, -1)
+        for block in range(G // ETP):
+            hit = tl.max((owner == block).to(tl.int32), axis=1)
+            bits = bits | (hit * ((1 << ETP) - 1) << (block * ETP))
+    tl.store(peers_ptr + tokens, bits, mask=tokens < num_tokens)
+    tl.debug_barrier()
+
+
+@triton.jit
+def notify(
+    bases_ptr,  # [4, G] int64
+    flag,  # int64, which flag
+    operation,  # n
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # power of two
+):
+    """Raise a flag on every rank, after all stores of this program."""
+    tl.debug_barrier()
+    peers = tl.arange(0, BLOCK_G)
+    base = tl.load(bases_ptr + AT_FLAGS * G + peers, mask=peers < G, other=0)
+    flags = base.to(tl.pointer_type(tl.int32)) + flag
+    raised = tl.zeros([BLOCK_G], tl.int32) + (operation + 1)
+    tl.atomic_xchg(flags, raised, mask=peers < G, sem="release", scope="sys")
+
+
+@triton.jit
+def _now(lanes):
+    return tl.max(
+        tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l,r", [lanes], tl.int64, is_pure=False, pack=1
+        ),
+        axis=0,
+    )
+
+
+@triton.jit
+def _latest(
+    addresses,  # [THREADS] int64, of flags
+    ranks,  # [THREADS] int32, whose
+    expected,
+    SPIN: tl.constexpr,
+):
+    """Return a rank whose flag is not there yet, -1 when all are.
+
+    One flag per thread, and a maximum over all threads: every warp must see the same number, or
+    the warps would part before a barrier.
+    """
+    if SPIN:
+        flags = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];",
+            "=r,l",
+            [addresses],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        flags = tl.load(addresses.to(tl.pointer_type(tl.int32)))
+    return tl.max(tl.where(flags == expected, -1, ranks), axis=0)
+
+
+@triton.jit
+def wait(
+    bases_ptr,  # [4, G] int64
+    state_ptr,  # [NUM_WORDS] int32
+    report_ptr,  # [NUM_WORDS] int32
+    operation,  # n
+    first,  # first rank to wait for
+    chunk,
+    num_chunks,
+    rank,
+    timeout,  # int64 nanoseconds
+    KIND: tl.constexpr,  # 0 spread, 1 reduce
+    COUNT: tl.constexpr,  # ranks to wait for
+    G: tl.constexpr,
+    THREADS: tl.constexpr,
+    SPIN: tl.constexpr,  # False: look once, for the interpreter
+):
+    """Wait for the chunk of COUNT ranks; return whether all came, and record who did not."""
+    ranks = first + tl.arange(0, THREADS) % COUNT
+    flags = (operation % 2 * G + ranks).to(tl.int64) * num_chunks + chunk
+    addresses = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
+    words = (state_ptr, report_ptr)
+    return _wait_for(addresses, ranks, operation + 1, *words, timeout, KIND, THREADS, SPIN)
+
+
+@triton.jit
+def wait_for_copies(
+    bases_ptr,  # [4, G] int64
+    state_ptr,  # [NUM_WORDS] int32
+    report_ptr,  # [NUM_WORDS] int32
+    source,  # rank to wait for
+    num_chunks,
+    rank,
+    timeout,  # int64 nanoseconds
+    G: tl.constexpr,
+    THREADS: tl.constexpr,
+    SPIN: tl.constexpr,
+):
+    """Wait for the rows that a rank copies; return whether they came, and record if not.
+
+    One's own are there: their flag is the count itself.
+    """
+    ranks = source + tl.zeros([THREADS], dtype=tl.int32)
+    flags = (2 * num_chunks * G + ranks).to(tl.int64)
+    count_ptr = state_ptr + COPIES
+    there = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
+    addresses = tl.where(ranks == rank, count_ptr.to(tl.int64, bitcast=True), there)
+    expected = tl.load(count_ptr)
+    words = (state_ptr, report_ptr)
+    return _wait_for(addresses, ranks, expected, *words, timeout, 0, THREADS, SPIN)
+
+
+@triton.jit
+def _wait_for(
+    addresses,  # [THREADS] int64, of flags
+    ranks,  # [THREADS] int32, whose
+    expected,
+    state_ptr,  # [NUM_WORDS] int32
+    report_ptr,  # [NUM_WORDS] int32
+    timeout,  # int64 nanoseconds
+    KIND: tl.constexpr,  # 0 spread, 1 reduce
+    THREADS: tl.constexpr,
+    SPIN: tl.constexpr,  # False: look once, for the interpreter
+):
+    late = _latest(addresses, ranks, expected, SPIN)
+    if SPIN:
+        if late >= 0:
+            lanes = tl.arange(0, THREADS)
+            start = _now(lanes)
+            waited = start - start
+            while (late >= 0) & (waited < timeout):
+                late = _latest(addresses, ranks, expected, SPIN)
+                waited = _now(lanes) - start
+    if late >= 0:
+        found = 1 + late * 2 + KIND
+        if tl.atomic_cas(state_ptr + ERROR, 0, found) == 0:
+            tl.store(report_ptr + ERROR, found)
+    tl.debug_barrier()
+    return late < 0
+
+
+@triton.jit
+def finish(
+    state_ptr,  # [NUM_WORDS] int32
+    operation,  # n
+):
+    """Let the last program of the launch end the operation."""
+    tl.debug_barrier()
+    ticket = tl.atomic_add(state_ptr + FINISHED, 1, sem="acq_rel", scope="gpu")
+    if ticket == tl.num_programs(0) - 1:
+        tl.store(state_ptr + FINISHED, 0)
+        tl.store(state_ptr + ERROR_BEFORE, tl.atomic_add(state_ptr + ERROR, 0))
+        tl.store(state_ptr + OPERATION, operation + 1)

@@ -1,0 +1,277 @@
+"""The rows of `exchange/operations.py`'s kernels, for one program each: pushed, copied, added.
+
+A tile is some rows and BLOCK_D of their columns. Holes of a tile are masked: to list the rows that
+are none costs more than they do (docs/dispatchers.md, Figures).
+
+Letters: T local tokens, C capacity, G ranks, S = G * C source rows, R rows, D columns, K choices
+per token. A pair is a token of the chunk and a rank.
+"""
+
+from moecore.kernels.common import tl, triton
+from moecore.kernels.exchange.port import AT_IDS, AT_ROWS, AT_WEIGHTS
+
+
+@triton.jit
+def pair_of(
+    pair,  # int32, of [CHUNK, G]
+    chunk,
+    rank,
+    G: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Return token and peer, and whether it is a pair. Neighbours have different peers."""
+    token = chunk * CHUNK + pair // G
+    return token, (pair % G + token + rank) % G, pair < CHUNK * G
+
+
+@triton.jit
+def _load(from_ptrs, mask, columns, D: tl.constexpr, CACHE: tl.constexpr):
+    inside = mask[:, None] & (columns < D)[None, :]
+    return tl.load(from_ptrs[:, None] + columns[None, :], mask=inside, cache_modifier=CACHE)
+
+
+@triton.jit
+def _store(to_ptrs, x, mask, columns, D: tl.constexpr):
+    tl.store(to_ptrs[:, None] + columns[None, :], x, mask=mask[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def _move(
+    from_ptrs,  # [ROWS] pointers to rows
+    to_ptrs,  # [ROWS] pointers to rows
+    mask,  # [ROWS] bool
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,  # loaded before the first is stored: 1 or 4
+    CACHE: tl.constexpr,
+):
+    """Copy rows."""
+    for start in range(0, D, TILES * BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        x0 = _load(from_ptrs, mask, columns, D, CACHE)
+        if TILES == 4:
+            x1 = _load(from_ptrs, mask, columns + BLOCK_D, D, CACHE)
+            x2 = _load(from_ptrs, mask, columns + 2 * BLOCK_D, D, CACHE)
+            x3 = _load(from_ptrs, mask, columns + 3 * BLOCK_D, D, CACHE)
+        _store(to_ptrs, x0, mask, columns, D)
+        if TILES == 4:
+            _store(to_ptrs, x1, mask, columns + BLOCK_D, D)
+            _store(to_ptrs, x2, mask, columns + 2 * BLOCK_D, D)
+            _store(to_ptrs, x3, mask, columns + 3 * BLOCK_D, D)
+
+
+@triton.jit
+def push_rows(
+    rows_ptr,  # [T, D], or [R, D] with REDUCE
+    marks_ptr,  # [T] int32 ranks by bit, or [S] int32 slots with REDUCE
+    bases_ptr,  # [4, G] int64
+    chunk,
+    num_tokens,  # T
+    capacity,  # C
+    first,  # int64, row of this rank's token 0 in every peer's slot
+    rank,
+    REDUCE: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Store the chunk's rows on the peers that need them, one row per pair."""
+    element = rows_ptr.dtype.element_ty
+    for start in range(0, CHUNK * G, PAIRS):
+        tokens, peers, exists = pair_of(start + tl.arange(0, PAIRS), chunk, rank, G, CHUNK)
+        exists = exists & (tokens < capacity)
+        if REDUCE:
+            rows = peers.to(tl.int64) * capacity + tokens
+            sources = tl.load(marks_ptr + rows, mask=exists, other=-1).to(tl.int64)
+            send = sources >= 0
+        else:
+            sources = tokens.to(tl.int64)
+            send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, capacity, False)
+        base = tl.load(bases_ptr + AT_ROWS * G + peers).to(tl.pointer_type(element))
+        to_ptrs = tl.multiple_of(base, 16) + (first + tokens) * D
+        _move(rows_ptr + sources * D, to_ptrs, send, D, BLOCK_D, TILES, "")
+
+
+@triton.jit
+def rows_of(
+    source,  # rank whose rows they are
+    chunk,
+    capacity,  # C
+    CHUNK: tl.constexpr,
+):
+    """Return the source rows of a chunk [CHUNK], int64, and which of them there are."""
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    return source.to(tl.int64) * capacity + tokens, tokens < capacity
+
+
+@triton.jit
+def copy_rows(
+    base,  # region of the buffer
+    out_ptr,  # [R, D]
+    to,  # [CHUNK] int32, where each row goes, -1 = nowhere
+    rows,  # [CHUNK] int64, source rows
+    slot,  # int64, first row of the buffer's slot
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Copy a chunk's rows out of the buffer, each to the row that its slot names."""
+    from_ptrs, to_ptrs = base + (slot + rows) * D, out_ptr + to.to(tl.int64) * D
+    _move(from_ptrs, to_ptrs, to >= 0, D, BLOCK_D, TILES, ".cg")
+
+
+@triton.jit
+def push_choices(
+    ids_ptr,  # [T, K] int32, or [S, K] slots with REDUCE
+    weights_ptr,  # [T, K] fp32, or [R] gradients with REDUCE
+    marks_ptr,  # [T] int32 ranks by bit, or [S] int32 places with REDUCE
+    bases_ptr,  # [4, G] int64
+    chunk,
+    num_tokens,  # T
+    capacity,  # C
+    first,  # int64, row of this rank's token 0 in every peer's slot
+    rank,
+    REDUCE: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Store ids and weights, or the weights' gradients, on the peers; ids of holes are -1."""
+    for start in range(0, CHUNK * G, PAIRS):
+        pairs = start + tl.arange(0, PAIRS)
+        tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK)
+        exists = exists & (tokens < capacity)
+        send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, capacity, REDUCE)
+        sources, targets = tokens.to(tl.int64), first + tokens
+        if REDUCE:
+            sources = peers.to(tl.int64) * capacity + tokens
+        base = tl.load(bases_ptr + AT_WEIGHTS * G + peers).to(tl.pointer_type(tl.float32))
+        to_weights = base + targets * K
+        to_ids = tl.load(bases_ptr + AT_IDS * G + peers).to(tl.pointer_type(tl.int32))
+        to_ids += targets * K
+        for k in range(0, K, BLOCK_K):
+            choices = k + tl.arange(0, BLOCK_K)
+            inside = (choices < K)[None, :]
+            where = sources[:, None] * K + choices[None, :]
+            sent = send[:, None] & inside
+            ids = tl.load(ids_ptr + where, mask=sent, other=-1)
+            if REDUCE:
+                weights = tl.load(weights_ptr + ids, mask=ids >= 0, other=0.0)
+            else:
+                weights = tl.load(weights_ptr + where, mask=sent)
+                tl.store(to_ids[:, None] + choices[None, :], ids, exists[:, None] & inside)
+            tl.store(to_weights[:, None] + choices[None, :], weights, mask=sent)
+
+
+@triton.jit
+def sent_to(
+    marks_ptr,  # [T] int32 ranks by bit, or [S] int32 places with REDUCE
+    tokens,  # int32
+    peers,  # int32
+    exists,  # bool
+    num_tokens,  # T
+    capacity,  # C
+    REDUCE: tl.constexpr,
+):
+    """Return for each pair whether something travels."""
+    if REDUCE:
+        rows = peers.to(tl.int64) * capacity + tokens
+        return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0
+    bits = tl.load(marks_ptr + tokens, mask=exists & (tokens < num_tokens), other=0)
+    return ((bits >> peers) & 1) != 0
+
+
+@triton.jit
+def receive_choices(
+    bases_ptr,  # [4, G] int64
+    ids_ptr,  # [S, K] int32, out
+    weights_ptr,  # [S, K] fp32, out
+    places_ptr,  # [S] int32, out
+    rows,  # [CHUNK] int64, source rows
+    exists,  # [CHUNK] bool
+    slot,  # int64, first row of the buffer's slot
+    arrived,  # False: all are holes
+    rank,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Copy the ids and weights of a chunk out of the buffer; write and return its places."""
+    ids_base = tl.load(bases_ptr + AT_IDS * G + rank).to(tl.pointer_type(tl.int32))
+    weights_base = tl.load(bases_ptr + AT_WEIGHTS * G + rank).to(tl.pointer_type(tl.float32))
+    used = tl.zeros([CHUNK], dtype=tl.int32)
+    for k in range(0, K, BLOCK_K):
+        choices = k + tl.arange(0, BLOCK_K)
+        inside = exists[:, None] & (choices < K)[None, :]
+        where = rows[:, None] * K + choices[None, :]
+        from_ids = ids_base + slot * K + where
+        from_weights = weights_base + slot * K + where
+        ids = tl.load(from_ids, mask=inside & arrived, other=-1, cache_modifier=".cg")
+        weights = tl.load(from_weights, mask=inside & arrived, other=0.0, cache_modifier=".cg")
+        tl.store(ids_ptr + where, ids, mask=inside)
+        tl.store(weights_ptr + where, tl.where(ids >= 0, weights, 0.0), mask=inside)
+        used = tl.maximum(used, tl.max((ids >= 0).to(tl.int32), axis=1))
+    places = tl.where(used > 0, rows.to(tl.int32), -1)
+    tl.store(places_ptr + rows, places, mask=exists)
+    return places
+
+
+@triton.jit
+def _load_part(
+    base,  # region of the buffer
+    part,  # rank whose sums they are; zeros come back from G on
+    bits,  # [TILE_ROWS] int32 ranks that hold a sum, by bit
+    row,  # [TILE_ROWS] int, place of token in the part of rank 0
+    capacity,  # C
+    columns,  # [BLOCK] int
+    G: tl.constexpr,
+    N: tl.constexpr,
+):
+    has = (((bits >> part) & 1) != 0) & (part < G)
+    mask = has[:, None] & (columns < N)[None, :]
+    where = (row + part * capacity).to(tl.int64)[:, None] * N + columns[None, :]
+    return tl.load(base + where, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
+def add_parts(
+    base,  # region of the buffer
+    out_ptr,  # [T, N]
+    peers_ptr,  # [T] int32
+    chunk,
+    num_tokens,  # T
+    slot,  # first row of the slot
+    capacity,  # C
+    G: tl.constexpr,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the sums over ranks of a chunk's tokens, in rank order."""
+    for start in range(0, CHUNK, TILE_ROWS):
+        tokens = chunk * CHUNK + start + tl.arange(0, TILE_ROWS)
+        bits = tl.load(peers_ptr + tokens, mask=tokens < num_tokens, other=0)
+        row = slot + tokens
+        for column in range(0, N, BLOCK):
+            columns = column + tl.arange(0, BLOCK)
+            total = tl.zeros([TILE_ROWS, BLOCK], dtype=tl.float32)
+            for part in range(0, G, 4):
+                # Four independent loads before the first add.
+                y0 = _load_part(base, part, bits, row, capacity, columns, G, N)
+                y1 = _load_part(base, part + 1, bits, row, capacity, columns, G, N)
+                y2 = _load_part(base, part + 2, bits, row, capacity, columns, G, N)
+                y3 = _load_part(base, part + 3, bits, row, capacity, columns, G, N)
+                total = total + y0
+                total = total + y1
+                total = total + y2
+                total = total + y3
+            out = out_ptr + tokens.to(tl.int64)[:, None] * N + columns[None, :]
+            mask = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
+            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)

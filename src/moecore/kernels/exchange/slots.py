@@ -1,0 +1,166 @@
+"""Source rows that are several rows in memory: listed slots, sums pushed, copies received.
+
+Of N slots of a source row few are used: 1.5 of 8 on average at 8 ranks. So a program first lists
+the used ones of its chunk, all in one go, and finds them in its L1 when it moves the rows.
+
+    list    [0, tile]      how deep the tile is
+            [1 + n, row]   the row's n-th used slot, -1 = none (32 slots begin a depth)
+
+Example, two rows in one tile, slots [[-1, 7, 4], [-1, -1, 2]]: depth 2; [7, 2], [4, -1].
+
+Letters: C capacity, G ranks, S = G * C source rows, R expert rows, D columns, N slots per source
+row. WIDTH is the list's rows. A pair is a token of the chunk and a rank.
+"""
+
+from moecore.kernels.common import tl, triton
+from moecore.kernels.exchange.port import AT_ROWS
+from moecore.kernels.exchange.rows import pair_of
+
+
+@triton.jit
+def list_slots(
+    slots_ptr,  # [S, N] int32
+    list_ptr,  # [1 + N, WIDTH] int32, out, of this program
+    rows,  # [ROWS] int64, source rows
+    exists,  # [ROWS] bool
+    at,  # where the rows stand in the list
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,  # rows of a tile
+    BLOCK_N: tl.constexpr,  # at most 32
+):
+    """Write the used slots of the rows, the first ones first."""
+    TILES: tl.constexpr = ROWS // TILE
+    entries = list_ptr + WIDTH + at + tl.arange(0, ROWS)
+    depths = tl.zeros([TILES], dtype=tl.int32)
+    depth = 0
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        mask = exists[:, None] & (n < N)[None, :]
+        slots = tl.load(slots_ptr + rows[:, None] * N + n[None, :], mask=mask, other=-1)
+        used = (slots >= 0).to(tl.int32)
+        bits = tl.sum(used << tl.arange(0, BLOCK_N)[None, :], axis=1)
+        counts = tl.sum(used, axis=1)
+        most = tl.max(tl.reshape(counts, [TILES, TILE]), axis=1)
+        depths = tl.where(most > 0, depth + most, depths)
+        for _step in range(tl.max(counts, axis=0)):
+            low = bits & -bits
+            chosen = low[:, None] == (1 << tl.arange(0, BLOCK_N))[None, :]
+            slot = tl.max(tl.where(chosen, slots, -1), axis=1)
+            tl.store(entries + depth * WIDTH, slot)
+            bits -= low
+            depth += 1
+    tl.store(list_ptr + at // TILE + tl.arange(0, TILES), depths)
+
+
+@triton.jit
+def list_pairs(
+    slots_ptr,  # [S, N] int32
+    list_ptr,  # [1 + N, WIDTH] int32, out, of this program
+    chunk,
+    capacity,  # C
+    rank,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """List the slots of a chunk's pairs."""
+    tl.debug_barrier()  # the last list has been read
+    for start in range(0, CHUNK * G, ROWS):
+        tokens, peers, exists = pair_of(start + tl.arange(0, ROWS), chunk, rank, G, CHUNK)
+        rows = peers.to(tl.int64) * capacity + tokens
+        exists = exists & (tokens < capacity)
+        list_slots(slots_ptr, list_ptr, rows, exists, start, N, WIDTH, ROWS, TILE, BLOCK_N)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _load_slot(
+    y_ptr,  # [R, D]
+    entries,  # [ROWS] pointers to the first slot of each row
+    n,  # which slot
+    depth,  # of the tile
+    columns,  # [BLOCK_D]
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return the rows of the n-th slots; zeros where there is none."""
+    slot = tl.load(entries + n * WIDTH, mask=n < depth, other=-1).to(tl.int64)
+    mask = (slot >= 0)[:, None] & (columns < D)[None, :]
+    return tl.load(y_ptr + slot[:, None] * D + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def push_sums(
+    y_ptr,  # [R, D]
+    places_ptr,  # [S] int32
+    list_ptr,  # slots of the chunk's pairs
+    bases_ptr,  # [4, G] int64
+    chunk,
+    capacity,  # C
+    first,  # int64, row of this rank's token 0 in every peer's slot
+    rank,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Add the rows that each pair's slots name, in order, and store the sums at home."""
+    element = y_ptr.dtype.element_ty
+    for start in range(0, CHUNK * G, PAIRS):
+        pairs = start + tl.arange(0, PAIRS)
+        tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK)
+        rows = peers.to(tl.int64) * capacity + tokens
+        send = tl.load(places_ptr + rows, mask=exists & (tokens < capacity), other=-1) >= 0
+        depth = tl.load(list_ptr + start // PAIRS)
+        entries = list_ptr + WIDTH + pairs
+        base = tl.load(bases_ptr + AT_ROWS * G + peers).to(tl.pointer_type(element))
+        to = tl.multiple_of(base, 16) + (first + tokens) * D
+        for column in range(0, D, BLOCK_D):
+            columns = column + tl.arange(0, BLOCK_D)
+            total = tl.zeros([PAIRS, BLOCK_D], dtype=tl.float32)
+            for n in range(0, depth, 4):
+                # Four independent loads before the first add.
+                y0 = _load_slot(y_ptr, entries, n, depth, columns, D, WIDTH)
+                y1 = _load_slot(y_ptr, entries, n + 1, depth, columns, D, WIDTH)
+                y2 = _load_slot(y_ptr, entries, n + 2, depth, columns, D, WIDTH)
+                y3 = _load_slot(y_ptr, entries, n + 3, depth, columns, D, WIDTH)
+                total = total + y0.to(tl.float32)
+                total = total + y1.to(tl.float32)
+                total = total + y2.to(tl.float32)
+                total = total + y3.to(tl.float32)
+            mask = send[:, None] & (columns < D)[None, :]
+            tl.store(to[:, None] + columns[None, :], total.to(element), mask=mask)
+
+
+@triton.jit
+def copy_to_slots(
+    base,  # region of the buffer
+    out_ptr,  # [R, D]
+    list_ptr,  # slots of the chunk's rows
+    places,  # [CHUNK] int32, -1 = a hole
+    rows,  # [CHUNK] int64, source rows
+    slot,  # int64, first row of the buffer's slot
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copy a chunk's rows out of the buffer, each to all rows that its slots name."""
+    depth = tl.load(list_ptr)
+    entries = list_ptr + CHUNK + tl.arange(0, CHUNK)
+    for column in range(0, D, BLOCK_D):
+        columns = column + tl.arange(0, BLOCK_D)
+        inside = (columns < D)[None, :]
+        where = base + (slot + rows)[:, None] * D + columns[None, :]
+        x = tl.load(where, mask=(places >= 0)[:, None] & inside, cache_modifier=".cg")
+        for n in range(depth):
+            to = tl.load(entries + n * CHUNK).to(tl.int64)
+            out = out_ptr + to[:, None] * D + columns[None, :]
+            tl.store(out, x, mask=(to >= 0)[:, None] & inside)

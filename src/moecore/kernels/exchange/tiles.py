@@ -1,0 +1,88 @@
+"""How much a program of `exchange/operations.py` holds at once: bytes in flight against registers.
+
+A tile is some rows and a block of their columns, both powers of two. A program loads a tile, then
+stores it; it waits about a microsecond for the first byte, and few programs can not hide that. So
+they load twice as much, in four tiles of half the rows, before they store the first.
+"""
+
+from moecore.kernels.common import cdiv, next_power_of_2
+from moecore.kernels.exchange.port import ExchangeLayout
+
+TILE_BYTES_PER_WARP = 32 * 8 * 16  # eight 16-byte accesses in flight per thread
+ENOUGH_BYTES = 2 << 20  # in flight from one rank: 300 GB/s for seven microseconds
+MAX_BLOCK_N = 32  # slots of a row that a program looks at together, as bits of an int32
+MAX_BLOCK_K = 32  # choices of a token that it holds at once
+MAX_CHOICES = 1024  # choices of pairs that it holds at once
+MAX_SLOTS = 4096  # slots that it looks at together
+
+
+def tiles_at_once(layout: ExchangeLayout) -> int:
+    """Return the tiles that a program loads before it stores the first: 4 with few programs.
+
+    One for odd row sizes, whose masks take the registers.
+    """
+    bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
+    return 4 if bytes_in_flight < ENOUGH_BYTES and layout.dim % 512 == 0 else 1
+
+
+def move_tile(layout: ExchangeLayout, most_rows: int, least_rows: int = 1) -> tuple[int, int]:
+    """Return rows and columns of one of the tiles that a program loads at once.
+
+    Example, bf16, 7168 columns, one tile: 32 rows of 1024 of many rows, 8 of 4096 of eight. Four
+    tiles: 64 rows of 256.
+    """
+    if tiles_at_once(layout) == 1:
+        return _tile(layout, _elements(layout), most_rows, least_rows)
+    rows, block = _tile(layout, 2 * _elements(layout), most_rows, least_rows)
+    return rows, block // 4
+
+
+def add_tile(layout: ExchangeLayout) -> tuple[int, int]:
+    """Return tokens and columns of a tile of which the parts of four ranks are loaded at once."""
+    return _tile(layout, _elements(layout) // 4, layout.chunk)
+
+
+def take_columns(layout: ExchangeLayout, rows: int) -> int:
+    """Return the columns of a tile of so many copied rows."""
+    return _tile(layout, _elements(layout), rows, rows)[1]
+
+
+def sum_tile(layout: ExchangeLayout) -> tuple[int, int]:
+    """Return pairs and columns of a tile of which four slots are loaded at once, most of them none.
+
+    Example, bf16, 7168 columns: 16 rows of 1024.
+    """
+    most = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
+    return _tile(layout, _elements(layout) // 2, most, least_rows=8)
+
+
+def list_pairs_at_once(layout: ExchangeLayout, block_n: int) -> int:
+    """Return the pairs whose slots a program looks at together; whole tiles of sums."""
+    return min(list_width(layout), MAX_SLOTS // block_n)
+
+
+def list_width(layout: ExchangeLayout) -> int:
+    """Return the rows of a list of slots: the pairs of a chunk, rounded up."""
+    return next_power_of_2(layout.chunk * layout.num_ranks)
+
+
+def choice_pairs(layout: ExchangeLayout, block_k: int) -> int:
+    """Return the pairs whose choices a program pushes at once."""
+    return min(next_power_of_2(layout.chunk * layout.num_ranks), MAX_CHOICES // block_k)
+
+
+def _elements(layout: ExchangeLayout) -> int:
+    return layout.num_warps * TILE_BYTES_PER_WARP // layout.dtype.itemsize
+
+
+def _tile(
+    layout: ExchangeLayout, elements: int, most_rows: int, least_rows: int = 1
+) -> tuple[int, int]:
+    """Return rows and columns: few idle columns first, then many elements."""
+    D, sizes = layout.dim, (4096, 2048, 1024, 512, 256)
+    fits = (n for n in sizes if n * least_rows <= elements and cdiv(D, n) * n * 8 <= D * 9)
+    block = next(fits, min(256, next_power_of_2(D)))
+    rows = min(next_power_of_2(most_rows), elements // block)
+    while block < D and 2 * block * rows <= elements:
+        block *= 2
+    return rows, block

@@ -1,0 +1,1 @@
+"""The experts of one rank as one operation: contract, operation, products."""

@@ -1,0 +1,1 @@
+"""Grouped matrix products: Triton and Gluon kernels, their launchers, tile maps."""

@@ -1,0 +1,392 @@
+"""Grouped matrix products over expert rows: plain, and FC1 with the activation in its epilogue.
+
+    grouped_gemm:            out[r] = a[row(r)] @ b[expert(r)]
+    grouped_gemm_activation: h[r] = x[row(r)] @ w1[expert(r)]^T,  a[r] = act(h[r]) * weight[r]
+
+row(r) is row_ids[r] where the rows are gathered while they are loaded, else r itself.
+
+Letters: R expert rows (capacity), S source rows, e experts, M N K the sizes of one product
+(M rows of an expert), D model dim, F hidden dim, C = 2F columns of a gated FC1.
+
+A persistent grid, one program per multiprocessor, walks over tiles of BLOCK_M x BLOCK_N. Row tiles
+start at each expert's first row, so a tile never mixes experts; tiles are dealt out in groups of
+GROUP_M row tiles, which share weights in L2. Weights and contiguous rows arrive by TMA, gathered
+rows by asynchronous copies. Bytes moved at least: R * K + e * N * K + R * N elements; 2 * R * N * K
+floating-point operations.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import (
+    INTERPRET,
+    TensorDescriptor,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+)
+from moecore.kernels.rows.activation import ActivationOptions, activate, weighted_activation_ref
+
+NO_TILE = tl.constexpr(2147483647)
+
+
+def grouped_gemm_ref(
+    a: Tensor, b: Tensor, offsets_e: Tensor, *, row_ids_R: Tensor | None = None
+) -> Tensor:
+    """Return the products expert by expert, summed in fp32; rows past the last offset are 0.
+
+    Host sync: the oracle slices by expert.
+
+    Args:
+        a: [R, K], or [S, K] with `row_ids_R`.
+        b: [e, K, N].
+        offsets_e: int32 running sum of the experts' rows.
+        row_ids_R: int32, the row of `a` that each expert row reads.
+    """
+    rows_R = a if row_ids_R is None else a.index_select(0, row_ids_R)
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    out = torch.zeros(rows_R.shape[0], b.shape[2], dtype=dtype, device=a.device)
+    start = 0
+    for i, stop in enumerate(offsets_e.tolist()):
+        out[start:stop] = rows_R[start:stop].to(dtype) @ b[i].to(dtype)
+        start = stop
+    return out.to(a.dtype)
+
+
+def grouped_gemm_activation_ref(
+    x_SD: Tensor,
+    w1_eCD: Tensor,
+    row_ids_R: Tensor,
+    weights_R: Tensor,
+    offsets_e: Tensor,
+    options: ActivationOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return h and a as `grouped_gemm_activation` does. Host sync."""
+    h_RC = grouped_gemm_ref(x_SD, w1_eCD.transpose(1, 2), offsets_e, row_ids_R=row_ids_R)
+    return h_RC, weighted_activation_ref(h_RC, weights_R, offsets_e[-1], options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileConfig:
+    """How a product is cut.
+
+    Attributes:
+        block_m, block_n, block_k: sizes of a tile and of a step along K.
+        group_m: row tiles that share weights in L2.
+        num_stages: steps in flight.
+        num_warps: warps of a program.
+        flatten: let the next tile's loads start under this tile's epilogue. It slows down gathered
+            rows, whose addresses would be computed inside the flattened loop.
+        epilogue_parts: 1 or 2; columns are rounded and stored in this many parts, which share one
+            staging buffer in shared memory.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    num_stages: int = 3
+    num_warps: int = 8
+    flatten: bool = False
+    epilogue_parts: int = 1
+
+
+# H200: see "grouped GEMM tiles" in docs/log.md. Interpreted programs want few and small tiles.
+CONTIGUOUS = TileConfig(flatten=True, epilogue_parts=2)
+GATHERED = TileConfig()
+SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)
+
+
+@triton.jit
+def _row_tiles(
+    offsets_ptr,  # [e] int32
+    num_experts,
+    E_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Return, per expert: first row, row tiles, running sum of row tiles; and their total."""
+    experts = tl.arange(0, E_POW2)
+    exists = experts < num_experts
+    ends = tl.load(offsets_ptr + experts, mask=exists, other=0)
+    starts = tl.load(offsets_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+    tiles = tl.where(exists, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    sums = tl.where(exists, tl.cumsum(tiles, 0), NO_TILE)
+    return starts, tiles, sums, tl.sum(tiles, 0)
+
+
+@triton.jit
+def _locate(
+    tile,  # number of the tile
+    num_n,  # column tiles
+    starts,
+    tiles,
+    sums,
+    total,  # these four from _row_tiles
+    E_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Return expert, first row and column tile: columns outside, GROUP_M row tiles inside."""
+    width = GROUP_M * num_n
+    first = tile // width * GROUP_M
+    size = tl.minimum(total - first, GROUP_M)
+    inside = tile % width
+    row_tile = first + inside % size
+    expert = tl.sum((sums <= row_tile).to(tl.int32), 0)
+    rows = starts + (row_tile - sums + tiles) * BLOCK_M
+    row = tl.sum(tl.where(tl.arange(0, E_POW2) == expert, rows, 0), 0)
+    return expert, row, inside // size
+
+
+@triton.jit
+def _store(
+    out_ptr,
+    out,  # [BLOCK_M, columns]
+    rows,  # int64
+    in_rows,
+    column,  # first column
+    num_columns,
+    row_stride,
+):
+    columns = column + tl.arange(0, out.shape[1])
+    mask = in_rows[:, None] & (columns < num_columns)[None, :]
+    tl.store(out_ptr + rows[:, None] * row_stride + columns[None, :], out, mask=mask)
+
+
+@partial(triton.jit, do_not_specialize=["num_experts"])
+def _grouped_gemm_fwd_kernel(
+    a_ptr,  # [S or R, K]
+    a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]; unused with GATHER
+    b_desc,  # [e * N, K] as blocks [BLOCK_N, BLOCK_K], or [e * K, N] as [BLOCK_K, BLOCK_N]
+    row_ids_ptr,  # [R] int32; unused without GATHER
+    offsets_ptr,  # [e] int32
+    out_ptr,  # [R, N]; rows past the last offset stay as they are
+    num_experts,
+    N,
+    K,
+    GATHER: tl.constexpr,
+    B_IS_NK: tl.constexpr,
+    E_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    N = N // 8 * 8  # they are multiples of 8 already; now the compiler knows, and uses 16 bytes
+    K = K // 8 * 8
+    starts, tiles, sums, total = _row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    num_k = tl.cdiv(K, BLOCK_K)
+    steps = tl.arange(0, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0), flatten=FLATTEN):
+        expert, row, n = _locate(tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP_M)
+        rows = row + tl.arange(0, BLOCK_M)
+        in_rows = rows < tl.load(offsets_ptr + expert)
+        column = n * BLOCK_N
+        if GATHER:
+            source = tl.load(row_ids_ptr + rows, mask=in_rows, other=0).to(tl.int64)
+            a_rows = a_ptr + source[:, None] * K + steps[None, :]
+        total_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in tl.range(0, num_k, num_stages=STAGES):
+            k = step * BLOCK_K
+            # Past K, a is 0 in every layout, so that what b reads there (the next expert) is lost.
+            if GATHER:
+                a = tl.load(a_rows + k, mask=(k + steps < K)[None, :], other=0.0)
+            else:
+                a = a_desc.load([row, k])
+            if B_IS_NK:
+                b = b_desc.load([expert * N + column, k]).T
+            else:
+                b = b_desc.load([expert * K + k, column])
+            total_MN = tl.dot(a, b, total_MN)
+        out = total_MN.to(out_ptr.dtype.element_ty)
+        rows = rows.to(tl.int64)
+        if PARTS == 1:
+            _store(out_ptr, out, rows, in_rows, column, N, N)
+        else:
+            halves = tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+            left, right = tl.split(halves)
+            _store(out_ptr, left, rows, in_rows, column, N, N)
+            _store(out_ptr, right, rows, in_rows, column + BLOCK_N // 2, N, N)
+
+
+@partial(triton.jit, do_not_specialize=["num_experts"])
+def _grouped_gemm_activation_fwd_kernel(
+    x_ptr,  # [S, D]
+    w1_desc,  # [2e, F, D], gate and up of each expert in turn, as blocks [2, BLOCK_F, BLOCK_K]
+    row_ids_ptr,  # [R] int32
+    weights_ptr,  # [R] fp32
+    offsets_ptr,  # [e] int32
+    h_ptr,  # [R, 2F], out; rows past the last offset stay as they are
+    a_ptr,  # [R, F], out; likewise
+    num_experts,
+    F,
+    D,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    E_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    F = F // 8 * 8  # as above
+    D = D // 8 * 8
+    starts, tiles, sums, total = _row_tiles(offsets_ptr, num_experts, E_POW2, BLOCK_M)
+    num_n = tl.cdiv(F, BLOCK_F)
+    num_k = tl.cdiv(D, BLOCK_K)
+    steps = tl.arange(0, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
+        expert, row, n = _locate(tile, num_n, starts, tiles, sums, total, E_POW2, BLOCK_M, GROUP_M)
+        rows = row + tl.arange(0, BLOCK_M)
+        in_rows = rows < tl.load(offsets_ptr + expert)
+        column = n * BLOCK_F
+        source = tl.load(row_ids_ptr + rows, mask=in_rows, other=0).to(tl.int64)
+        x_rows = x_ptr + source[:, None] * D + steps[None, :]
+        total_MC = tl.zeros((BLOCK_M, 2 * BLOCK_F), tl.float32)
+        for step in tl.range(0, num_k, num_stages=STAGES):
+            k = step * BLOCK_K
+            x = tl.load(x_rows + k, mask=(k + steps < D)[None, :], other=0.0)
+            # One product for gate and up: twice as wide reads x half as often.
+            w1 = w1_desc.load([2 * expert, column, k]).reshape(2 * BLOCK_F, BLOCK_K)
+            total_MC = tl.dot(x, w1.T, total_MC)
+        h = total_MC.to(h_ptr.dtype.element_ty)
+        gate, up = tl.split(tl.permute(tl.reshape(h, (BLOCK_M, 2, BLOCK_F)), (0, 2, 1)))
+        # The activation reads h as it is stored: the backward recomputes it from there.
+        a = activate(gate.to(tl.float32), up.to(tl.float32), KIND, LIMIT, ALPHA)
+        a = a * tl.load(weights_ptr + rows, mask=in_rows, other=0.0)[:, None]
+        rows = rows.to(tl.int64)
+        _store(h_ptr, gate, rows, in_rows, column, F, 2 * F)
+        _store(h_ptr + F, up, rows, in_rows, column, F, 2 * F)
+        _store(a_ptr, a.to(a_ptr.dtype.element_ty), rows, in_rows, column, F, F)
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offsets_e: Tensor,
+    *,
+    row_ids_R: Tensor | None = None,
+    config: TileConfig | None = None,
+) -> Tensor:
+    """Return each expert row times its expert's matrix. No autograd, no host sync.
+
+    Args:
+        a: [R, K] rows in expert order, or [S, K] source rows with `row_ids_R`; bf16 or fp16,
+            contiguous.
+        b: [e, K, N], the dtype of `a`; contiguous, or the transpose of a contiguous [e, N, K].
+            K and N are multiples of 8 (16 bytes, for TMA).
+        offsets_e: int32 on the device, running sum of the experts' rows, at most R.
+        row_ids_R: int32, the row of `a` that each expert row reads; rows are gathered while loaded.
+        config: how to cut; default is what was fastest on an H200 at qwen3-30b's sizes.
+
+    Returns:
+        [R, N], dtype of `a`, summed in fp32 and rounded once. Rows past offsets_e[-1] are
+        uninitialised.
+    """
+    e, K, N = b.shape
+    R = a.shape[0] if row_ids_R is None else row_ids_R.shape[0]
+    out = a.new_empty(R, N)
+    if not R or not a.shape[0]:
+        return out
+    b_is_NK = b.stride(1) == 1
+    flat = (b.transpose(1, 2) if b_is_NK else b).reshape(-1, K if b_is_NK else N)
+    gather = row_ids_R is not None
+    c = config or (SMALL if INTERPRET else GATHERED if gather else CONTIGUOUS)
+    block_b = [c.block_n, c.block_k] if b_is_NK else [c.block_k, c.block_n]
+    a_desc = a if gather else TensorDescriptor.from_tensor(a, [c.block_m, c.block_k])
+    with on_device(a):
+        _grouped_gemm_fwd_kernel[(num_sms(a.device),)](
+            a,
+            a_desc,
+            TensorDescriptor.from_tensor(flat, block_b),
+            row_ids_R if gather else offsets_e,
+            offsets_e,
+            out,
+            e,
+            N,
+            K,
+            GATHER=gather,
+            B_IS_NK=b_is_NK,
+            **_shared(c, e),
+            BLOCK_N=c.block_n,
+            FLATTEN=c.flatten,
+            PARTS=c.epilogue_parts,
+        )
+    return out
+
+
+def grouped_gemm_activation(
+    x_SD: Tensor,
+    w1_eCD: Tensor,
+    row_ids_R: Tensor,
+    weights_R: Tensor,
+    offsets_e: Tensor,
+    options: ActivationOptions,
+    *,
+    config: TileConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return FC1's output and the weighted activation of it, in one pass over the source rows.
+
+    No autograd, no host sync.
+
+    Args:
+        x_SD: [S, D] source rows, bf16 or fp16, contiguous.
+        w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D a multiple of 8.
+        row_ids_R: int32, source row of each expert row.
+        weights_R: fp32 routing weights.
+        offsets_e: int32 on the device, running sum of the experts' rows, at most R.
+        options: a gated activation, not interleaved.
+        config: how to cut.
+
+    Returns:
+        h_RC [R, 2F] and a_RF [R, F]; rows past offsets_e[-1] are uninitialised.
+    """
+    e, C, D = w1_eCD.shape
+    R, F = row_ids_R.shape[0], C // 2
+    h_RC, a_RF = x_SD.new_empty(R, C), x_SD.new_empty(R, F)
+    if not R or not x_SD.shape[0]:
+        return h_RC, a_RF
+    c = config or (SMALL if INTERPRET else GATHERED)
+    block = [2, c.block_n // 2, c.block_k]
+    with on_device(x_SD):
+        _grouped_gemm_activation_fwd_kernel[(num_sms(x_SD.device),)](
+            x_SD,
+            TensorDescriptor.from_tensor(w1_eCD.view(2 * e, F, D), block),
+            row_ids_R,
+            weights_R,
+            offsets_e,
+            h_RC,
+            a_RF,
+            e,
+            F,
+            D,
+            KIND=options.kind,
+            LIMIT=options.limit,
+            ALPHA=options.alpha,
+            **_shared(c, e),
+            BLOCK_F=c.block_n // 2,
+        )
+    return h_RC, a_RF
+
+
+def _shared(c: TileConfig, num_experts: int) -> dict[str, int]:
+    """The compile-time arguments that both kernels take."""
+    return {
+        "E_POW2": next_power_of_2(num_experts),
+        "BLOCK_M": c.block_m,
+        "BLOCK_K": c.block_k,
+        "GROUP_M": c.group_m,
+        "STAGES": c.num_stages,
+        "num_warps": c.num_warps,
+    }

@@ -1,0 +1,395 @@
+"""The kernel behind `grouped/pingpong.py`, rows contiguous or gathered. Hopper only.
+
+Letters: S source rows, R expert rows (capacity), D model dim, F hidden dim; M N K the sizes of one
+product: R rows, F columns, D summed.
+
+    loading warps     fill a ring of stages with blocks of dy and w2   (_produce)
+    warp group 0, 1   take turns: one multiplies, the other stores     (_consume)
+
+What they share:
+
+    ring    stages of dy and of w2, and two barriers each: full when TMA and copies have arrived,
+            empty when the group that has the turn has multiplied it
+    turns   two barriers per group: it may multiply, it may use the stage
+    stage   da in quarters, since a loop over them needs few registers; the descriptor of h, and two
+            slots of its gate and up [4, BLOCK_M, BLOCK_N / 4] with a barrier each: h has arrived
+    tiles   the map (`grouped/row_tiles.py`), the number of row tiles, and that of column tiles
+
+Both groups use the slots of h, one after the other: a group that has read one has the columns after
+the next brought there, in the end those of the other group's tile. So h has come when a product
+ends.
+"""
+
+from functools import partial
+
+from moecore.kernels.common import (
+    async_load,
+    gl,
+    gluon,
+    halves,
+    hopper,
+    thread_barrier,
+    tma_load,
+)
+from moecore.kernels.grouped.row_tiles import locate
+from moecore.kernels.rows.activation import activate_with_gradients
+
+
+@gluon.jit
+def _produce(
+    a_ptr,  # [S or R, K]
+    a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
+    b_desc,  # [e * K, N] as blocks [BLOCK_K, BLOCK_N]
+    row_ids_ptr,  # [R] int32; unused without GATHER
+    ring,
+    tiles,
+    K,
+    GATHER: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr,
+):
+    K = K // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    in_tile = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    in_step = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    ELEMENTS: gl.constexpr = BLOCK_N if GATHER else BLOCK_M + BLOCK_N
+    a_smem, b_smem, full, empty = ring
+    map_ptr, num_row_tiles, num_n = tiles
+    step = 0
+    for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
+        expert, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        if GATHER:
+            in_rows = row + in_tile < end
+            source = gl.load(row_ids_ptr + row + in_tile, mask=in_rows, other=0).to(gl.int64)
+            a_rows = a_ptr + (source * K)[:, None] + in_step[None, :]
+        for k in range(0, K, BLOCK_K):
+            slot = step % STAGES
+            bar = full.index(slot)
+            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+            hopper.mbarrier.expect(bar, ELEMENTS * BLOCK_K * 2)
+            tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, b_smem.index(slot))
+            if GATHER:
+                mask = in_rows[:, None] & (k + in_step < K)[None, :]
+                async_load(a_smem.index(slot), a_rows + k, mask)
+                hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                tma_load(a_desc, [row, k], bar, a_smem.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _fetch_h(
+    h_desc,  # [R, 2F] as blocks [BLOCK_M, PART]
+    h_smem,  # [4, BLOCK_M, PART]: two slots of gate and up
+    arrived,  # two barriers: a slot has its data
+    slot,
+    row,
+    column,
+    F,
+):
+    """Begin to load some columns of a tile's h."""
+    bar = arrived.index(slot)
+    hopper.mbarrier.expect(bar, h_smem.shape[1] * h_smem.shape[2] * 4)
+    tma_load(h_desc, [row, column], bar, h_smem.index(2 * slot))
+    tma_load(h_desc, [row, F + column], bar, h_smem.index(2 * slot + 1))
+
+
+@gluon.jit
+def _store(
+    total_MN,  # da
+    stage,
+    others_turn,  # barrier: the other group may use da_smem and h_smem
+    weights_ptr,
+    dh_ptr,
+    out_ptr,
+    dweights_ptr,  # [BLOCK_M] and on: this column tile's part
+    row,
+    end,
+    column,
+    F,
+    has_next,
+    next_row,  # of the other group's tile
+    next_column,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+):
+    """The first half of h is on its way; each quarter read makes room for the one after the next.
+
+    Those are this tile's second half, then the next tile's first one.
+    """
+    da_smem, h_desc, h_smem, arrived = stage
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    left, right = halves(total_MN.to(dtype))
+    part0, part1 = halves(left)
+    part2, part3 = halves(right)
+    da_smem.index(0).store(part0)
+    da_smem.index(1).store(part1)
+    da_smem.index(2).store(part2)
+    da_smem.index(3).store(part3)
+    BLOCK_M: gl.constexpr = total_MN.shape[0]
+    PART: gl.constexpr = total_MN.shape[1] // 4
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // PART, PART // 8], [gl.num_warps(), 1], [1, 0]
+    )
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    in_rows = rows < end
+    weights = gl.load(weights_ptr + rows, mask=in_rows, other=0.0)
+    dweights = gl.zeros((BLOCK_M,), gl.float32, gl.SliceLayout(1, layout))
+    for i in range(4):
+        columns = column + i * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))
+        mask = in_rows[:, None] & (columns < F)[None, :]
+        hopper.mbarrier.wait(arrived.index(i % 2), i // 2)
+        gate = h_smem.index(i % 2 * 2).load(layout)
+        up = h_smem.index(i % 2 * 2 + 1).load(layout)
+        thread_barrier()  # all have read the slot
+        is_own = i < 2
+        if is_own or has_next:
+            coming_row = gl.where(is_own, row, next_row)
+            coming = gl.where(is_own, column, next_column) + (i + 2) % 4 * PART
+            _fetch_h(h_desc, h_smem, arrived, i % 2, coming_row, coming, F)
+        gate, up = gate.to(gl.float32), up.to(gl.float32)
+        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
+        da = da_smem.index(i).load(layout).to(gl.float32)
+        if i == 3:
+            thread_barrier()  # all have read da
+            hopper.mbarrier.arrive(others_turn, count=1)
+        dweights += gl.sum(gl.where(mask, da * a, 0.0), 1)
+        out = out_ptr + (rows.to(gl.int64) * F)[:, None] + columns[None, :]
+        gl.store(out, (a * weights[:, None]).to(dtype), mask=mask)
+        da = da * weights[:, None]
+        dh = dh_ptr + (rows.to(gl.int64) * (2 * F))[:, None] + columns[None, :]
+        gl.store(dh, (da * da_dgate).to(dtype), mask=mask)
+        gl.store(dh + F, (da * da_dup).to(dtype), mask=mask)
+    gl.store(dweights_ptr + rows, dweights, mask=in_rows)
+
+
+@gluon.jit
+def _consume(
+    GROUP: gl.constexpr,
+    turns,
+    stage,
+    ring,
+    tiles,
+    weights_ptr,
+    out_ptr,
+    dh_ptr,
+    dweights_ptr,
+    R,
+    K,
+    N,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr,
+):
+    """Multiply and store every other tile: group 0 the first, group 1 the second, and so on."""
+    N = N // 8 * 8  # as above
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    turn, store_turn = turns
+    _da_smem, h_desc, h_smem, arrived = stage
+    a_smem, b_smem, full, empty = ring
+    map_ptr, num_row_tiles, num_n = tiles
+    num_k = gl.cdiv(K, BLOCK_K)
+    num_tiles = num_row_tiles * num_n
+    step = GROUP * num_k
+    parity = 1 - GROUP
+    store_parity = parity
+    first = gl.program_id(0) + GROUP * gl.num_programs(0)
+    if GROUP == 0:
+        if first < num_tiles:
+            _, row, _, n = locate(first, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+            _fetch_h(h_desc, h_smem, arrived, 0, row, n * BLOCK_N, N)
+            _fetch_h(h_desc, h_smem, arrived, 1, row, n * BLOCK_N + BLOCK_N // 4, N)
+    for tile in range(first, num_tiles, 2 * gl.num_programs(0)):
+        _, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+        # Not before the other group has read its last stage: a barrier tells even phases from odd
+        # ones only, so a group that waits too early takes the other's data for its own.
+        hopper.mbarrier.wait(turn.index(GROUP), parity)
+        parity = 1 - parity
+        for i in range(num_k):
+            slot = step % STAGES
+            hopper.mbarrier.wait(full.index(slot), step // STAGES & 1)
+            hopper.fence_async_shared()  # gathered rows came through the generic proxy
+            a, b = a_smem.index(slot), b_smem.index(slot)
+            total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
+            total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
+            before = empty.index((step + STAGES - 1) % STAGES)
+            hopper.mbarrier.arrive(before, count=1, pred=i > 0)
+            step += 1
+        hopper.mbarrier.arrive(turn.index(1 - GROUP), count=1)
+        total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
+        hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        step += num_k  # the other group's
+        after = tile + gl.num_programs(0)  # the other group's
+        has_next = after < num_tiles
+        at = gl.where(has_next, after, tile)
+        _, next_row, _, next_n = locate(at, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
+        store_parity = 1 - store_parity
+        _store(
+            total_MN,
+            stage,
+            store_turn.index(1 - GROUP),
+            weights_ptr,
+            dh_ptr,
+            out_ptr,
+            dweights_ptr + n.to(gl.int64) * R,
+            row,
+            end,
+            n * BLOCK_N,
+            N,
+            has_next,
+            next_row,
+            next_n * BLOCK_N,
+            KIND,
+            LIMIT,
+            ALPHA,
+        )
+
+
+@partial(gluon.jit, do_not_specialize=["R"])
+def pingpong_kernel(
+    a_ptr,  # [S or R, K]
+    a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
+    b_desc,  # see _produce
+    row_ids_ptr,  # [R] int32; unused without GATHER
+    map_ptr,  # see `grouped/row_tiles.py`
+    weights_ptr,  # [R] fp32
+    h_desc,  # [R, 2F] as blocks [BLOCK_M, BLOCK_N / 4]
+    out_ptr,  # [R, F], out; rows past the last offset stay as they are, in all outputs
+    dh_ptr,  # [R, 2F], out
+    dweights_ptr,  # [column tiles, R] fp32, out
+    R,
+    K,
+    N,
+    GATHER: gl.constexpr,
+    KIND: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Compute the product of `grouped/pingpong.py`."""
+    dtype: gl.constexpr = b_desc.dtype
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
+    bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    for i in gl.static_range(STAGES):
+        # One arrival for the TMA, one for each producing thread's copies.
+        hopper.mbarrier.init(full.index(i), count=129 if GATHER else 1)
+        hopper.mbarrier.init(empty.index(i), count=1)
+    hopper.mbarrier.init(turn.index(0), count=1)
+    hopper.mbarrier.init(turn.index(1), count=1)
+    store_turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    for i in gl.static_range(2):
+        hopper.mbarrier.init(store_turn.index(i), count=1)
+        hopper.mbarrier.init(arrived.index(i), count=1)
+    part: gl.constexpr = [4, BLOCK_M, BLOCK_N // 4]
+    staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    da_smem = gl.allocate_shared_memory(dtype, part, staged)
+    h_smem = gl.allocate_shared_memory(dtype, part, h_desc.layout)
+    turns = (turn, store_turn)
+    stage = (da_smem, h_desc, h_smem, arrived)
+    ring = (a_smem, b_smem, full, empty)
+    num_n = gl.cdiv(N, BLOCK_N)
+    tiles = (map_ptr, gl.load(map_ptr), num_n)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    0,
+                    turns,
+                    stage,
+                    ring,
+                    tiles,
+                    weights_ptr,
+                    out_ptr,
+                    dh_ptr,
+                    dweights_ptr,
+                    R,
+                    K,
+                    N,
+                    KIND,
+                    LIMIT,
+                    ALPHA,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    STAGES,
+                    FIELDS,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    1,
+                    turns,
+                    stage,
+                    ring,
+                    tiles,
+                    weights_ptr,
+                    out_ptr,
+                    dh_ptr,
+                    dweights_ptr,
+                    R,
+                    K,
+                    N,
+                    KIND,
+                    LIMIT,
+                    ALPHA,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    STAGES,
+                    FIELDS,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    a_ptr,
+                    a_desc,
+                    b_desc,
+                    row_ids_ptr,
+                    ring,
+                    tiles,
+                    K,
+                    GATHER,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    GROUP_M,
+                    STAGES,
+                    FIELDS,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

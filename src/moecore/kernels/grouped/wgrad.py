@@ -1,0 +1,161 @@
+"""Weight gradients of grouped products; the source rows may be gathered while they are loaded.
+
+    out[i] = sum over the rows r of expert i of  x[row(r)]^T  y[r]      [M, N], or its transpose
+
+row(r) is row_ids[r] where the rows are gathered, else r itself.
+
+FC1's gradient has the source rows as x and dH as y, transposed; FC2's has dY and the activation.
+
+Letters: S source rows, R expert rows (capacity), e experts, M columns of x, N columns of y.
+
+Hopper only; elsewhere a gather and torch's grouped product. One persistent program runs on each
+multiprocessor. Warps of its own fill a ring of stages: contiguous rows by TMA, rows that lie apart
+by asynchronous copies. Two warp groups multiply a tile of BLOCK_M x BLOCK_N. Rows of x past the
+expert's last one are made 0, so what y holds there is multiplied by 0. x takes the narrow side of
+the tile: copies of 256 columns take longer than the product of a stage ("wgrad gather" in
+docs/log.md). 2 * R * M * N floating-point operations.
+"""
+
+import torch
+from torch import Tensor
+
+from moecore._compat import grouped_mm
+from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
+from moecore.kernels.grouped.wgrad_kernel import grouped_wgrad_kernel
+from moecore.kernels.rows.scaled_cast import scaled_cast
+
+BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M = 128, 256, 64, 3, 8
+CONSUMER_WARPS, PRODUCER_WARPS, PRODUCER_REGISTERS = 8, 4, 56
+
+
+def grouped_wgrad_ref(
+    x: Tensor,
+    y_RN: Tensor,
+    offsets_e: Tensor,
+    *,
+    row_ids_R: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """Return the gradients expert by expert, summed in fp32. Host sync.
+
+    Args and Returns: as `grouped_wgrad`.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
+    out, start = [], 0
+    for stop in offsets_e.tolist():
+        product = x_RM[start:stop].to(dtype).T @ y_RN[start:stop].to(dtype)
+        out.append(product.T if transposed else product)
+        start = stop
+    return torch.stack(out).to(x.dtype)
+
+
+def launch_arguments(
+    x: Tensor,
+    y_RN: Tensor,
+    row_ids_R: Tensor | None,
+    offsets_e: Tensor,
+    out: Tensor,
+    *,
+    transposed: bool,
+    add: bool,
+    scale: float,
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return the kernel's arguments and its compile-time ones."""
+    M, N = x.shape[1], y_RN.shape[1]
+    columns = BLOCK_N * 2 // out.dtype.itemsize  # what the staging buffer has room for
+    block = (1, columns, BLOCK_M) if transposed else (1, BLOCK_M, columns)
+    args = (
+        x,
+        gluon_descriptor(x, (BLOCK_K, BLOCK_M)),
+        gluon_descriptor(y_RN, (BLOCK_K, BLOCK_N)),
+        offsets_e if row_ids_R is None else row_ids_R,
+        offsets_e,
+        None if add else gluon_descriptor(out, block),
+        out,
+        offsets_e.shape[0],
+        M,
+        N,
+        scale,
+    )
+    constants: dict[str, object] = {
+        "GATHER": row_ids_R is not None,
+        "ADD": add,
+        "TRANSPOSED": transposed,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": BLOCK_K,
+        "GROUP_M": GROUP_M,
+        "STAGES": STAGES,
+        "PRODUCER_WARPS": PRODUCER_WARPS,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "num_warps": CONSUMER_WARPS,
+    }
+    return args, constants
+
+
+def grouped_wgrad(
+    x: Tensor,
+    y_RN: Tensor,
+    offsets_e: Tensor,
+    *,
+    row_ids_R: Tensor | None = None,
+    transposed: bool = False,
+    main_grad: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return each expert's sum of outer products x[row(r)] y[r]. No autograd, no host sync.
+
+    Args:
+        x: [R, M] rows in expert order, or [S, M] source rows with `row_ids_R`; bf16 or fp16,
+            contiguous; M a multiple of 8.
+        y_RN: [R, N] rows in expert order, dtype of x, contiguous; N a multiple of 8. Up to 63 rows
+            past an expert's last one are multiplied by 0, so they must be finite: rows past
+            offsets_e[-1] may not be uninitialised, and a NaN or an infinity in one expert's first
+            rows reaches the expert before it too.
+        offsets_e: int32 on the device, running sum of the experts' rows, at most R.
+        row_ids_R: int32, the row of x that each expert row reads.
+        transposed: return [e, N, M] instead of [e, M, N].
+        main_grad: fp32 or bf16, contiguous, of the output's shape: the result is added to it in
+            place, in fp32, without another pass, and it is returned.
+        dtype: of a new result, fp32 or that of x (None).
+        scale: of what is returned or added; multiplies the fp32 sum.
+
+    Returns:
+        [e, M, N] (or transposed), summed in fp32 and rounded once, or `main_grad`. Zero (nothing
+        added) for an expert without rows. Bit-reproducible.
+    """
+    if not has_hopper_kernels(x.device):
+        x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
+        left, right = (y_RN, x_RM) if transposed else (x_RM, y_RN)
+        return put_grad(grouped_mm(left.t(), right, offs=offsets_e), main_grad, dtype, scale)
+    x, y_RN = _aligned(x), _aligned(y_RN)
+    (M, N), e = (x.shape[1], y_RN.shape[1]), offsets_e.shape[0]
+    shape = (e, N, M) if transposed else (e, M, N)
+    add = main_grad is not None
+    out = x.new_empty(shape, dtype=dtype) if main_grad is None else main_grad
+    if not y_RN.shape[0] or not x.shape[0]:
+        return out if add else out.zero_()
+    args, constants = launch_arguments(
+        x, y_RN, row_ids_R, offsets_e, out, transposed=transposed, add=add, scale=scale
+    )
+    with on_device(x):
+        grouped_wgrad_kernel[(num_sms(x.device),)](*args, **constants)
+    return out
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Views that start between two 16-byte lines are copied."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def put_grad(
+    grad: Tensor, main_grad: Tensor | None, dtype: torch.dtype | None, scale: float
+) -> Tensor:
+    """Return what `grouped_wgrad` returns of a gradient that stands in memory: another pass."""
+    if main_grad is not None:
+        return main_grad.add_(grad, alpha=scale)
+    if scale == 1.0 and dtype in (None, grad.dtype):
+        return grad
+    return scaled_cast(grad, dtype or grad.dtype, scale)

@@ -1,0 +1,442 @@
+"""The kernel behind `grouped/wgrad.py`: source rows contiguous or gathered. Hopper only.
+
+Letters: S source rows, R expert rows (capacity), e experts, M columns of x, N columns of y.
+
+    loading warps      fill a ring of stages with blocks of x and y     (_produce*)
+    two warp groups    multiply a tile together, then store it          (_consume)
+
+What they share:
+
+    ring    stages of x and of y, and two barriers each: full when TMA and copies have arrived,
+            empty when both groups have multiplied it
+    tiles   the number of row tiles, of column tiles, and of the tiles of all experts
+"""
+
+from functools import partial
+
+from moecore.kernels.common import (
+    async_load,
+    gl,
+    gluon,
+    halves,
+    hopper,
+    thread_barrier,
+    tma_load,
+    tma_store,
+)
+
+
+@gluon.jit
+def _tile(
+    tile,  # number of the tile
+    num_m,
+    num_n,
+    GROUP_M: gl.constexpr,
+):
+    """Return expert, row tile and column tile: GROUP_M row tiles inside, columns outside."""
+    per_expert = num_m * num_n
+    expert = tile // per_expert
+    inside = tile % per_expert
+    width = GROUP_M * num_n
+    first = inside // width * GROUP_M
+    size = gl.minimum(num_m - first, GROUP_M)
+    inside = inside % width
+    return expert, first + inside % size, inside // size
+
+
+@gluon.jit
+def _range(offsets_ptr, expert):
+    """Return the first row of an expert, and the first after its last."""
+    start = gl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+    return start, gl.load(offsets_ptr + expert)
+
+
+@gluon.jit
+def _produce(
+    x_ptr,  # [S, M]
+    y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
+    row_ids_ptr,  # [R] int32
+    offsets_ptr,  # [e] int32
+    ring,
+    tiles,
+    M,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    M = M // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_M, BLOCK_M // 8], [WARPS, 1], [1, 0]
+    )
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    ids_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    in_step = gl.arange(0, BLOCK_K, row_layout)
+    ids = row_ids_ptr + gl.arange(0, BLOCK_K, ids_layout)
+    id_in_step = gl.arange(0, BLOCK_K, ids_layout)
+    columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    x_smem, y_smem, full, empty = ring
+    num_m, num_n, num_tiles = tiles
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        expert, m, n = _tile(tile, num_m, num_n, GROUP_M)
+        start, end = _range(offsets_ptr, expert)
+        # Row ids are read three steps ahead: a copy cannot start before its address is known.
+        ids0 = gl.load(ids + start, mask=start + id_in_step < end, other=0)
+        row = start + BLOCK_K
+        ids1 = gl.load(ids + row, mask=row + id_in_step < end, other=0)
+        row += BLOCK_K
+        ids2 = gl.load(ids + row, mask=row + id_in_step < end, other=0)
+        for row in range(start, end, BLOCK_K):
+            slot = step % STAGES
+            source = gl.convert_layout(ids0, row_layout).to(gl.int64)
+            ids0 = ids1
+            ids1 = ids2
+            ahead = row + 3 * BLOCK_K
+            ids2 = gl.load(ids + ahead, mask=ahead + id_in_step < end, other=0)
+            x = x_ptr + (source * M)[:, None] + (m * BLOCK_M + columns)[None, :]
+            mask = (row + in_step < end)[:, None] & (m * BLOCK_M + columns < M)[None, :]
+            bar = full.index(slot)
+            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+            hopper.mbarrier.expect(bar, y_desc.block_type.nbytes)
+            tma_load(y_desc, [row, n * BLOCK_N], bar, y_smem.index(slot))
+            async_load(x_smem.index(slot), x, mask)
+            hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def _produce_contiguous(
+    x_desc,  # [R, M] as blocks [BLOCK_K, BLOCK_M]
+    y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
+    offsets_ptr,  # [e] int32
+    ring,
+    tiles,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    x_smem, y_smem, full, empty = ring
+    num_m, num_n, num_tiles = tiles
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        expert, m, n = _tile(tile, num_m, num_n, GROUP_M)
+        start, end = _range(offsets_ptr, expert)
+        for row in range(start, end, BLOCK_K):
+            slot = step % STAGES
+            bar = full.index(slot)
+            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+            hopper.mbarrier.expect(bar, x_desc.block_type.nbytes + y_desc.block_type.nbytes)
+            tma_load(x_desc, [row, m * BLOCK_M], bar, x_smem.index(slot))
+            tma_load(y_desc, [row, n * BLOCK_N], bar, y_smem.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _clear_rows(
+    x,  # [BLOCK_K, BLOCK_M] in shared memory
+    num_rows,
+):
+    """Make the rows from num_rows on 0."""
+    BLOCK_K: gl.constexpr = x.shape[0]
+    LANES: gl.constexpr = x.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    rows = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
+    values = x.load(layout)
+    x.store(gl.where((rows < num_rows)[:, None], values, 0.0).to(values.dtype))
+    hopper.fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _add_to(
+    out_ptr,  # one expert's [rows, num_columns], fp32 or bf16
+    x,  # [*, *] fp32
+    row,
+    column,
+    num_rows,
+    num_columns,
+):
+    """Add a block to global memory, 4 values a thread and access."""
+    THREADS: gl.constexpr = 32 if x.shape[1] >= 128 else x.shape[1] // 4
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
+    )
+    x = gl.convert_layout(x, layout)
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    at = out_ptr + (rows.to(gl.int64) * num_columns)[:, None] + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    old = gl.load(at, mask=mask, other=0.0).to(gl.float32)
+    gl.store(at, (old + x).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _add_tile(
+    out_ptr,
+    total_MN,
+    m,
+    n,
+    M,
+    N,
+    TRANSPOSED: gl.constexpr,
+):
+    """Add a tile to global memory in four parts, so that the staging buffer stays small."""
+    PART: gl.constexpr = total_MN.shape[1] // 4
+    left, right = halves(total_MN)
+    part0, part1 = halves(left)
+    part2, part3 = halves(right)
+    row = m * total_MN.shape[0]
+    column = n * total_MN.shape[1]
+    for i in gl.static_range(4):
+        if i == 0:
+            part = part0
+        elif i == 1:
+            part = part1
+        elif i == 2:
+            part = part2
+        else:
+            part = part3
+        if TRANSPOSED:
+            _add_to(out_ptr, part.permute([1, 0]), column + i * PART, row, N, M)
+        else:
+            _add_to(out_ptr, part, row, column + i * PART, M, N)
+
+
+@gluon.jit
+def _store_tile(
+    out_desc,
+    out_smem,  # [1, rows, columns] of x, or transposed
+    x,
+    expert,
+    m,
+    n,
+    TRANSPOSED: gl.constexpr,
+):
+    """Stage a tile and let TMA store it; m and n count tiles of its size."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    out = x.to(out_desc.dtype)
+    hopper.tma.store_wait(0)  # what was staged before has left
+    thread_barrier()
+    if TRANSPOSED:
+        out_smem.reshape((COLUMNS, ROWS)).permute((1, 0)).store(out)
+    else:
+        out_smem.reshape((ROWS, COLUMNS)).store(out)
+    hopper.fence_async_shared()
+    thread_barrier()
+    if TRANSPOSED:
+        tma_store(out_desc, [expert, n * COLUMNS, m * ROWS], out_smem)
+    else:
+        tma_store(out_desc, [expert, m * ROWS, n * COLUMNS], out_smem)
+
+
+@gluon.jit
+def _consume(
+    offsets_ptr,
+    ring,
+    tiles,
+    out_smem,  # [1, BLOCK_M, BLOCK_N], or transposed; None with ADD
+    out_desc,  # [e, M, N] in such blocks, or transposed; None with ADD
+    out_ptr,
+    M,
+    N,
+    scale,
+    GATHER: gl.constexpr,
+    ADD: gl.constexpr,
+    WIDE: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    x_smem, y_smem, full, empty = ring
+    num_m, num_n, num_tiles = tiles
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        expert, m, n = _tile(tile, num_m, num_n, GROUP_M)
+        start, end = _range(offsets_ptr, expert)
+        total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+        for row in range(start, end, BLOCK_K):
+            slot = step % STAGES
+            hopper.mbarrier.wait(full.index(slot), step // STAGES & 1)
+            if GATHER:
+                hopper.fence_async_shared()  # x came through the generic proxy, wgmma's is another
+            elif row + BLOCK_K > end:
+                _clear_rows(x_smem.index(slot), end - row)
+            x_T = x_smem.index(slot).permute((1, 0))
+            total_MN = hopper.warpgroup_mma(x_T, y_smem.index(slot), total_MN, is_async=True)
+            total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
+            thread_barrier()  # both warp groups have read the stage before this one
+            before = empty.index((step + STAGES - 1) % STAGES)
+            hopper.mbarrier.arrive(before, count=1, pred=row > start)
+            step += 1
+        total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
+        thread_barrier()
+        before = empty.index((step + STAGES - 1) % STAGES)
+        hopper.mbarrier.arrive(before, count=1, pred=end > start)
+        total_MN = total_MN * scale
+        if ADD:
+            expert_out = out_ptr + expert.to(gl.int64) * M * N
+            _add_tile(expert_out, total_MN, m, n, M, N, TRANSPOSED)
+        elif WIDE:
+            left, right = halves(total_MN)
+            _store_tile(out_desc, out_smem, left, expert, m, 2 * n, TRANSPOSED)
+            _store_tile(out_desc, out_smem, right, expert, m, 2 * n + 1, TRANSPOSED)
+        else:
+            _store_tile(out_desc, out_smem, total_MN, expert, m, n, TRANSPOSED)
+    if not ADD:
+        hopper.tma.store_wait(0)
+
+
+@partial(gluon.jit, do_not_specialize=["num_experts"])
+def grouped_wgrad_kernel(
+    x_ptr,  # [S or R, M]
+    x_desc,  # the same as blocks [BLOCK_K, BLOCK_M]
+    y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
+    row_ids_ptr,  # [R] int32; unused without GATHER
+    offsets_ptr,  # [e] int32
+    out_desc,  # [e, M, N] as blocks [1, BLOCK_M, BLOCK_N], or transposed; None with ADD
+    out_ptr,  # the same in plain
+    num_experts,
+    M,
+    N,
+    scale,  # fp32, of every product
+    GATHER: gl.constexpr,
+    ADD: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    PRODUCER_WARPS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Write (or add) every expert's gradient; see `grouped_wgrad`."""
+    dtype: gl.constexpr = y_desc.dtype
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_M], x_desc.layout)
+    y_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], y_desc.layout)
+    WIDE: gl.constexpr = not ADD and out_desc.dtype.primitive_bitwidth == 32
+    if ADD:
+        out_smem: gl.constexpr = None
+    else:
+        out_smem = gl.allocate_shared_memory(
+            out_desc.dtype, out_desc.block_type.shape, out_desc.layout
+        )
+    bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    for i in gl.static_range(STAGES):
+        # One arrival for the TMA, one for each producing thread's copies.
+        hopper.mbarrier.init(full.index(i), count=1 + 32 * PRODUCER_WARPS if GATHER else 1)
+        hopper.mbarrier.init(empty.index(i), count=1)
+    num_m = gl.cdiv(M, BLOCK_M)
+    num_n = gl.cdiv(N, BLOCK_N)
+    num_tiles = num_m * num_n * num_experts
+    ring = (x_smem, y_smem, full, empty)
+    tiles = (num_m, num_n, num_tiles)
+    if GATHER:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        offsets_ptr,
+                        ring,
+                        tiles,
+                        out_smem,
+                        out_desc,
+                        out_ptr,
+                        M,
+                        N,
+                        scale,
+                        GATHER,
+                        ADD,
+                        WIDE,
+                        TRANSPOSED,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        x_ptr,
+                        y_desc,
+                        row_ids_ptr,
+                        offsets_ptr,
+                        ring,
+                        tiles,
+                        M,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                        PRODUCER_WARPS,
+                    ),
+                ),
+            ],
+            [PRODUCER_WARPS],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        offsets_ptr,
+                        ring,
+                        tiles,
+                        out_smem,
+                        out_desc,
+                        out_ptr,
+                        M,
+                        N,
+                        scale,
+                        GATHER,
+                        ADD,
+                        WIDE,
+                        TRANSPOSED,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                    ),
+                ),
+                (
+                    _produce_contiguous,
+                    (
+                        x_desc,
+                        y_desc,
+                        offsets_ptr,
+                        ring,
+                        tiles,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_K,
+                        GROUP_M,
+                        STAGES,
+                    ),
+                ),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )

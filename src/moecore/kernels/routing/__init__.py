@@ -1,0 +1,1 @@
+"""Router logits, scores, choices, weights, counts and balance statistics."""

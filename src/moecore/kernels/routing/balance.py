@@ -1,0 +1,356 @@
+"""Load-balance statistics of the router's logits, of which `balance_loss` makes the losses.
+
+    score_sums[b, e] = sum over the tokens of sequence b of softmax(logits)[e], or, with a score
+                       function of each logit, of score[e] / (sum of the token's scores + 1e-20)
+    z_sum            = sum over all tokens of logsumexp(logits)^2
+
+Tokens that a mask calls padding are in no sum and get no gradient.
+
+Letters: T tokens, B sequences of T / B tokens, E experts.
+
+Bytes moved: 4 T E forward (the logits are read once), 8 T E backward, and T for a mask. About 10
+flops and one or two exponentials per logit, 50 flops for sqrtsoftplus. Sums are made in an order
+that depends on shapes and device alone, without atomics: equal inputs give equal bits.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import (
+    cdiv,
+    next_power_of_2,
+    num_sms,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+    warn_plain,
+)
+from moecore.kernels.ops import Op
+from moecore.kernels.routing.counts import MAX_EXPERTS, check_padding_mask
+from moecore.kernels.routing.scores import check_score_function, scores_ref, sqrtsoftplus
+
+
+def balance_statistics_ref(
+    logits_TE: Tensor,
+    num_sequences: int,
+    score_function: str,
+    padding_mask_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return score_sums_BE and z_sum, in fp32 (fp64 for fp64 logits)."""
+    T, E = logits_TE.shape
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    if padding_mask_T is not None:
+        # On both sides: 0 * NaN would reach the gradient of padding.
+        logits_TE = torch.where(padding_mask_T[:, None], 0, logits_TE)
+    scores_TE, log_sums_T = scores_ref(logits_TE, score_function), logits_TE.logsumexp(-1)
+    if score_function != "softmax":
+        scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+    if padding_mask_T is not None:
+        scores_TE = torch.where(padding_mask_T[:, None], 0, scores_TE)
+        log_sums_T = torch.where(padding_mask_T, 0, log_sums_T)
+    score_sums_BE = scores_TE.view(num_sequences, T // max(num_sequences, 1), E).sum(1)
+    return score_sums_BE, log_sums_T.square().sum()
+
+
+TILE = 4096  # logits that a program holds at a time: 32 per thread with 4 warps
+PROGRAMS_PER_SM = 4
+
+
+@triton.jit
+def _softmax_terms(x, in_cols):
+    """Return softmax [t, e] (0 in masked columns) and logsumexp [t]; masked x is -inf."""
+    top = tl.max(x, axis=1)
+    exps = tl.where(in_cols[None, :], tl.exp(x - top[:, None]), 0.0)
+    total = tl.sum(exps, axis=1)
+    return exps * (1.0 / total)[:, None], top + tl.log(total)
+
+
+@triton.jit
+def _score_terms(x, in_cols, FUNCTION: tl.constexpr):
+    """Return scores of each logit [t, e] (0 in masked columns), their slopes and 1 / sum [t]."""
+    if FUNCTION == "sigmoid":
+        scores = tl.sigmoid(x)
+        slopes = scores * (1.0 - scores)
+    else:
+        scores, slopes = sqrtsoftplus(x)
+    scores = tl.where(in_cols[None, :], scores, 0.0)
+    return scores, slopes, 1.0 / (tl.sum(scores, axis=1) + 1e-20)
+
+
+@triton.jit
+def _real_rows(
+    padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
+    first,  # int64, first row of the sequence
+    rows,  # int32 [t], in the sequence
+    num_rows,
+):
+    """Return bool [t]: which rows exist and are no padding."""
+    real = rows < num_rows
+    if padding is not None:
+        real = real & (tl.load(padding + first + rows, mask=real, other=1) == 0)
+    return real
+
+
+@partial(triton.jit, do_not_specialize=["num_rows", "num_parts"])
+def balance_statistics_fwd_kernel(
+    logits,  # fp32 [B * num_rows, E]
+    padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
+    score_parts,  # fp32 [B * num_parts, E], written
+    z_parts,  # fp32 [B * num_parts], written
+    num_rows,  # tokens of one sequence
+    num_parts,  # programs of one sequence; part p takes tiles p, p + num_parts, ...
+    E: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Sum every num_parts-th tile of one sequence."""
+    program = tl.program_id(0)
+    sequence = program // num_parts
+    cols = tl.arange(0, BLOCK_E)
+    in_cols = cols < E
+    first = sequence.to(tl.int64) * num_rows
+    base = logits + first * E
+    score_sums = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    z_sums = tl.zeros([BLOCK_T], tl.float32)
+    for tile in range(program % num_parts, tl.cdiv(num_rows, BLOCK_T), num_parts):
+        rows = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+        in_rows = _real_rows(padding, first, rows, num_rows)
+        inside = in_rows[:, None] & in_cols[None, :]
+        addresses = base + rows.to(tl.int64)[:, None] * E + cols[None, :]
+        x = tl.load(addresses, mask=inside, other=-float("inf"))
+        x = tl.where(in_rows[:, None], x, 0.0)  # other rows: finite, then dropped
+        scores, log_sum = _softmax_terms(x, in_cols)
+        if FUNCTION != "softmax":
+            scores, _, normalizer = _score_terms(x, in_cols, FUNCTION)
+            scores = scores * normalizer[:, None]
+        score_sums += tl.where(in_rows[:, None], scores, 0.0)
+        z_sums += tl.where(in_rows, log_sum * log_sum, 0.0)
+    out = score_parts + program.to(tl.int64) * E + cols
+    tl.store(out, tl.sum(score_sums, axis=0), mask=in_cols)
+    tl.store(z_parts + program, tl.sum(z_sums, axis=0))
+
+
+@partial(triton.jit, do_not_specialize=["num_parts", "num_all_parts"])
+def balance_statistics_fwd_reduce_kernel(
+    score_parts,  # fp32 [B * num_parts, E]
+    z_parts,  # fp32 [num_all_parts]
+    score_sums,  # fp32 [B, E], written
+    z_sum,  # fp32 [], written
+    num_parts,  # of one sequence
+    num_all_parts,  # B * num_parts
+    E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Sum the parts in a fixed order: a block of columns of one sequence, or z."""
+    program = tl.program_id(0)
+    if program == tl.num_programs(0) - 1:  # the last program has z
+        z_sums = tl.zeros([BLOCK_P], tl.float32)
+        for start in range(0, num_all_parts, BLOCK_P):
+            parts = start + tl.arange(0, BLOCK_P)
+            z_sums += tl.load(z_parts + parts, mask=parts < num_all_parts, other=0.0)
+        tl.store(z_sum, tl.sum(z_sums, axis=0))
+    else:
+        sequence = (program // tl.cdiv(E, BLOCK_E)).to(tl.int64)
+        cols = (program % tl.cdiv(E, BLOCK_E)) * BLOCK_E + tl.arange(0, BLOCK_E)
+        sums = tl.zeros([BLOCK_P, BLOCK_E], tl.float32)
+        for start in range(0, num_parts, BLOCK_P):
+            parts = start + tl.arange(0, BLOCK_P)
+            inside = (parts < num_parts)[:, None] & (cols < E)[None, :]
+            addresses = (sequence * num_parts + parts)[:, None] * E + cols[None, :]
+            sums += tl.load(score_parts + addresses, mask=inside, other=0.0)
+        tl.store(score_sums + sequence * E + cols, tl.sum(sums, axis=0), mask=cols < E)
+
+
+@partial(triton.jit, do_not_specialize=["num_rows", "num_tiles"])
+def balance_statistics_bwd_kernel(
+    logits,  # fp32 [B * num_rows, E]
+    padding,  # uint8 [B * num_rows], 1 = padding; None = there is none
+    dscore_sums,  # fp32 [B, E]
+    dz_sum,  # fp32 []
+    dlogits,  # fp32 [B * num_rows, E], written
+    num_rows,  # tokens of one sequence
+    num_tiles,  # programs of one sequence
+    E: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The gradient of one tile of logits, 0 for padding."""
+    sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
+    cols = tl.arange(0, BLOCK_E)
+    in_cols = cols < E
+    rows = (tl.program_id(0) % num_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_rows = _real_rows(padding, sequence * num_rows, rows, num_rows)
+    inside = in_rows[:, None] & in_cols[None, :]
+    addresses = (sequence * num_rows + rows)[:, None] * E + cols[None, :]
+    dscores = tl.load(dscore_sums + sequence * E + cols, mask=in_cols, other=0.0)[None, :]
+    dz = tl.load(dz_sum)
+    x = tl.load(logits + addresses, mask=inside, other=-float("inf"))
+    x = tl.where(in_rows[:, None], x, 0.0)
+    softmax, log_sum = _softmax_terms(x, in_cols)
+    dx = softmax * (2.0 * dz * log_sum)[:, None]
+    if FUNCTION != "softmax":
+        scores, slopes, normalizer = _score_terms(x, in_cols, FUNCTION)
+        mean = tl.sum(scores * dscores, axis=1) * normalizer
+        dx += (dscores - mean[:, None]) * normalizer[:, None] * slopes
+    else:
+        dx += softmax * (dscores - tl.sum(softmax * dscores, axis=1)[:, None])
+    if padding is not None:
+        dx = tl.where(in_rows[:, None], dx, 0.0)
+        inside = (rows < num_rows)[:, None] & in_cols[None, :]
+    tl.store(dlogits + addresses, dx, mask=inside)
+
+
+def _bytes(mask_T: Tensor | None) -> Tensor | None:
+    return None if mask_T is None else mask_T.contiguous().view(torch.uint8)
+
+
+def _tile(num_experts: int) -> tuple[int, int]:
+    """Return BLOCK_T and BLOCK_E of a tile of logits."""
+    block_e = next_power_of_2(num_experts)
+    return max(1, min(256, TILE // block_e)), block_e
+
+
+def _statistics(
+    logits_TE: Tensor, padding_mask_T: Tensor | None, num_sequences: int, score_function: str
+) -> tuple[Tensor, Tensor]:
+    (T, E), B = logits_TE.shape, num_sequences
+    if not T:
+        return logits_TE.new_zeros(B, E), logits_TE.new_zeros(())
+    logits_TE, num_rows = logits_TE.contiguous(), T // B
+    block_t, block_e = _tile(E)
+    num_parts = max(1, PROGRAMS_PER_SM * num_sms(logits_TE.device) // B)
+    num_parts = min(num_parts, cdiv(num_rows, block_t))
+    score_parts = logits_TE.new_empty(B * num_parts, E)
+    z_parts = logits_TE.new_empty(B * num_parts)
+    score_sums_BE, z_sum = logits_TE.new_empty(B, E), logits_TE.new_empty(())
+    with on_device(logits_TE):
+        balance_statistics_fwd_kernel[(B * num_parts,)](
+            logits_TE,
+            _bytes(padding_mask_T),
+            score_parts,
+            z_parts,
+            num_rows,
+            num_parts,
+            E=E,
+            FUNCTION=score_function,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+        )
+        block_e = min(block_e, 16)
+        balance_statistics_fwd_reduce_kernel[(B * cdiv(E, block_e) + 1,)](
+            score_parts,
+            z_parts,
+            score_sums_BE,
+            z_sum,
+            num_parts,
+            B * num_parts,
+            E=E,
+            BLOCK_P=256,
+            BLOCK_E=block_e,
+        )
+    return score_sums_BE, z_sum
+
+
+def _statistics_fake(logits_TE, padding_mask_T, num_sequences, score_function):
+    return logits_TE.new_empty(num_sequences, logits_TE.shape[1]), logits_TE.new_empty(())
+
+
+def _statistics_bwd(
+    logits_TE: Tensor,
+    padding_mask_T: Tensor | None,
+    dscore_sums_BE: Tensor,
+    dz_sum: Tensor,
+    score_function: str,
+) -> Tensor:
+    (T, E), B = logits_TE.shape, dscore_sums_BE.shape[0]
+    logits_TE = logits_TE.contiguous()
+    dlogits_TE = torch.empty_like(logits_TE)
+    if not T:
+        return dlogits_TE
+    block_t, block_e = _tile(E)
+    num_tiles = cdiv(T // B, block_t)
+    with on_device(logits_TE):
+        balance_statistics_bwd_kernel[(B * num_tiles,)](
+            logits_TE,
+            _bytes(padding_mask_T),
+            dscore_sums_BE.contiguous(),
+            dz_sum.contiguous(),
+            dlogits_TE,
+            T // B,
+            num_tiles,
+            E=E,
+            FUNCTION=score_function,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+        )
+    return dlogits_TE
+
+
+def _statistics_bwd_fake(logits_TE, padding_mask_T, dscore_sums_BE, dz_sum, score_function):
+    return logits_TE.new_empty(logits_TE.shape)
+
+
+_balance_statistics_bwd = Op("balance_statistics_bwd", _statistics_bwd, _statistics_bwd_fake)
+
+
+def _save_statistics(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.score_function = inputs[3]
+
+
+def _statistics_backward(ctx: Any, dscore_sums_BE: Tensor, dz_sum: Tensor) -> tuple:
+    if not ctx.needs_input_grad[0]:
+        return (None,) * 4
+    grads = (dscore_sums_BE, dz_sum)
+    dlogits_TE = _balance_statistics_bwd(*ctx.saved_tensors, *grads, ctx.score_function)
+    return dlogits_TE, None, None, None
+
+
+_balance_statistics = Op(
+    "balance_statistics",
+    _statistics,
+    _statistics_fake,
+    setup_context=_save_statistics,
+    backward=_statistics_backward,
+)
+
+
+def balance_statistics(
+    logits_TE: Tensor,
+    num_sequences: int,
+    score_function: str,
+    padding_mask_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the sums over tokens of which the balance losses and the z-loss are made.
+
+    Differentiable in the logits. Two kernels forward, one backward; saves the logits and the mask.
+
+    Args:
+        logits_TE: [T, E] fp32, or fp64, which the reference computes on every device.
+        num_sequences: B, a divisor of T; sequences are consecutive tokens of equal number.
+        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", whose scores are divided by
+            their sum.
+        padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
+            logits, NaN included. None = no padding.
+
+    Returns:
+        score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of
+        logsumexp(logits)^2, both in the dtype of the logits.
+
+    Raises:
+        ValueError: for an unknown score function, or a mask that is not bool [T].
+    """
+    check_score_function("score_function", score_function)
+    check_padding_mask(padding_mask_T, logits_TE.shape[0])
+    is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS
+    if use_kernel(logits_TE) and is_small:
+        return _balance_statistics(logits_TE, padding_mask_T, num_sequences, score_function)
+    warn_plain(logits_TE, f"balance statistics of {logits_TE.shape[1]} experts {logits_TE.dtype}")
+    return balance_statistics_ref(logits_TE, num_sequences, score_function, padding_mask_T)

@@ -1,0 +1,294 @@
+"""The auxiliary losses of load balance, made of the statistics of the logits and the counts.
+
+Letters: T tokens, B sequences, E experts, K choices per token, X = E + 1 columns (counts of the
+experts, then the number of tokens).
+
+One program each way reads [B, E] a few times and little else. Sums are made in an order that
+depends on shapes alone: equal inputs give equal bits.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import next_power_of_2, on_device, tl, triton, use_kernel, warn_plain
+from moecore.kernels.ops import Op
+from moecore.kernels.routing.counts import MAX_EXPERTS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceLossOptions:
+    """Factors of the losses.
+
+    Attributes:
+        top_k: choices per token.
+        micro_batch_coef: on the loss with counts over all sequences.
+        sequence_coef: on the mean over sequences with tokens of the loss with counts of each.
+        global_batch_coef: on the loss with the global counts.
+        z_loss_coef: on the mean over tokens of logsumexp(logits)^2.
+    """
+
+    top_k: int
+    micro_batch_coef: float = 0.0
+    sequence_coef: float = 0.0
+    global_batch_coef: float = 0.0
+    z_loss_coef: float = 0.0
+
+    def factors(self, num_experts: int) -> list[float]:
+        """Return the four coefficients with the constants of their formula folded in."""
+        E, K = num_experts, self.top_k
+        return [
+            self.micro_batch_coef * E / K,
+            self.sequence_coef * E / K,
+            self.global_batch_coef * E,
+            self.z_loss_coef,
+        ]
+
+
+def balance_loss_ref(
+    score_sums_BE: Tensor,
+    z_sum: Tensor,
+    counts_BX: Tensor,
+    options: BalanceLossOptions,
+    *,
+    global_counts_E: Tensor | None = None,
+) -> Tensor:
+    """Return the four losses in the dtype of the sums."""
+    E = score_sums_BE.shape[1]
+    counts_BE, tokens_B1 = counts_BX[:, :E].to(z_sum.dtype), counts_BX[:, E:].clamp(min=1)
+    tokens = counts_BX[:, E].sum().clamp(min=1)
+    mean_scores_E = score_sums_BE.sum(0) / tokens
+    micro_batch = (counts_BE.sum(0) / tokens * mean_scores_E).sum()
+    sequences = (counts_BX[:, E] > 0).sum().clamp(min=1)
+    sequence = (counts_BE / tokens_B1 * (score_sums_BE / tokens_B1)).sum() / sequences
+    global_batch = torch.zeros_like(micro_batch)
+    if global_counts_E is not None:
+        share_E = global_counts_E.to(z_sum.dtype) / global_counts_E.sum().clamp(min=1)
+        global_batch = (share_E * mean_scores_E).sum()
+    parts = (micro_batch, sequence, global_batch, z_sum / tokens)
+    return torch.stack([f * p for f, p in zip(options.factors(E), parts, strict=True)])
+
+
+LOSS_TILE = 4096
+
+
+@triton.jit
+def _at_least_one(count):
+    """Return max(count, 1) as fp32."""
+    return tl.maximum(count, 1).to(tl.float32)
+
+
+@partial(triton.jit, do_not_specialize=["num_sequences"])
+def balance_loss_fwd_kernel(
+    score_sums,  # fp32 [B, E]
+    z_sum,  # fp32 []
+    counts,  # int64 [B, E + 1], the tokens last
+    global_counts,  # int64 [E] or None
+    losses,  # fp32 [4], written
+    num_sequences,  # B
+    micro_batch_factor,
+    sequence_factor,
+    global_batch_factor,
+    z_factor,
+    E: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """All four losses, in one program."""
+    cols = tl.arange(0, BLOCK_E)
+    in_cols = cols < E
+    scores_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
+    counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
+    products_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
+    tokens_B = tl.zeros([BLOCK_B], tl.int64)
+    sequences_B = tl.zeros([BLOCK_B], tl.int32)  # those with a token
+    for start in range(0, num_sequences, BLOCK_B):
+        rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
+        in_rows = rows < num_sequences
+        inside = in_rows[:, None] & in_cols[None, :]
+        s = tl.load(score_sums + rows[:, None] * E + cols[None, :], mask=inside, other=0.0)
+        n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
+        t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
+        n = n.to(tl.float32)
+        t1 = _at_least_one(t)[:, None]
+        scores_BE += s
+        counts_BE += n
+        products_BE += (n / t1) * (s / t1)
+        tokens_B += t
+        sequences_B += (t > 0).to(tl.int32)
+    total = _at_least_one(tl.sum(tokens_B, axis=0))
+    mean_scores = tl.sum(scores_BE, axis=0) / total
+    micro_batch = tl.sum(tl.sum(counts_BE, axis=0) / total * mean_scores, axis=0)
+    sequence = tl.sum(tl.sum(products_BE, axis=0), axis=0)
+    sequence /= _at_least_one(tl.sum(sequences_B, axis=0))
+    global_batch = 0.0
+    if global_counts is not None:
+        found = tl.load(global_counts + cols, mask=in_cols, other=0)
+        share = found.to(tl.float32) / _at_least_one(tl.sum(found, axis=0))
+        global_batch = tl.sum(share * mean_scores, axis=0)
+    tl.store(losses, micro_batch_factor * micro_batch)
+    tl.store(losses + 1, sequence_factor * sequence)
+    tl.store(losses + 2, global_batch_factor * global_batch)
+    tl.store(losses + 3, z_factor * (tl.load(z_sum) / total))
+
+
+@partial(triton.jit, do_not_specialize=["num_sequences"])
+def balance_loss_bwd_kernel(
+    dlosses,  # fp32 [4]
+    counts,  # int64 [B, E + 1], the tokens last
+    global_counts,  # int64 [E] or None
+    dscore_sums,  # fp32 [B, E], written
+    dz_sum,  # fp32 [], written
+    num_sequences,  # B
+    micro_batch_factor,
+    sequence_factor,
+    global_batch_factor,
+    z_factor,
+    E: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The gradients of the sums, in one program."""
+    cols = tl.arange(0, BLOCK_E)
+    in_cols = cols < E
+    counts_BE = tl.zeros([BLOCK_B, BLOCK_E], tl.float32)
+    tokens_B = tl.zeros([BLOCK_B], tl.int64)
+    sequences_B = tl.zeros([BLOCK_B], tl.int32)  # those with a token
+    for start in range(0, num_sequences, BLOCK_B):
+        rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
+        in_rows = rows < num_sequences
+        inside = in_rows[:, None] & in_cols[None, :]
+        n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
+        counts_BE += n.to(tl.float32)
+        t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
+        tokens_B += t
+        sequences_B += (t > 0).to(tl.int32)
+    total = _at_least_one(tl.sum(tokens_B, axis=0))
+    dmean_scores = tl.sum(counts_BE, axis=0) / total * (micro_batch_factor * tl.load(dlosses))
+    if global_counts is not None:
+        found = tl.load(global_counts + cols, mask=in_cols, other=0)
+        share = found.to(tl.float32) / _at_least_one(tl.sum(found, axis=0))
+        dmean_scores += share * (global_batch_factor * tl.load(dlosses + 2))
+    dscores = (dmean_scores / total)[None, :]
+    dsequence = sequence_factor * tl.load(dlosses + 1) / _at_least_one(tl.sum(sequences_B, axis=0))
+    for start in range(0, num_sequences, BLOCK_B):
+        rows = (start + tl.arange(0, BLOCK_B)).to(tl.int64)
+        in_rows = rows < num_sequences
+        inside = in_rows[:, None] & in_cols[None, :]
+        n = tl.load(counts + rows[:, None] * (E + 1) + cols[None, :], mask=inside, other=0)
+        t = tl.load(counts + rows * (E + 1) + E, mask=in_rows, other=0)
+        t1 = _at_least_one(t)[:, None]
+        ds = dscores + dsequence * (n.to(tl.float32) / t1) / t1
+        tl.store(dscore_sums + rows[:, None] * E + cols[None, :], ds, mask=inside)
+    tl.store(dz_sum, z_factor * tl.load(dlosses + 3) / total)
+
+
+def _loss_launch(num_sequences: int, num_experts: int) -> dict[str, int]:
+    """Return the launch arguments that forward and backward share; one program does it all."""
+    block_e = next_power_of_2(num_experts)
+    block_b = min(next_power_of_2(num_sequences), LOSS_TILE // block_e)
+    return {"E": num_experts, "BLOCK_B": block_b, "BLOCK_E": block_e, "num_warps": 8}
+
+
+def _loss(
+    score_sums_BE: Tensor,
+    z_sum: Tensor,
+    counts_BX: Tensor,
+    global_counts_E: Tensor | None,
+    factors: list[float],
+) -> Tensor:
+    B, E = score_sums_BE.shape
+    if not B:
+        return z_sum.new_zeros(4)
+    losses = z_sum.new_empty(4)
+    scores, counts = score_sums_BE.contiguous(), counts_BX.contiguous()
+    with on_device(losses):
+        balance_loss_fwd_kernel[(1,)](
+            scores, z_sum, counts, global_counts_E, losses, B, *factors, **_loss_launch(B, E)
+        )
+    return losses
+
+
+def _loss_fake(score_sums_BE, z_sum, counts_BX, global_counts_E, factors):
+    return z_sum.new_empty(4)
+
+
+def _loss_bwd(
+    dlosses: Tensor, counts_BX: Tensor, global_counts_E: Tensor | None, factors: list[float]
+) -> tuple[Tensor, Tensor]:
+    B, E = counts_BX.shape[0], counts_BX.shape[1] - 1
+    if not B:
+        return dlosses.new_zeros(0, E), dlosses.new_zeros(())
+    dscores, dz = dlosses.new_empty(B, E), dlosses.new_empty(())
+    dlosses, counts = dlosses.contiguous(), counts_BX.contiguous()
+    with on_device(dlosses):
+        balance_loss_bwd_kernel[(1,)](
+            dlosses, counts, global_counts_E, dscores, dz, B, *factors, **_loss_launch(B, E)
+        )
+    return dscores, dz
+
+
+def _loss_bwd_fake(dlosses, counts_BX, global_counts_E, factors):
+    return dlosses.new_empty(counts_BX.shape[0], counts_BX.shape[1] - 1), dlosses.new_empty(())
+
+
+_balance_loss_bwd = Op("balance_loss_bwd", _loss_bwd, _loss_bwd_fake)
+
+
+def _save_loss(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.save_for_backward(*inputs[2:4])
+    ctx.factors = inputs[4]
+
+
+def _loss_backward(ctx: Any, dlosses: Tensor) -> tuple:
+    dscores, dz = _balance_loss_bwd(dlosses, *ctx.saved_tensors, ctx.factors)
+    needs_scores, needs_z = ctx.needs_input_grad[:2]
+    return dscores if needs_scores else None, dz if needs_z else None, None, None, None
+
+
+_balance_loss = Op(
+    "balance_loss", _loss, _loss_fake, setup_context=_save_loss, backward=_loss_backward
+)
+
+
+def balance_loss(
+    score_sums_BE: Tensor,
+    z_sum: Tensor,
+    counts_BX: Tensor,
+    options: BalanceLossOptions,
+    *,
+    global_counts_E: Tensor | None = None,
+) -> Tensor:
+    """Return fp32 [4]: the losses "micro_batch", "sequence", "global_batch" and "z".
+
+    With n the counts, t the tokens and s the score sums of a sequence, N, T and S their sums over
+    sequences, and g the global counts, these are the coefficients times
+
+        E * sum_e(N/(T*K) * S/T)
+        the mean over sequences with tokens of E * sum_e(n/(t*K) * s/t)
+        E * sum_e(g/sum(g) * S/T)
+        z_sum/T
+
+    where divisors of 0 become 1. Counts that cover the tokens of more ranks than the sums give this
+    rank's part of the loss. Differentiable in both sums, one kernel each way.
+
+    Args:
+        score_sums_BE: [B, E] fp32 or fp64, from `balance_statistics`.
+        z_sum: 0-dim, same dtype.
+        counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
+        options: the coefficients and K.
+        global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).
+    """
+    E = score_sums_BE.shape[1]
+    is_small = score_sums_BE.dtype == torch.float32 and E <= MAX_EXPERTS
+    if use_kernel(score_sums_BE) and is_small:
+        factors = options.factors(E)
+        return _balance_loss(score_sums_BE, z_sum, counts_BX, global_counts_E, factors)
+    warn_plain(score_sums_BE, f"balance losses of {E} experts in {score_sums_BE.dtype}")
+    losses = balance_loss_ref(
+        score_sums_BE, z_sum, counts_BX, options, global_counts_E=global_counts_E
+    )
+    return losses.float()

@@ -1,0 +1,217 @@
+"""Histograms of the bias with which an expert would be chosen, and the bias that evens out loads.
+
+    margin[t, e] = cutoff[t] - score[t, e]      cutoff[t] = the (K + 1)-th best score + bias of t
+    histogram[e, bin(margin[t, e])] += 1        for every token that is no padding
+    even_bias[e] = the K / E quantile of what histogram[e] counted
+
+Scores lie in [0, 1], so margins lie within 1 of the least and the greatest bias; the bins divide
+that range. Integer atomics: the same counts in every run, where scores have the same bits.
+
+Letters: L layers, T tokens, E experts, K choices, X bins. One launch reads the logits, 4 * T * E
+bytes, and adds T * E times in the second-level cache; the reference makes about ten passes over
+[T, E]. The quantiles of any number of layers are one launch, which reads each histogram once.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.routing.scores import row_scores, scores_ref
+
+NUM_BINS = 1000
+TILE = 1024  # logits of one warp, which holds whole rows
+
+
+def margin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower end of the first bin and the width of one, fp64 [..., 1] for [..., E]."""
+    low, high = (f(dim=-1, keepdim=True).double() for f in (bias_E.amin, bias_E.amax))
+    return low - 1, (high + 2 - low) / NUM_BINS
+
+
+def add_margins_ref(
+    histogram_EX: Tensor,
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    score_function: str,
+    padding_mask_T: Tensor | None,
+) -> None:
+    """Do what `add_margins_` does, in plain PyTorch."""
+    E, X = histogram_EX.shape
+    low, width = (edge.float() for edge in margin_range(bias_E))
+    scores_TE = scores_ref(logits_TE, score_function)
+    cutoff_T1 = (scores_TE + bias_E).topk(top_k + 1, dim=-1).values[:, -1:]
+    # A NaN would become an address; it lands in bin 0, of a step that will be skipped.
+    bins_TE = ((cutoff_T1 - scores_TE - low) / width).nan_to_num(0.0).clamp(0, X - 1).long()
+    bins_TE = bins_TE + torch.arange(E, device=bins_TE.device) * X
+    counted_TE = torch.ones_like(bins_TE)
+    if padding_mask_T is not None:
+        counted_TE = counted_TE.masked_fill(padding_mask_T[:, None], 0)
+    histogram_EX.view(-1).scatter_add_(0, bins_TE.flatten(), counted_TE.flatten())
+
+
+def even_bias_ref(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
+    """Return what `even_bias` returns, in plain PyTorch."""
+    E, X = histogram_EX.shape[-2:]
+    low_1, width_1 = margin_range(bias_E)
+    below_EX = histogram_EX.cumsum(-1)
+    total_E1 = below_EX[..., -1:]
+    wanted_E1 = total_E1.double() * top_k / E
+    bin_E1 = torch.searchsorted(below_EX.double(), wanted_E1).clamp(max=X - 1)
+    inside_E1 = histogram_EX.gather(-1, bin_E1)
+    before_E1 = below_EX.gather(-1, bin_E1) - inside_E1
+    place_E1 = bin_E1 + (wanted_E1 - before_E1) / inside_E1.clamp(min=1)
+    solved_E = (low_1 + width_1 * place_E1[..., 0]).float()
+    return torch.where(total_E1[..., 0] > 0, solved_E, bias_E)
+
+
+# `partial` because jit with options, as a decorator, needs Triton to be installed.
+@partial(triton.jit, do_not_specialize=["num_tokens"])
+def _add_margins_kernel(
+    logits_ptr,  # [T, E] fp32
+    bias_ptr,  # [E] fp32
+    padding_ptr,  # [T] bool, or None
+    histogram_ptr,  # [E, X] int64, added to
+    num_tokens,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    X: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    BT: tl.constexpr,
+    EP: tl.constexpr,  # E up to a power of two
+):
+    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    columns = tl.arange(0, EP)[None, :]
+    here = rows < num_tokens
+    real = columns < E
+    logits = tl.load(logits_ptr + rows * E + columns, mask=here & real, other=float("-inf"))
+    scores, _, _ = row_scores(tl.where(here, logits, 0.0), FUNCTION)
+    bias = tl.load(bias_ptr + columns, mask=real, other=0.0)
+    low = tl.min(tl.where(real, bias, float("inf")), axis=1, keep_dims=True).to(tl.float64)
+    high = tl.max(tl.where(real, bias, float("-inf")), axis=1, keep_dims=True).to(tl.float64)
+    width = ((high + 2.0 - low) / X).to(tl.float32)
+    low = (low - 1.0).to(tl.float32)
+
+    biased = tl.where(real, scores + bias, float("-inf"))
+    for _ in range(K):  # one of the best goes, whichever
+        best = tl.max(biased, axis=1, keep_dims=True)
+        column = tl.min(tl.where(biased == best, columns, EP), axis=1, keep_dims=True)
+        biased = tl.where(columns == column, float("-inf"), biased)
+    cutoff = tl.max(biased, axis=1, keep_dims=True)
+    place = tl.div_rn(cutoff - scores - low, tl.broadcast_to(width, [BT, EP]))
+    place = tl.where(place == place, place, 0.0)  # a NaN would become an address
+    bins = tl.minimum(tl.maximum(place, 0.0), X - 1.0).to(tl.int64)
+    counted = here & real
+    if padding_ptr is not None:
+        counted = counted & (tl.load(padding_ptr + rows, mask=here, other=1).to(tl.int32) == 0)
+    ones = tl.full([BT, EP], 1, dtype=tl.int64)
+    tl.atomic_add(histogram_ptr + columns * X + bins, ones, mask=counted, sem="relaxed")
+
+
+def add_margins_(
+    histogram_EX: Tensor,
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    score_function: str,
+    padding_mask_T: Tensor | None = None,
+) -> None:
+    """Add the margins of some tokens to their experts' histograms, in place. No host sync.
+
+    A margin that is NaN counts in bin 0.
+
+    Args:
+        histogram_EX: int64, contiguous.
+        logits_TE: fp32, of the router.
+        bias_E: fp32, the bias with which these tokens chose.
+        top_k: K, less than E.
+        score_function: one of `SCORE_FUNCTIONS` whose scores lie in [0, 1].
+        padding_mask_T: bool, True = not counted; None = no padding.
+    """
+    if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
+        add_margins_ref(histogram_EX, logits_TE, bias_E, top_k, score_function, padding_mask_T)
+        return
+    T, E = logits_TE.shape
+    EP = next_power_of_2(E)
+    BT = max(1, TILE // EP)
+    if T:
+        with on_device(logits_TE):
+            _add_margins_kernel[(cdiv(T, BT),)](
+                logits_TE.contiguous(),
+                bias_E.contiguous(),
+                None if padding_mask_T is None else padding_mask_T.contiguous(),
+                histogram_EX,
+                T,
+                E=E,
+                K=top_k,
+                X=histogram_EX.shape[1],
+                FUNCTION=score_function,
+                BT=BT,
+                EP=EP,
+                enable_fp_fusion=False,  # scores with the bits of `route`
+                num_warps=max(1, EP // TILE),
+            )
+
+
+@triton.jit
+def _even_bias_kernel(
+    histogram_ptr,  # [L, E, X] int64
+    bias_ptr,  # [L, E] fp32
+    out_ptr,  # [L, E] fp32, out
+    E: tl.constexpr,
+    K: tl.constexpr,
+    X: tl.constexpr,
+    XP: tl.constexpr,  # X up to a power of two
+    EP: tl.constexpr,  # E up to a power of two
+):
+    row = tl.program_id(0).to(tl.int64)  # of [L * E]
+    bins, columns = tl.arange(0, XP), tl.arange(0, EP)
+    counts = tl.load(histogram_ptr + row * X + bins, mask=bins < X, other=0)
+    below = tl.cumsum(counts, axis=0)
+    total = tl.sum(counts, axis=0)
+    wanted = total.to(tl.float64) * K / E
+    place = tl.minimum(tl.sum((below.to(tl.float64) < wanted).to(tl.int32), axis=0), X - 1)
+    inside = tl.sum(tl.where(bins == place, counts, 0), axis=0)
+    before = tl.sum(tl.where(bins < place, counts, 0), axis=0)
+    share = (wanted - before.to(tl.float64)) / tl.maximum(inside, 1).to(tl.float64)
+
+    real = columns < E
+    bias = tl.load(bias_ptr + row // E * E + columns, mask=real, other=0.0)
+    low = tl.min(tl.where(real, bias, float("inf")), axis=0).to(tl.float64)
+    high = tl.max(tl.where(real, bias, float("-inf")), axis=0).to(tl.float64)
+    width = (high + 2.0 - low) / X
+    solved = (low - 1.0 + width * (place.to(tl.float64) + share)).to(tl.float32)
+    tl.store(out_ptr + row, tl.where(total > 0, solved, tl.load(bias_ptr + row)))
+
+
+def even_bias(histogram_EX: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
+    """Return fp32 like bias_E: with it every expert gets K / E of the tokens that were counted.
+
+    Not exactly: who else is chosen moves too, and a quantile is as fine as its bin, within which
+    it is interpolated. The old bias where nothing was counted. No host sync.
+
+    Args:
+        histogram_EX: int64 [..., E, X], counts of margins.
+        bias_E: fp32 [..., E], the bias under which they were counted.
+        top_k: K, less than E.
+    """
+    if not use_kernel(bias_E):
+        return even_bias_ref(histogram_EX, bias_E, top_k)
+    E, X = histogram_EX.shape[-2:]
+    out_E = torch.empty_like(bias_E, memory_format=torch.contiguous_format)
+    if bias_E.numel():
+        with on_device(bias_E):
+            _even_bias_kernel[(bias_E.numel(),)](
+                histogram_EX.contiguous(),
+                bias_E.contiguous(),
+                out_E,
+                E=E,
+                K=top_k,
+                X=X,
+                XP=next_power_of_2(X),
+                EP=next_power_of_2(E),
+                enable_fp_fusion=False,  # the bits of the reference
+            )
+    return out_E

@@ -1,0 +1,1 @@
+"""Rows of tokens: gather, sum, index, activation, packed FP8."""

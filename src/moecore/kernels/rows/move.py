@@ -1,0 +1,329 @@
+"""Moves rows between source order and expert order: a gather and its adjoint, a sum.
+
+    gather_rows: out[r] = x[row_ids[r]]                        the gradient of sum_rows
+    sum_rows:    out[s] = sum over k of y[slots[s, k]]         the gradient of gather_rows
+
+Both directions of one index are given (`index.py` makes them): row_ids[slots[s, k]] == s.
+So the sum needs no atomics and the gather reads each source row once.
+
+Letters: S source rows, K choices per source row, R expert rows, D columns.
+
+Bytes moved, with b bytes per element and U <= S * K slots in use: gather reads S * D * b and
+writes R * D * b; sum reads U * D * b and writes S * D * b. Both read the index, 4 * (R + 2 * S * K)
+bytes at most.
+
+Any K works. Expert choice gives K = E columns, of which a source row uses few: every column is
+still looked at, one index load each in both kernels, and the fill reads 4 * R * K bytes more. The
+references make K passes over [S, D] for a sum.
+"""
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import (
+    all_used,
+    cdiv,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+)
+from moecore.kernels.ops import Op
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FILL_ROWS = 32  # expert rows that one program checks for being named by no slot
+FILL_CHOICES = 32  # slots of each of them that it holds at a time
+
+
+def gather_rows_ref(
+    x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
+) -> Tensor:
+    """Return x_SD[row_ids_R], zero from row `num_rows` on."""
+    if not x_SD.shape[0]:  # the empty sum keeps the graph connected
+        return x_SD.new_zeros(row_ids_R.shape[0], x_SD.shape[1]) + x_SD.sum(0)
+    x_RD = x_SD.index_select(0, row_ids_R)
+    if num_rows is None or all_used(num_rows, x_RD.shape[0]):
+        return x_RD
+    used_R = torch.arange(row_ids_R.shape[0], device=x_SD.device) < num_rows
+    return torch.where(used_R[:, None], x_RD, 0)
+
+
+def sum_rows_ref(
+    y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
+) -> Tensor:
+    """Return the sum of the rows that each source row's slots name, in order of k."""
+    dtype = torch.promote_types(y_RD.dtype, torch.float32)
+    out_SD = y_RD.new_zeros(slots_SK.shape[0], y_RD.shape[1], dtype=dtype)
+    if not y_RD.shape[0]:
+        return (out_SD + y_RD.sum(0)).to(y_RD.dtype)
+    for slots_S in slots_SK.unbind(1):
+        y_SD = y_RD.index_select(0, slots_S.clamp(min=0))
+        out_SD = out_SD + torch.where(slots_S[:, None] >= 0, y_SD, 0)
+    return out_SD.to(y_RD.dtype)
+
+
+@cache
+def column_block(num_columns: int, itemsize: int) -> dict[str, int]:
+    """Return the columns of one program, and its warps for one 16-byte access per thread.
+
+    The most columns, up to 2048, that leave at most 1/8 idle.
+    """
+    fits = (n for n in (2048, 1024, 512, 256) if -(-num_columns // n) * n * 8 <= num_columns * 9)
+    block = next(fits, min(256, max(16, next_power_of_2(num_columns))))
+    return {"BLOCK_D": block, "num_warps": max(2, min(8, block * itemsize // 512))}
+
+
+# `partial` because jit with options, as a decorator, needs Triton to be installed.
+@partial(triton.jit, do_not_specialize=["num_expert_rows", "num_fill"])
+def _gather_rows_fwd_kernel(
+    x_ptr,  # [S, D]
+    row_ids_ptr,  # [R] int32
+    slots_ptr,  # [S, K] int32, -1 = none
+    num_rows_ptr,  # 0-dim int32, or None for R
+    out_ptr,  # [R, D]
+    num_expert_rows,  # R
+    num_fill,  # programs that fill; the rest copy
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # power of two
+    BLOCK_D: tl.constexpr,
+    FILL_R: tl.constexpr,
+    FILL_D: tl.constexpr,
+    CLEAR: tl.constexpr,  # zeros from num_rows on; else those rows stay as they are
+):
+    pid = tl.program_id(0)
+    if pid < num_fill:
+        # Rows that no slot names: padding below num_rows, and all rows from there on.
+        rows = pid.to(tl.int64) * FILL_R + tl.arange(0, FILL_R)
+        exists = rows < num_expert_rows
+        used = exists
+        if num_rows_ptr is not None:
+            used = exists & (rows < tl.load(num_rows_ptr))
+        sources = tl.load(row_ids_ptr + rows, mask=used, other=0).to(tl.int64)
+        named = tl.zeros([FILL_R], dtype=tl.int32)
+        for start in range(0, K, BLOCK_K):
+            choices = start + tl.arange(0, BLOCK_K)
+            slots = tl.load(
+                slots_ptr + sources[:, None] * K + choices[None, :],
+                mask=used[:, None] & (choices < K)[None, :],
+                other=-1,
+            )
+            named += tl.sum((slots == rows[:, None]).to(tl.int32), axis=1)
+        fill = (exists if CLEAR else used) & (named == 0)
+        if tl.max(fill.to(tl.int32), axis=0) > 0:
+            for start in range(0, D, FILL_D):
+                columns = start + tl.arange(0, FILL_D)
+                inside = (columns < D)[None, :]
+                x = tl.load(
+                    x_ptr + sources[:, None] * D + columns[None, :],
+                    mask=(fill & used)[:, None] & inside,
+                    other=0.0,
+                )
+                out = out_ptr + rows[:, None] * D + columns[None, :]
+                tl.store(out, x, mask=fill[:, None] & inside)
+    else:
+        BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+        source = ((pid - num_fill) // BLOCKS).to(tl.int64)
+        columns = (pid - num_fill) % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = columns < D
+        x = tl.load(x_ptr + source * D + columns, mask=inside, other=0.0)
+        for k in range(K):
+            slot = tl.load(slots_ptr + source * K + k).to(tl.int64)
+            tl.store(out_ptr + slot * D + columns, x, mask=inside & (slot >= 0))
+
+
+@triton.jit
+def _load_choice(
+    y_ptr,  # [R, D]
+    slots_ptr,  # [S, K] int32, -1 = none
+    source,  # int64 scalar, source row
+    k,  # choice; zeros come back from K on
+    columns,  # [BLOCK_D] int
+    D: tl.constexpr,
+    K: tl.constexpr,
+):
+    slot = tl.load(slots_ptr + source * K + k, mask=k < K, other=-1).to(tl.int64)
+    mask = (columns < D) & (slot >= 0)
+    return tl.load(y_ptr + slot * D + columns, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sum_rows_fwd_kernel(
+    y_ptr,  # [R, D]
+    slots_ptr,  # [S, K] int32, -1 = none
+    out_ptr,  # [S, D]
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    pid = tl.program_id(0)
+    source = (pid // BLOCKS).to(tl.int64)
+    columns = pid % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for k in range(0, K, 4):
+        # Four independent loads before the first add.
+        y0 = _load_choice(y_ptr, slots_ptr, source, k, columns, D, K)
+        y1 = _load_choice(y_ptr, slots_ptr, source, k + 1, columns, D, K)
+        y2 = _load_choice(y_ptr, slots_ptr, source, k + 2, columns, D, K)
+        y3 = _load_choice(y_ptr, slots_ptr, source, k + 3, columns, D, K)
+        total = total + y0
+        total = total + y1
+        total = total + y2
+        total = total + y3
+    out = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + source * D + columns, out, mask=columns < D)
+
+
+def _launch_gather(
+    x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None, *, clear: bool
+) -> Tensor:
+    (S, D), K, R = x_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
+    out_RD = x_SD.new_empty(R, D)
+    if not R or not D:
+        return out_RD
+    block = column_block(D, x_SD.element_size())
+    num_fill = cdiv(R, FILL_ROWS)
+    with on_device(x_SD):
+        _gather_rows_fwd_kernel[(num_fill + S * cdiv(D, block["BLOCK_D"]),)](
+            x_SD.contiguous(),
+            row_ids_R.contiguous(),
+            slots_SK.contiguous(),
+            num_rows,
+            out_RD,
+            R,
+            num_fill,
+            D=D,
+            K=K,
+            BLOCK_K=min(FILL_CHOICES, next_power_of_2(K)),
+            FILL_R=FILL_ROWS,
+            FILL_D=128 // x_SD.element_size(),
+            CLEAR=clear,
+            **block,
+        )
+    return out_RD
+
+
+def _launch_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
+    (S, K), D = slots_SK.shape, y_RD.shape[1]
+    out_SD = y_RD.new_empty(S, D)
+    if not S or not D:
+        return out_SD
+    block = column_block(D, y_RD.element_size())
+    with on_device(y_RD):
+        _sum_rows_fwd_kernel[(S * cdiv(D, block["BLOCK_D"]),)](
+            y_RD.contiguous(), slots_SK.contiguous(), out_SD, D=D, K=K, **block
+        )
+    return out_SD
+
+
+# The references run inside the ops too: plain autograd would add 16-bit rows in 16 bits.
+
+
+def gather_rows_plain(
+    x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
+) -> Tensor:
+    """Return what `gather_rows` does, without autograd: for use inside other operations."""
+    if x_SD.dtype in KERNEL_DTYPES and x_SD.shape[0] and use_kernel(x_SD, slots_SK):
+        return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=True)
+    return gather_rows_ref(x_SD, row_ids_R, slots_SK, num_rows)
+
+
+def sum_rows_plain(
+    y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None
+) -> Tensor:
+    """Return what `sum_rows` does, without autograd: for use inside other operations."""
+    if y_RD.dtype in KERNEL_DTYPES and use_kernel(y_RD, slots_SK):
+        return _launch_sum(y_RD, slots_SK)
+    return sum_rows_ref(y_RD, row_ids_R, slots_SK, num_rows)
+
+
+def _gather_rows_fake(x_SD, row_ids_R, slots_SK, num_rows):  # type: ignore[no-untyped-def]
+    return x_SD.new_empty(row_ids_R.shape[0], x_SD.shape[1])
+
+
+def _sum_rows_fake(y_RD, row_ids_R, slots_SK, num_rows):  # type: ignore[no-untyped-def]
+    return y_RD.new_empty(slots_SK.shape[0], y_RD.shape[1])
+
+
+def _save_index(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _gather_rows_backward(ctx, dout_RD):  # type: ignore[no-untyped-def]
+    return _sum_rows(dout_RD, *ctx.saved_tensors), None, None, None
+
+
+def _sum_rows_backward(ctx, dout_SD):  # type: ignore[no-untyped-def]
+    return _gather_rows(dout_SD, *ctx.saved_tensors), None, None, None
+
+
+_gather_rows = Op(
+    "gather_rows",
+    gather_rows_plain,
+    _gather_rows_fake,
+    setup_context=_save_index,
+    backward=_gather_rows_backward,
+)
+_sum_rows = Op(
+    "sum_rows",
+    sum_rows_plain,
+    _sum_rows_fake,
+    setup_context=_save_index,
+    backward=_sum_rows_backward,
+)
+
+
+def gather_rows(
+    x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
+) -> Tensor:
+    """Return the source row of each expert row.
+
+    Differentiable in x_SD; the gradient is `sum_rows` of the output's. No host sync.
+
+    Args:
+        x_SD: source rows, any float dtype; copied when not contiguous.
+        row_ids_R: int32, source row of each expert row, in [0, S) below num_rows.
+        slots_SK: int32, expert row of each source row's k-th choice, distinct; -1 = none.
+        num_rows: 0-dim int32 on the device; None means R.
+
+    Returns:
+        [R, D], dtype of x_SD: x_SD[row_ids_R], and zeros from num_rows on. Padding rows below
+        num_rows that no slot names are copies whose gradient is not used.
+    """
+    return _gather_rows(x_SD, row_ids_R, slots_SK, num_rows)
+
+
+def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
+    """Return what `gather_rows` does, with rows from num_rows on uninitialised: capacity is free.
+
+    For kernels of this package: S > 0, a GPU, 16-bit floats or fp32. No autograd, no host sync.
+    """
+    return _launch_gather(x_SD, row_ids_R, slots_SK, num_rows, clear=False)
+
+
+def sum_rows(
+    y_RD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor | None = None
+) -> Tensor:
+    """Return the sum over the expert rows of each source row.
+
+    Differentiable in y_RD; the gradient is `gather_rows` of the output's. No host sync; the same
+    bits in every run.
+
+    Args:
+        y_RD: expert rows, any float dtype; copied when not contiguous. Only rows that a slot names
+            are read: all others may hold NaN.
+        row_ids_R: int32, source row of each expert row; for the gradient.
+        slots_SK: int32, expert row of each source row's k-th choice, distinct; -1 = none.
+        num_rows: 0-dim int32 on the device; None means R; for the gradient.
+
+    Returns:
+        [S, D], dtype of y_RD; added in fp32 (fp64 for fp64) in order of k and rounded once. A
+        source row without slots gives zero.
+
+    Example, S = 2, K = 2, R = 3: slots_SK [[0, 2], [1, -1]] gives [y0 + y2, y1].
+    """
+    return _sum_rows(y_RD, row_ids_R, slots_SK, num_rows)

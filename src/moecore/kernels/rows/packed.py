@@ -1,0 +1,231 @@
+"""Rows as FP8, for the way between ranks: half the bytes of bf16, one scale per 128 columns.
+
+    pack_rows          [S, D] -> uint8 [S, W]: D values in e4m3, then their scales in fp32
+    gather_packed_rows each used row, wide again, at its expert rows
+
+A scale is the smallest power of two with which the largest value of its 128 columns fits (448). So
+a wide row is exact in bf16 and fp16, and means the same when it is packed again. Values and scales
+of a row lie side by side: a row travels, and is kept for backward, as one.
+
+Kernels round and widen by integer operations, so they need no FP8 unit.
+
+Letters: S source rows, D columns, B = D / 128 scales, W bytes of a packed row, K slots per source
+row, R expert rows. Bytes moved with b per element: pack reads S * D * b and writes S * W; gather
+reads S * W and writes R * D * b.
+
+Source: blocks of 128 columns as DeepSeek-V3 scales activations (arXiv:2412.19437), powers of two as
+it does where a tensor is quantised again.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.rows.move import gather_rows_ref
+
+SCALED = 128  # columns of one scale
+ROW_BYTES = 16  # of which packed rows are multiples
+PACKED = torch.uint8
+PACKED_COLUMNS = 16  # of which D is a multiple
+MAX = 448.0  # largest value of e4m3
+
+
+def packed_bytes(dim: int) -> int:
+    """Return W, the bytes of a packed row of `dim` columns.
+
+    Example: 2048 columns have 16 scales, which makes 2112 bytes.
+    """
+    return cdiv(dim + 4 * cdiv(dim, SCALED), ROW_BYTES) * ROW_BYTES
+
+
+def pack_rows_ref(x_SD: Tensor) -> Tensor:
+    """Return what `pack_rows` returns, in plain PyTorch."""
+    S, D = x_SD.shape
+    B = cdiv(D, SCALED)
+    padded = torch.nn.functional.pad(x_SD.float(), (0, B * SCALED - D))
+    x_SB128 = padded.view(S, B, SCALED)
+    largest_SB = torch.where(x_SB128.isnan(), 0, x_SB128).abs().amax(2)
+    scales_SB = _next_power_of_2(largest_SB / MAX)
+    scaled = (x_SB128 / scales_SB[:, :, None]).masked_fill(scales_SB.isinf()[:, :, None], torch.nan)
+    values = scaled.to(torch.float8_e4m3fn)
+    packed_SW = x_SD.new_zeros(S, packed_bytes(D), dtype=PACKED)
+    packed_SW[:, :D] = values.view(PACKED).flatten(1)[:, :D]
+    packed_SW[:, D : D + 4 * B] = scales_SB.view(PACKED)
+    return packed_SW
+
+
+def _next_power_of_2(x: Tensor) -> Tensor:
+    """Return the smallest powers of two that are not less, of positive fp32; 2^-126 at least."""
+    bits = x.view(torch.int32) + 0x007FFFFF
+    return (bits & 0x7F800000).clamp(min=0x00800000).view(torch.float32)
+
+
+def unpack_rows(packed_SW: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return wide rows [S, D] of packed ones, in plain PyTorch on any device."""
+    B = cdiv(dim, SCALED)
+    values_SD = packed_SW[:, :dim].contiguous().view(torch.float8_e4m3fn).float()
+    scales_SB = packed_SW[:, dim : dim + 4 * B].contiguous().view(torch.float32)
+    return (values_SD * scales_SB.repeat_interleave(SCALED, 1)[:, :dim]).to(dtype)
+
+
+@cache
+def _program(dim: int) -> dict[str, int]:
+    """Return the scales of one program, and its warps for 16 columns per thread.
+
+    The most scales, up to 16, that leave at most 1/8 idle.
+    """
+    B = cdiv(dim, SCALED)
+    fits = (n for n in (16, 8, 4) if cdiv(B, n) * n * 8 <= B * 9)
+    blocks = next(fits, min(4, next_power_of_2(B)))
+    return {"BLOCKS": blocks, "num_warps": max(1, blocks // 4)}
+
+
+@triton.jit
+def _encode(x):  # fp32, at most 448 but for NaN
+    """Return e4m3 in the low bits of int32: round to nearest, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    positive = bits & 0x7FFFFFFF
+    # Down to 2^-6 the result has three bits of mantissa: 20 of 23 go.
+    normal = (positive + 0x0007FFFF + ((positive >> 20) & 1) >> 20) - (120 << 3)
+    # Below that it is a multiple of 2^-9, to which adding 2^14 rounds.
+    small = (positive.to(tl.float32, bitcast=True) + 16384.0).to(
+        tl.int32, bitcast=True
+    ) - 0x46800000
+    code = tl.where(positive < 0x3C800000, small, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _decode(code):  # int32 with e4m3 in its low bits
+    """Return fp32."""
+    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    magnitude = tl.where((code & 0x7F) == 0x7F, float("nan"), magnitude)
+    return tl.where((code & 0x80) != 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _pack_rows_kernel(
+    x_ptr,  # [S, D]
+    packed_ptr,  # [S, W] uint8, out
+    scales_ptr,  # the same memory, fp32
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    PARTS: tl.constexpr = (D + BLOCKS * SCALED - 1) // (BLOCKS * SCALED)
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
+    columns = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    x = tl.load(x_ptr + row * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+    largest = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
+    bits = (largest / 448.0).to(tl.int32, bitcast=True) + 0x007FFFFF & 0x7F800000
+    bits = tl.maximum(bits, 0x00800000)
+    code = _encode(x * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None])
+    infinite = bits == 0x7F800000
+    code = tl.where(infinite[:, None], 0x7F, code)
+    tl.store(packed_ptr + row * W + columns, code.to(tl.uint8), mask=columns < D)
+    scale = bits.to(tl.float32, bitcast=True)
+    tl.store(scales_ptr + row * (W // 4) + D // 4 + blocks, scale, mask=blocks * SCALED < D)
+
+
+@triton.jit
+def _gather_packed_rows_kernel(
+    packed_ptr,  # [S, W] uint8
+    scales_ptr,  # the same memory, fp32
+    slots_ptr,  # [S, K] int32, -1 = none
+    out_ptr,  # [R, D], out
+    D: tl.constexpr,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # power of two
+):
+    PARTS: tl.constexpr = (D + BLOCKS * SCALED - 1) // (BLOCKS * SCALED)
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
+    columns = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    choices = tl.arange(0, BLOCK_K)
+    slots = tl.load(slots_ptr + row * K + choices, mask=choices < K, other=-1)
+    is_used = tl.max(slots, axis=0) >= 0
+    inside = (columns < D) & is_used
+    code = tl.load(packed_ptr + row * W + columns, mask=inside, other=0).to(tl.int32)
+    has_scale = (blocks * SCALED < D) & is_used
+    scale = tl.load(scales_ptr + row * (W // 4) + D // 4 + blocks, mask=has_scale, other=0.0)
+    x = (_decode(code) * scale[:, None]).to(out_ptr.dtype.element_ty)
+    for k in range(K):
+        slot = tl.load(slots_ptr + row * K + k).to(tl.int64)
+        tl.store(out_ptr + slot * D + columns, x, mask=inside & (slot >= 0))
+
+
+def pack_rows(x_SD: Tensor) -> Tensor:
+    """Return rows as FP8 with their scales.
+
+    Infinity makes its 128 columns NaN, NaN stays what it is. No autograd, no host sync.
+
+    Args:
+        x_SD: bf16, fp16 or fp32, contiguous; D a multiple of `PACKED_COLUMNS`.
+
+    Returns:
+        uint8 [S, W]: D values in e4m3, ceil(D / 128) scales in fp32, then nothing of meaning up to
+        a multiple of 16 bytes.
+    """
+    if not use_kernel(x_SD):
+        return pack_rows_ref(x_SD)
+    (S, D), program = x_SD.shape, _program(x_SD.shape[1])
+    packed_SW = torch.empty(S, packed_bytes(D), dtype=PACKED, device=x_SD.device)
+    if S:
+        with on_device(x_SD):
+            _pack_rows_kernel[(S * cdiv(D, SCALED * program["BLOCKS"]),)](
+                x_SD,
+                packed_SW,
+                packed_SW.view(torch.float32),
+                D=D,
+                W=packed_SW.shape[1],
+                SCALED=SCALED,
+                **program,
+            )
+    return packed_SW
+
+
+def gather_packed_rows(
+    packed_SW: Tensor, like: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor
+) -> Tensor:
+    """Return the wide source row of each expert row; rows that no slot names are uninitialised.
+
+    No autograd, no host sync.
+
+    Args:
+        packed_SW: of `pack_rows`; holes, which no slot names, may hold anything.
+        like: a tensor [..., D] of the dtype of the result.
+        row_ids_R: as for `gather_rows`.
+        slots_SK: likewise.
+        num_rows: likewise.
+
+    Returns:
+        [R, D].
+    """
+    (S, W), K, R, D = packed_SW.shape, slots_SK.shape[1], row_ids_R.shape[0], like.shape[-1]
+    if not use_kernel(packed_SW):
+        wide_SD = unpack_rows(packed_SW, D, like.dtype)
+        return gather_rows_ref(wide_SD, row_ids_R, slots_SK, num_rows)
+    out_RD, program = like.new_empty(R, D), _program(D)
+    if R and S:
+        with on_device(packed_SW):
+            _gather_packed_rows_kernel[(S * cdiv(D, SCALED * program["BLOCKS"]),)](
+                packed_SW,
+                packed_SW.view(torch.float32),
+                slots_SK.contiguous(),
+                out_RD,
+                D=D,
+                W=W,
+                K=K,
+                SCALED=SCALED,
+                BLOCK_K=next_power_of_2(K),
+                **program,
+            )
+    return out_RD

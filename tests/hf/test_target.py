@@ -1,0 +1,105 @@
+"""`overlaps`: the boxes that a shard and a piece share, against brute force over every element."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from moecore.hf.names import Piece, hf_plan
+from moecore.hf.target import Overlap, overlaps, stored_plan
+from moecore.models import preset
+
+
+def test_worked_example():
+    indices = [torch.arange(4), torch.arange(2), torch.tensor([2, 3]), torch.arange(1)]
+    found = list(overlaps(indices, Piece("fused", (), (4, 8, 1)), (4, 2, 4, 1)))
+    whole = slice(0, 1)
+    assert found == [
+        Overlap(
+            (slice(0, 4), slice(2 + 4 * half, 4 + 4 * half), whole),
+            (slice(0, 4), slice(half, half + 1), slice(0, 2), whole),
+        )
+        for half in range(2)
+    ]
+
+
+CASES = [
+    ((6, 5), Piece("all", (), (6, 5))),
+    ((4, 2, 6, 3), Piece("fused", (), (4, 12, 3))),
+    ((4, 2, 6, 3), Piece("one", (2, 1), (6, 3))),
+    ((4, 12, 3), Piece("up", (1, slice(6, 12)), (6, 3))),
+    ((10, 4), Piece("half", (slice(5, 10),), (5, 4))),
+    ((1, 4), Piece("gate", (), (1, 4))),
+    ((3, 2, 1, 4), Piece("narrow", (1, 0), (1, 4))),
+    ((7,), Piece("vector", (), (7,))),
+    ((), Piece("scalar", (), ())),
+]
+
+
+@pytest.mark.parametrize(("shape", "piece"), CASES, ids=lambda c: getattr(c, "name", None))
+@pytest.mark.parametrize("most", [1 << 62, 1, 20])
+def test_boxes_are_the_elements_that_both_have(shape, piece, most):
+    """Fill a shard through the boxes from a piece with known numbers."""
+    rng = random.Random(0)
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    held = tensor[piece.region].reshape(piece.shape)
+    for order in [sorted, list] * 15:
+        # Any indices per dim, in any order; rising ones have the longest runs.
+        indices = [
+            torch.tensor(order(rng.sample(range(n), rng.randint(0, n))), dtype=torch.int64)
+            for n in shape
+        ]
+        mesh = torch.meshgrid(*indices, indexing="ij") if indices else ()
+        want = tensor[mesh] if indices else tensor
+        inside = torch.zeros(shape, dtype=torch.bool)
+        inside[piece.region] = True
+        want = torch.where(inside[mesh] if indices else inside, want, -1.0)
+        found = torch.full_like(want, -1.0)
+        seen = 0
+        for box in overlaps(indices, piece, shape, max_numel=most):
+            part = found[box.target]
+            part.copy_(held[box.source].reshape(part.shape))
+            seen += part.numel()
+        assert torch.equal(found, want)
+        assert seen == int((want >= 0).sum())  # each element once
+
+
+def test_boxes_are_cut_where_the_first_dim_allows():
+    boxes = list(overlaps([torch.arange(10), torch.arange(3)], CASES[0][1], (6, 5), max_numel=7))
+    assert len(boxes) == 3
+    piece = Piece("all", (), (10, 3))
+    boxes = list(overlaps([torch.arange(10), torch.arange(3)], piece, (10, 3), max_numel=7))
+    assert [b.source[0] for b in boxes] == [slice(i, i + 2) for i in range(0, 10, 2)]
+
+
+def test_stored_modules_split_gate_and_up():
+    """A native checkpoint keeps gate_up_proj [E, 2F, D] as [E, 2, F, D]."""
+    shapes = {
+        "model.layers.0.mlp.gate.weight": (2, 3),
+        "model.layers.0.mlp.experts.gate_up_proj": (2, 2, 4, 3),
+        "model.layers.0.mlp.experts.down_proj": (2, 3, 4),
+    }
+    where = "model.layers.0.block_sparse_moe."
+    plan = stored_plan(shapes, "mixtral")
+    assert [(p.name, p.region, p.shape) for r in plan.values() for p in r.pieces] == [
+        (f"{where}gate.weight", (), (2, 3)),
+        *(
+            (f"{where}experts.{e}.{role}.weight", (e, i), (4, 3))
+            for e, (i, role) in itertools.product(range(2), enumerate(("w1", "w3")))
+        ),
+        *((f"{where}experts.{e}.w2.weight", (e,), (3, 4)) for e in range(2)),
+    ]
+    fused = stored_plan(shapes, "fused")["model.layers.0.mlp.experts.gate_up_proj"]
+    assert [(p.region, p.shape) for p in fused.pieces] == [((), (2, 8, 3))]
+
+
+def test_pieces_of_a_plan_follow_each_other():
+    """`hf.convert` appends them one after the other."""
+    for layout in ("fused", "per_expert"):
+        for recipe in hf_plan(preset("tiny-deepseek-v3"), layout).values():
+            numbers = torch.arange(torch.Size(recipe.shape).numel()).view(recipe.shape)
+            flat = torch.cat([numbers[piece.region].flatten() for piece in recipe.pieces])
+            assert torch.equal(flat, numbers.flatten())

@@ -1,0 +1,489 @@
+"""Exchange of rows: references by hand, kernels against references bit for bit, late ranks.
+
+One process plays all ranks: their buffers lie in one memory, and every rank's push half runs before
+any rank's receive half. On a GPU the ranks also run at once, on streams of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moecore.kernels.exchange import copies as exchange_copies
+from moecore.kernels.exchange import operations as exchange
+from moecore.kernels.exchange import tiles as exchange_tiles
+from moecore.kernels.exchange.copies import pieces_of, ranks_of
+from moecore.kernels.exchange.limit_rows import limit_rows, limit_rows_ref
+from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
+from moecore.kernels.exchange.port import (
+    ALIGNMENT,
+    COPIES_WORD,
+    ERROR_BEFORE_WORD,
+    ERROR_WORD,
+    NEEDED_WORD,
+    NUM_WORDS,
+    ROWS_SLOT,
+    SUMS_SLOT,
+    ExchangeLayout,
+    ExchangePort,
+)
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.move import sum_rows_ref
+
+# --------------------------------------------------------------------------- references, by hand
+
+
+def test_worked_example_of_peers() -> None:
+    ids = torch.tensor([[0, 1], [1, 3], [-1, -1]], dtype=torch.int32)
+    assert peers_ref(ids, 2, 2, 2).tolist() == [3, 15, 0]
+
+
+def test_worked_example_of_spread_and_reduce() -> None:
+    """Two ranks of two tokens; rank 0's token 1 goes to both, its token 0 only to rank 1."""
+    peers = torch.tensor([[2, 3], [1, 0]], dtype=torch.int32)
+    x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
+    assert spread_ref(x, peers, 0, -1.0).tolist() == [[-1], [2], [3], [-1]]
+    assert spread_ref(x, peers, 1, -1.0).tolist() == [[1], [2], [-1], [-1]]
+    nan = float("nan")
+    y = torch.tensor([[[nan], [10.0], [20.0], [nan]], [[30.0], [40.0], [nan], [nan]]])
+    assert reduce_ref(y, peers[0], 0).tolist() == [[30], [50]]
+    assert reduce_ref(y, peers[1], 1).tolist() == [[20], [0]]
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 5), st.integers(0, 10**6))
+def test_reduce_is_the_gradient_of_spread(blocks: int, etp: int, C: int, seed: int) -> None:
+    G, num_local = blocks * etp, 2
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, blocks * num_local, (G, C, 2), generator=generator, dtype=torch.int32)
+    peers = torch.stack([peers_ref(i, num_local, blocks, etp) for i in ids])
+    x = torch.randn(G, C, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(G, G * C, 3, generator=generator, dtype=torch.float64)
+    rows = torch.stack([spread_ref(x, peers, g) for g in range(G)])
+    for p in range(G):
+        for g in range(G):
+            for t in range(C):
+                experts = [int(e) for e in ids[g, t] if e >= 0]
+                needed = any(e // num_local == p // etp for e in experts)
+                assert torch.equal(rows[p, g * C + t], x[g, t] if needed else torch.zeros(3))
+    (grad,) = torch.autograd.grad(rows, x, y)
+    home = torch.stack([reduce_ref(y, peers[g], g) for g in range(G)])
+    torch.testing.assert_close(home, grad)
+
+
+def test_layout_and_tiles() -> None:
+    layout = ExchangeLayout(
+        num_ranks=8,
+        capacity=4096,
+        dim=7168,
+        top_k=8,
+        dtype=torch.bfloat16,
+        num_push=66,
+        num_receive=66,
+    )
+    assert (layout.source_rows, layout.chunk, layout.num_chunks) == (32768, 8, 512)
+    assert replace(layout, num_push=12, num_receive=12).chunk == 64
+    assert replace(layout, capacity=3).num_chunks == 1 and replace(layout, rounds=4).chunk == 16
+    regions = [*layout.regions(1 << 40), (1 << 40) + layout.num_bytes]
+    sizes = [b - a for a, b in itertools.pairwise(regions)]
+    assert sizes[:3] == [2 * 32768 * 7168 * 2, 2 * 32768 * 8 * 4, 2 * 32768 * 8 * 4]
+    assert sizes[3] >= 2 * 8 * 512 * 4 and all(r % ALIGNMENT == 0 for r in regions)
+    narrow, few = replace(layout, dim=24), replace(layout, num_push=12, num_receive=12)
+    tiles = exchange_tiles
+    assert [tiles.move_tile(layout, n) for n in (64, 8)] == [(32, 1024), (8, 4096)]
+    assert [tiles.move_tile(few, n) for n in (512, 8)] == [(64, 256), (8, 2048)]
+    assert tiles.move_tile(replace(layout, dim=2048), 32, 32) == (32, 1024)
+    assert [tiles.add_tile(n) for n in (layout, narrow)] == [(8, 1024), (8, 32)]
+    assert [tiles.sum_tile(n) for n in (layout, narrow)] == [(16, 1024), (64, 32)]
+
+
+# --------------------------------------------------------------------------- kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    tokens: tuple[int, ...]  # of each rank
+    capacity: int
+    etp: int = 1
+    num_experts: int = 8
+    top_k: int = 3
+    dim: int = 32
+    dtype: torch.dtype = torch.float32
+    programs: int = 2  # of each half
+    rounds: int = 8
+    dropped: float = 0.2
+    times: int = 2  # that the interpreter runs all; the third time copies bring three ranks at once
+
+
+CASES = {
+    "uneven": Case(tokens=(13, 0, 5, 9), capacity=13, times=3),
+    "etp": Case(tokens=(3, 17, 0, 6), capacity=20, etp=2),
+    "more choices than local experts": Case(tokens=(7, 9), capacity=9, top_k=7),
+    "all experts are columns, few chosen": Case(
+        tokens=(5, 9), capacity=9, num_experts=40, top_k=40, dropped=0.96
+    ),
+    "three ranks, odd columns": Case(
+        tokens=(6, 1, 8), capacity=8, num_experts=6, top_k=2, dim=104, dtype=torch.float16
+    ),
+    "several chunks": Case(tokens=(40, 64, 33, 50), capacity=65, programs=1, dim=264),
+    "four tiles at once": Case(tokens=(9, 20), capacity=20, dim=1536),
+    "one rank": Case(tokens=(11,), capacity=16),
+    "everything dropped": Case(tokens=(4, 4), capacity=4, dropped=1.1),
+    "no tokens": Case(tokens=(0, 0, 0, 0), capacity=1),
+}
+
+
+class World:
+    """All ranks of an exchange in one memory; what nobody writes is NaN.
+
+    Args:
+        case: sizes.
+        device: of all buffers.
+    """
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device, self.G = case, device, len(case.tokens)
+        self.layout = ExchangeLayout(
+            num_ranks=self.G,
+            capacity=case.capacity,
+            dim=case.dim,
+            top_k=case.top_k,
+            dtype=case.dtype,
+            num_push=case.programs,
+            num_receive=case.programs,
+            rounds=case.rounds,
+            copy_slots=2,
+        )
+        size = self.layout.num_bytes
+        self.buffers = [
+            torch.full((size + ALIGNMENT,), 255, dtype=torch.uint8, device=device)
+            for _ in range(self.G)
+        ]
+        # An interpreted kernel reads any address; 16-byte accesses of a GPU want aligned ones.
+        starts = [-(-b.data_ptr() // ALIGNMENT) * ALIGNMENT for b in self.buffers]
+        for buffer, start in zip(self.buffers, starts, strict=True):
+            flags = self.layout.regions(start - buffer.data_ptr())[3]
+            buffer[flags : flags + self.layout.region_bytes[3]] = 0
+        bases = torch.tensor([self.layout.regions(s) for s in starts]).T.contiguous().to(device)
+        self.starts = [s - b.data_ptr() for s, b in zip(starts, self.buffers, strict=True)]
+        peers = [b[start:] for b, start in zip(self.buffers, self.starts, strict=True)]
+        self.ports = [
+            ExchangePort(
+                layout=self.layout,
+                rank=r,
+                bases=bases,
+                state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
+                report=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
+                timeout_ns=5 * 10**8,
+                sums_slots=tuple(self.layout.copy_slot(p, SUMS_SLOT.value, r) for p in peers),
+                rows_slots=tuple(self.layout.copy_slot(p, ROWS_SLOT.value, r) for p in peers),
+                rows_flags=tuple(self.layout.copy_flag(p, r) for p in peers),
+            )
+            for r in range(self.G)
+        ]
+        self.num_local = case.num_experts // (self.G // case.etp)
+
+    def slot(self, rank: int, slot: int) -> Tensor:
+        """Return the receive buffer of a rank, [S, D]."""
+        S, D = self.layout.source_rows, self.layout.dim
+        start = self.starts[rank]
+        rows = self.buffers[rank][start : start + self.layout.region_bytes[0]].view(self.case.dtype)
+        return rows[: 2 * S * D].view(2, S, D)[slot]
+
+    def padded(self, tensors: list[Tensor], fill: float) -> Tensor:
+        """Return [G, C, ...] with `fill` past each rank's tokens."""
+        shape = (self.G, self.case.capacity, *tensors[0].shape[1:])
+        out = tensors[0].new_full(shape, fill)
+        for row, tensor in zip(out, tensors, strict=True):
+            row[: tensor.shape[0]] = tensor
+        return out
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: list[Tensor]
+    ids: list[Tensor]
+    weights: list[Tensor]
+
+
+def inputs_of(world: World, seed: int) -> Inputs:
+    case, generator = world.case, torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    # Other token counts in every round.
+    counts = [min(case.capacity, n + seed) if n else 0 for n in case.tokens]
+    ids = []
+    for n in counts:
+        choices = random(n, case.num_experts).argsort(1)[:, : case.top_k].to(torch.int32)
+        drop = torch.rand(choices.shape, generator=generator) < case.dropped
+        ids.append(choices.masked_fill(drop, -1).to(world.device))
+    return Inputs(
+        x=[random(n, case.dim).to(world.device, case.dtype) for n in counts],
+        ids=ids,
+        weights=[random(n, case.top_k).to(world.device) for n in counts],
+    )
+
+
+def check_dispatch(
+    world: World, inp: Inputs, peers: list[Tensor], came: list[SpreadChoices]
+) -> None:
+    case, blocks = world.case, world.G // world.case.etp
+    expected = [peers_ref(i, world.num_local, blocks, case.etp) for i in inp.ids]
+    assert all(torch.equal(a, b) for a, b in zip(peers, expected, strict=True))
+    peers_GC = world.padded(peers, 0)
+    for r, got in enumerate(came):
+        used = (peers_GC >> r & 1).flatten().bool()
+        rows_S = torch.arange(used.numel(), dtype=torch.int32, device=used.device)
+        assert torch.equal(got.places_S, rows_S.where(used, -1))
+        sent = (world.padded(inp.x, 0), peers_GC)
+        assert torch.equal(got.rows_SD[used], spread_ref(*sent, r)[used])
+        ids_SK = spread_ref(world.padded(inp.ids, -1), peers_GC, r, -1)
+        assert torch.equal(got.ids_SK, ids_SK)
+        weights_SK = spread_ref(world.padded(inp.weights, 0), peers_GC, r)
+        assert torch.equal(got.weights_SK, weights_SK.where(ids_SK >= 0, 0))
+
+
+def rows_of(
+    world: World, came: list[SpreadChoices], *, by_expert: bool, seed: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return each rank's slots and rows: one per source row, or one per local expert of it."""
+    generator, blocks, slots = torch.Generator().manual_seed(seed), world.case.etp, []
+    for r, got in enumerate(came):
+        sizes = dict(first=r // blocks * world.num_local, num_local=world.num_local)
+        index = build_index(got.ids_SK, got.weights_SK, **sizes)
+        slots.append(index.slots_SK if by_expert else got.places_S[:, None])
+    rows = world.layout.source_rows * (world.case.top_k if by_expert else 1)
+    y = [torch.randn(rows, world.case.dim, generator=generator) for _ in came]
+    return slots, [t.to(world.device, world.case.dtype) for t in y]
+
+
+def choices_of(
+    world: World, came: list[SpreadChoices], seed: int
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Return each rank's gradients of weights and their slots, and the same by choice."""
+    slots, rows = rows_of(world, came, by_expert=True, seed=seed + 100)
+    grads = [y[:, 0].float().contiguous() for y in rows]
+    pairs = list(zip(grads, slots, strict=True))
+    return pairs, torch.stack([torch.where(s >= 0, g[s.clamp(min=0).long()], 0) for g, s in pairs])
+
+
+def check_copied(world: World, peers: list[Tensor], came: list[SpreadChoices], seed: int) -> None:
+    """Sums that copies bring home, and gradients of choices beside them."""
+    _, sums = rows_of(world, came, by_expert=False, seed=seed)
+    choices, dweights_GSK = choices_of(world, came, seed=seed)
+    for port, sums_SD in zip(world.ports, sums, strict=True):
+        exchange_copies.copy_sums(port, sums_SD)
+    where = [(g, c.places_S, c.places_S[:, None]) for g, c in zip(peers, came, strict=True)]
+    calls = [(p, y, *w, g) for p, y, w, g in zip(world.ports, sums, where, choices, strict=True)]
+    for call in calls:
+        exchange.reduce(*call, copied=True, half="push")
+    for r, call in enumerate(calls):
+        out, out_grads = exchange.reduce(*call, copied=True, half="receive")
+        assert torch.equal(out, reduce_ref(torch.stack(sums), peers[r], r))
+        assert torch.equal(out_grads, reduce_ref(dweights_GSK, peers[r], r))  # type: ignore[arg-type]
+
+
+def came_again(world: World, inp: Inputs, peers: list[Tensor]) -> list[SpreadChoices]:
+    """Send the choices alone, and return what came; without rows."""
+    sizes = dict(num_local=world.num_local, etp=world.case.etp, rows=False)
+    tokens = list(zip(world.ports, inp.x, inp.ids, inp.weights, strict=True))
+    found = [exchange.spread_choices(*t, **sizes, half="push").peers_T for t in tokens]
+    came = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens]
+    assert not any(c.rows_SD.numel() for c in came)
+    full = [replace_rows(world, inp, peers, c, r) for r, c in enumerate(came)]
+    check_dispatch(world, inp, found, full)
+    return [c._replace(peers_T=p) for c, p in zip(came, peers, strict=True)]
+
+
+def replace_rows(
+    world: World, inp: Inputs, peers: list[Tensor], came: SpreadChoices, rank: int
+) -> SpreadChoices:
+    """Return the same with the right rows."""
+    return came._replace(rows_SD=spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), rank))
+
+
+def check_rows(
+    world: World, inp: Inputs, came: list[SpreadChoices], *, by_expert: bool, seed: int
+) -> None:
+    """Rows that copies bring, in pieces, to expert rows or to source rows."""
+    slots, outs = rows_of(world, came, by_expert=by_expert, seed=seed)
+    for port, x_TD in zip(world.ports, inp.x, strict=True):
+        exchange_copies.count_rows(port)
+        exchange_copies.send_rows(port, x_TD)
+    peers_GC = world.padded([c.peers_T for c in came], 0)
+    for r, (port, out_RD) in enumerate(zip(world.ports, outs, strict=True)):
+        right, untouched = out_RD.clone(), torch.ones_like(out_RD[:, 0], dtype=torch.bool)
+        rows_SD = spread_ref(world.padded(inp.x, 0), peers_GC, r)
+        for piece in pieces_of(world.G, 1 + seed):
+            exchange_copies.take_rows(port, inp.x[r], came[r].places_S, slots[r], out_RD, piece)
+            for g in ranks_of(piece, r, world.G):
+                of_rank = slice(g * world.case.capacity, (g + 1) * world.case.capacity)
+                t, n = (slots[r][of_rank] >= 0).nonzero().T
+                to = slots[r][of_rank][t, n].long()
+                right[to], untouched[to] = rows_SD[of_rank][t], False
+            assert torch.equal(out_RD, right), "a piece's rows and no others"
+
+
+def test_worked_example_of_pieces() -> None:
+    assert pieces_of(8) == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert pieces_of(8, 3) == [(0, 3), (3, 3), (6, 2)] and pieces_of(2) == [(0, 1), (1, 1)]
+    for G in range(1, 10):
+        order = [g for piece in pieces_of(G) for g in ranks_of(piece, 2 % G, G)]
+        assert order == [(2 - i) % G for i in range(G)], "in the order in which rows come"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_references(name: str, device: str) -> None:
+    world = World(CASES[name], device)
+    ports, sizes = world.ports, dict(num_local=world.num_local, etp=world.case.etp)
+    for n in range(3 if device == "cuda" else world.case.times):
+        inp = inputs_of(world, n)
+        tokens = list(zip(ports, inp.x, inp.ids, inp.weights, strict=True))
+        peers = [exchange.spread_choices(*t, **sizes, half="push").peers_T for t in tokens]
+        came = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens]
+        check_dispatch(world, inp, peers, came)
+        if n == 0:  # later rounds find rows of earlier ones, in both slots
+            for r, got in enumerate(came):
+                assert world.slot(r, 0)[got.places_S < 0].isnan().all()
+                assert world.slot(r, 1).isnan().all()
+
+        for with_grads in (True, False):
+            slots, y = rows_of(world, came, by_expert=(n + with_grads) % 2 == 0, seed=n)
+            where = [(g, c.places_S, s) for g, c, s in zip(peers, came, slots, strict=True)]
+            choices, dweights_GSK = choices_of(world, came, seed=n)
+            grads = choices if with_grads else [None] * world.G
+            sums = [(p, x, *w, g) for p, x, w, g in zip(ports, y, where, grads, strict=True)]
+            y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
+            for s in sums:
+                exchange.reduce(*s, half="push")
+            for r, s in enumerate(sums):
+                out, out_grads = exchange.reduce(*s, half="receive")
+                assert torch.equal(out, reduce_ref(y_GSN, peers[r], r))
+                if not with_grads:
+                    assert out_grads is None
+                else:
+                    right = reduce_ref(dweights_GSK, peers[r], r)
+                    assert torch.equal(out_grads, right)  # type: ignore[arg-type]
+            if n == 0 and with_grads and any(p.any() for p in peers):
+                second = torch.stack([world.slot(r, 1) for r in range(world.G)])
+                assert not second.isnan().all(), "operations take turns in two slots"
+
+        back = [(p, x, *w, y[0].shape[0]) for p, x, w in zip(ports, inp.x, where, strict=True)]
+        for b in back:
+            exchange.spread(*b, half="push")
+        for r, b in enumerate(back):
+            rows_RD, (s, k) = exchange.spread(*b, half="receive"), (slots[r] >= 0).nonzero().T
+            right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
+            assert torch.equal(rows_RD[slots[r][s, k].long()], right[s])
+        check_copied(world, peers, came, seed=n)
+        check_rows(world, inp, came_again(world, inp, peers), by_expert=n % 2 == 0, seed=n)
+        assert [int(p.state[COPIES_WORD]) for p in ports] == [n + 1] * world.G
+        assert [int(p.state[0]) for p in ports] == [6 * (n + 1)] * world.G
+        assert not any(p.state[1:COPIES_WORD].any() or p.report.any() for p in ports)
+
+
+def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
+    """Ranks 0 and 1 wait for 2, whose error word stays empty; the first error is kept."""
+    world = World(Case(tokens=(5, 4, 6), capacity=6, num_experts=6), device)
+    ports, inp = world.ports, inputs_of(world, 0)
+    sizes = dict(num_local=world.num_local, etp=1)
+    tokens = list(zip(ports, inp.x, inp.ids, inp.weights, strict=True))
+    for t in tokens[:2]:
+        exchange.spread_choices(*t, **sizes, half="push")
+    late = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens[:2]]
+    for r, got in enumerate(late):
+        found = 1 + 2 * 2  # spread, rank 2
+        assert int(ports[r].state[ERROR_WORD]) == int(ports[r].report[ERROR_WORD]) == found
+        assert int(ports[r].state[ERROR_BEFORE_WORD]) == found
+        C = world.case.capacity
+        assert (got.ids_SK[2 * C :] == -1).all() and (got.places_S[2 * C :] == -1).all()
+        assert (got.places_S[: 2 * C] >= 0).any()
+    where = (late[0].peers_T, late[0].places_S, late[0].places_S[:, None])
+    exchange.reduce(ports[0], late[0].rows_SD, *where, half="receive")
+    assert int(ports[0].report[ERROR_WORD]) == 1 + 2 * 2, "the first error stays"
+    assert int(ports[0].state[0]) == 2 and not ports[2].report.any()
+
+
+@pytest.mark.parametrize("kind", ["spread", "reduce"])
+def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: str) -> None:
+    """Rank 1 comes after the timeout; two operations on, in the same slot, it is late again."""
+    world = World(Case(tokens=(5, 4), capacity=5, num_experts=4, top_k=2), device)
+    inp, port = inputs_of(world, 0), world.ports[0]
+    ones = [torch.full((n,), 3, dtype=torch.int32, device=device) for n in (5, 4)]
+    S = world.layout.source_rows
+    places = torch.arange(S, dtype=torch.int32, device=device)
+    y_SD = torch.zeros(S, world.case.dim, device=device)
+
+    def run(rank: int, half: exchange.Half) -> None:
+        where = (ones[rank], places, places[:, None])
+        if kind == "spread":
+            exchange.spread(world.ports[rank], inp.x[rank], *where, S, half=half)
+        else:
+            exchange.reduce(world.ports[rank], y_SD, *where, half=half)
+
+    for n in range(3):
+        run(0, "push")
+        run(0, "receive")
+        assert int(port.report[ERROR_WORD]) == 1 + 1 * 2 + (kind == "reduce"), n
+        if n == 0:
+            run(1, "push")
+        port.state[ERROR_WORD] = port.report[ERROR_WORD] = 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["uneven", "etp", "several chunks", "no tokens"])
+def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
+    case = replace(CASES[name], dtype=torch.bfloat16, dim=512)
+    world = World(case, "cuda")
+    streams = [torch.cuda.Stream() for _ in world.ports]
+    sizes = dict(num_local=world.num_local, etp=case.etp)
+    for n in range(20):
+        inp = inputs_of(world, n)
+        torch.cuda.synchronize()
+        came = []
+        for r, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(100_000 * ((r * 7 + n) % 5))
+                tokens = (inp.x[r], inp.ids[r], inp.weights[r])
+                came.append(exchange.spread_choices(world.ports[r], *tokens, **sizes))
+        torch.cuda.synchronize()
+        check_dispatch(world, inp, [c.peers_T for c in came], came)
+        slots, y = rows_of(world, came, by_expert=n % 2 == 0, seed=n)
+        torch.cuda.synchronize()
+        home = []
+        for r, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                where = (came[r].peers_T, came[r].places_S, slots[r])
+                home.append(exchange.reduce(world.ports[r], y[r], *where)[0])
+        torch.cuda.synchronize()
+        y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
+        for r, y_TD in enumerate(home):
+            assert torch.equal(y_TD, reduce_ref(y_GSN, came[r].peers_T, r))
+        assert not any(p.report.any() for p in world.ports)
+
+
+# --------------------------------------------------------------------------- capacity
+
+
+@pytest.mark.parametrize("where", ["reference", "kernel"])
+def test_offsets_are_cut_and_the_need_is_kept(where: str, device: str) -> None:
+    state, report = (torch.zeros(NUM_WORDS, dtype=torch.int32, device=device) for _ in range(2))
+    cut = limit_rows_ref if where == "reference" else limit_rows
+    for offsets, limit, expected, needed in (
+        ([3, 3, 7], 7, [3, 3, 7], 0),
+        ([3, 3, 7], 5, [3, 3, 5], 7),
+        ([1, 2, 6], 5, [1, 2, 5], 7),
+        ([4, 8, 9], 5, [4, 5, 5], 9),
+    ):
+        offsets_e = torch.tensor(offsets, dtype=torch.int32, device=device)
+        assert cut(offsets_e, limit, state, report).tolist() == expected
+        assert offsets_e.tolist() == offsets
+        assert int(state[NEEDED_WORD]) == int(report[NEEDED_WORD]) == needed

@@ -1,0 +1,415 @@
+"""The expert block as one operation: values, every gradient, what it keeps, what it skips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from moecore.kernels.experts.expert_mlp import (
+    ExpertMLPOptions,
+    ExpertRows,
+    expert_mlp,
+    expert_mlp_ref,
+)
+from moecore.kernels.experts.products import ExpertProducts
+from moecore.kernels.rows.activation import KINDS, ActivationOptions
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.move import sum_rows
+
+NAMES = ("x", "w1", "w2", "weights")
+
+
+def make(
+    kind: str,
+    *,
+    S: int = 23,
+    D: int = 24,
+    F: int = 40,
+    e: int = 5,
+    K: int = 2,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    drop: bool = True,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Leaves x, w1, w2 and weights_SK, and ids with an empty expert and dropped choices."""
+    torch.manual_seed(0)
+    C = 2 * F if ActivationOptions(kind=kind).gated else F
+    tensors = {
+        "x": torch.randn(S, D),
+        "w1": torch.randn(e, C, D) / D**0.5,
+        "w2": torch.randn(e, D, F) / F**0.5,
+        "weights": torch.rand(S, K) + 0.1,
+    }
+    ids = torch.stack([torch.randperm(e)[:K] for _ in range(S)]) if S else torch.empty(0, K)
+    ids = ids.to(torch.int32)
+    if S > 2 and drop:
+        ids[ids == 1] = -1
+        ids[2] = -1
+    leaves = {
+        n: t.to(device, torch.float32 if n == "weights" else dtype) for n, t in tensors.items()
+    }
+    return {n: t.requires_grad_() for n, t in leaves.items()}, ids.to(device)
+
+
+def rows_of(ids: Tensor, weights_SK: Tensor, e: int) -> ExpertRows:
+    index = build_index(ids, weights_SK, first=0, num_local=e)
+    return ExpertRows(
+        row_ids_R=index.row_ids_R,
+        weights_R=index.weights_R,
+        slots_SK=index.slots_SK,
+        offsets_e=index.offsets_e,
+    )
+
+
+def run(
+    leaves: dict[str, Tensor], ids: Tensor, options: ExpertMLPOptions | ActivationOptions
+) -> dict[str, Tensor]:
+    """Output and gradients of expert_mlp, or of the reference when given an activation."""
+    leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in leaves.items()}
+    rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
+    run_one = expert_mlp if isinstance(options, ExpertMLPOptions) else expert_mlp_ref
+    y = run_one(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype))
+    grads = {n: t.grad for n, t in leaves.items() if t.grad is not None}
+    return {"y": y.detach(), **grads}
+
+
+def exact(leaves: dict[str, Tensor], ids: Tensor, kind: str) -> dict[str, Tensor]:
+    doubles = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
+    return run(doubles, ids, ActivationOptions(kind=kind))
+
+
+def check_twice(ours: Tensor, plain: Tensor, truth: Tensor, name: str) -> None:
+    """The 2x rule for the whole tensor and for the worst row."""
+    assert ours.isfinite().all(), name
+    if not truth.numel():
+        return
+    rows = [(t.double() - truth).reshape(-1, truth.shape[-1]).norm(dim=1) for t in (ours, plain)]
+    floor = 1e-3 * truth.reshape(-1, truth.shape[-1]).norm(dim=1)
+    assert rows[0].norm() <= 2 * rows[1].norm() + floor.norm(), name
+    assert rows[0].max() <= 2 * rows[1].max() + floor.max(), name
+
+
+@pytest.mark.parametrize("keep_h", [True, False], ids=["keep h", "keep x"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_products_equal_the_reference(kind: str, keep_h: bool) -> None:
+    leaves, ids = make(kind)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), keep_h=keep_h)
+    found, truth = run(leaves, ids, options), exact(leaves, ids, kind)
+    assert found.keys() == truth.keys() == {"y", *NAMES}
+    for name, expected in truth.items():
+        torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("S", [0, 1, 23])
+@pytest.mark.parametrize("products", ["triton", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_at_most_twice_that_of_plain_torch(
+    kind: str, products: str, S: int, device: str
+) -> None:
+    many = 40 if device == "cuda" else 1
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    leaves, ids = make(kind, S=S * many, device=device, dtype=dtype)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), products=products)
+    found, again = run(leaves, ids, options), run(leaves, ids, options)
+    plain, truth = run(leaves, ids, options.activation), exact(leaves, ids, kind)
+    for name, expected in truth.items():
+        check_twice(found[name], plain[name], expected, name)
+        if products == "triton":
+            assert torch.equal(found[name], again[name]), name
+
+
+@pytest.mark.parametrize("products", ["triton", "torch"])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+def test_unsummed_rows_and_gradients_add_up_to_the_same_bits(
+    kind: str, products: str, device: str
+) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    leaves, ids = make(kind, device=device, dtype=dtype)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind=kind), products=products)
+    summed = run(leaves, ids, options)
+    weights = leaves["weights"].detach().requires_grad_()
+    x, w1, w2 = (leaves[n].detach().requires_grad_() for n in ("x", "w1", "w2"))
+    rows = rows_of(ids, weights, w1.shape[0])
+    index = (rows.row_ids_R, rows.slots_SK, rows.offsets_e[-1])
+    R, used = rows.row_ids_R.shape[0], int(rows.offsets_e[-1])
+    expert_rows = x.detach().new_empty(1).expand(R, x.shape[1]).requires_grad_()
+    y_RD = expert_mlp(x, w1, w2, rows, options, expert_rows_RD=expert_rows)
+    y = sum_rows(y_RD.detach(), *index)
+    dy = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype)
+    dy_RD = torch.full_like(y_RD, float("nan"))  # past the used rows nobody reads
+    dy_RD[:used] = dy[rows.row_ids_R[:used].long()]
+    y_RD.backward(dy_RD)
+    assert x.grad is None and expert_rows.grad is not None
+    dx = sum_rows(expert_rows.grad, *index)
+    found = {"y": y, "x": dx, "w1": w1.grad, "w2": w2.grad, "weights": weights.grad}
+    assert not [n for n, t in summed.items() if not torch.equal(t, found[n])]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("products", ["triton", "torch"])
+def test_expert_choice(products: str, device: str) -> None:
+    """K = E: column e holds e or -1; a row has up to all experts, or none."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    leaves, _ = make("swiglu", S=19, e=9, K=9, device=device, dtype=dtype)
+    taken = torch.rand(19, 9) < torch.linspace(0, 1, 19)[:, None]
+    ids = torch.where(taken, torch.arange(9, dtype=torch.int32), -1).to(device)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products=products)
+    found, plain = run(leaves, ids, options), run(leaves, ids, options.activation)
+    for name, expected in exact(leaves, ids, "swiglu").items():
+        check_twice(found[name], plain[name], expected, name)
+
+
+@pytest.mark.parametrize("frozen", [("w1",), ("w2",), ("w1", "w2"), ("x",), ("weights", "x", "w1")])
+def test_frozen_inputs_get_no_gradient_and_cost_no_product(frozen: tuple[str, ...]) -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    whole = run(leaves, ids, options)
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    with torch.profiler.profile() as profile:
+        part = run(leaves, ids, options)
+    assert part.keys() == whole.keys() - set(frozen)
+    for name, grad in part.items():
+        assert torch.equal(grad, whole[name]), name
+    calls = {event.key: event.count for event in profile.key_averages()}
+    skipped = len({"w1", "w2"} & set(frozen)) + ("x" in frozen)
+    skipped += frozen == ("weights", "x", "w1")  # then the activation's gradient is not needed
+    assert calls["aten::_grouped_mm"] == 6 - skipped
+
+
+@pytest.mark.parametrize("keep_h", [True, False])
+def test_saves_x_and_h_only(keep_h: bool) -> None:
+    leaves, ids = make("swiglu", S=512, D=64, F=32)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), keep_h=keep_h)
+    rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
+    parameters = {leaves[n].data_ptr() for n in ("w1", "w2")}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.data_ptr() not in parameters:
+            saved[t.data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    S, D, R, C = 512, 64, 1024, 64
+    index = 4 * (R + R + S * 2 + 5)  # row ids, weights, slots, offsets
+    assert sum(saved.values()) == 4 * (S * D + (R * C if keep_h else 0)) + index
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_gradients_are_added_to(dtype: torch.dtype) -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    whole = run(leaves, ids, options)
+    rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
+    main = tuple(torch.ones_like(leaves[n], dtype=dtype) for n in ("w1", "w2"))
+    args = (leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    outputs = [expert_mlp(*args, main_grads=main) for _ in range(2)]  # both before a backward
+    for y in outputs:
+        grad = torch.linspace(-1, 1, y.numel()).view_as(y)
+        y.backward(grad, retain_graph=True)
+    assert leaves["w1"].grad is None and leaves["w2"].grad is None
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for found, name in zip(main, ("w1", "w2"), strict=True):
+        expected = 1 + 2 * whole[name]
+        torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_compiles_without_graph_breaks() -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+
+    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        rows = rows_of(ids, weights, w1.shape[0])
+        return torch.tanh(expert_mlp(torch.sin(x), w1, w2, rows, options))
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (block, compiled):
+        args = [leaves[n].detach().clone().requires_grad_() for n in NAMES]
+        y = f(*args)
+        y.sum().backward()
+        results.append([y, *(a.grad for a in args)])
+    for eager, other in zip(*results, strict=True):
+        torch.testing.assert_close(eager, other)
+
+
+def test_backward_makes_no_gradient_for_h() -> None:
+    """Autograd would fill in zeros as large as H for an output that nobody differentiates."""
+    leaves, ids = make("swiglu", S=512, D=16, F=64)
+    rows = rows_of(ids, leaves["weights"], 5)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                seen.append((str(func), tuple(out.shape)))
+            return out
+
+    with Log():
+        y.backward(torch.ones_like(y))
+    assert seen
+    assert not [f for f, shape in seen if "zeros" in f and shape in ((1024, 128), (1024,))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(interleaved=True), r"ActivationOptions.interleaved \(True\) must be False"),
+        (dict(dtype=torch.float32), r"dtypes of x, w1 and w2 \(torch.float32\) must be one of"),
+        (dict(strided=True), r"w1_eCD and w2_eDF \(strided\) must be contiguous"),
+        (dict(F=12), r"D \(24\) and F \(12\) must be multiples of 8"),
+        (dict(), r"device of x \(cpu\) must be a GPU with Triton"),
+    ],
+)
+def test_triton_products_refuse_what_they_cannot_multiply(change: Any, message: str) -> None:
+    leaves, ids = make("swiglu", dtype=change.get("dtype", torch.bfloat16), F=change.get("F", 40))
+    w1 = leaves["w1"].mT.contiguous().mT if change.get("strided") else leaves["w1"]
+    activation = ActivationOptions(kind="swiglu", interleaved=change.get("interleaved", False))
+    options = ExpertMLPOptions(activation=activation, products="triton")
+    with pytest.raises(ValueError, match=message):
+        expert_mlp(leaves["x"], w1, leaves["w2"], rows_of(ids, leaves["weights"], 5), options)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpointing(reentrant: bool) -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    expected = run(leaves, ids, options)
+
+    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        return expert_mlp(x, w1, w2, rows_of(ids, weights, 5), options)
+
+    y = checkpoint(block, *(leaves[n] for n in NAMES), use_reentrant=reentrant)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    assert torch.equal(y, expected["y"])
+    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)
+
+
+def test_without_gradients() -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    expected = run(leaves, ids, options)["y"]
+    with torch.no_grad():
+        rows = rows_of(ids, leaves["weights"], 5)
+        y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    assert not y.requires_grad and torch.equal(y, expected)
+
+
+def test_other_derivatives_are_refused() -> None:
+    leaves, ids = make("swiglu")
+    rows = rows_of(ids, leaves["weights"], 5)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    (dx,) = torch.autograd.grad(y.square().sum(), leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        dx.sum().backward()
+
+    def f(x: Tensor) -> Tensor:
+        return expert_mlp(x, leaves["w1"].detach(), leaves["w2"].detach(), detached, options)
+
+    detached = rows_of(ids, leaves["weights"].detach(), 5)
+    x = leaves["x"].detach()
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(f, (x,), (torch.ones_like(x),))
+
+
+def test_unknown_products_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"products \('nope'\) must be 'triton' or 'torch'"):
+        ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products="nope")
+
+
+@pytest.mark.parametrize("unsummed", [False, True])
+def test_opcheck(unsummed: bool) -> None:
+    leaves, ids = make("swiglu", S=5, drop=False)  # rows that nobody uses are uninitialised
+    rows = rows_of(ids, leaves["weights"].detach(), leaves["w1"].shape[0])
+    weights = rows.weights_R.detach().requires_grad_()
+    args = (leaves["x"], leaves["w1"], leaves["w2"], weights, rows.row_ids_R, rows.slots_SK)
+    expert_rows = torch.zeros(rows.row_ids_R.shape[0], leaves["x"].shape[1], requires_grad=True)
+    args += (rows.offsets_e, expert_rows if unsummed else None)
+    args += (None, None, "swiglu", 7.0, 1.702, False, False, True)
+    torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
+
+
+def test_worked_example() -> None:
+    """Two experts that double and triple, relu2 of one column: y = sum of weight * scale * x^2."""
+    x = torch.tensor([[1.0], [2.0]])
+    w1, w2 = torch.ones(2, 1, 1), torch.tensor([[[2.0]], [[3.0]]])
+    ids = torch.tensor([[0, 1], [1, -1]], dtype=torch.int32)
+    weights = torch.tensor([[0.5, 0.25], [1.0, 9.0]])
+    rows = rows_of(ids, weights, 2)
+    y = expert_mlp_ref(x, w1, w2, rows, ActivationOptions(kind="relu2"))
+    assert y.tolist() == [[0.5 * 2 + 0.25 * 3], [3 * 4]]
+
+
+class Sender:
+    """Records what it gets, beside what else happens."""
+
+    takes_arriving = False
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+
+    def arriving(self, dy_RD: Tensor) -> None:
+        pass
+
+    def start(self, *gradients_and_index: Any) -> None:
+        self.events.append(("start", *gradients_and_index))
+
+
+@pytest.mark.parametrize("frozen", [(), ("w1",), ("w2",), ("weights",), ("rows",)], ids=str)
+def test_a_sender_gets_gradients_before_those_of_the_weights(
+    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves, ids = make("swiglu")
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    events: list[Any] = []
+    plain = ExpertProducts.weight_grad
+
+    def recorded(products: ExpertProducts, *args: Any) -> Tensor:
+        events.append(("weight",))
+        return plain(products, *args)
+
+    monkeypatch.setattr(ExpertProducts, "weight_grad", recorded)
+
+    def gradients(sender: Sender | None) -> list[Tensor | None]:
+        own = {n: t.detach().clone().requires_grad_(n not in frozen) for n, t in leaves.items()}
+        rows = rows_of(ids, own["weights"], own["w1"].shape[0])
+        expert_rows_RD = own["x"].detach()[rows.row_ids_R].requires_grad_("rows" not in frozen)
+        more = dict(expert_rows_RD=expert_rows_RD, sender=sender)
+        y = expert_mlp(own["x"].detach(), own["w1"], own["w2"], rows, options, **more)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+        if expert_rows_RD.grad is not None:
+            expert_rows_RD.grad[rows.offsets_e[-1] :] = 0  # uninitialised
+        return [expert_rows_RD.grad, own["w1"].grad, own["w2"].grad, own["weights"].grad]
+
+    expected = gradients(None)
+    events.clear()
+    sender = Sender(events)
+    found = gradients(sender)
+    assert sender.takes_arriving == ("rows" not in frozen)
+    for ours, others in zip(found, expected, strict=True):
+        assert (ours is None) == (others is None)
+        assert ours is None or torch.equal(ours, others)
+    starts = [event for event in events if event[0] == "start"]
+    if "rows" in frozen:
+        assert not starts
+        return
+    assert events[0] is starts[0] and len(starts) == 1
+    assert len(events) == 3 - ("w1" in frozen) - ("w2" in frozen)
+    _, drows_RD, dweights_R, *index = starts[0]
+    used = rows_of(ids, leaves["weights"], 5)
+    num_rows = int(used.offsets_e[-1])
+    assert torch.equal(drows_RD[:num_rows], found[0][:num_rows])  # type: ignore[index]
+    assert (dweights_R is None) == ("weights" in frozen)
+    expected_index = (used.row_ids_R, used.slots_SK, used.offsets_e[-1])
+    assert all(torch.equal(a, b) for a, b in zip(index, expected_index, strict=True))

@@ -1,0 +1,78 @@
+"""Products of tiles that two warp groups share, against products expert by expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
+from moecore.kernels.grouped.gemm import grouped_gemm_activation_ref, grouped_gemm_ref
+from moecore.kernels.grouped.row_tiles import map_row_tiles
+from moecore.kernels.rows.activation import ActivationOptions
+from tests.kernels.grouped.test_grouped_gemm import check
+from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, make_pieces, randn
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("K, N", SIZES)
+@pytest.mark.parametrize("transposed", [False, True], ids=["KN", "NK"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_gemm(name: str, transposed: bool, K: int, N: int, dtype: torch.dtype) -> None:
+    counts = COUNTS[name]
+    offsets, row_ids, tiles, _ = make(counts)
+    used = sum(counts)
+    a = randn(row_ids.shape[0], K, dtype=dtype)
+    a[used:] = float("nan")  # nothing may read rows that belong to nobody
+    b = randn(len(counts), *((N, K) if transposed else (K, N)), dtype=dtype)
+    b = b.transpose(1, 2) if transposed else b
+    found = cooperative_gemm(a, b, tiles)
+    again = cooperative_gemm(a, b, tiles)
+    exact = grouped_gemm_ref(a.double(), b.double(), offsets)
+    plain = grouped_gemm_ref(a, b, offsets)
+    assert found.shape == (row_ids.shape[0], N) and found.dtype == dtype
+    assert torch.equal(found[:used], again[:used])
+    check(found, exact, plain, used)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("D, F", SIZES)
+@pytest.mark.parametrize("name", COUNTS)
+def test_activation(name: str, D: int, F: int, kind: str) -> None:
+    counts = COUNTS[name]
+    offsets, row_ids, tiles, _ = make(counts)
+    R, used = row_ids.shape[0], sum(counts)
+    options = ActivationOptions(kind=kind, limit=1.0)
+    x, weights = randn(R, D), torch.rand(R, device="cuda")
+    w1 = randn(len(counts), 2 * F, D) / D**0.5
+    rows = torch.arange(R, dtype=torch.int32, device="cuda")
+    h, a = cooperative_activation(x, w1, [tiles], weights, options)
+    exact = (x.double(), w1.double(), rows, weights.double(), offsets, options)
+    exact_h, exact_a = grouped_gemm_activation_ref(*exact)
+    plain_h, plain_a = grouped_gemm_activation_ref(x, w1, rows, weights, offsets, options)
+    check(h, exact_h, plain_h, used)
+    check(a, exact_a, plain_a, used)
+
+
+def test_output_of_more_than_2_to_the_31_elements() -> None:
+    R, K, N = 300_000, 64, 8192
+    offsets = torch.tensor([100_000, 300_000], dtype=torch.int32, device="cuda")
+    a, b = randn(R, K), randn(2, K, N)
+    out = cooperative_gemm(a, b, map_row_tiles(offsets, R))
+    torch.testing.assert_close(out[-1000:], a[-1000:] @ b[1], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out[:1000], a[:1000] @ b[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_pieces_are_the_whole(name: str) -> None:
+    """Rows that arrive in pieces give the same bits."""
+    pieces = make_pieces(COUNTS[name])
+    R, used = pieces.row_ids.shape[0], int(pieces.offsets[-1])
+    x, w1 = randn(R, 64), randn(len(pieces.offsets), 256, 64)
+    where = (torch.rand(R, device="cuda"), ActivationOptions(kind="swiglu"))
+    late = torch.empty_like(x)
+    whole = cooperative_activation(x, w1, [pieces.tiles], *where)
+    ours = cooperative_activation(late, w1, pieces.arrive(x, late), *where)
+    for a, b in zip(whole, ours, strict=True):
+        assert torch.equal(a[:used], b[:used])

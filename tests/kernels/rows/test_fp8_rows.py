@@ -1,0 +1,180 @@
+"""Rows as FP8: the bytes of the reference, wide again where they belong, and how wrong they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import INTERPRET
+from moecore.kernels.experts.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.packed import (
+    gather_packed_rows,
+    pack_rows,
+    pack_rows_ref,
+    packed_bytes,
+    unpack_rows,
+)
+
+DIMS = [16, 128, 144, 2048, 2896, 7168]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def rows_of(S: int, D: int, dtype: torch.dtype, device: str, spread: int = 3) -> Tensor:
+    """Values of many sizes, within one row as well."""
+    generator = torch.Generator().manual_seed(S * D)
+    exponents = torch.randint(-spread, spread + 1, (S, D), generator=generator)
+    return (torch.randn(S, D, generator=generator) * torch.exp2(exponents.float())).to(
+        device, dtype
+    )
+
+
+def used(packed_SW: Tensor, dim: int) -> Tensor:
+    """Return the bytes that mean something."""
+    return packed_SW[:, : dim + 4 * -(-dim // 128)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", DIMS)
+def test_bytes_of_the_reference(D: int, dtype: torch.dtype, device: str) -> None:
+    for S in (0, 1, 37):
+        x = rows_of(S, D, dtype, device)
+        got, want = pack_rows(x), pack_rows_ref(x)
+        assert got.shape == want.shape == (S, packed_bytes(D)) and got.dtype == torch.uint8
+        assert torch.equal(used(got, D), used(want, D))
+
+
+def test_every_rounding_of_the_format(device: str) -> None:
+    """All codes, the middles between them and their neighbours in fp32, with scale 1."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = codes[codes.isfinite()].unique()
+    middles = (finite[1:] + finite[:-1]) / 2
+    up, down = (torch.nextafter(middles, torch.tensor(to)) for to in (500.0, -500.0))
+    x = torch.cat([finite, middles, up, down])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
+    x = torch.nn.functional.pad(x, (1, 0), value=448.0).to(device)  # makes each scale 1
+    want = x.to(torch.float8_e4m3fn).view(torch.uint8)
+    got = pack_rows(x.contiguous())
+    assert torch.equal(got[:, :128], want)
+    assert torch.equal(got[:, 128:132].contiguous().view(torch.float32), torch.ones_like(x[:, :1]))
+    assert torch.equal(unpack_rows(got, 128, torch.float32), want.view(torch.float8_e4m3fn).float())
+
+
+def test_worked_example() -> None:
+    """3 * 2^7 fits as it is, 500 needs a scale of 2; 4.3 lies between 4 and 4.5 of a scale of 1."""
+    x = torch.zeros(1, 144)
+    x[0, :3] = torch.tensor([384.0, 4.3, -0.001])
+    x[0, 128:130] = torch.tensor([500.0, 4.3])
+    packed = pack_rows_ref(x)
+    wide = unpack_rows(packed, 144, torch.float32)
+    assert wide[0, :3].tolist() == [384.0, 4.5, -0.001953125]
+    assert wide[0, 128:130].tolist() == [512.0, 4.5]
+    assert packed_bytes(2048) == 2112 and packed_bytes(144) == 160
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_that_of_three_bits(dtype: torch.dtype, device: str) -> None:
+    """Relative half a step of 2^-3; absolute half of 2^-9 of a scale, at most amax / 224."""
+    x = rows_of(64, 2048, dtype, device, spread=8)
+    error = (unpack_rows(pack_rows(x), 2048, torch.float32) - x.float()).abs()
+    amax = x.float().view(64, 16, 128).abs().amax(2).repeat_interleave(128, 1)
+    assert (error <= torch.maximum(x.float().abs() / 16, amax / 224 * 2**-10)).all()
+    assert (error > x.float().abs() / 17).any(), "no better format could have been meant"
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_packing_again_gives_the_same_bytes(dtype: torch.dtype, device: str) -> None:
+    """In 16 bits too: a wide row is exact."""
+    packed = pack_rows(rows_of(37, 2048, dtype, device))
+    wide = unpack_rows(packed, 2048, dtype)
+    assert torch.equal(unpack_rows(packed, 2048, torch.float32), wide.float())
+    assert torch.equal(unpack_rows(pack_rows(wide), 2048, dtype), wide)
+
+
+def test_not_finite_and_tiny(device: str) -> None:
+    x = torch.zeros(4, 256, device=device)
+    x[0, 3], x[1, 7], x[2, 9], x[2, 10] = float("nan"), float("inf"), 1e-45, -1e-37
+    x[3, 0], x[0, 4] = 3e38, -2.0
+    wide = unpack_rows(pack_rows(x), 256, torch.float32)
+    assert torch.equal(wide.isnan(), unpack_rows(pack_rows_ref(x), 256, torch.float32).isnan())
+    assert wide[0].isnan().nonzero().tolist() == [[3]] and wide[0, 4] == -2
+    assert wide[1, :128].isnan().all() and (wide[1, 128:] == 0).all()
+    assert (wide[2] - x[2]).abs().max() < 1e-38 and abs(wide[3, 0] / 3e38 - 1) < 1 / 16
+
+
+@pytest.mark.parametrize("D", [64, 2048, 2896])
+@pytest.mark.parametrize("K", [1, 3])
+def test_gathers_wide_rows_and_reads_no_hole(D: int, K: int, device: str) -> None:
+    S, e = 41, 4
+    generator = torch.Generator().manual_seed(K)
+    ids = torch.stack([torch.randperm(2 * e, generator=generator)[:K] for _ in range(S)])
+    ids = ids.to(device, torch.int32)
+    index = build_index(ids, torch.ones(S, K, device=device), first=0, num_local=e)
+    x = rows_of(S, D, torch.bfloat16, device)
+    packed = pack_rows(x)
+    hole = (index.slots_SK < 0).all(1)
+    assert hole.any()
+    packed[hole] = 0x7F  # NaN
+    where = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
+    got = gather_packed_rows(packed, x.new_empty(2, D), *where)
+    n = int(index.offsets_e[-1])
+    want = unpack_rows(pack_rows_ref(x), D, torch.bfloat16)
+    assert got.dtype == torch.bfloat16 and torch.equal(got[:n], want[index.row_ids_R[:n].long()])
+
+
+@pytest.mark.parametrize("keep_h", [True, False])
+@pytest.mark.parametrize(
+    "F", [136] if INTERPRET else [136, 640, 2048]
+)  # GPUs gather at other times
+@pytest.mark.parametrize("products", ["triton", "torch"])
+def test_experts_multiply_what_was_packed(products: str, F: int, keep_h: bool, device: str) -> None:
+    """Experts on packed rows and on the same rows wide: output, every gradient."""
+    S, D, e, K = 29, 256, 4, 2
+    x = rows_of(S, D, torch.bfloat16, device)
+    ids = torch.randint(0, e, (S, K), device=device, dtype=torch.int32)
+    ids[:, 1] = (ids[:, 0] + 1) % e
+    index = build_index(ids, torch.rand(S, K, device=device), first=0, num_local=e)
+    R = index.row_ids_R.shape[0]
+    options = ExpertMLPOptions(
+        activation=ActivationOptions(kind="swiglu"),
+        products=products,  # type: ignore[arg-type]
+        keep_h=keep_h,
+    )
+    packed = pack_rows(x)
+    found = []
+    for source in (packed, unpack_rows(packed, D, torch.bfloat16)):
+        torch.manual_seed(0)
+        w1, w2 = (
+            (torch.randn(shape, device=device) / 16).to(torch.bfloat16).requires_grad_()
+            for shape in ((e, 2 * F, D), (e, D, F))
+        )
+        weights = index.weights_R.detach().requires_grad_()
+        stand_in = x.new_empty(1).expand(R, D).requires_grad_()
+        rows = ExpertRows(
+            row_ids_R=index.row_ids_R,
+            weights_R=weights,
+            slots_SK=index.slots_SK,
+            offsets_e=index.offsets_e,
+        )
+        y = expert_mlp(source, w1, w2, rows, options, expert_rows_RD=stand_in)
+        y.backward(torch.cos(torch.arange(R * D, device=device)).view(R, D).to(y.dtype))
+        found.append([y.detach(), w1.grad, w2.grad, weights.grad, stand_in.grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None and theirs is not None
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * float(theirs.abs().max()))
+
+
+@pytest.mark.gpu
+def test_addresses_past_2_to_the_31() -> None:
+    S = (1 << 31) // 2112 + 3
+    x = torch.zeros(S, 2048, device="cuda", dtype=torch.bfloat16)
+    x[-2:] = 3.0
+    packed = pack_rows(x)
+    assert torch.equal(unpack_rows(packed[-3:], 2048, torch.bfloat16), x[-3:])
+    slots = torch.full((S, 1), -1, device="cuda", dtype=torch.int32)
+    slots[-2:, 0] = torch.arange(2, device="cuda", dtype=torch.int32)
+    ids = torch.tensor([S - 2, S - 1], device="cuda", dtype=torch.int32)
+    out = gather_packed_rows(packed, x[:1], ids, slots, torch.tensor(2, device="cuda"))
+    assert torch.equal(out, x[-2:])
