@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._compile
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,17 +17,9 @@ grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_
 # 2.13 renamed all_gather_into_tensor and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# torch.compiler.disable, whose import of Dynamo (half a second) waits for the first call.
-disable_dynamo = torch._compile._disable_dynamo
-
 # A DTensor whose _StridedShard marks separate pieces, not an order of dims: 2.11 raises in the
 # backward and in full_tensor(); 2.13 handles both. 2.12 has not been tried.
 HAS_SEPARATE_PIECES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
-
-
-def has_saved_tensor_hooks() -> bool:
-    """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are on."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def fsdp_groups(unit: FSDPModule) -> list[Any]:

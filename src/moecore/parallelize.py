@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from moecore._autograd import has_gradient_hooks
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.config import BalanceConfig
@@ -194,7 +195,7 @@ def _check_request(
                 "call parallelize_moe once, on the whole"
             )
     for name, param in model.named_parameters():
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        if has_gradient_hooks(param):
             raise ValueError(
                 f"{name} must have no hooks, which its sharded parameter would not have: after "
                 "parallelize_moe use register_post_accumulate_grad_hook"

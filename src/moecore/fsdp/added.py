@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moecore._autograd import has_accumulate_hooks
 from moecore._compat import fsdp_params
 from moecore.fsdp.gathered import GATHERED
 
@@ -40,7 +41,7 @@ def refuse_added(model: nn.Module) -> None:
     if not plain or not any(hasattr(module, GATHERED) for module in model.modules()):
         return
     reduced = set(_reduced(model))
-    added = {p for p in plain if p not in reduced and not _has_own_hook(p)}
+    added = {p for p in plain if p not in reduced and not has_accumulate_hooks(p)}
     if added:
         names = [name for name, param in model.named_parameters() if param in added]
         raise ValueError(
@@ -60,7 +61,3 @@ def _reduced(model: nn.Module) -> Iterator[nn.Parameter]:
                     yield gathered
         elif isinstance(module, DistributedDataParallel):
             yield from module.parameters()
-
-
-def _has_own_hook(param: nn.Parameter) -> bool:
-    return bool(getattr(param, "_post_accumulate_grad_hooks", None))

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from moecore._compat import disable_dynamo, fsdp_groups
-from moecore.kernels.experts.expert_mlp import will_run
-from moecore.moe.balance import is_recomputing
+from moecore._autograd import continues, disable_dynamo, is_recomputing
+from moecore._compat import fsdp_groups
 
 GATHERED = "_moecore_gathered"
 
@@ -105,7 +104,7 @@ class Gathered:
 
     def _before_backward(self, gather: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
         """Stand before what FSDP2 does when backward comes to the output of a unit."""
-        if torch.is_grad_enabled() and _goes_on():
+        if torch.is_grad_enabled() and continues():
             raise NotImplementedError(
                 "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
                 "weights are freed after backward: take second derivatives of a plain model, or "
@@ -165,12 +164,6 @@ def _drop_pending(group: Any) -> None:
     if isinstance(pending.all_gather_work, dist.Work):
         pending.all_gather_work.wait()
     group._all_gather_result = None
-
-
-def _goes_on() -> bool:
-    """Whether the running backward does more than to find the gradient of where it is."""
-    behind = torch._C._current_autograd_node().next_functions
-    return any(node is not None and will_run(node) for node, _ in behind)
 
 
 def watch_gathered(root: FSDPModule) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
-from moecore._compat import disable_dynamo, fsdp_groups
+from moecore._autograd import disable_dynamo
+from moecore._compat import fsdp_groups
 
 
 def gather_for_each(modules: list[nn.Module]) -> None:

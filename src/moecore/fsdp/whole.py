@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore._compat import has_saved_tensor_hooks
-from moecore.kernels.experts.expert_mlp import GradSink, will_run
+from moecore._autograd import has_gradient_hooks, has_saved_tensor_hooks, leaf_of, version, will_run
+from moecore.kernels.experts.expert_mlp import GradSink
 from moecore.kernels.experts.products import GradTarget
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.params import ParamReader, grad_placements, local_param
@@ -65,7 +65,7 @@ class WholeWeights(ParamReader):
         node = matrices.grad_fn
         while node is not None and node.next_functions:
             node = node.next_functions[0][0]
-        if node is None or getattr(node, "variable", None) is not param:
+        if node is None or leaf_of(node) is not param:
             return None
         return Sink(param, matrices.shape, node, 1.0 / self.divisor)
 
@@ -83,7 +83,7 @@ class WholeWeights(ParamReader):
         found = self._shared.get(param) if self._shares else self._shared.pop(param, None)
         # An operation on a DTensor counts at the DTensor, one on its part at the part, one of a
         # fused or foreach optimizer nowhere: `finish_step` forgets.
-        made_of = (local.data_ptr(), local._version, param._version)
+        made_of = (local.data_ptr(), version(local), version(param))
         if found is not None and found.made_of == made_of:
             return found.cast
         if not self._shares:
@@ -147,7 +147,7 @@ class Sink:
     def open(self) -> GradTarget | None:
         """Return where the running backward puts the gradient; None = to autograd."""
         param = self.param
-        if torch.is_grad_enabled() or _is_watched(param) or not will_run(self.node):
+        if torch.is_grad_enabled() or has_gradient_hooks(param) or not will_run(self.node):
             return None
         if param.grad is None:
             return GradTarget(None, param.dtype, self.scale)
@@ -161,11 +161,6 @@ class Sink:
         """Take the gradient that went there."""
         if self.param.grad is None:
             self.param.grad = _like(self.param, grad.view(_local(self.param).shape))
-
-
-def _is_watched(param: nn.Parameter) -> bool:
-    """Whether hooks wait for a parameter's gradient."""
-    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecore._autograd import is_traced
+
 try:
     import triton
     import triton.language as tl
@@ -60,11 +62,7 @@ def warn_plain(x: Tensor, what: str) -> None:
 
 def all_used(num_rows: Tensor, capacity: int) -> bool:
     """Return whether a reference on the CPU may skip its masks; False where looking would sync."""
-    return num_rows.device.type == "cpu" and not _is_traced() and int(num_rows) >= capacity
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None
+    return num_rows.device.type == "cpu" and not is_traced() and int(num_rows) >= capacity
 
 
 @functools.cache

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from moecore._autograd import is_plain_eager
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 class Op:
@@ -90,18 +90,6 @@ def _function(
 
     methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward)}
     return type(f"moecore::{name}", (torch.autograd.Function,), methods)
-
-
-def is_plain_eager() -> bool:
-    """Whether nobody but autograd looks at operations: no compiler, mode, transform or tracer."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
-    )
 
 
 def _is_plain(t: Tensor) -> bool:

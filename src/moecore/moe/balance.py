@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._compat import disable_dynamo
+from moecore._autograd import disable_dynamo, is_recomputing
 from moecore.config import MoEConfig
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import BalanceLossOptions, balance_loss
@@ -236,11 +236,6 @@ def _refuse_fp16(y: Tensor) -> None:
             f"dtype of the layer ({dtype}) must not be fp16 with auxiliary losses, which a loss "
             "scale would not reach: use torch.bfloat16"
         )
-
-
-def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward: activation checkpointing repeats it."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _is_capturing(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore._compat import disable_dynamo
+from moecore._autograd import disable_dynamo
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.base import Dispatcher

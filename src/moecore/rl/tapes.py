@@ -27,8 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from moecore._compat import disable_dynamo
-from moecore.moe.balance import is_recomputing
+from moecore._autograd import (
+    call_after_backward,
+    current_backward,
+    current_node_number,
+    disable_dynamo,
+    is_recomputing,
+    next_node_number,
+)
 from moecore.moe.router import Router
 from moecore.rl.choices import Choices
 
@@ -153,8 +159,8 @@ class Replay:
     def _of_recompute(self, name: str) -> int:
         """See Note [pairing]."""
         hits = []
-        if torch._C._current_graph_task_id() in self._backwards:
-            number = torch._C._current_autograd_node()._sequence_nr()
+        if current_backward() in self._backwards:
+            number = current_node_number()
             for forward, index in self._calls[name]:
                 if forward and forward.start <= number < forward.end:
                     hits.append(index)
@@ -177,13 +183,13 @@ class Replay:
                 f"forward of {type(module).__name__} must not follow one that failed inside "
                 "replay(): leave it and start again"
             )
-        self._running = _Forward(torch.autograd._get_sequence_nr())
+        self._running = _Forward(next_node_number())
 
     @disable_dynamo
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_recomputing() or self._running is None:
             return
-        self._running.end = torch.autograd._get_sequence_nr()
+        self._running.end = next_node_number()
         self._running = None
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -191,13 +197,12 @@ class Replay:
 
     def _enter_backward(self, grad: Tensor) -> None:
         """Hook of a forward's output; see Note [late backward]."""
-        self._backwards.add(torch._C._current_graph_task_id())
+        self._backwards.add(current_backward())
         if all(router.tape is tape for router, tape in self._tapes.items()):
             return
         refuse_taken(self.routers)
         self._insert()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: remove(self._tapes))
+        call_after_backward(lambda: remove(self._tapes))
 
     def _insert(self) -> None:
         for router, tape in self._tapes.items():

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import _disable_current_modes
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from moecore._autograd import no_dispatch_modes
 from moecore.config import MoEConfig, ParallelConfig
 from moecore.fsdp import FSDPOptions
 from moecore.graphs import compile_blocks
@@ -92,7 +92,7 @@ def hide_gathers(model: nn.Module) -> None:
 def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(hook)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with no_dispatch_modes():
             return hook(*args, **kwargs)
 
     return call

@@ -26,8 +26,8 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from moecore._autograd import have_tangents, is_plain_eager, will_run
 from moecore.kernels.common import use_kernel
 from moecore.kernels.experts.products import (
     GATHER_FIRST_DY,
@@ -39,7 +39,7 @@ from moecore.kernels.experts.products import (
     Source,
     take_all,
 )
-from moecore.kernels.ops import Op, is_plain_eager
+from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import ActivationOptions, activation, weighted_activation
 from moecore.kernels.rows.move import sum_rows_plain, sum_rows_ref
 from moecore.kernels.rows.packed import PACKED
@@ -392,14 +392,6 @@ def _backward(
 _expert_mlp = Op("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_backward)
 
 
-def will_run(node: Any) -> bool:
-    """Whether the running backward comes to a node: not if others are asked for. None = a leaf."""
-    try:
-        return node is None or torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf's node while `autograd.grad` asks for its gradient
-        return False
-
-
 def _forward_arriving(arriving: ArrivingRows, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return y_RD and h_RC, of the inputs of `_forward` after the first."""
     w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e = rest[:6]
@@ -445,9 +437,7 @@ class _TravellingMLP(torch.autograd.Function):
 
 def _refuse_tangents(*tensors: Tensor) -> None:
     """Forward-mode derivatives would be dropped, and come out as zero."""
-    if forward_ad._current_level < 0:
-        return
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if have_tangents(*tensors):
         raise NotImplementedError(
             "expert_mlp has no forward-mode derivative: use reverse mode, or experts='sequential'"
         )

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from moecore._autograd import in_forward_mode
 from moecore.kernels.common import (
     INTERPRET,
     cdiv,
@@ -69,7 +69,7 @@ def router_logits_ref(
     bias_E = None if bias_E is None else bias_E.to(dtype)
     x_TD, weight_ED = x_TD.to(dtype), weight_ED.to(dtype)
     # A compiled backward runs without autocast; forward-mode derivatives have none.
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or in_forward_mode():
         return F.linear(x_TD, weight_ED, bias_E)
     return _Linear.apply(x_TD, weight_ED, bias_E)
 

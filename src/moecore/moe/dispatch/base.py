@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from moecore._compat import all_gather_single, disable_dynamo
+from moecore._autograd import disable_dynamo
+from moecore._compat import all_gather_single
 from moecore.kernels.experts.expert_mlp import GradientSender, RowsAgain
 from moecore.kernels.experts.products import ArrivingRows
 from moecore.kernels.rows.packed import PACKED, unpack_rows

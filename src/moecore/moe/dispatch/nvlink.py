@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._compat import disable_dynamo
+from moecore._autograd import disable_dynamo, version
 from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.experts.expert_mlp import RowsAgain
 from moecore.kernels.experts.products import take_all
@@ -216,7 +216,7 @@ class _Travel:
         self._ranks = pieces.ranks
         x_TD = x_TD.contiguous()
         self._x_TD = x_TD.clone() if x_TD.data_ptr() % 16 else x_TD
-        self._version = _version(self._x_TD)
+        self._version = version(self._x_TD)
         self._where: tuple[Tensor, Tensor] | None = None
         self._is_over = False
 
@@ -242,7 +242,7 @@ class _Travel:
                 "rows must be taken once with NVLinkOptions.overlap ('experts'), the slot may have "
                 "others since: checkpoint whole layers or use overlap='weight_grads'"
             )
-        if _version(self._x_TD) != self._version:
+        if version(self._x_TD) != self._version:
             raise RuntimeError(
                 "rows must not change in place while they travel with NVLinkOptions.overlap "
                 "('experts'): change a copy or use overlap='weight_grads'"
@@ -367,13 +367,8 @@ class _Sender:
         return self._exchange.finish_copies(sums_SD, peers_T, places_S, (dweights_R, slots_SK))
 
 
-def _version(x: Tensor) -> int:
-    """Count the changes in place; of what inference made nobody counts them."""
-    return 0 if x.is_inference() else x._version
-
-
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(_version(t) for t in tensors if t is not None)
+    return tuple(version(t) for t in tensors if t is not None)
 
 
 class _Dispatch(torch.autograd.Function):

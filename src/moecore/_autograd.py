@@ -1,0 +1,118 @@
+"""What runs now: autograd, dispatch modes and tracing, asked through torch's private names.
+
+No other file of moecore uses these names. `tests/test_autograd.py` looks each of them up, so a
+torch that renames one fails there by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._compile
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+# torch.compiler.disable, whose import of Dynamo (half a second) waits for the first call.
+disable_dynamo = torch._compile._disable_dynamo
+
+# A context without dispatch modes, such as selective checkpointing's.
+no_dispatch_modes = _disable_current_modes
+
+
+def is_traced() -> bool:
+    """Whether a compiler or a fake mode runs the code: no value may be read."""
+    return torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None
+
+
+def is_plain_eager() -> bool:
+    """Whether autograd alone sees operations: no compiler, mode, transform or tracer."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+    )
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken."""
+    return forward_ad._current_level >= 0
+
+
+def have_tangents(*tensors: Tensor) -> bool:
+    """Whether one of the tensors carries a forward-mode derivative."""
+    if not in_forward_mode():
+        return False
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward: activation checkpointing repeats it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def current_backward() -> int:
+    """Return the number of the running backward; -1 = none."""
+    return torch._C._current_graph_task_id()
+
+
+def current_node_number() -> int:
+    """Return the sequence number of the node whose backward runs."""
+    number: int = torch._C._current_autograd_node()._sequence_nr()
+    return number
+
+
+def next_node_number() -> int:
+    """Return the sequence number that the next recorded node gets."""
+    return torch.autograd._get_sequence_nr()
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the running backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the running backward reaches a node; None is a leaf, which it reaches."""
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf's node while `autograd.grad` asks for its gradient
+        return False
+
+
+def continues() -> bool:
+    """Whether the running backward needs more than the gradient of the current node's inputs."""
+    behind = torch._C._current_autograd_node().next_functions
+    return any(node is not None and will_run(node) for node, _ in behind)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are on."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def has_gradient_hooks(param: Tensor) -> bool:
+    """Whether hooks of a parameter wait for its gradient."""
+    return bool(param._backward_hooks) or has_accumulate_hooks(param)
+
+
+def has_accumulate_hooks(param: Tensor) -> bool:
+    """Whether a hook of `register_post_accumulate_grad_hook` takes the parameter's gradient."""
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """Return the parameter whose gradient a node accumulates; None for other nodes."""
+    return getattr(node, "variable", None)
+
+
+def version(x: Tensor) -> int:
+    """Return the count of changes in place; 0 for a tensor of inference mode, which has none."""
+    return 0 if x.is_inference() else x._version
