@@ -10,7 +10,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test demo bench bench-docs lint format clean
+.PHONY: help venv test golden demo bench bench-docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -22,6 +22,9 @@ venv: $(READY)  ## create or update .venv
 test: $(READY)  ## run the CPU tests (those for GPUs: .venv/bin/python -m pytest -m gpu)
 	CUDA_VISIBLE_DEVICES= $(if $(ARGS),,$(ONE_THREAD)) $(PY) -m pytest -q $(if $(ARGS),$(ARGS),$(WORKERS))
 	$(if $(ARGS),,CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(ONE_THREAD) $(PY) -m pytest -q $(WORKERS) tests/kernels)
+
+golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CONTRIBUTING.md)
+	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)
 
 demo: $(READY)  ## train the tiny preset into runs/demo
 	$(PY) examples/train.py --preset tiny --run-dir runs/demo $(ARGS)

@@ -1,0 +1,167 @@
+"""Golden records: one JSON file per platform, and how a result is compared with it.
+
+A platform is torch's version and what torch's CPU kernels, oneDNN and MKL choose their code by: the
+vector width, the CPU's vendor, family and model, and its vector and matrix instructions. On the
+platform of a record, results equal it bit for bit (with the same versions of `Path.packages`).
+
+Elsewhere products add in another order. `Path.bound` then applies to every loss, and four times as
+much to every gradient norm; parameters are compared by what they do to the next losses. Measured
+with AVX2 in place of AVX512: fp32 losses differ by at most 2.3e-6 and norms by 1.0e-5 (bounds 1e-5
+and 4e-5). In bf16 by 3e-3 and 2e-2 (bounds 1e-2 and 4e-2): scores that tie within a rounding of the
+hidden state send a token to another expert.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path as File
+from typing import Any
+
+import torch
+
+from tests.golden.paths import PATHS, Path
+from tests.golden.runs import Result, worker
+from tests.ranks import run_ranks
+
+FOLDER = File(__file__).parent / "records"
+ROOT = FOLDER.parents[2]
+PACKAGES = ("torch", "numpy", "transformers", "torchtitan", "triton")
+VECTORS = ("avx", "amx", "fma", "f16c", "sve", "asimd", "bf16", "i8mm")
+Record = dict[str, Any]
+
+
+def platform_key() -> str:
+    """Name this platform, as the file of its record is named."""
+    release = torch.__version__.partition("+")[0]
+    build = "cuda" if torch.version.cuda else "cpu"
+    width = torch.backends.cpu.get_cpu_capability().replace(" ", "").lower()
+    return f"cpu-{platform.machine()}-torch{release}-{build}-{width}-{_cpu()}"
+
+
+def _cpu() -> str:
+    """Vendor, family and model of the CPU, and a digest of its vector instructions."""
+    try:
+        lines = File("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    found = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    names = ("vendor_id", "CPU implementer", "cpu family", "CPU part", "model")
+    flags = (found.get("flags") or found.get("Features") or "").split()
+    vectors = sorted(f for f in flags if f.startswith(VECTORS))
+    digest = hashlib.sha256(" ".join(vectors).encode()).hexdigest()[:6]
+    return "-".join([found[n].lower() for n in names if n in found] + [digest])
+
+
+def versions() -> dict[str, str]:
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def why_not(path: Path) -> str:
+    """Return why a path cannot run here, or nothing."""
+    missing = [name for name in path.packages if not _version(name)]
+    if missing:
+        return f"{missing[0]} is not installed"
+    if path.kind == "torchtitan" and not _version("torchtitan").startswith("0.2"):
+        return f"torchtitan {_version('torchtitan')} has another interface than 0.2"
+    return ""
+
+
+def run_all(names: Iterable[str]) -> dict[str, Result]:
+    """Run these paths: ranks start once per number of them, the interpreted ones beside them."""
+    chosen = {name: PATHS[name] for name in names}
+    alone = {name: _start_interpreted(name) for name, p in chosen.items() if p.interpreted}
+    together = {name: p for name, p in chosen.items() if not p.interpreted}
+    found: dict[str, Result] = {}
+    try:
+        for world in sorted({p.world for p in together.values()}):
+            found |= run_ranks(world, worker, [n for n, p in together.items() if p.world == world])
+        for name, process in alone.items():
+            out, err = process.communicate(timeout=300)
+            assert process.returncode == 0, err
+            found[name] = json.loads(out.splitlines()[-1])
+    finally:
+        for process in alone.values():
+            process.kill()
+    return {name: found[name] for name in chosen}
+
+
+def _start_interpreted(name: str) -> subprocess.Popen[str]:
+    environ = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "tests.golden.runs", name]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True)
+
+
+def read(key: str) -> Record | None:
+    file = FOLDER / f"{key}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def nearest(key: str) -> tuple[str, Record]:
+    """Return the name of the record whose platform has most in common with this one, and it."""
+
+    def alike(other: str) -> tuple[int, str]:
+        pairs = zip(key.split("-"), other.split("-"), strict=False)
+        return sum(a == b for a, b in pairs), other
+
+    best = max((file.stem for file in FOLDER.glob("*.json")), key=alike)
+    record = read(best)
+    assert record is not None
+    return best, record
+
+
+def write(results: dict[str, Result]) -> File:
+    """Put results into this platform's record; paths that are not among them stay."""
+    key = platform_key()
+    paths = (read(key) or {"paths": {}})["paths"]
+    for name, result in results.items():
+        paths[name] = {"versions": _packages(PATHS[name]), **result}
+    file = FOLDER / f"{key}.json"
+    ordered = {name: paths[name] for name in PATHS if name in paths}
+    file.write_text(json.dumps({"platform": key, "paths": ordered}, indent=1) + "\n")
+    return file
+
+
+def _packages(path: Path) -> dict[str, str]:
+    return {name: _version(name) for name in ("torch", *path.packages)}
+
+
+def differences(name: str, found: Result) -> list[str]:
+    """Return what differs from the record of this platform, or is out of bounds of the nearest."""
+    key = platform_key()
+    best, record = nearest(key)
+    golden = record["paths"][name]
+    exact = best == key and golden["versions"] == _packages(PATHS[name])
+    bound = 0.0 if exact else PATHS[name].bound
+    wrong = []
+    for quantity, factor in (("losses", 1), ("norms", 4)):
+        pairs = zip(found[quantity], golden[quantity], strict=True)
+        for step, (ours, theirs) in enumerate(pairs):
+            error = relative_error(ours, theirs)
+            if not error <= bound * factor:
+                wrong.append(f"{quantity}[{step}] is {ours}, not {theirs}: {error:.1e}")
+    if exact and found["parameters"] != golden["parameters"]:
+        wrong.append(f"parameters are {found['parameters']}, not {golden['parameters']}")
+    return wrong
+
+
+def relative_error(found: str, golden: str) -> float:
+    """Return 0 for the same bits only."""
+    if found == golden:
+        return 0.0
+    ours, theirs = float.fromhex(found), float.fromhex(golden)
+    return abs(ours - theirs) / abs(theirs)
