@@ -11,9 +11,8 @@ and all SMs, the first shape):
                       sorted), in the same rounds
     ep_sum_combine    combine that also adds the expert rows of each source row, as in the layer;
                       against `combine` of the same dispatcher, which gets the sums
-    ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall. nvlink-MODE is
-                      NVLinkOptions.overlap MODE, of those that are not the default; nvlink-fp8 has
-                      fp8_dispatch
+    ep_layer_fwd_bwd  the whole layer; nvlink against the same layer with alltoall. nvlink-none has
+                      no overlap_weight_grads; nvlink-fp8 has fp8_dispatch
     ep_experts_fwd_bwd  its experts alone, on the rows that they received; without the sums over
                       expert rows and their adjoints where the dispatcher has them
     ep_exposed        the first less the second, round by round: all that is not experts, which is
@@ -40,7 +39,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,8 +75,6 @@ from moecore.moe.dispatch.base import (
     UnsummedRows,
     with_rows,
 )
-from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.nvlink_options import Overlap
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.router import Routing
 
@@ -197,8 +194,8 @@ def bench_layer(
     meshes: Meshes,
     factor: float,
     rounds: int,
-    overlaps: Iterable[Any],
     *,
+    without_overlap: bool,
     fp8: bool,
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of the whole layer and of its experts alone, forward and backward."""
@@ -208,7 +205,10 @@ def bench_layer(
     x_TD = torch.randn(shape.tokens, shape.dim, **tokens)
     x_TD = (rounded(x_TD) if fp8 else x_TD).requires_grad_()
     dy_TD = torch.randn(shape.tokens, shape.dim, **tokens)
-    nvlinks = overlapping(place, overlaps, capacity_factor=factor)
+    nvlinks = {"nvlink": nvlink_of(place, NVLinkOptions(capacity_factor=factor))}
+    if without_overlap:
+        options = NVLinkOptions(overlap_weight_grads=False, capacity_factor=factor)
+        nvlinks["nvlink-none"] = nvlink_of(place, options)
     if fp8:
         options = NVLinkOptions(fp8_dispatch=True, capacity_factor=factor)
         nvlinks["nvlink-fp8"] = nvlink_of(place, options)
@@ -242,17 +242,6 @@ def bench_layer(
         if dist.get_rank() == 0:
             print(f"buffers of {name}, shared by all layers: {records.size(buffers)}", flush=True)
         nvlink.exchanges.close()
-
-
-def overlapping(
-    place: ExpertPlacement, overlaps: Iterable[Any], **options: Any
-) -> dict[str, NVLinkDispatcher]:
-    """Return a dispatcher per mode of overlap, the default one as "nvlink"."""
-    found = {"nvlink": nvlink_of(place, NVLinkOptions(**options))}
-    for mode in overlaps:
-        if mode != NVLinkOptions().overlap:
-            found[f"nvlink-{mode}"] = nvlink_of(place, NVLinkOptions(overlap=mode, **options))
-    return found
 
 
 def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
@@ -322,10 +311,9 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
     shapes = [SHAPES[name] for name in (args.shapes[:1] if short else args.shapes)]
     num_sms, routings = ([0], ["even"]) if short else (args.num_sms, args.routings)
     layer, fp8 = not args.no_layer, args.fp8_dispatch and not short
-    slots = {NVLinkOptions(overlap=mode, capacity_factor=1.0).copy_slots for mode in args.overlaps}
     compile_ahead(
         (
-            dataclasses.replace(layout_of(s, ep, n), copy_slots=0 if n else max(slots, default=1)),
+            dataclasses.replace(layout_of(s, ep, n), sums_slot=not n),
             s.num_experts // ep,
             layer and not n,
         )
@@ -340,8 +328,8 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
                 rows = bench_moves(shape, meshes, num_sms, args.rounds, **which)
                 report(args, rows, shape=label, routing=routing)
         if layer:
-            rounds, overlaps = args.layer_rounds, [] if short else args.overlaps
-            rows = bench_layer(shape, meshes, args.capacity_factor, rounds, overlaps, fp8=fp8)
+            which = dict(without_overlap=args.without_overlap and not short, fp8=fp8)
+            rows = bench_layer(shape, meshes, args.capacity_factor, args.layer_rounds, **which)
             report(args, rows, shape=label, routing="learned")
 
 
@@ -363,7 +351,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layer-rounds", type=int, default=10)
     parser.add_argument("--capacity-factor", type=float, default=2.0, help="of the layer")
-    parser.add_argument("--overlaps", nargs="+", default=[], choices=get_args(Overlap))
+    parser.add_argument("--without-overlap", action="store_true", help="a dispatcher more")
     parser.add_argument("--fp8-dispatch", action="store_true", help="a dispatcher more")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--no-layer", action="store_true")

@@ -56,7 +56,7 @@ class Operands:
             return lambda: grouped_gemm.grouped_gemm_activation_ref(self.x_TD, self.w1_ECD, *where)
         if gather:
             return lambda: grouped_gemm.grouped_gemm_activation(self.x_TD, self.w1_ECD, *where)
-        args = (self.x_RD, self.w1_ECD, [self.tiles], self.weights_R, SWIGLU)
+        args = (self.x_RD, self.w1_ECD, self.tiles, self.weights_R, SWIGLU)
         return lambda: cooperative.cooperative_activation(*args)
 
     def fc2_bwd(self, gather: bool) -> Call:
@@ -65,7 +65,7 @@ class Operands:
         dy = self.x_TD if gather else self.x_RD
         if self.has_kernels:
             where = (self.h_RC, self.weights_R, self.offsets_E, SWIGLU)
-            args = (dy, self.w2_EDF, [self.tiles], *where)
+            args = (dy, self.w2_EDF, self.tiles, *where)
             return lambda: pingpong.pingpong_activation_bwd(*args, row_ids_R=row_ids_R)
 
         def plain() -> tuple[Tensor, ...]:

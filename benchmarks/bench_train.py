@@ -70,7 +70,7 @@ SHOWN = (
     "keep_experts",
     "moment_dtype",
     "blocks_per_unit",
-    "overlap",
+    "no_overlap",
     "send_again",
     "fp8_dispatch",
     "ep",

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from benchmarks import harness
 from moecore.kernels.common import num_sms
-from moecore.kernels.exchange import copies as exchange_copies
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout, ExchangePort
 from moecore.mesh import Meshes
@@ -195,11 +194,6 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
             lambda: exchange.reduce(port, x, marks, marks, ids, choices),
             lambda: exchange.reduce(port, x, marks, marks, marks[:, None], choices, copied=True),
             lambda: exchange.spread(port, x, marks, marks, ids, 16),
-        ]
-    if layer and layout.copy_slots > 1:
-        jobs += [
-            lambda: exchange.spread_choices(port, x, ids, weights, **sizes, rows=False),
-            lambda: exchange_copies.take_rows(port, x, marks, ids, x, (0, 1)),
         ]
     return jobs
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 CATEGORIES = {
     "nccl": r"nccl",
-    "nvlink dispatch": r"_spread_kernel|_reduce_kernel|_take_rows|limit_rows|_pack_rows",
+    "nvlink dispatch": r"_spread_kernel|_reduce_kernel|limit_rows|_pack_rows",
     "copies to peers": r"Memcpy PtoP",
     "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
     r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel",

@@ -15,7 +15,6 @@ from data import VOCAB_SIZE
 from moecore import MoEConfig, NVLinkOptions, ParallelConfig
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
-from moecore.moe.dispatch.nvlink_options import Overlap
 from moecore.parallelize import DispatcherName
 
 DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
@@ -56,7 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
     add("--reduce-once", action="store_true", help="of --grad-accum: reduce with the last one")
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
-    add("--overlap", choices=get_args(Overlap), help="of nvlink: what runs while rows travel")
+    add("--no-overlap", action="store_true", help="nvlink: gradients home after, not beside")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
     add("--fp8-dispatch", action="store_true", help="nvlink: tokens travel and are kept as FP8")
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
@@ -155,11 +154,11 @@ def _with_routing(moe: MoEConfig, routing: str) -> MoEConfig:
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     """Return the choices of the nvlink dispatcher; None = nothing was said of it."""
-    chosen = (args.capacity_factor, args.exact_rows, args.overlap)
+    chosen = (args.capacity_factor, args.exact_rows, args.no_overlap)
     if not any((*chosen, args.send_again, args.fp8_dispatch)):
         return None
     return NVLinkOptions(
-        overlap=args.overlap or NVLinkOptions().overlap,
+        overlap_weight_grads=not args.no_overlap,
         capacity_factor=args.capacity_factor,
         exact_rows=args.exact_rows,
         keep_rows=not args.send_again,

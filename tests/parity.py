@@ -155,13 +155,9 @@ class Case:
 
 
 def _choices(options: NVLinkOptions) -> list[str]:
-    """Name what differs from the defaults, and what overlaps in any case."""
+    """Name what differs from the defaults."""
     values = {f.name: (getattr(options, f.name), f.default) for f in fields(options)}
-    return [
-        f"{name}_{value}"
-        for name, (value, default) in values.items()
-        if value != default or name == "overlap"
-    ]
+    return [f"{name}_{value}" for name, (value, default) in values.items() if value != default]
 
 
 def run_case(case: Case, device: torch.device) -> dict[str, float]:
@@ -217,7 +213,6 @@ def counted_copies() -> Iterator[Counter[str]]:
         return run
 
     with (
-        patch.object(Exchange, "start_rows", counting("rows", Exchange.start_rows)),
         patch.object(Exchange, "start_copies", counting("sums", Exchange.start_copies)),
     ):
         yield counts
@@ -227,14 +222,8 @@ def overlap_errors(case: Case, copies: Counter[str]) -> dict[str, float]:
     """Return 0 for what was sent beside products exactly if the case asks for it, else inf."""
     if case.nvlink is None:
         return {}
-    overlap = case.nvlink.overlap
-    keeps_room_for_all = case.nvlink.capacity_factor is None and case.nvlink.keep_rows
-    wanted = {
-        "rows": overlap == "experts" and not keeps_room_for_all,
-        "sums": overlap != "none" and not MODELS[case.model].fc1_bias,
-    }
-    right = {name: (copies[name] > 0) == want for name, want in wanted.items()}
-    return {f"overlap/{name}": 0.0 if ok else float("inf") for name, ok in right.items()}
+    wanted = case.nvlink.overlap_weight_grads and not MODELS[case.model].fc1_bias
+    return {"overlap": 0.0 if (copies["sums"] > 0) == wanted else float("inf")}
 
 
 def decoder_config(case: Case) -> DecoderConfig:

@@ -5,7 +5,7 @@
     python -m pytest tests/test_parity.py -m gpu -k nvlink     dispatcher "nvlink" alone, on 2, 4
                                                                and 8 GPUs, as many as there are
     python -m pytest tests/test_parity.py -m gpu -k "nvlink and 4r"       alone what wants 4 GPUs
-    python -m pytest tests/test_parity.py -m gpu -k "nvlink and overlap_none"        one overlap
+    python -m pytest tests/test_parity.py -m gpu -k "nvlink and overlap"    without overlap
 
 Cases that want more GPUs than the host has are skipped, unless ranks share GPUs (`tests/ranks.py`).
 Only what is asked for runs, eight cases per start of the ranks at most.
@@ -17,14 +17,13 @@ steps: fp32 within 1e-5 of each tensor's scale, bf16 at most twice as wrong as o
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from moecore import FSDPOptions, NVLinkOptions
 from moecore.kernels.common import has_hopper_kernels
-from moecore.moe.dispatch.nvlink_options import Overlap
 from tests.parity import Case, run_case
 from tests.ranks import num_gpu_ranks, run_ranks
 
@@ -112,9 +111,8 @@ BF16_CASES = [
         fsdp=BF16,
     ),
 ]
-# Stores into peers' memory: on GPUs only. Compositions of 2, 4 and 8 of them, and each overlap:
-# "experts" wants a capacity factor, or rows sent again. Learned routing has room for what comes.
-OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+# Stores into peers' memory: on GPUs only. Compositions of 2, 4 and 8 of them, some also without
+# overlap. Learned routing has room for what comes.
 
 
 def nvlink(
@@ -122,37 +120,33 @@ def nvlink(
     dense: str,
     expert: str,
     *,
-    overlap: Overlap = "weight_grads",
+    overlap: bool = True,
     keep_rows: bool = True,
     capacity_factor: float | None = None,
     **options: Any,
 ) -> Case:
     """Read the options of `NVLinkOptions`, and what `case` reads."""
     choices = NVLinkOptions(
-        overlap=overlap,
+        overlap_weight_grads=overlap,
         keep_rows=keep_rows,
         capacity_factor=capacity_factor,
-        rows_per_piece=0,
     )
     return case(world, dense, expert, dispatcher="nvlink", nvlink=choices, **options)
 
 
-def each_overlap(world: int, dense: str, expert: str, **options: Any) -> list[Case]:
-    return [nvlink(world, dense, expert, overlap=overlap, **options) for overlap in OVERLAPS]
+def both_overlaps(world: int, dense: str, expert: str, **options: Any) -> list[Case]:
+    return [nvlink(world, dense, expert, overlap=overlap, **options) for overlap in (True, False)]
 
 
 NVLINK_CASES = [
-    *each_overlap(2, "dp_shard=2", "ep=2 edp_shard=1", capacity_factor=1.33),
-    nvlink(
-        2, "dp_shard=1 tp=2", "ep=2 edp_shard=1", model="sigmoid", accumulate=3, overlap="experts"
-    ),
+    *both_overlaps(2, "dp_shard=2", "ep=2 edp_shard=1", capacity_factor=1.33),
+    nvlink(2, "dp_shard=1 tp=2", "ep=2 edp_shard=1", model="sigmoid", accumulate=3),
     nvlink(
         2,
         "dp_shard=2",
         "ep=2 edp_shard=1",
         model="biases",
         loss="sum",
-        overlap="experts",
         capacity_factor=1.33,
     ),
     nvlink(
@@ -161,7 +155,6 @@ NVLINK_CASES = [
         "etp=2 edp_shard=1",
         model="top-1",
         meta=True,
-        overlap="experts",
         capacity_factor=1.0,
     ),
     nvlink(
@@ -170,7 +163,6 @@ NVLINK_CASES = [
         "ep=2 edp_shard=1",
         model="gated-shared",
         recompute=True,
-        overlap="experts",
         keep_rows=False,
         capacity_factor=1.33,
     ),
@@ -180,10 +172,9 @@ NVLINK_CASES = [
         "ep=2 edp_shard=1",
         model="relu2",
         frozen=True,
-        overlap="experts",
         capacity_factor=1.33,
     ),
-    *each_overlap(
+    *both_overlaps(
         4,
         "dp_shard=4",
         "ep=4 edp_shard=1",
@@ -199,7 +190,6 @@ NVLINK_CASES = [
         accumulate=2,
         no_sync=True,
         fsdp=TOGETHER,
-        overlap="experts",
         keep_rows=False,
     ),
     nvlink(
@@ -207,7 +197,6 @@ NVLINK_CASES = [
         "dp_shard=4",
         "etp=4 edp_shard=1",
         model="relu2",
-        overlap="experts",
         capacity_factor=1.0,
     ),
     nvlink(
@@ -216,7 +205,6 @@ NVLINK_CASES = [
         "ep=2 etp=2 edp_shard=1",
         model="gated-shared",
         recompute=True,
-        overlap="experts",
         capacity_factor=1.33,
     ),
     nvlink(4, "dp_shard=2 tp=2", "ep=4 edp_shard=1", model="latent-capacity", accumulate=2),
@@ -226,7 +214,6 @@ NVLINK_CASES = [
         "ep=2 edp_shard=2",
         model="biases",
         tied=True,
-        overlap="experts",
         capacity_factor=2.0,
     ),
     nvlink(
@@ -235,12 +222,11 @@ NVLINK_CASES = [
         "edp_replicate=2 edp_shard=1 ep=2",
         model="top-1",
         meta=True,
-        overlap="experts",
         capacity_factor=2.0,
     ),
     nvlink(8, "dp_shard=8", "ep=8 edp_shard=1", model="sigmoid", accumulate=2),
     nvlink(8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="biases"),
-    *each_overlap(
+    *both_overlaps(
         8,
         "dp_shard=4 tp=2",
         "ep=4 edp_shard=2",
@@ -254,7 +240,6 @@ NVLINK_CASES = [
         "ep=8 edp_shard=1",
         accumulate=3,
         loss="sum",
-        overlap="experts",
         keep_rows=False,
         capacity_factor=5.3,
     ),
@@ -263,7 +248,6 @@ NVLINK_CASES = [
         "dp_replicate=4 dp_shard=2",
         "edp_replicate=2 edp_shard=1 ep=2 etp=2",
         model="relu2",
-        overlap="experts",
         capacity_factor=1.33,
     ),
 ]
@@ -272,22 +256,20 @@ NVLINK_CASES = [
 TRITON = dict(model="balanced", bf16=True, fsdp=BF16, experts="triton", sequences=16)
 WIDE = TRITON | dict(model="balanced-wide")
 NVLINK_BF16_CASES = [
-    *each_overlap(2, "dp_shard=2", "ep=2 edp_shard=1", capacity_factor=1.25, **TRITON),
+    *both_overlaps(2, "dp_shard=2", "ep=2 edp_shard=1", capacity_factor=1.25, **TRITON),
     nvlink(
         2,
         "dp_shard=2",
         "ep=2 edp_shard=1",
-        overlap="experts",
         keep_rows=False,
         capacity_factor=1.25,
         **WIDE,
     ),
-    *each_overlap(4, "dp_shard=4", "ep=4 edp_shard=1", capacity_factor=2.0, **WIDE),
+    *both_overlaps(4, "dp_shard=4", "ep=4 edp_shard=1", capacity_factor=2.0, **WIDE),
     nvlink(
         4,
         "dp_replicate=2 dp_shard=2",
         "ep=2 etp=2 edp_shard=1",
-        overlap="experts",
         capacity_factor=1.25,
         **TRITON,
     ),
@@ -297,7 +279,6 @@ NVLINK_BF16_CASES = [
         "ep=2 edp_shard=2",
         accumulate=3,
         recompute=True,
-        overlap="experts",
         keep_rows=False,
         capacity_factor=1.25,
         **TRITON,
@@ -309,16 +290,14 @@ NVLINK_BF16_CASES = [
         model="balanced",
         bf16=True,
         fsdp=BF16_TOGETHER,
-        overlap="experts",
         capacity_factor=2.0,
     ),
     nvlink(8, "dp_shard=8", "ep=8 edp_shard=1", model="balanced", bf16=True, fsdp=BF16),
-    *each_overlap(8, "dp_shard=8", "ep=8 edp_shard=1", capacity_factor=2.0, **WIDE),
+    *both_overlaps(8, "dp_shard=8", "ep=8 edp_shard=1", capacity_factor=2.0, **WIDE),
     nvlink(
         8,
         "dp_replicate=2 dp_shard=4",
         "ep=4 etp=2 edp_shard=1",
-        overlap="experts",
         keep_rows=False,
         capacity_factor=2.0,
         **WIDE,
@@ -328,7 +307,6 @@ NVLINK_BF16_CASES = [
         "dp_shard=8",
         "ep=4 edp_shard=2",
         accumulate=3,
-        overlap="experts",
         capacity_factor=1.5,
         **TRITON,
     ),
@@ -369,7 +347,7 @@ class Results:
     """Case name -> what `run_case` found; ranks start when the first of their cases is asked for.
 
     A few cases per start: what raises hides the others of its start, and names itself. Those of one
-    world and overlap: what breaks in one overlap then does not hide the others.
+    world and overlap: what breaks with overlap then does not hide the others.
     """
 
     def __init__(self, cases: list[Case], device_type: str) -> None:
@@ -401,8 +379,8 @@ class Results:
 def batches(cases: list[Case]) -> list[list[Case]]:
     """Return cases that share ranks, a few at a time."""
 
-    def kind(c: Case) -> tuple[int, str]:
-        return c.world, c.nvlink.overlap if c.nvlink else ""
+    def kind(c: Case) -> tuple[int, bool]:
+        return c.world, c.nvlink is not None and c.nvlink.overlap_weight_grads
 
     groups = [list(group) for _, group in groupby(sorted(cases, key=kind), kind)]
     return [g[i : i + CASES_PER_SPAWN] for g in groups for i in range(0, len(g), CASES_PER_SPAWN)]

@@ -53,7 +53,6 @@ def test_nothing_ran() -> None:
         ("triton_per_fused_add_0", "compiled"),
         ("Memcpy DtoD (Device -> Device)", "fsdp copies"),
         ("Memcpy PtoP (Device -> Device)", "copies to peers"),
-        ("_take_rows_kernel", "nvlink dispatch"),
         ("_gather_packed_rows_kernel", "experts"),
         ("_product_kernel", "routing"),
         ("_scaled_cast_kernel", "optimizer"),

@@ -73,9 +73,9 @@ CASES = {
         reduce_once=True,
         fsdp=dict(reshard_after_forward=False, reshard_experts=False),
     ),
-    "rows in pieces": Case(
+    "gradients home late, compiled": Case(
         ep=WORLD,
-        nvlink=replace(ROOM, overlap="experts", rows_per_piece=0),
+        nvlink=replace(ROOM, overlap_weight_grads=False),
         options=dict(compile=True),
     ),
     "shared experts beside, latent attention, two tokens ahead": Case(

@@ -32,7 +32,7 @@ from moecore.kernels.rows.packed import gather_packed_rows, pack_rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
 
 # What one GPU alone can not run: `tests/kernels/exchange/test_exchange.py` plays the ranks.
-OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel", "_take_rows_kernel"}
+OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"}
 LOSSES = BalanceConfig(micro_batch_coef=0.01, sequence_coef=0.01, z_loss_coef=1e-3)
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore._compat import all_gather_single
-from moecore.kernels.exchange.copies import ranks_of
 from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
 from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout, ExchangePort
 from moecore.kernels.rows.move import sum_rows_ref
@@ -30,7 +29,6 @@ class EmulatedExchange(Exchange):
         *,
         num_local: int,
         etp: int,
-        rows: bool = True,
     ) -> SpreadChoices:
         self.operations.append("spread_choices")
         self.note_operation()
@@ -39,9 +37,8 @@ class EmulatedExchange(Exchange):
         ids_SK = spread_ref(self._gather(ids_TK, -1), peers_GC, rank, -1)
         weights_SK = spread_ref(self._gather(weights_TK, 0), peers_GC, rank)
         rows_S = torch.arange(self.layout.source_rows, dtype=torch.int32, device=x_TD.device)
-        nothing_SD = x_TD.new_empty(0, x_TD.shape[1])
         return SpreadChoices(
-            rows_SD=self._spread(x_TD, peers_GC) if rows else nothing_SD,
+            rows_SD=self._spread(x_TD, peers_GC),
             ids_SK=ids_SK,
             weights_SK=weights_SK.where(ids_SK >= 0, 0),
             peers_T=peers_T,
@@ -90,32 +87,8 @@ class EmulatedExchange(Exchange):
         choices: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         home = self.reduce(sums_SD, peers_T, places_S, places_S[:, None], choices)
-        self._sums_travel, self._sums_free, self._reduced_since = False, None, True
+        self._sums_travel, self._sums_free = False, None
         return home
-
-    def start_rows(self, x_TD: Tensor) -> None:
-        self.operations.append("rows")
-        self._rows_travel, self._rows_free, self._reduced_since = True, None, False
-        self._sent_GCD = self._gather(x_TD, float("nan"))
-
-    def take_rows(
-        self,
-        x_TD: Tensor,
-        places_S: Tensor,
-        slots_SN: Tensor,
-        out_RD: Tensor,
-        piece: tuple[int, int],
-    ) -> None:
-        assert self._rows_travel
-        C = self.layout.capacity
-        for g in ranks_of(piece, self.port.rank, self.layout.num_ranks):
-            t, n = (slots_SN[g * C : (g + 1) * C] >= 0).nonzero().T
-            assert (places_S[g * C + t] >= 0).all()
-            out_RD[slots_SN[g * C + t, n].long()] = self._sent_GCD[g, t]
-
-    def finish_rows(self, x_TD: Tensor) -> None:
-        self.operations.append("taken")
-        self._note_rows_end()
 
     def _spread(self, x_TD: Tensor, peers_GC: Tensor) -> Tensor:
         """Return the source rows of this rank; holes are NaN."""
@@ -135,7 +108,7 @@ class EmulatedExchange(Exchange):
 class EmulatedExchanges(Exchanges):
     """Makes emulated exchanges with room for `options.max_tokens` tokens, on the CPU."""
 
-    def _make(self, x_TD: Tensor, top_k: int, copy_slots: int) -> Exchange:
+    def _make(self, x_TD: Tensor, top_k: int, sums_slot: bool) -> Exchange:
         most = self.options.max_tokens
         assert most is not None
         layout = ExchangeLayout(
@@ -146,7 +119,7 @@ class EmulatedExchanges(Exchanges):
             dtype=x_TD.dtype,
             num_push=1,
             num_receive=1,
-            copy_slots=copy_slots,
+            sums_slot=sums_slot,
         )
         port = ExchangePort(
             layout=layout,

@@ -17,7 +17,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +30,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moecore import MoEConfig, MoELayer, NVLinkOptions
-from moecore.kernels.exchange import copies as exchange_copies
 from moecore.kernels.exchange import operations as exchange
-from moecore.kernels.exchange.copies import ranks_of
 from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
@@ -79,8 +77,6 @@ class Device:
         with pytest.MonkeyPatch.context() as patch:
             for function in (spread_choices, spread, reduce):
                 patch.setattr(exchange, function.__name__, function)
-            for copy in (take_rows, count_rows):
-                patch.setattr(exchange_copies, copy.__name__, copy)
             patch.setattr(torch.cuda, "Stream", self.make_stream)
             patch.setattr(torch.cuda, "current_stream", lambda _: self.streams[-1])
             patch.setattr(torch.cuda, "stream", self.stream)
@@ -92,16 +88,10 @@ class Target:
     """What copy engines write on a peer."""
 
     port: Any
-    where: str
     peer: int
-    shape = (TOKENS, DIM)
-
-    def __getitem__(self, index: Any) -> Target:
-        return self
 
     def copy_(self, source: Tensor, non_blocking: bool) -> None:
-        distance = (self.peer - self.port.rank) % RANKS
-        self.port.note("copy", self.where, distance, self.port.memory)
+        self.port.note("copy", (self.peer - self.port.rank) % RANKS, self.port.memory)
 
 
 class NotedExchange(Exchange):
@@ -110,20 +100,13 @@ class NotedExchange(Exchange):
     def _is_capturing(self) -> bool:
         return bool(self.port.device.is_capturing)
 
-    def start_rows(self, x_TD: Tensor) -> None:
-        self._watch(x_TD)
-        super().start_rows(x_TD)
-
-    def start_copies(self, sums_SD: Tensor) -> None:
-        self._watch(sums_SD)
-        super().start_copies(sums_SD)
-
-    def _watch(self, x: Any) -> None:
+    def start_copies(self, sums_SD: Any) -> None:
         device = self.port.device
         self.port.memory = number = next(device.numbers)
-        setattr(x, self.port.name, number)
+        setattr(sums_SD, self.port.name, number)
         device.note("made", number)
-        weakref.finalize(x, lambda: device.log.append((0, "freed", number))).atexit = False
+        weakref.finalize(sums_SD, lambda: device.log.append((0, "freed", number))).atexit = False
+        super().start_copies(sums_SD)
 
 
 class NotedExchanges(Exchanges):
@@ -131,27 +114,26 @@ class NotedExchanges(Exchanges):
         super().__init__(None, ep=RANKS, options=options)  # type: ignore[arg-type]
         self.rank, self.device = rank, device
 
-    def _make(self, x_TD: Tensor, top_k: int, copy_slots: int) -> Exchange:
+    def _make(self, x_TD: Tensor, top_k: int, sums_slot: bool) -> Exchange:
         sizes: dict[str, Any] = dict(num_ranks=RANKS, capacity=TOKENS, dim=DIM, top_k=top_k)
-        programs: Any = dict(num_push=1, num_receive=1, copy_slots=copy_slots)
+        programs: Any = dict(num_push=1, num_receive=1, sums_slot=sums_slot)
         layout = ExchangeLayout(dtype=x_TD.dtype, **sizes, **programs)
         words, number = torch.zeros(NUM_WORDS, dtype=torch.int32), len(self._made)
         port: Any = SimpleNamespace(layout=layout, rank=self.rank, state=words, report=words)
         port.device, port.name = self.device, f"memory_of_{number}"
         port.note = lambda what, *more: self.device.note(what, number, *more)
-        for where in ("sums_slots", "rows_slots", "rows_flags"):
-            setattr(port, where, [Target(port, where, peer) for peer in range(RANKS)])
+        port.sums_slots = [Target(port, peer) for peer in range(RANKS)]
         balanced = layout.source_rows * top_k // RANKS
         return NotedExchange(port, self.group, self.options, balanced_rows=balanced, memory=None)
 
 
-def spread_choices(port: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **how: Any) -> SpreadChoices:
+def spread_choices(port: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **__: Any) -> SpreadChoices:
     port.note("operation", None)
     rows_S = torch.arange(port.layout.source_rows, dtype=torch.int32)
     ids_SK = torch.full((rows_S.shape[0], ids_TK.shape[1]), -1, dtype=torch.int32)
     if port.rank < RANKS - 1:  # nobody chooses the last rank's experts
         ids_SK[:, 0] = port.rank * LOCAL + rows_S % LOCAL
-    rows_SD = x_TD.new_ones(rows_S.shape[0] if how["rows"] else 0, DIM)
+    rows_SD = x_TD.new_ones(rows_S.shape[0], DIM)
     peers_T = torch.ones(x_TD.shape[0], dtype=torch.int32)
     return SpreadChoices(rows_SD, ids_SK, torch.ones(ids_SK.shape), peers_T, rows_S)
 
@@ -166,15 +148,6 @@ def reduce(port: Any, y_RD: Any, peers_T: Tensor, *_: Any, copied: bool = False)
     return y_RD.new_ones(peers_T.shape[0], DIM), y_RD.new_ones(peers_T.shape[0], port.layout.top_k)
 
 
-def count_rows(port: Any) -> None:
-    port.note("count")
-
-
-def take_rows(port: Any, x_TD: Any, _: Any, __: Any, out_RD: Tensor, piece: Any) -> None:
-    port.note("take", piece, getattr(x_TD, port.name))
-    out_RD.fill_(1)
-
-
 # --------------------------------------------------------------------------- what a user would do
 
 
@@ -182,11 +155,11 @@ def take_rows(port: Any, x_TD: Any, _: Any, __: Any, out_RD: Tensor, piece: Any)
 class Model:
     """Layers, one after the other or side by side.
 
-    A layer is some words: "pieces" (else rows come as a whole), "other" (another exchange),
-    "sequential" (experts that take source rows), "again" (recomputed), "experts-again".
+    A layer is some words: "copied" (sums go home by copies), "sequential" (experts that add their
+    rows, so none are copied), "other" (another exchange), "again" (recomputed).
     """
 
-    layers: tuple[str, ...] = ("pieces",)
+    layers: tuple[str, ...] = ("copied",)
     parallel: bool = False
     frozen: bool = False  # no gradients of tokens and routers
     frozen_w1: bool = False
@@ -203,14 +176,12 @@ def make_layer(words: list[str], model: Model, exchanges: NotedExchanges) -> MoE
         torch.nn.init.ones_(p)
     layer.router.weight.requires_grad_(not model.frozen)
     layer.experts.w1.requires_grad_(not model.frozen_w1)
-    rows = 1 if "pieces" in words else 1000  # experts among whom a rank's rows are divided
-    place: Any = SimpleNamespace(num_experts=rows, num_local=LOCAL, etp=1)
+    place: Any = SimpleNamespace(num_local=LOCAL, etp=1)
     place.first_local = exchanges.rank * LOCAL
     layer.dispatcher = NVLinkDispatcher(place, exchanges)
-    for part, word in ((layer, "again"), (layer.experts, "experts-again")):
-        if word in words:
-            how = dict(use_reentrant=False, preserve_rng_state=False)
-            part.forward = partial(checkpoint, part.forward, **how)
+    if "again" in words:
+        how = dict(use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(checkpoint, layer.forward, **how)
     return layer
 
 
@@ -219,8 +190,7 @@ class Program:
 
     def __init__(self, model: Model, rank: int, device: Device) -> None:
         room: Any = dict(exact_rows=True) if model.exact_rows else dict(capacity_factor=3.0)
-        sizes: Any = dict(max_tokens=TOKENS, rows_per_piece=1, keep_rows=model.keep_rows)
-        options = NVLinkOptions(overlap="experts", **sizes, **room)
+        options = NVLinkOptions(max_tokens=TOKENS, keep_rows=model.keep_rows, **room)
         exchanges = NotedExchanges(rank, device, options)
         self.model, self.rank, self.device = model, rank, device
         self.layers: Any = [make_layer(kind.split(), model, exchanges) for kind in model.layers]
@@ -255,8 +225,6 @@ class Program:
     def backward(self, which: int = -1) -> None:
         if self.outputs:
             self.outputs.pop(which).sum().backward()
-        grads = [p.grad for layer in self.layers for p in layer.parameters()]
-        assert all(g.isfinite().all() for g in grads if g is not None), "a stand-in was read"
 
     def backward_of_first(self) -> None:
         self.backward(0)
@@ -365,32 +333,14 @@ class Graph:
         for source in range(RANKS):
             reads = [((*slot, me, source), n)]
             if copied is not None:
-                reads.append((("sums_slots", of, me, source), copied))
+                reads.append((("sums", of, me, source), copied))
             flags = [("operation", of, source, n)]
             ends.append(self._node(begin, reads=reads, flags=flags))
         self._next(*ends)
 
-    def _count(self, of: int) -> None:
-        self.count["rows", of] += 1
-        self._next(writes=[(("count", of, self.rank), self.count["rows", of])])
-
-    def _copy(self, of: int, where: str, distance: int, memory: Any) -> None:
-        me, peer, n = self.rank, (self.rank + distance) % RANKS, self.count["rows", of]
-        to = (where, of, peer, me)
-        if where == "rows_flags":
-            node = self._next(reads=[(("count", of, me), n)], writes=[(to, n)])
-            self.raised["rows", of, peer, me, n] = node
-        else:
-            self._next(reads=[(("memory", me, memory), "made")], writes=[(to, memory)])
-
-    def _take(self, of: int, piece: tuple[int, int], memory: Any) -> None:
-        me, n, begin = self.rank, self.count["rows", of], self._next()
-        ends = []
-        for source in set(ranks_of(piece, me, RANKS)) - {me}:
-            there, flags = (of, me, source), [("rows", of, me, source, n)]
-            reads = [(("rows_flags", *there), n), (("rows_slots", *there), memory)]
-            ends.append(self._node(begin, reads=reads, flags=flags))
-        self._next(*ends, reads=[(("count", of, me), n)])
+    def _copy(self, of: int, distance: int, memory: Any) -> None:
+        to = ("sums", of, (self.rank + distance) % RANKS, self.rank)
+        self._next(reads=[(("memory", self.rank, memory), "made")], writes=[(to, memory)])
 
     def problems(self) -> list[str]:
         """Return what may go wrong; nothing can if this is empty."""
@@ -438,7 +388,7 @@ def flat(log: list[Step]) -> Iterator[Step]:
         for at, kind, *rest, last in more[0]:
             if kind == "wait":
                 last = own.get(last, last)
-            elif kind != "count" and last is not None:
+            elif last is not None:
                 last = (last, replay)
             yield own.get(at, at), kind, *rest, last
         yield from ((stream, "wait", name) for name in own.values())
@@ -473,18 +423,16 @@ def check(model: Model, plan: str) -> list[Step]:
     return logs[0]
 
 
-PIECES, WHOLE, OTHER = "pieces", "whole", "pieces other"
-SEQUENTIAL, AGAIN, EXPERTS_AGAIN = "pieces sequential", "pieces again", "pieces experts-again"
-TWO, FROZEN = Model((PIECES, PIECES)), Model((PIECES, PIECES), parallel=True, frozen=True)
-LIGHT = Model(frozen_w1=True, keep_rows=False, exact_rows=True)
+COPIED, OTHER, SEQUENTIAL, AGAIN = "copied", "copied other", "sequential", "copied again"
+TWO = Model((COPIED, COPIED))
 METHODS = ["forward", "backward", "backward_of_first", "no_backward", "evaluate", "replay"]
 
 
 @st.composite
 def cases(draw: Any) -> tuple[Model, str]:
-    """Draw layers and what is done with them, but for what `KNOWN` has."""
+    """Draw layers and what is done with them."""
     frozen, graphs = draw(st.sampled_from([(False, False), (False, True), (True, False)]))
-    kinds = [PIECES, WHOLE, SEQUENTIAL, OTHER] + [AGAIN] * (not frozen and not graphs)
+    kinds = [COPIED, SEQUENTIAL, OTHER] + [AGAIN] * (not frozen and not graphs)
     layers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3))
     keep_rows = SEQUENTIAL in layers or draw(st.booleans())
     names = st.sampled_from(METHODS + ["capture_step"] * graphs)
@@ -498,40 +446,27 @@ def test_any_order_of_micro_batches_and_graphs_is_safe(case: tuple[Model, str]) 
     check(*case)
 
 
-@pytest.mark.parametrize("kinds", [(PIECES, PIECES), (PIECES, SEQUENTIAL), (PIECES, OTHER)])
+@pytest.mark.parametrize("kinds", [(COPIED, COPIED), (COPIED, SEQUENTIAL), (COPIED, OTHER)])
 def test_any_order_of_the_verbs_of_two_layers_is_safe(kinds: tuple[str, ...]) -> None:
     for order in sorted({"".join(p) for p in itertools.permutations("000111")}):
         check(Model(kinds), f"{order} backward step")
 
 
-def test_rows_travel_twice_and_sums_once_in_a_step() -> None:
+def test_sums_are_copied_once_in_a_step() -> None:
     log = check(Model(), "step")
-    count = Counter(more[1] if what == "copy" else what for _, what, *more in log)
-    rows = dict(count=2, take=2 * 3, rows_slots=2 * 2, rows_flags=2 * 2)
-    assert count == dict(operation=3, wait=6, made=3, freed=3, sums_slots=3, **rows)
+    count = Counter(what for _, what, *more in log)
+    assert count == dict(operation=4, wait=2, made=1, freed=1, copy=RANKS)
 
 
 def test_one_slot_of_operations_is_too_few() -> None:
-    log = check(Model((WHOLE,)), "step")
+    log = check(Model((SEQUENTIAL,)), "step")
     assert any(problem.startswith("('slot'") for problem in Graph(log, slots=1).problems())
 
 
-def flags_first(port: Any, x_TD: Tensor) -> None:
-    for i in range(1, RANKS):
-        port.rows_flags[(port.rank + i) % RANKS].copy_(port.state, non_blocking=True)
-        port.rows_slots[(port.rank + i) % RANKS].copy_(x_TD, non_blocking=True)
-
-
-def frees(slot: str, after: str | None = None) -> Callable[..., Any]:
-    """Return a method of `Exchange` that frees a slot, after what another one does."""
-    method = getattr(Exchange, after) if after else lambda self: None
-
-    def changed(self: Any, *args: Any) -> Any:
-        found = method(self, *args)
-        setattr(self, f"_{slot}_free", self._is_capturing())
-        return found
-
-    return changed
+def freed_at_once(self: Any, *args: Any) -> Any:
+    found = FINISH_COPIES(self, *args)
+    self._sums_free = self._is_capturing()
+    return found
 
 
 def stream_at_once(self: Any, x: Tensor) -> Any:
@@ -539,19 +474,14 @@ def stream_at_once(self: Any, x: Tensor) -> Any:
     return self._stream
 
 
-# A weaker rule (the first ones: a slot is always free, or was freed before a graph), what shows it.
+FINISH_COPIES = Exchange.finish_copies
+# A weaker rule (the first ones: the slot is always free, or was freed before), what shows it.
 WEAKER: list[tuple[str, Callable[..., Any], Model, str]] = [
-    ("can_send_rows", lambda self, **_: not self._rows_travel, TWO, "001011 backward"),
     ("can_copy", lambda self: not self._sums_travel, TWO, "001101 backward"),
     ("can_copy", lambda self: self._sums_free is not None, TWO, "010101 backward"),  # two travel
-    ("finish_rows", frees("rows", after="finish_rows"), TWO, "001011 backward"),
-    ("_note_reads_end", frees("rows"), replace(TWO, keep_rows=False), "001011 backward"),
-    ("_note_rows_end", frees("sums", after="_note_rows_end"), TWO, "001110 backward"),
-    ("finish_copies", frees("sums", after="finish_copies"), TWO, "001101 backward"),
-    ("start_rows", frees("sums", after="start_rows"), Model((PIECES,) * 3), "010102212 backward"),
+    ("finish_copies", freed_at_once, TWO, "001101 backward"),
     ("_wait_for_stream", lambda self, x: None, TWO, "step"),
     ("_stream_after", stream_at_once, TWO, "step"),
-    ("send_rows", flags_first, TWO, "step"),
 ]
 
 
@@ -560,21 +490,16 @@ def test_a_weaker_rule_is_found(
     name: str, weaker: Any, model: Model, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(model, plan)
-    monkeypatch.setattr(Exchange if hasattr(Exchange, name) else exchange_copies, name, weaker)
+    monkeypatch.setattr(Exchange, name, weaker)
     assert Graph(run(model, plan)).problems()
 
 
 # What was wrong once.
 REPAIRED: dict[str, tuple[Model, str]] = {
-    # Rows came as a whole in forward and in pieces when recomputed.
-    "recomputed, after a frozen step": (Model((AGAIN,), frozen=True), "step step"),
-    "recomputed in a graph": (Model((AGAIN,)), "step capture_step"),
     # Without expert rows H has no element, as if it was not kept: that rank had rows sent again.
-    "no rows, w1 frozen": (LIGHT, "step"),
-    # A graph ended with rows that are taken, which the rules of what runs eagerly do not know.
+    "no rows, w1 frozen": (Model(frozen_w1=True, keep_rows=False, exact_rows=True), "step"),
+    # A graph ended with a slot that the rules of what runs eagerly do not know.
     "eager around a graph": (Model(frozen=True), "step capture_step forward replay backward"),
-    # Rows that were sent before the `reduce` of copied sums freed their slot.
-    "sent before a reduce": (TWO, "001110 backward"),
     # Nobody ended what was begun: nothing was copied any more, and memory was freed too early.
     "weights' gradients alone": (Model(), "forward weights_alone step"),
 }
@@ -583,9 +508,3 @@ REPAIRED: dict[str, tuple[Model, str]] = {
 @pytest.mark.parametrize("name", REPAIRED)
 def test_repaired(name: str) -> None:
     check(*REPAIRED[name])
-
-
-def test_experts_that_are_recomputed_alone_are_refused() -> None:
-    """By then the slot has gradients, which would be taken for tokens."""
-    with pytest.raises(RuntimeError, match=r"rows must be taken once .* checkpoint whole layers"):
-        check(Model((EXPERTS_AGAIN,)), "step")

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.common import has_hopper_kernels
-from moecore.kernels.experts.products import take_all
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.base import (
@@ -99,12 +98,6 @@ def nvlink_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
     return NVLinkDispatcher(place, exchanges)
 
 
-def in_pieces(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
-    """Return a dispatcher whose rows come in pieces, with room for any routing."""
-    room = dict(capacity_factor=float(2 * place.ep), rows_per_piece=0)
-    return nvlink_of(place, overlap="experts", **room, **options)
-
-
 def batch_of(place: ExpertPlacement, shape: Shape, num_tokens: int, seed: int) -> Batch:
     """Random tokens; skewed choices of which a tenth is dropped. No host sync."""
     seed = seed * NUM_RANKS + dist.get_rank()
@@ -133,13 +126,8 @@ class FirstColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inp: ExpertInput, expert_rows_RD: Tensor, weights_R: Tensor) -> Tensor:
-        if inp.arriving is None:
-            inp = with_rows(inp)
-            rows_RD = gather_rows(inp.rows_SD, inp.row_ids_R, inp.slots_SK, inp.num_rows)
-        else:
-            rows_RD = take_all(inp.arriving)
-        if inp.sender is not None:
-            inp.sender.takes_arriving = True
+        inp = with_rows(inp)
+        rows_RD = gather_rows(inp.rows_SD, inp.row_ids_R, inp.slots_SK, inp.num_rows)
         ctx.inp = inp
         ctx.save_for_backward(rows_RD, weights_R)
         return first_column(rows_RD, weights_R)
@@ -147,9 +135,6 @@ class FirstColumn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy_RD,), inp = grads, ctx.inp
-        arriving = inp.sender.arriving(dy_RD) if inp.sender is not None else None
-        if arriving is not None:
-            dy_RD = take_all(arriving)
         leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
             found = torch.autograd.grad(first_column(*leaves), leaves, dy_RD)
@@ -204,18 +189,15 @@ def same_bits() -> dict[str, bool]:
         other = AllToAllDispatcher(place)
         for shape_name, shape in SHAPES.items():
             ours, bad = nvlink_of(place), torch.zeros((), dtype=torch.bool, device="cuda")
-            pieces = in_pieces(place)
             for i, num_tokens in enumerate((MOST_TOKENS, 1, 0, 37)):
                 num_tokens = 0 if (i + dist.get_rank()) % 4 == 3 else num_tokens
                 batch = batch_of(place, shape, num_tokens, i)
                 expected = run(other, batch)
-                for dispatcher in (ours, pieces):
-                    bad |= differ(run(dispatcher, batch), expected)
-                    if shape is MAIN:
-                        bad |= differ(run(dispatcher, batch, sums=True), expected)
-            for dispatcher in (ours, pieces):
-                dispatcher.exchanges.check()
-                dispatcher.exchanges.close()
+                bad |= differ(run(ours, batch), expected)
+                if shape is MAIN:
+                    bad |= differ(run(ours, batch, sums=True), expected)
+            ours.exchanges.check()
+            ours.exchanges.close()
             found[f"{name}, {shape_name}"] = not bool(bad)
     return found
 
@@ -266,10 +248,11 @@ def fp8_layers() -> dict[str, Any]:
 def stress() -> dict[str, Any]:
     """Return how many of `ROUNDS` differed from alltoall, and the seconds that it took.
 
-    Rows come in pieces in every other one.
+    Gradients go home by copies in every other one.
     """
     place = place_of(NUM_RANKS, 1)
-    both, other = (nvlink_of(place), in_pieces(place)), AllToAllDispatcher(place)
+    both = (nvlink_of(place), nvlink_of(place, overlap_weight_grads=False))
+    other = AllToAllDispatcher(place)
     mine = random.Random(dist.get_rank())
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     start = time.perf_counter()
@@ -288,13 +271,9 @@ def stress() -> dict[str, Any]:
     return {"wrong": int(wrong), "seconds": seconds}
 
 
-def replays() -> dict[str, bool]:
+def replays() -> bool:
     """Two layers in one graph; tokens and routing change between replays."""
-    place = place_of(NUM_RANKS, 1)
-    return {
-        "whole": replay(nvlink_of(place, capacity_factor=3.0)),
-        "pieces": replay(in_pieces(place)),
-    }
+    return replay(nvlink_of(place_of(NUM_RANKS, 1), capacity_factor=3.0))
 
 
 def replay(ours: NVLinkDispatcher) -> bool:
@@ -328,26 +307,18 @@ def syncs_are_errors() -> Iterator[None]:
 def without_sync() -> bool:
     place = place_of(NUM_RANKS, 1)
     batch = batch_of(place, MAIN, 100, 0)
-    for ours in (nvlink_of(place), in_pieces(place)):
+    ours = nvlink_of(place)
+    run(ours, batch)
+    with syncs_are_errors():
         run(ours, batch)
-        with syncs_are_errors():
-            run(ours, batch)
-        ours.exchanges.check()
+    ours.exchanges.check()
     return True
 
 
-def absent_rank() -> dict[str, tuple[str, float]]:
-    """By the way in which rows come, what `miss_one` returns."""
-    place = place_of(NUM_RANKS, 1)
-    return {
-        "whole": miss_one(nvlink_of(place, timeout_s=1.0)),
-        "pieces": miss_one(in_pieces(place, timeout_s=1.0)),
-    }
-
-
-def miss_one(ours: NVLinkDispatcher) -> tuple[str, float]:
+def absent_rank() -> tuple[str, float]:
     """The last rank stays away from one dispatch; return rank 0's error and its seconds."""
-    place = ours.placement
+    place = place_of(NUM_RANKS, 1)
+    ours = nvlink_of(place, timeout_s=1.0)
     batch = batch_of(place, MAIN, 50, 0)
     run(ours, batch)
     ours.exchanges.check()
@@ -399,17 +370,12 @@ def overlapped_layer() -> dict[str, bool]:
 
     Eager, and replayed from a graph; and with rows that come again instead of being kept.
     """
-    place, room = (
-        place_of(NUM_RANKS, 1),
-        dict(capacity_factor=float(2 * NUM_RANKS), rows_per_piece=0),
-    )
-    late, early, pieces, light, both = (make_layer(place) for _ in range(5))
-    late.dispatcher = nvlink_of(place, overlap="none", **room)
-    early.dispatcher = nvlink_of(place, overlap="weight_grads", **room)
-    pieces.dispatcher = nvlink_of(place, overlap="experts", **room)
-    light.dispatcher = nvlink_of(place, keep_rows=False, overlap="weight_grads", **room)
-    both.dispatcher = nvlink_of(place, keep_rows=False, overlap="experts", **room)
-    layers = dict(early=early, pieces=pieces, light=light, both=both)
+    place, room = place_of(NUM_RANKS, 1), dict(capacity_factor=float(2 * NUM_RANKS))
+    late, early, light = (make_layer(place) for _ in range(3))
+    late.dispatcher = nvlink_of(place, overlap_weight_grads=False, **room)
+    early.dispatcher = nvlink_of(place, **room)
+    light.dispatcher = nvlink_of(place, keep_rows=False, **room)
+    layers = dict(early=early, light=light)
     static_x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
 
     def step(layer: MoELayer) -> list[Tensor]:
@@ -509,7 +475,7 @@ def test_stress_with_delays_has_no_wrong_bit(results: dict[str, Any]) -> None:
 
 
 def test_replayed_graph_equals_eager_though_the_routing_changes(results: dict[str, Any]) -> None:
-    assert results["replays"] == dict(whole=True, pieces=True)
+    assert results["replays"]
 
 
 def test_never_syncs_with_the_host(results: dict[str, Any]) -> None:
@@ -523,15 +489,13 @@ def test_whole_layer_agrees_with_alltoall(results: dict[str, Any]) -> None:
 
 
 def test_whatever_overlaps_a_layer_has_the_same_bits(results: dict[str, Any]) -> None:
-    found = results["overlapped_layer"]
-    assert found == dict(early=True, pieces=True, light=True, both=True)
+    assert results["overlapped_layer"] == dict(early=True, light=True)
 
 
 def test_an_absent_rank_is_named_within_the_timeout(results: dict[str, Any]) -> None:
-    assert len(results["absent_rank"]) == 2
-    for message, seconds in results["absent_rank"].values():
-        assert f"rank {NUM_RANKS - 1} must come to a" in message and "rank 0 waited" in message
-        assert seconds < 10
+    message, seconds = results["absent_rank"]
+    assert f"rank {NUM_RANKS - 1} must come to a" in message and "rank 0 waited" in message
+    assert seconds < 10
 
 
 def test_overflow_names_rank_and_factor(results: dict[str, Any]) -> None:

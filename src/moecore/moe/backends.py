@@ -179,7 +179,6 @@ def run_experts(
         expert_rows_RD=inp.expert_rows_RD,
         sender=inp.sender,
         again=inp.again,
-        arriving=inp.arriving,
     )
     return y if inp.expert_rows_RD is None else UnsummedRows(y)
 

@@ -18,18 +18,14 @@ from torch import Tensor
 from moecore.kernels.exchange import copies as exchange_copies
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange import tiles as exchange_tiles
-from moecore.kernels.exchange.copies import pieces_of, ranks_of
 from moecore.kernels.exchange.limit_rows import limit_rows, limit_rows_ref
 from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
 from moecore.kernels.exchange.port import (
     ALIGNMENT,
-    COPIES_WORD,
     ERROR_BEFORE_WORD,
     ERROR_WORD,
     NEEDED_WORD,
     NUM_WORDS,
-    ROWS_SLOT,
-    SUMS_SLOT,
     ExchangeLayout,
     ExchangePort,
 )
@@ -158,7 +154,7 @@ class World:
             num_push=case.programs,
             num_receive=case.programs,
             rounds=case.rounds,
-            copy_slots=2,
+            sums_slot=True,
         )
         size = self.layout.num_bytes
         self.buffers = [
@@ -181,9 +177,7 @@ class World:
                 state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
                 report=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
                 timeout_ns=5 * 10**8,
-                sums_slots=tuple(self.layout.copy_slot(p, SUMS_SLOT.value, r) for p in peers),
-                rows_slots=tuple(self.layout.copy_slot(p, ROWS_SLOT.value, r) for p in peers),
-                rows_flags=tuple(self.layout.copy_flag(p, r) for p in peers),
+                sums_slots=tuple(self.layout.sums_at(p, r) for p in peers),
             )
             for r in range(self.G)
         ]
@@ -291,55 +285,6 @@ def check_copied(world: World, peers: list[Tensor], came: list[SpreadChoices], s
         assert torch.equal(out_grads, reduce_ref(dweights_GSK, peers[r], r))  # type: ignore[arg-type]
 
 
-def came_again(world: World, inp: Inputs, peers: list[Tensor]) -> list[SpreadChoices]:
-    """Send the choices alone, and return what came; without rows."""
-    sizes = dict(num_local=world.num_local, etp=world.case.etp, rows=False)
-    tokens = list(zip(world.ports, inp.x, inp.ids, inp.weights, strict=True))
-    found = [exchange.spread_choices(*t, **sizes, half="push").peers_T for t in tokens]
-    came = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens]
-    assert not any(c.rows_SD.numel() for c in came)
-    full = [replace_rows(world, inp, peers, c, r) for r, c in enumerate(came)]
-    check_dispatch(world, inp, found, full)
-    return [c._replace(peers_T=p) for c, p in zip(came, peers, strict=True)]
-
-
-def replace_rows(
-    world: World, inp: Inputs, peers: list[Tensor], came: SpreadChoices, rank: int
-) -> SpreadChoices:
-    """Return the same with the right rows."""
-    return came._replace(rows_SD=spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), rank))
-
-
-def check_rows(
-    world: World, inp: Inputs, came: list[SpreadChoices], *, by_expert: bool, seed: int
-) -> None:
-    """Rows that copies bring, in pieces, to expert rows or to source rows."""
-    slots, outs = rows_of(world, came, by_expert=by_expert, seed=seed)
-    for port, x_TD in zip(world.ports, inp.x, strict=True):
-        exchange_copies.count_rows(port)
-        exchange_copies.send_rows(port, x_TD)
-    peers_GC = world.padded([c.peers_T for c in came], 0)
-    for r, (port, out_RD) in enumerate(zip(world.ports, outs, strict=True)):
-        right, untouched = out_RD.clone(), torch.ones_like(out_RD[:, 0], dtype=torch.bool)
-        rows_SD = spread_ref(world.padded(inp.x, 0), peers_GC, r)
-        for piece in pieces_of(world.G, 1 + seed):
-            exchange_copies.take_rows(port, inp.x[r], came[r].places_S, slots[r], out_RD, piece)
-            for g in ranks_of(piece, r, world.G):
-                of_rank = slice(g * world.case.capacity, (g + 1) * world.case.capacity)
-                t, n = (slots[r][of_rank] >= 0).nonzero().T
-                to = slots[r][of_rank][t, n].long()
-                right[to], untouched[to] = rows_SD[of_rank][t], False
-            assert torch.equal(out_RD, right), "a piece's rows and no others"
-
-
-def test_worked_example_of_pieces() -> None:
-    assert pieces_of(8) == [(0, 2), (2, 2), (4, 2), (6, 2)]
-    assert pieces_of(8, 3) == [(0, 3), (3, 3), (6, 2)] and pieces_of(2) == [(0, 1), (1, 1)]
-    for G in range(1, 10):
-        order = [g for piece in pieces_of(G) for g in ranks_of(piece, 2 % G, G)]
-        assert order == [(2 - i) % G for i in range(G)], "in the order in which rows come"
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_references(name: str, device: str) -> None:
     world = World(CASES[name], device)
@@ -384,10 +329,8 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
             assert torch.equal(rows_RD[slots[r][s, k].long()], right[s])
         check_copied(world, peers, came, seed=n)
-        check_rows(world, inp, came_again(world, inp, peers), by_expert=n % 2 == 0, seed=n)
-        assert [int(p.state[COPIES_WORD]) for p in ports] == [n + 1] * world.G
-        assert [int(p.state[0]) for p in ports] == [6 * (n + 1)] * world.G
-        assert not any(p.state[1:COPIES_WORD].any() or p.report.any() for p in ports)
+        assert [int(p.state[0]) for p in ports] == [5 * (n + 1)] * world.G
+        assert not any(p.state[1:].any() or p.report.any() for p in ports)
 
 
 def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:

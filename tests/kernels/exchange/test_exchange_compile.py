@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from moecore.kernels.exchange import copies as exchange_copies
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout, ExchangePort
@@ -38,7 +37,7 @@ def make(shape: tuple[Any, ...]) -> tuple[ExchangePort, torch.Tensor]:
         dtype=dtype,
         num_push=push,
         num_receive=receive,
-        copy_slots=2,
+        sums_slot=True,
     )
     words = torch.zeros(NUM_WORDS, dtype=torch.int32)
     port = ExchangePort(
@@ -66,16 +65,6 @@ def run(shape: tuple[Any, ...]) -> None:
     limit_rows(port.state, 8, port.state, port.report)
 
 
-def run_copies(shape: tuple[Any, ...]) -> None:
-    """What goes with rows that copy engines bring; the last one is of choices alone."""
-    (port, x), K = make(shape), shape[3]
-    marks, ids = torch.zeros(16, dtype=torch.int32), torch.zeros(16, K, dtype=torch.int32)
-    for slots in (marks[:, None], ids):
-        exchange_copies.take_rows(port, x, marks, slots, x, (0, 3))
-    choices = (ids, torch.zeros(16, K))
-    exchange.spread_choices(port, x, *choices, num_local=16, etp=1, rows=False)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_compiles_without_spills_and_moves_16_bytes(
     name: str, compiled: dict[str, Any], tmp_path: Any
@@ -88,18 +77,6 @@ def test_compiles_without_spills_and_moves_16_bytes(
     assert sum(map(bool, loads)) == len(ptx) - 1  # after copies, a reduce reads its buffer alone
     for kernel, text in ptx.items():
         check_moves(kernel, text)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_kernels_beside_copies_compile_without_spills_and_move_16_bytes(
-    name: str, compiled: dict[str, Any], tmp_path: Any
-) -> None:
-    run_copies(SHAPES[name])
-    assert len(compiled) == 3, sorted(compiled)
-    check_spills(compiled, tmp_path)
-    for kernel, made in compiled.items():
-        if "_take" in kernel:
-            check_moves(kernel, made.asm["ptx"])
 
 
 def check_spills(compiled: dict[str, Any], tmp_path: Any) -> None:
@@ -117,7 +94,6 @@ def check_moves(kernel: str, ptx: str) -> None:
 def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, Any]) -> None:
     """Stores, barrier, release; acquire, barrier, loads."""
     run(SHAPES["dsv3"])
-    run_copies(SHAPES["dsv3"])
     for kernel, compiled_kernel in compiled.items():
         if "_limit" in kernel:
             continue
@@ -132,14 +108,11 @@ def test_flags_are_released_and_acquired_at_system_scope(compiled: dict[str, Any
                 ("loads", r"tt\.load .*(cacheModifier|cache_modifier) = cg"),
             )
         }
-        release = -1
-        if "_take" not in kernel:
-            (release,) = where["release"]
-            last = max(i for i in where["stores"] if i < release)
-            assert any(last < i < release for i in where["barriers"]), kernel
-            assert "atom.global.sys.release.exch" in compiled_kernel.asm["ptx"]
+        (release,) = where["release"]
+        last = max(i for i in where["stores"] if i < release)
+        assert any(last < i < release for i in where["barriers"]), kernel
+        assert "atom.global.sys.release.exch" in compiled_kernel.asm["ptx"]
         first = min(where["loads"])
         assert len(where["acquire"]) == 2 and release < max(where["acquire"]) < first, kernel
         assert any(max(where["acquire"]) < i < first for i in where["barriers"]), kernel
         assert "ld.acquire.sys.global" in compiled_kernel.asm["ptx"]
-    assert sum("_take" in k for k in compiled) == 2

@@ -10,7 +10,7 @@ from moecore.kernels.grouped.gemm import grouped_gemm_activation_ref, grouped_ge
 from moecore.kernels.grouped.row_tiles import map_row_tiles
 from moecore.kernels.rows.activation import ActivationOptions
 from tests.kernels.grouped.test_grouped_gemm import check
-from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, make_pieces, randn
+from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, randn
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +47,7 @@ def test_activation(name: str, D: int, F: int, kind: str) -> None:
     x, weights = randn(R, D), torch.rand(R, device="cuda")
     w1 = randn(len(counts), 2 * F, D) / D**0.5
     rows = torch.arange(R, dtype=torch.int32, device="cuda")
-    h, a = cooperative_activation(x, w1, [tiles], weights, options)
+    h, a = cooperative_activation(x, w1, tiles, weights, options)
     exact = (x.double(), w1.double(), rows, weights.double(), offsets, options)
     exact_h, exact_a = grouped_gemm_activation_ref(*exact)
     plain_h, plain_a = grouped_gemm_activation_ref(x, w1, rows, weights, offsets, options)
@@ -62,17 +62,3 @@ def test_output_of_more_than_2_to_the_31_elements() -> None:
     out = cooperative_gemm(a, b, map_row_tiles(offsets, R))
     torch.testing.assert_close(out[-1000:], a[-1000:] @ b[1], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(out[:1000], a[:1000] @ b[0], rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_pieces_are_the_whole(name: str) -> None:
-    """Rows that arrive in pieces give the same bits."""
-    pieces = make_pieces(COUNTS[name])
-    R, used = pieces.row_ids.shape[0], int(pieces.offsets[-1])
-    x, w1 = randn(R, 64), randn(len(pieces.offsets), 256, 64)
-    where = (torch.rand(R, device="cuda"), ActivationOptions(kind="swiglu"))
-    late = torch.empty_like(x)
-    whole = cooperative_activation(x, w1, [pieces.tiles], *where)
-    ours = cooperative_activation(late, w1, pieces.arrive(x, late), *where)
-    for a, b in zip(whole, ours, strict=True):
-        assert torch.equal(a[:used], b[:used])

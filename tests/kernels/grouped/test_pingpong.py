@@ -9,7 +9,7 @@ from moecore.kernels.grouped.gemm import grouped_gemm_ref
 from moecore.kernels.grouped.pingpong import CLEARED_ROWS, pingpong_activation_bwd
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_bwd_ref
 from tests.kernels.grouped.test_grouped_gemm import check
-from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, make_pieces, randn
+from tests.kernels.row_cases import COUNTS, KINDS, SIZES, make, randn
 
 pytestmark = pytest.mark.gpu
 
@@ -27,8 +27,8 @@ def test_activation_bwd(name: str, gather: bool, D: int, F: int, kind: str) -> N
     h, w2 = randn(R, 2 * F), randn(len(counts), D, F) / D**0.5
     h[used:] = float("nan")
     ids = row_ids if gather else None
-    found = pingpong_activation_bwd(dy, w2, [tiles], h, weights, offsets, options, row_ids_R=ids)
-    again = pingpong_activation_bwd(dy, w2, [tiles], h, weights, offsets, options, row_ids_R=ids)
+    found = pingpong_activation_bwd(dy, w2, tiles, h, weights, offsets, options, row_ids_R=ids)
+    again = pingpong_activation_bwd(dy, w2, tiles, h, weights, offsets, options, row_ids_R=ids)
     da = grouped_gemm_ref(dy, w2, offsets, row_ids_R=ids)
     exact_da = grouped_gemm_ref(dy.double(), w2.double(), offsets, row_ids_R=ids)
     plain = weighted_activation_bwd_ref(h, da, weights, offsets[-1], options)
@@ -43,18 +43,3 @@ def test_activation_bwd(name: str, gather: bool, D: int, F: int, kind: str) -> N
     assert not dweights[used:].any()
     for cleared in (dh, a):
         assert not cleared[used : used + CLEARED_ROWS].any()
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_pieces_are_the_whole(name: str) -> None:
-    """Rows that arrive in pieces give the same bits."""
-    pieces = make_pieces(COUNTS[name])
-    R, used = pieces.row_ids.shape[0], int(pieces.offsets[-1])
-    dy, h, w2 = randn(R, 64), randn(R, 256), randn(len(pieces.offsets), 64, 128)
-    options = ActivationOptions(kind="swiglu")
-    where = (h, torch.rand(R, device="cuda"), pieces.offsets, options)
-    late = torch.empty_like(dy)
-    whole = pingpong_activation_bwd(dy, w2, [pieces.tiles], *where)
-    ours = pingpong_activation_bwd(late, w2, pieces.arrive(dy, late), *where)
-    for a, b in zip(whole, ours, strict=True):
-        assert torch.equal(a[:used], b[:used])

@@ -17,7 +17,7 @@ Why two slots need no barrier. Operation n uses slot n % 2. A rank that pushes n
 n + 1, so it has seen the flags of n + 1 of every chunk of every rank (also of those without a row).
 Those ranks raised them after ending n, and so after the last read of slot n % 2.
 
-Rows and sums may also come by copy engines: `exchange/copies.py`.
+Sums may also come by copy engines: `exchange/copies.py`.
 
 Why a flag holds n + 1. It is never cleared, and a flag that comes after a timeout can not be taken
 for one of a later operation. n is counted on the device, so a replayed graph goes on counting. All
@@ -149,7 +149,6 @@ def _spread_kernel(
     PUSH: tl.constexpr,
     RECEIVE: tl.constexpr,
     CHOICES: tl.constexpr,
-    ROWS: tl.constexpr,  # False: choices alone, the rows come by `send_rows`
     SPIN: tl.constexpr,
     NUM_PUSH: tl.constexpr,
     NUM_RECEIVE: tl.constexpr,
@@ -184,9 +183,8 @@ def _spread_kernel(
                     sizes = (chunk, num_tokens, num_local)
                     find_peers(ids_ptr, peers_ptr, *sizes, G, ETP, K, CHUNK, BLOCK_K)
                 place = (chunk, num_tokens, capacity, first, rank)
-                if ROWS:
-                    rows_ptrs = (x_ptr, peers_ptr, bases_ptr)
-                    push_rows(*rows_ptrs, *place, False, G, D, CHUNK, PAIRS, PUSH_D, TILES)
+                rows_ptrs = (x_ptr, peers_ptr, bases_ptr)
+                push_rows(*rows_ptrs, *place, False, G, D, CHUNK, PAIRS, PUSH_D, TILES)
                 if CHOICES:
                     from_ptrs = (ids_ptr, weights_ptr, peers_ptr, bases_ptr)
                     push_choices(*from_ptrs, *place, False, G, K, CHUNK, CHOICE_PAIRS, BLOCK_K)
@@ -216,13 +214,12 @@ def _spread_kernel(
                     out_ptrs = (out_ids_ptr, out_weights_ptr, places_ptr)
                     there = (rows, exists, slot, arrived, rank)
                     to = receive_choices(bases_ptr, *out_ptrs, *there, G, K, CHUNK, BLOCK_K)
-                if ROWS:
-                    if arrived:
-                        if N == 1:
-                            copy_rows(base, out_ptr, to, rows, slot, D, TAKE_D, TILES)
-                        else:
-                            list_ptr = lists_ptr + pid * LIST
-                            copy_to_slots(base, out_ptr, list_ptr, to, rows, slot, D, CHUNK, TAKE_D)
+                if arrived:
+                    if N == 1:
+                        copy_rows(base, out_ptr, to, rows, slot, D, TAKE_D, TILES)
+                    else:
+                        list_ptr = lists_ptr + pid * LIST
+                        copy_to_slots(base, out_ptr, list_ptr, to, rows, slot, D, CHUNK, TAKE_D)
         finish(state_ptr, operation)
 
 
@@ -376,7 +373,6 @@ def spread_choices(
     *,
     num_local: int,
     etp: int,
-    rows: bool = True,
     half: Half = "both",
 ) -> SpreadChoices:
     """Send each token with its choices to the ranks that own its experts; return what came.
@@ -390,21 +386,20 @@ def spread_choices(
         weights_TK: fp32, contiguous.
         num_local: experts of one rank; rank g owns block g // etp.
         etp: ranks that share a block.
-        rows: False sends the choices alone, for tokens that come by `send_rows`; rows_SD is empty.
         half: "push" and "receive" one after the other make up "both" (for tests that play all
             ranks in one process); what a half does not do is left uninitialised.
     """
     layout, (T, K) = port.layout, ids_TK.shape
     S, integers = layout.source_rows, partial(torch.empty, dtype=torch.int32, device=x_TD.device)
     out = SpreadChoices(
-        rows_SD=x_TD.new_empty(S if rows else 0, layout.dim),
+        rows_SD=x_TD.new_empty(S, layout.dim),
         ids_SK=integers(S, K),
         weights_SK=weights_TK.new_empty(S, K),
         peers_T=integers(T),
         places_S=integers(S),
     )
     made = (out.peers_T, out.places_S, out.places_S, out.rows_SD, out.ids_SK, out.weights_SK)
-    sizes: dict[str, Any] = dict(num_slots=1, num_local=num_local, etp=etp, rows=rows)
+    sizes = dict(num_slots=1, num_local=num_local, etp=etp)
     _launch_spread(port, (x_TD, ids_TK, weights_TK, *made), half, **sizes)
     return out
 
@@ -434,8 +429,7 @@ def spread(
     """
     out_RD = x_TD.new_empty(num_rows, port.layout.dim)
     tensors = (x_TD, None, None, peers_T, places_S, slots_SN, out_RD, None, None)
-    sizes: dict[str, Any] = dict(num_slots=slots_SN.shape[1], num_local=1, etp=1, rows=True)
-    _launch_spread(port, tensors, half, **sizes)
+    _launch_spread(port, tensors, half, num_slots=slots_SN.shape[1], num_local=1, etp=1)
     return out_RD
 
 
@@ -447,7 +441,6 @@ def _launch_spread(
     num_slots: int,
     num_local: int,
     etp: int,
-    rows: bool,
 ) -> None:
     with on_device(port.state):
         _spread_kernel[_grid(port, half)](
@@ -457,7 +450,6 @@ def _launch_spread(
             PUSH=half != "receive",
             RECEIVE=half != "push",
             CHOICES=tensors[1] is not None,
-            ROWS=rows,
             ETP=etp,
             **_options(port.layout, num_slots, reduce=False),
         )

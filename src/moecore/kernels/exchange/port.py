@@ -2,10 +2,10 @@
 
 Each rank owns one buffer that all ranks of the group can write: four regions, side by side.
 
-    rows     [2 slots, S, D]  dtype of the rows; then the slots that copy engines write
+    rows     [2 slots, S, D]  dtype of the rows; with `sums_slot` a third one, of copied sums
     ids      [2 slots, S, K]  int32
     weights  [2 slots, S, K]  fp32
-    flags    [2 slots, G, chunks]  int32, zero at first; then [G], of copied rows
+    flags    [2 slots, G, chunks]  int32, zero at first
 
 Letters: G ranks, C capacity (most tokens of any rank), S = G * C source rows, D columns, K choices.
 """
@@ -23,10 +23,10 @@ ALIGNMENT = 256
 
 # Regions of a buffer, and words of an exchange's state and report.
 AT_ROWS, AT_IDS, AT_WEIGHTS, AT_FLAGS = (tl.constexpr(i) for i in range(4))
-SUMS_SLOT, ROWS_SLOT = (tl.constexpr(i) for i in (2, 3))  # that copy engines write
+SUMS_SLOT = tl.constexpr(2)  # that copy engines write
 NUM_WORDS = 8
-ERROR_WORD, ERROR_BEFORE_WORD, NEEDED_WORD, COPIES_WORD = 2, 3, 4, 5
-OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS, COPIES = (tl.constexpr(i) for i in range(6))
+ERROR_WORD, ERROR_BEFORE_WORD, NEEDED_WORD = 2, 3, 4
+OPERATION, FINISHED, ERROR, ERROR_BEFORE, NEEDED_ROWS = (tl.constexpr(i) for i in range(5))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class ExchangeLayout:
         rounds: chunks per push program, as near as powers of two come: with more a launch ends
             sooner after its last store, with fewer it waits less.
         num_warps: of a program.
-        copy_slots: slots that copy engines write: 0, 1 (`SUMS_SLOT`) or 2 (and `ROWS_SLOT`).
+        sums_slot: whether there is a slot that copy engines write, `SUMS_SLOT`.
     """
 
     num_ranks: int
@@ -55,7 +55,7 @@ class ExchangeLayout:
     num_receive: int
     rounds: int = 8
     num_warps: int = 16
-    copy_slots: int = 0
+    sums_slot: bool = False
 
     @property
     def source_rows(self) -> int:
@@ -76,36 +76,24 @@ class ExchangeLayout:
     @property
     def region_bytes(self) -> tuple[int, int, int, int]:
         """Bytes of rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
-        slots = 2 * self.source_rows
-        choices = slots * self.top_k * 4
-        flags = (2 * self.num_chunks + 1) * self.num_ranks * 4
-        rows = (slots + self.copy_slots * self.source_rows) * self.dim * self.dtype.itemsize
+        choices = 2 * self.source_rows * self.top_k * 4
+        flags = 2 * self.num_chunks * self.num_ranks * 4
+        rows = (2 + self.sums_slot) * self.source_rows * self.dim * self.dtype.itemsize
         sizes = (rows, choices, choices, flags)
         at_rows, at_ids, at_weights, at_flags = (-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
         return at_rows, at_ids, at_weights, at_flags
 
-    def copy_slot(self, buffer: Tensor, slot: int, rank: int) -> Tensor:
-        """Return where a rank copies its rows in a peer's buffer, [C, D].
+    def sums_at(self, buffer: Tensor, rank: int) -> Tensor:
+        """Return where a rank copies its sums in a peer's buffer, [C, D].
 
         Args:
             buffer: uint8 [num_bytes], of the peer.
-            slot: `SUMS_SLOT` or `ROWS_SLOT`.
             rank: who copies.
         """
         row_bytes = self.dim * self.dtype.itemsize
-        start = (slot * self.source_rows + rank * self.capacity) * row_bytes
+        start = (SUMS_SLOT.value * self.source_rows + rank * self.capacity) * row_bytes
         rows = buffer[start : start + self.capacity * row_bytes].view(self.dtype)
         return rows.view(self.capacity, self.dim)
-
-    def copy_flag(self, buffer: Tensor, rank: int) -> Tensor:
-        """Return the word in a peer's buffer that says how often a rank has sent rows, int32 [1].
-
-        Args:
-            buffer: uint8 [num_bytes], of the peer.
-            rank: who sends.
-        """
-        start = self.regions(0)[3] + (2 * self.num_chunks * self.num_ranks + rank) * 4
-        return buffer[start : start + 4].view(torch.int32)
 
     @property
     def num_bytes(self) -> int:
@@ -130,7 +118,6 @@ class ExchangePort:
         report: int32 [NUM_WORDS] in memory that host and device see; errors are written here too.
         timeout_ns: how long a receiver waits for a peer.
         sums_slots: by peer, where `copy_sums` writes; empty without such a slot.
-        rows_slots, rows_flags: by peer, what `send_rows` writes; empty without such a slot.
     """
 
     layout: ExchangeLayout
@@ -140,5 +127,3 @@ class ExchangePort:
     report: Tensor
     timeout_ns: int
     sums_slots: tuple[Tensor, ...] = ()
-    rows_slots: tuple[Tensor, ...] = ()
-    rows_flags: tuple[Tensor, ...] = ()

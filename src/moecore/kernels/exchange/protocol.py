@@ -6,7 +6,6 @@ Letters: T local tokens, G ranks, K choices per token.
 from moecore.kernels.common import tl, triton
 from moecore.kernels.exchange.port import (
     AT_FLAGS,
-    COPIES,
     ERROR,
     ERROR_BEFORE,
     FINISHED,
@@ -117,49 +116,7 @@ def wait(
     ranks = first + tl.arange(0, THREADS) % COUNT
     flags = (operation % 2 * G + ranks).to(tl.int64) * num_chunks + chunk
     addresses = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
-    words = (state_ptr, report_ptr)
-    return _wait_for(addresses, ranks, operation + 1, *words, timeout, KIND, THREADS, SPIN)
-
-
-@triton.jit
-def wait_for_copies(
-    bases_ptr,  # [4, G] int64
-    state_ptr,  # [NUM_WORDS] int32
-    report_ptr,  # [NUM_WORDS] int32
-    source,  # rank to wait for
-    num_chunks,
-    rank,
-    timeout,  # int64 nanoseconds
-    G: tl.constexpr,
-    THREADS: tl.constexpr,
-    SPIN: tl.constexpr,
-):
-    """Wait for the rows that a rank copies; return whether they came, and record if not.
-
-    One's own are there: their flag is the count itself.
-    """
-    ranks = source + tl.zeros([THREADS], dtype=tl.int32)
-    flags = (2 * num_chunks * G + ranks).to(tl.int64)
-    count_ptr = state_ptr + COPIES
-    there = tl.load(bases_ptr + AT_FLAGS * G + rank) + flags * 4
-    addresses = tl.where(ranks == rank, count_ptr.to(tl.int64, bitcast=True), there)
-    expected = tl.load(count_ptr)
-    words = (state_ptr, report_ptr)
-    return _wait_for(addresses, ranks, expected, *words, timeout, 0, THREADS, SPIN)
-
-
-@triton.jit
-def _wait_for(
-    addresses,  # [THREADS] int64, of flags
-    ranks,  # [THREADS] int32, whose
-    expected,
-    state_ptr,  # [NUM_WORDS] int32
-    report_ptr,  # [NUM_WORDS] int32
-    timeout,  # int64 nanoseconds
-    KIND: tl.constexpr,  # 0 spread, 1 reduce
-    THREADS: tl.constexpr,
-    SPIN: tl.constexpr,  # False: look once, for the interpreter
-):
+    expected = operation + 1
     late = _latest(addresses, ranks, expected, SPIN)
     if SPIN:
         if late >= 0:

@@ -42,11 +42,6 @@ def add_tile(layout: ExchangeLayout) -> tuple[int, int]:
     return _tile(layout, _elements(layout) // 4, layout.chunk)
 
 
-def take_columns(layout: ExchangeLayout, rows: int) -> int:
-    """Return the columns of a tile of so many copied rows."""
-    return _tile(layout, _elements(layout), rows, rows)[1]
-
-
 def sum_tile(layout: ExchangeLayout) -> tuple[int, int]:
     """Return pairs and columns of a tile of which four slots are loaded at once, most of them none.
 

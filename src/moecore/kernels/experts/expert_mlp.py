@@ -33,11 +33,9 @@ from moecore.kernels.experts.products import (
     GATHER_FIRST_DY,
     GATHER_FIRST_FC1,
     GATHER_FIRST_WGRAD,
-    ArrivingRows,
     ExpertProducts,
     GradTarget,
     Source,
-    take_all,
 )
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.activation import ActivationOptions, activation, weighted_activation
@@ -65,17 +63,7 @@ class ExpertRows:
 
 
 class GradientSender(Protocol):
-    """A dispatcher's part in the experts' backward: gradients that come, and gradients that go.
-
-    Attributes:
-        takes_arriving: set by experts whose backward asks `arriving`.
-    """
-
-    takes_arriving: bool
-
-    def arriving(self, dy_RD: Tensor) -> ArrivingRows | None:
-        """Return the rows for which a gradient stands that has none itself; None = it has."""
-        ...
+    """A dispatcher's part in the experts' backward: it sends the gradients of the rows early."""
 
     def start(
         self,
@@ -237,23 +225,17 @@ def _gradients(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """dy and what the forward kept; h_RC is [0] where FC1 runs again.
+    """dy and what the forward kept; x may be packed, h_RC is [0] where FC1 runs again."""
 
-    x is [S, D], packed or not, or [R, D] in expert order.
-    """
-
-    dy: Tensor | ArrivingRows
+    dy: Tensor
     x: Tensor
     h_RC: Tensor
     w1_eCD: Tensor
     w2_eDF: Tensor
     weights_R: Tensor
-    in_order: bool = False
 
     def source(self, products: ExpertProducts, *, gather: bool = False) -> Source:
         """X for a product."""
-        if self.in_order:
-            return Source(self.x, None)
         return products.source(self.x, self.w1_eCD, gather=gather)
 
 
@@ -274,10 +256,7 @@ def _differentiate(
     want_x, want_w1, want_w2, want_weights = wanted
     dh_RC, dweights_R = h_RC, weights_R  # replaced where anybody wants them
     dx, dw1, dw2 = (w1_eCD.new_empty(0) for _ in range(3))
-    dy_rows: Source | ArrivingRows
-    if not isinstance(saved.dy, Tensor):
-        dy_rows = saved.dy
-    elif unsummed:
+    if unsummed:
         dy_rows = Source(saved.dy, None)
     else:
         gathers = products.options.gated and w2_eDF.shape[2] >= GATHER_FIRST_DY
@@ -288,10 +267,6 @@ def _differentiate(
         dh_RC, dweights_R, a_RF = products.activation_bwd(dy_rows, w2_eDF, h_RC, weights_R)
     else:
         a_RF = weighted_activation(h_RC, weights_R, products.index[2], products.options)
-        if not isinstance(dy_rows, Source):
-            take_all(dy_rows)
-    if not isinstance(dy_rows, Source):
-        dy_rows = Source(dy_rows.rows_RD, None)  # all of them have come
     if sender is not None:
         dx = products.rows(dh_RC, w1_eCD)
         sender.start(dx, dweights_R if want_weights else None, *products.index)
@@ -355,10 +330,8 @@ def _backward(
     )
     needs = ctx.needs_input_grad
     wanted = [needs[7] if ctx.unsummed else needs[0], *needs[1:4]]
-    in_order = bool(kept) and kept[0].numel() > 0
     if fetch is not None and (wanted[1] or not ctx.keep_h):
-        x_SD = fetch(*kept[1:])
-    arriving = None if sender is None else sender.arriving(dy)
+        x_SD = fetch(*kept)
     index = (row_ids_R, slots_SK, offsets_e)
     tensors = (x_SD, h_RC, w1_eCD, w2_eDF, weights_R)
     if sender is not None and not (wanted[0] and will_run(ctx.rows_node)):
@@ -368,7 +341,7 @@ def _backward(
         for sink, main_grad, want in zip(sinks, ctx.main_grads, wanted[1:3], strict=True)
     )
     main1, main2 = ctx.main_grads
-    if arriving is None and not in_order and sender is None and of1 is of2 is None:
+    if sender is None and of1 is of2 is None:
         grads = _expert_mlp_bwd(dy, *tensors, *index, *ctx.main_grads, *ctx.options, wanted)
     else:
         targets = (of1 or GradTarget(main1), of2 or GradTarget(main2))
@@ -378,7 +351,7 @@ def _backward(
         *activation_of, triton, unsummed = ctx.options
         options = _activation_options(*activation_of)
         products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
-        saved = _Saved(arriving or dy.contiguous(), *tensors, in_order=in_order)
+        saved = _Saved(dy.contiguous(), *tensors)
         grads = _differentiate(products, saved, targets, unsummed, wanted, sender)
         for sink, target, grad in zip(sinks, (of1, of2), grads[1:3], strict=True):
             if sink is not None and target is not None:
@@ -392,47 +365,24 @@ def _backward(
 _expert_mlp = Op("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_backward)
 
 
-def _forward_arriving(arriving: ArrivingRows, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return y_RD and h_RC, of the inputs of `_forward` after the first."""
-    w1_eCD, w2_eDF, weights_R, row_ids_R, slots_SK, offsets_e = rest[:6]
-    *activation_of, triton, keep_h = rest[9:]
-    options = _activation_options(*activation_of)
-    products = ExpertProducts(triton, row_ids_R, slots_SK, offsets_e, options)
-    h_RC, a_RF = products.fc1(arriving, w1_eCD, weights_R)
-    y_RD = products.rows(a_RF, w2_eDF.transpose(1, 2))
-    return y_RD, h_RC if keep_h else h_RC.new_empty(0)
-
-
 class _TravellingMLP(torch.autograd.Function):
     """The same operation in plain eager, for a dispatcher or sinks that take part in it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs_and_others: Any) -> tuple[Tensor, Tensor]:
-        x_SD, *rest, ctx.sinks, sender, again, arriving = inputs_and_others
-        if arriving is None:
-            output = _forward(x_SD, *rest)
-        else:
-            output = _forward_arriving(arriving, *rest)
+        x_SD, *rest, ctx.sinks, sender, again = inputs_and_others
+        output = _forward(x_SD, *rest)
         ctx.fetch, kept = (None, ()) if again is None else (again.fetch, again.kept)
-        in_order = arriving is not None and again is None
-        if again is not None:
-            x_SD = x_SD.new_empty(0)
-        elif in_order:
-            x_SD = arriving.rows_RD
-        # Saved like x, which checkpointing replaces by that of a forward that may order otherwise.
-        order = x_SD.new_empty(int(in_order))
-        _save(ctx, (x_SD, *rest), output, (order, *kept))
+        _save(ctx, (x_SD if again is None else x_SD.new_empty(0), *rest), output, kept)
         ctx.sender, expert_rows_RD = sender if ctx.unsummed else None, rest[6]
         if ctx.sender is not None:
             ctx.rows_node = expert_rows_RD.grad_fn
-            # Without a backward of the dispatch nothing would follow the rows that are taken.
-            ctx.sender.takes_arriving = expert_rows_RD.requires_grad
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = _backward(ctx, grads[0], None, ctx.sender, ctx.fetch, ctx.sinks)
-        return *inputs, None, None, None, None
+        return *inputs, None, None, None
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
@@ -485,7 +435,6 @@ def expert_mlp(
     expert_rows_RD: Tensor | None = None,
     sender: GradientSender | None = None,
     again: RowsAgain | None = None,
-    arriving: ArrivingRows | None = None,
 ) -> Tensor:
     """Return the weighted sum over each source row's experts; differentiable once, in reverse.
 
@@ -515,7 +464,6 @@ def expert_mlp(
             of w1 and w2 are computed.
         again: where backward gets x_SD, which is then not kept. Under torch.compile it and the
             sender are not used.
-        arriving: brings the rows of x_SD in expert order, which are kept then; x_SD is not read.
 
     Returns:
         [S, D], dtype of w1: added in fp32, rounded once. Bit-reproducible with "triton". With
@@ -529,7 +477,7 @@ def expert_mlp(
     if options.products == "triton":
         _check_triton(x_SD, w1_eCD, w2_eDF, act)
     inputs = (
-        x_SD.contiguous() if arriving is None else x_SD,
+        x_SD.contiguous(),
         w1_eCD,
         w2_eDF,
         rows.weights_R,
@@ -547,8 +495,8 @@ def expert_mlp(
     )
     if not is_plain_eager():
         sinks = (None, None)  # who looks at operations wants to see this one
-    others = (sinks, sender, again, arriving)
-    if torch.compiler.is_compiling() or others == ((None, None), None, None, None):
+    others = (sinks, sender, again)
+    if torch.compiler.is_compiling() or others == ((None, None), None, None):
         y, _ = _expert_mlp(*inputs)
     else:
         y, _ = _TravellingMLP.apply(*inputs, *others)

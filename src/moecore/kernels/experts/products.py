@@ -6,9 +6,7 @@ R * D elements whatever F is, the product that it speeds up grows with F.
 Letters: as in `experts/expert_mlp.py`.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
 from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
 from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
-from moecore.kernels.grouped.row_tiles import map_piece_tiles, map_row_tiles
+from moecore.kernels.grouped.row_tiles import map_row_tiles
 from moecore.kernels.grouped.wgrad import grouped_wgrad, put_grad
 from moecore.kernels.rows.activation import (
     ActivationOptions,
@@ -55,29 +53,6 @@ class GradTarget:
     add_to: Tensor | None = None
     dtype: torch.dtype | None = None
     scale: float = 1.0
-
-
-class ArrivingRows(Protocol):
-    """Rows in expert order that come in pieces, while those that came are multiplied.
-
-    Attributes:
-        rows_RD: where they go; nothing is there before it is taken.
-        ranges_PN2: int32, contiguous: first and last + 1 source row of the ranges of each piece.
-    """
-
-    rows_RD: Tensor
-    ranges_PN2: Tensor
-
-    def take(self, piece: int) -> None:
-        """Bring a piece; what the stream does afterwards finds it. In order, all of them."""
-        ...
-
-
-def take_all(arriving: ArrivingRows) -> Tensor:
-    """Bring all rows; return them, [R, D]."""
-    for piece in range(arriving.ranges_PN2.shape[0]):
-        arriving.take(piece)
-    return arriving.rows_RD
 
 
 class ExpertProducts:
@@ -123,28 +98,25 @@ class ExpertProducts:
             return Source(gather_used_rows(x_SK, *self.index), None)
         return Source(x_SK, self.row_ids_R)
 
-    def fc1(
-        self, x: Source | ArrivingRows, w1_eCD: Tensor, weights_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def fc1(self, x: Source, w1_eCD: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return H and the weighted activation."""
-        x, tiles = self._arrive(x)
         if not (self.triton and self.options.gated):
             h_RC = self.product(x, w1_eCD.transpose(1, 2))
             return h_RC, weighted_activation(h_RC, weights_R, self.index[2], self.options)
         if x.row_ids_R is None:
-            return cooperative_activation(x.rows, w1_eCD, tiles, weights_R, self.options)
+            assert self.tiles is not None, "rows were gathered for the kernel that has them"
+            return cooperative_activation(x.rows, w1_eCD, self.tiles, weights_R, self.options)
         where = (x.row_ids_R, weights_R, self.offsets_e)
         return grouped_gemm_activation(x.rows, w1_eCD, *where, self.options)
 
     def activation_bwd(
-        self, dy: Source | ArrivingRows, w2_eDF: Tensor, h_RC: Tensor, weights_R: Tensor
+        self, dy: Source, w2_eDF: Tensor, h_RC: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dh, dweights and the weighted activation again."""
-        dy, tiles = self._arrive(dy)
         if self.tiles is None or not self.options.gated or not dy.rows.shape[0]:
             da_RF = self.product(dy, w2_eDF)
             return weighted_activation_bwd(h_RC, da_RF, weights_R, self.index[2], self.options)
-        where = (tiles, h_RC, weights_R, self.offsets_e)
+        where = (self.tiles, h_RC, weights_R, self.offsets_e)
         return pingpong_activation_bwd(
             dy.rows, w2_eDF, *where, self.options, row_ids_R=dy.row_ids_R
         )
@@ -186,17 +158,3 @@ class ExpertProducts:
             return put_grad(grouped_mm(left.t(), right, offs=self.offsets_e), *where)
         sizes = (self.offsets_e.shape[0], left.shape[1], right.shape[1])
         return put_grad(x.new_zeros(sizes), *where)
-
-    def _arrive(self, rows: Source | ArrivingRows) -> tuple[Source, Iterable[Tensor]]:
-        """Return the rows and the tiles to multiply; a piece comes when its tiles are asked for."""
-        if isinstance(rows, Source):
-            return rows, [] if self.tiles is None else [self.tiles]
-        if self.tiles is None or not self.options.gated:
-            return Source(take_all(rows), None), []
-        return Source(rows.rows_RD, None), self._piece_by_piece(rows)
-
-    def _piece_by_piece(self, rows: ArrivingRows) -> Iterator[Tensor]:
-        maps = map_piece_tiles(self.offsets_e, self.row_ids_R, rows.ranges_PN2)
-        for piece, tiles in enumerate(maps):
-            rows.take(piece)
-            yield tiles

@@ -17,8 +17,6 @@ power: a step of training runs at the limit of it (docs/performance.md). The Tri
 `gemm.py` compute the same; these run where they are faster.
 """
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from moecore.kernels.common import gluon_descriptor, num_sms, on_device
@@ -104,7 +102,7 @@ def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: Tensor) -> Tensor:
 def cooperative_activation(
     x_RD: Tensor,
     w1_eCD: Tensor,
-    tiles: Iterable[Tensor],
+    tiles: Tensor,
     weights_R: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -113,7 +111,7 @@ def cooperative_activation(
     Args:
         x_RD: rows in expert order, bf16 or fp16, contiguous.
         w1_eCD: [e, 2F, D] gate rows then up rows, contiguous; D and F multiples of 8.
-        tiles: one map, or those of all pieces; a piece is read after its map was asked for.
+        tiles: from `map_row_tiles`.
         weights_R: fp32 routing weights.
         options: a gated activation, not interleaved.
 
@@ -124,8 +122,7 @@ def cooperative_activation(
     h_RC, a_RF = x_RD.new_empty(R, C), x_RD.new_empty(R, C // 2)
     if R:
         b = w1_eCD.transpose(1, 2)
-        for part in tiles:
-            args, constants = launch_arguments(x_RD, b, part, a_RF, h_RC, weights_R, options)
-            with on_device(x_RD):
-                cooperative_kernel[(num_sms(x_RD.device),)](*args, **constants)
+        args, constants = launch_arguments(x_RD, b, tiles, a_RF, h_RC, weights_R, options)
+        with on_device(x_RD):
+            cooperative_kernel[(num_sms(x_RD.device),)](*args, **constants)
     return h_RC, a_RF

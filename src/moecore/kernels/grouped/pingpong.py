@@ -17,8 +17,6 @@ operations. Bytes moved at least: dy (R * D elements), w2, h, dh and the activat
 Products that store less multiply larger tiles instead (`grouped/cooperative.py`).
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -119,7 +117,7 @@ def launch_arguments(
 def pingpong_activation_bwd(
     dy: Tensor,
     w2_eDF: Tensor,
-    tiles: Iterable[Tensor],
+    tiles: Tensor,
     h_RC: Tensor,
     weights_R: Tensor,
     offsets_e: Tensor,
@@ -135,7 +133,7 @@ def pingpong_activation_bwd(
         dy: [R, D] rows in expert order, or [S, D] source rows with `row_ids_R`; bf16 or fp16,
             contiguous.
         w2_eDF: contiguous; D and F multiples of 8.
-        tiles: one map, or those of all pieces; a piece is read after its map was asked for.
+        tiles: from `map_row_tiles`.
         h_RC: [R, 2F] FC1's output, contiguous.
         weights_R: fp32 routing weights.
         offsets_e: int32 running sum of the experts' rows.
@@ -152,14 +150,11 @@ def pingpong_activation_bwd(
     if not R:
         return dh_RC, dweights_R, a_RF
     parts = weights_R.new_empty(cdiv(F, BLOCK_N), R)
-    outputs = (a_RF, dh_RC, parts)
-    for part in tiles:
-        where = (part, row_ids_R, h_RC, options, weights_R)
-        args, constants = launch_arguments(dy, w2_eDF, *where, *outputs)
-        with on_device(dy):
-            pingpong_kernel[(num_sms(dy.device),)](*args, **constants)
+    where = (tiles, row_ids_R, h_RC, options, weights_R)
+    args, constants = launch_arguments(dy, w2_eDF, *where, a_RF, dh_RC, parts)
     e = offsets_e.shape[0]
     with on_device(dy):
+        pingpong_kernel[(num_sms(dy.device),)](*args, **constants)
         _finish_bwd_kernel[(CLEARED_ROWS + cdiv(R, ROWS_PER_SUM),)](
             parts,
             offsets_e,

@@ -20,17 +20,8 @@ from torch.utils._pytree import register_dataclass
 from moecore._autograd import disable_dynamo
 from moecore._compat import all_gather_single
 from moecore.kernels.experts.expert_mlp import GradientSender, RowsAgain
-from moecore.kernels.experts.products import ArrivingRows
 from moecore.kernels.rows.packed import PACKED, unpack_rows
 from moecore.moe.router import Routing
-
-
-class TravellingRows(ArrivingRows, Protocol):
-    """Rows on their way, for experts that take them in pieces and for those that do not."""
-
-    def take_source_rows(self) -> Tensor:
-        """Wait for all; return the source rows [S, D], holes uninitialised. Instead of `take`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +46,8 @@ class ExpertInput:
             then. Experts leave each expert row's gradient there and may return `UnsummedRows`;
             those that add their rows themselves start with `own_sums`.
         sender: None, or from a dispatcher that can send the gradients of expert_rows_RD and
-            weights_R home while the experts compute those of their weights, and can bring those of
-            their output piece by piece; using it is optional.
+            weights_R home while the experts compute those of their weights; using it is optional.
         again: None, or where backward gets rows_SD, which experts then do not keep.
-        arriving: None, or rows that are still on their way: rows_SD is NaN, without memory. Experts
-            multiply those that have come, or start with `with_rows`.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -76,7 +64,6 @@ class ExpertInput:
     expert_rows_RD: Tensor | None = None
     sender: GradientSender | None = None
     again: RowsAgain | None = None
-    arriving: TravellingRows | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,9 +91,7 @@ for _record in (ExpertInput, UnsummedRows):
 
 @disable_dynamo
 def with_rows(inp: ExpertInput) -> ExpertInput:
-    """Return the same input with all rows in rows_SD and wide, for experts that need that."""
-    if inp.arriving is not None:
-        return replace(inp, rows_SD=inp.arriving.take_source_rows(), arriving=None)
+    """Return the same input with wide rows_SD, for experts that need that."""
     if inp.expert_rows_RD is not None and inp.rows_SD.dtype == PACKED:
         rows_SD = unpack_rows(inp.rows_SD, inp.expert_rows_RD.shape[1], inp.dtype)
         return replace(inp, rows_SD=rows_SD)

@@ -1,9 +1,6 @@
 """What a user chooses about the `nvlink` dispatcher; docs/dispatchers.md says what it costs."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-Overlap = Literal["none", "weight_grads", "experts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,20 +15,13 @@ class NVLinkOptions:
             host sync per dispatch; not with a capacity_factor, not in CUDA graphs.
         num_sms: programs of one operation, of which half push and half receive; None = one per
             multiprocessor.
-        overlap: what runs while rows travel. "weight_grads": the gradients of the experts' weights,
-            beside those of the tokens on their way home. "experts": that, and the experts' first
-            products, forward and backward, on the rows that have come; these are kept in expert
-            order, so without a capacity_factor, exact_rows or keep_rows=False it is "weight_grads".
-            "none": nothing.
-        rows_per_piece: with overlap "experts" rows come in two to four pieces, each of at least so
-            many rows per expert with balanced routing: a product reads all weights for each piece.
-            Experts with fewer rows than two pieces need get them as a whole. 0 = four pieces.
+        overlap_weight_grads: copy engines bring the tokens' gradients home while the experts
+            compute those of their weights.
         keep_rows: whether backward finds the rows that came. False sends the tokens once more
             there; for experts "triton" and "torch" without biases.
         fp8_dispatch: the tokens of a dispatch travel, and are kept for backward, as float8_e4m3fn
             with a scale per 128 columns; experts multiply them in the dtype that they had. Sums and
-            gradients travel as they are, and the rounding has the gradient of an identity. Rows
-            come as a whole: "experts" is "weight_grads" then.
+            gradients travel as they are, and the rounding has the gradient of an identity.
         timeout_s: seconds that a rank waits for another one before it is an error.
     """
 
@@ -39,19 +29,13 @@ class NVLinkOptions:
     capacity_factor: float | None = None
     exact_rows: bool = False
     num_sms: int | None = None
-    overlap: Overlap = "weight_grads"
-    rows_per_piece: int = 512
+    overlap_weight_grads: bool = True
     keep_rows: bool = True
     fp8_dispatch: bool = False
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.overlap not in get_args(Overlap):
-            raise ValueError(
-                f"NVLinkOptions.overlap ({self.overlap!r}) must be 'none', 'weight_grads' or "
-                "'experts'"
-            )
-        for name, least in (("max_tokens", 1), ("num_sms", 2), ("rows_per_piece", 0)):
+        for name, least in (("max_tokens", 1), ("num_sms", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"NVLinkOptions.{name} ({value}) must be >= {least}")
@@ -65,12 +49,3 @@ class NVLinkOptions:
                 f"NVLinkOptions.capacity_factor ({self.capacity_factor}) must be None with "
                 "exact_rows (True), which needs no room beyond the rows: leave one of them out"
             )
-
-    @property
-    def copy_slots(self) -> int:
-        """Slots that copy engines write: for sums home, and for rows."""
-        any_routing = self.capacity_factor is None and not self.exact_rows
-        in_pieces = not (any_routing and self.keep_rows) and not self.fp8_dispatch
-        if self.overlap == "experts" and in_pieces:
-            return 2
-        return int(self.overlap != "none")

@@ -17,8 +17,6 @@ from moecore.kernels.common import HAS_TRITON, INTERPRET
 from moecore.kernels.exchange.port import (
     MAX_RANKS,
     NUM_WORDS,
-    ROWS_SLOT,
-    SUMS_SLOT,
     ExchangeLayout,
     ExchangePort,
 )
@@ -34,6 +32,7 @@ def make_port(
     peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
     addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
     rank = dist.get_rank(group)
+    targets = peers if layout.sums_slot else []
     port = ExchangePort(
         layout=layout,
         rank=rank,
@@ -41,24 +40,11 @@ def make_port(
         state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
         report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
         timeout_ns=round(timeout_s * 1e9),
-        **_copy_targets(layout, peers, rank),
+        sums_slots=tuple(layout.sums_at(peer, rank) for peer in targets),
     )
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody may raise a flag that another rank is yet to clear
     return port, (buffer, handle)
-
-
-def _copy_targets(
-    layout: ExchangeLayout, peers: list[Tensor], rank: int
-) -> dict[str, tuple[Tensor, ...]]:
-    """Return what copy engines write, by peer: fields of `ExchangePort`."""
-    found = {}
-    if layout.copy_slots > 0:
-        found["sums_slots"] = [layout.copy_slot(p, SUMS_SLOT.value, rank) for p in peers]
-    if layout.copy_slots > 1:
-        found["rows_slots"] = [layout.copy_slot(p, ROWS_SLOT.value, rank) for p in peers]
-        found["rows_flags"] = [layout.copy_flag(p, rank) for p in peers]
-    return {name: tuple(targets) for name, targets in found.items()}
 
 
 def _symmetric_buffer(

@@ -4,13 +4,12 @@
 for FP8 rows. Each is made at first use, by all ranks together. Its buffer lives until `close()`, or
 until the last user of the owner is gone. Only the making and `check` wait for the device.
 
-Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3 or
-4 with overlap "weight_grads" or "experts".
+Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3
+with `NVLinkOptions.overlap_weight_grads`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_port
 
 # What `Exchanges._agree` compares.
-AGREED = ("D", "K", "dtype", "num_sms", "overlap", "rows_per_piece", "keep_rows", "fp8_dispatch")
+AGREED = ("D", "K", "dtype", "num_sms", "overlap_weight_grads", "keep_rows", "fp8_dispatch")
 FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
 
@@ -48,19 +47,6 @@ class ExchangeError(RuntimeError):
     def __init__(self, message: str, capacity_factor: float | None = None) -> None:
         super().__init__(message)
         self.capacity_factor = capacity_factor
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """In which pieces rows are taken that copy engines bring.
-
-    Attributes:
-        ranks: of each piece, as `kernels.exchange_copies.pieces_of` gives them.
-        ranges_PN2: int32 [P, 2, 2], first and last + 1 source row of each piece's two ranges.
-    """
-
-    ranks: tuple[tuple[int, int], ...]
-    ranges_PN2: Tensor
 
 
 class Exchange:
@@ -91,14 +77,10 @@ class Exchange:
         self.options = options
         self.balanced_rows = balanced_rows
         self._memory = memory
-        self._pieces: dict[int, Pieces] = {}
         self._stream: torch.cuda.Stream | None = None
         self._sums_travel = False  # between start_copies and finish_copies
-        self._rows_travel = False  # between start_rows and finish_rows
-        self._reduced_since = False  # whether copied sums have been added since start_rows
-        # Whether what freed a copy slot was captured; None = nothing has, since it was used.
+        # Whether what freed their slot was captured; None = nothing has, since it was used.
         self._sums_free: bool | None = False
-        self._rows_free: bool | None = False
 
     @property
     def layout(self) -> ExchangeLayout:
@@ -113,15 +95,11 @@ class Exchange:
         *,
         num_local: int,
         etp: int,
-        rows: bool = True,
     ) -> kernels.SpreadChoices:
-        """Send tokens with their choices to the ranks that own the experts; return what came.
-
-        Without `rows` the choices alone.
-        """
+        """Send tokens with their choices to the ranks that own the experts; return what came."""
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self.note_operation()
-        return kernels.spread_choices(self.port, *sent, num_local=num_local, etp=etp, rows=rows)
+        return kernels.spread_choices(self.port, *sent, num_local=num_local, etp=etp)
 
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
@@ -167,20 +145,8 @@ class Exchange:
         return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
 
     def note_operation(self) -> None:
-        """Remember that an operation without copied sums comes now: it frees the copy slots."""
+        """Remember that an operation without copied sums comes now: it frees their slot."""
         self._sums_free = self._is_capturing()
-        self._note_reads_end()
-
-    def _note_rows_end(self) -> None:
-        """Remember that the rows of all ranks came; what they read before they sent is free."""
-        self._rows_travel = False
-        if not self._reduced_since:
-            self._sums_free = self._is_capturing()
-
-    def _note_reads_end(self) -> None:
-        """Remember that an operation comes: all ranks know then that taken rows have been read."""
-        if not self._rows_travel:
-            self._rows_free = self._is_capturing()
 
     def can_copy(self) -> bool:
         """Whether `start_copies` may come now, the same on all ranks.
@@ -188,17 +154,8 @@ class Exchange:
         The slot must have been freed since it was used (`kernels/exchange/copies.py`), and of what
         ran before a CUDA graph is captured nobody knows whether it comes before a replay.
         """
-        has_slot = self.layout.copy_slots > 0
+        has_slot = self.layout.sums_slot
         return has_slot and not self._sums_travel and self._sums_free is self._is_capturing()
-
-    def can_send_rows(self, *, after_operation: bool = False) -> bool:
-        """Whether `start_rows` may come now, the same on all ranks; see `can_copy`.
-
-        Or after the next operation, which frees the slot itself.
-        """
-        if self.layout.copy_slots < 2 or self._rows_travel:
-            return False
-        return after_operation or self._rows_free is self._is_capturing()
 
     def start_copies(self, sums_SD: Tensor) -> None:
         """Begin to copy sums home on a stream of their own; they must live until `finish_copies`.
@@ -218,37 +175,9 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Return what `reduce` of the copied sums returns; the current stream waits for them."""
         self._wait_for_stream(sums_SD)
-        self._sums_travel, self._sums_free, self._reduced_since = False, None, True
-        self._note_reads_end()
+        self._sums_travel, self._sums_free = False, None
         where = (peers_T, places_S, places_S[:, None])
         return kernels.reduce(self.port, sums_SD, *where, choices, copied=True)
-
-    def start_rows(self, x_TD: Tensor) -> None:
-        """Begin to copy contiguous rows to all ranks; they must live until `finish_rows`.
-
-        No multiprocessor takes part.
-        """
-        self._rows_travel, self._rows_free = True, None
-        self._reduced_since = False
-        copies.count_rows(self.port)
-        with torch.cuda.stream(self._stream_after(x_TD)):
-            copies.send_rows(self.port, x_TD)
-
-    def take_rows(
-        self,
-        x_TD: Tensor,
-        places_S: Tensor,
-        slots_SN: Tensor,
-        out_RD: Tensor,
-        piece: tuple[int, int],
-    ) -> None:
-        """Write the rows of a piece, which come after `start_rows`, to where their slots say."""
-        copies.take_rows(self.port, x_TD, places_S, slots_SN, out_RD, piece)
-
-    def finish_rows(self, x_TD: Tensor) -> None:
-        """End what `start_rows` began, once the rows of all pieces are taken."""
-        self._wait_for_stream(x_TD)
-        self._note_rows_end()
 
     def _stream_after(self, x: Tensor) -> torch.cuda.Stream:
         """Return the stream of copies, which goes on when the current one has come to here."""
@@ -260,23 +189,6 @@ class Exchange:
     def _wait_for_stream(self, x: Tensor) -> None:
         assert self._stream is not None
         torch.cuda.current_stream(x.device).wait_stream(self._stream)
-
-    def pieces(self, least: int) -> Pieces:
-        """Return the pieces of so many ranks at least."""
-        found = self._pieces.get(least)
-        if found is None:
-            found = self._pieces[least] = self._make_pieces(least)
-        return found
-
-    def _make_pieces(self, least: int) -> Pieces:
-        G, C, ranges = self.layout.num_ranks, self.layout.capacity, []
-        ranks = copies.pieces_of(G, least)
-        for first, count in ranks:
-            start = (self.port.rank - first - count + 1) % G
-            end = start + count
-            ranges.append([[start * C, min(end, G) * C], [0, max(0, end - G) * C]])
-        on_host = torch.tensor(ranges, dtype=torch.int32)
-        return Pieces(tuple(ranks), on_host.to(self.port.state.device))
 
     def _is_capturing(self) -> bool:
         return self.port.state.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -354,7 +266,7 @@ class Exchanges:
         Args:
             x_TD: the tokens.
             top_k: K.
-            one_way: for rows that have no sums and no gradients: without slots for copies.
+            one_way: for rows that have no sums and no gradients: without a slot for sums.
 
         Raises:
             ValueError: for a dtype or a row size that can not travel, for ranks that disagree, and
@@ -364,8 +276,8 @@ class Exchanges:
         key, T = (x_TD.shape[1], top_k, x_TD.dtype, one_way), x_TD.shape[0]
         exchange = self._made.get(key)
         if exchange is None:
-            copy_slots = 0 if one_way else self.options.copy_slots
-            exchange = self._made[key] = self._make(x_TD, top_k, copy_slots)
+            sums_slot = self.options.overlap_weight_grads and not one_way
+            exchange = self._made[key] = self._make(x_TD, top_k, sums_slot)
         exchange.poll()
         capacity = exchange.layout.capacity
         if capacity < T:
@@ -413,7 +325,7 @@ class Exchanges:
                 dist.barrier(self.group)  # nobody may free what another rank still writes
             self._made.clear()
 
-    def _make(self, x_TD: Tensor, top_k: int, copy_slots: int) -> Exchange:
+    def _make(self, x_TD: Tensor, top_k: int, sums_slot: bool) -> Exchange:
         D = x_TD.shape[1]
         if not x_TD.is_cuda:
             raise ValueError(
@@ -431,7 +343,7 @@ class Exchanges:
                 "one step first"
             )
         programs = self.options.num_sms or num_sms(x_TD.device)
-        most = self._agree(x_TD, top_k, programs, copy_slots)
+        most = self._agree(x_TD, top_k, programs, sums_slot)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
             capacity=max(1, most),
@@ -439,7 +351,7 @@ class Exchanges:
             top_k=top_k,
             dtype=x_TD.dtype,
             **divide(programs),
-            copy_slots=copy_slots,
+            sums_slot=sums_slot,
         )
         balanced = layout.source_rows * top_k // self.ep
         # An evaluation may come first: what inference makes nobody else may write.
@@ -447,16 +359,16 @@ class Exchanges:
             port, memory = make_port(layout, self.group, x_TD.device, self.options.timeout_s)
         return Exchange(port, self.group, self.options, balanced_rows=balanced, memory=memory)
 
-    def _agree(self, x_TD: Tensor, top_k: int, programs: int, copy_slots: int) -> int:
+    def _agree(self, x_TD: Tensor, top_k: int, programs: int, sums_slot: bool) -> int:
         """Return the most tokens of any rank. One collective and host sync.
 
         Raises:
             ValueError: when something else is not the same on all ranks.
         """
         options, (T, D) = self.options, x_TD.shape
-        dtype, pieces = EXCHANGE_DTYPES.index(x_TD.dtype), options.rows_per_piece
-        choices = (pieces, int(options.keep_rows), int(options.fp8_dispatch))
-        mine = (options.max_tokens or T, D, top_k, dtype, programs, copy_slots, *choices)
+        dtype = EXCHANGE_DTYPES.index(x_TD.dtype)
+        choices = (int(sums_slot), int(options.keep_rows), int(options.fp8_dispatch))
+        mine = (options.max_tokens or T, D, top_k, dtype, programs, *choices)
         ranks = [
             torch.empty(len(mine), dtype=torch.int64, device=x_TD.device)
             for _ in range(self.group.size())
