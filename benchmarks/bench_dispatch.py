@@ -64,19 +64,15 @@ from benchmarks.dispatch_cases import (
 from benchmarks.dispatch_sweep import sweep
 from benchmarks.records import Environment, Row
 from moecore import MoEConfig, MoELayer, NVLinkOptions, ParallelConfig, build_meshes
+from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.move import gather_rows, sum_rows
-from moecore.kernels.rows.packed import pack_rows, unpack_rows
+from moecore.kernels.rows.packed import pack_rows
+from moecore.kernels.rows.record import Rows
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.base import (
-    Dispatcher,
-    ExpertInput,
-    ExpertPlacement,
-    UnsummedRows,
-    with_rows,
-)
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.router import Routing
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows
 
 ROUTINGS = ["even", "skewed"]
 AGREEMENT = 0.02  # of the layer over nvlink with the layer over alltoall, relative
@@ -107,11 +103,11 @@ def bench_moves(
         nvlinks["nvlink-fp8"] = nvlink_of(place, NVLinkOptions(fp8_dispatch=True))
     gathered: dict[str, Tensor] = {}
     for name, dispatcher in (others | nvlinks).items():
-        inp = with_rows(dispatcher.dispatch(x_TD, routing))
-        home_TD = dispatcher.combine(poisoned(inp.rows_SD, inp.slots_SK), inp.plan)
+        inp = dispatcher.dispatch(x_TD, routing)
+        home_TD = dispatcher.combine(poisoned(inp.rows.widen(), inp.index.slots_SK), inp.plan)
         gathered[name] = home_TD.clone()
         calls[f"dispatch {name}"] = lambda d=dispatcher: d.dispatch(x_TD, routing)
-        calls[f"combine {name}"] = lambda d=dispatcher, i=inp: d.combine(i.rows_SD, i.plan)
+        calls[f"combine {name}"] = lambda d=dispatcher, i=inp: d.combine(i.rows.widen(), i.plan)
     for name, home_TD in gathered.items():
         assert torch.equal(home_TD, gathered["alltoall"]), f"{name} differs: no numbers"
     if sums:
@@ -134,7 +130,7 @@ def bench_moves(
 
 def rounded(x_TD: Tensor) -> Tensor:
     """Return tokens that travel as FP8 without another rounding."""
-    return unpack_rows(pack_rows(x_TD), x_TD.shape[1], x_TD.dtype)
+    return Rows.from_packed(pack_rows(x_TD), x_TD.shape[1], x_TD.dtype).widen()
 
 
 def sum_combine_call(
@@ -142,15 +138,15 @@ def sum_combine_call(
 ) -> Call:
     """Return a combine of expert rows, whose result is checked."""
     inp, other = nvlink.dispatch(*tokens), alltoall.dispatch(*tokens)
-    sums = sum_rows(gather_rows(other.rows_SD, *_where(other)), *_where(other))
-    rows = UnsummedRows(gather_rows(inp.rows_SD, *_where(inp)))
+    sums = sum_rows(gather_rows(other.rows.widen(), *_where(other)), *_where(other))
+    rows = UnsummedRows(gather_rows(inp.rows.values, *_where(inp)))
     home_TD = nvlink.combine(rows, inp.plan)
     assert torch.equal(home_TD, alltoall.combine(sums, other.plan)), "sums differ: no numbers"
     return lambda: nvlink.combine(rows, inp.plan)
 
 
 def _where(inp: ExpertInput) -> tuple[Tensor, Tensor, Tensor]:
-    return inp.row_ids_R, inp.slots_SK, inp.num_rows
+    return inp.index.row_ids_R, inp.index.slots_SK, inp.index.num_rows
 
 
 def _busiest_rows(place: ExpertPlacement, routing: Routing) -> int:
@@ -249,9 +245,11 @@ def experts_call(layer: MoELayer, dispatcher: Dispatcher, x_TD: Tensor) -> Call:
     experts = layer.part("experts")
     with torch.no_grad():
         inp = dispatcher.dispatch(x_TD.detach(), layer.part("router")(x_TD, MicroBatch()))
-    inp = dataclasses.replace(with_rows(inp), sender=None)  # nothing travels
-    rows = inp.rows_SD if inp.expert_rows_RD is None else inp.expert_rows_RD
-    leaves = (rows.requires_grad_(), inp.weights_R.requires_grad_())
+    rows, inp = inp.rows.values, dataclasses.replace(inp, rows=Rows(inp.rows.widen()))
+    if inp.unsummed is not None:
+        rows = inp.unsummed.handle_RD
+        inp = dataclasses.replace(inp, unsummed=UnsummedInput(rows))  # nothing travels
+    leaves = (rows.requires_grad_(), inp.index.weights_R.requires_grad_())
     dy = torch.randn(rows.shape, dtype=rows.dtype, device=rows.device)
 
     def call() -> None:

@@ -21,11 +21,11 @@ from moecore.kernels.common import num_sms
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout, ExchangePort
 from moecore.mesh import Meshes
-from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.symmetric import Exchanges, divide
-from moecore.moe.router import Routing
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import Routing
 
 Call = Callable[[], Any]
 

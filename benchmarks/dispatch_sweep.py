@@ -84,11 +84,11 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
     for i, (_, layout) in enumerate(tried):
         dispatcher = _dispatcher(layout, port, meshes, shape)
         inp = dispatcher.dispatch(x_TD, routing)
-        homes.append(dispatcher.combine(poisoned(inp.rows_SD, inp.slots_SK), inp.plan))
+        homes.append(dispatcher.combine(poisoned(inp.rows.values, inp.index.slots_SK), inp.plan))
         used.append(int(inp.num_rows))
         assert torch.equal(homes[0], homes[-1]) and used[0] == used[-1], f"{layout} differs"
         calls[f"dispatch {i}"] = lambda d=dispatcher: d.dispatch(x_TD, routing)
-        calls[f"combine {i}"] = lambda d=dispatcher, n=inp: d.combine(n.rows_SD, n.plan)
+        calls[f"combine {i}"] = lambda d=dispatcher, n=inp: d.combine(n.rows.values, n.plan)
     times = {name: timing_of(values).ms for name, values in time_in_turn(calls, rounds).items()}
     dist.barrier(place.group)  # nobody frees what another rank still writes
     del memory

@@ -39,13 +39,13 @@ from moecore import (
     moe_state,
     parallelize_moe,
 )
-from moecore.kernels.experts.products import GATHER_FIRST_FC1
+from moecore.kernels.experts.products import GATHER_FIRST
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES
-from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.dispatch.symmetric import Exchange
 from moecore.moe.experts import Experts
+from moecore.moe.placement import ExpertPlacement
 from moecore.moe.reference import ReferenceOutput, moe_reference
 
 OPTIMIZERS = ("sgd", "sgd", "adamw", "adamw")  # one per step
@@ -79,7 +79,7 @@ MODELS = {
     # Fixed choices: a rounded hidden state would pick other experts than fp32 does.
     "balanced": BALANCED,
     # Wide enough for kernels that gather their rows first.
-    "balanced-wide": replace(BALANCED, hidden_dim=GATHER_FIRST_FC1),
+    "balanced-wide": replace(BALANCED, hidden_dim=GATHER_FIRST["fc1"]),
     "relu2": replace(
         MOE,
         activation="relu2",

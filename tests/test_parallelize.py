@@ -61,14 +61,6 @@ def test_te_is_refused_before_any_collective() -> None:
         parallelize(meta_model(), world(8, ep=8), experts="te")
 
 
-def test_refuses_main_gradients_that_fsdp_would_lose() -> None:
-    model = meta_model()
-    experts = next(m for m in model.modules() if isinstance(m, Experts))
-    experts.w1.main_grad = torch.empty_like(experts.w1)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"w1.main_grad must be absent under FSDP2"):
-        parallelize(model, world(8, ep=8))
-
-
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_refuses_hooks_that_sharded_parameters_would_not_have(hook: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32), MoELayer(CONFIG))

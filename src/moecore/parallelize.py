@@ -35,11 +35,10 @@ from moecore.fsdp.shard import (
 from moecore.graphs.regions import compile_blocks
 from moecore.hf.blocks import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache
 from moecore.mesh import Meshes
-from moecore.moe.backends import ExpertBackend, check_alignment, check_compute
+from moecore.moe.backends import ExpertBackend, check_backend
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.base import Dispatcher, ExpertPlacement
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
@@ -47,6 +46,8 @@ from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.dispatch.symmetric import Exchanges
 from moecore.moe.experts import Experts, expert_shapes
 from moecore.moe.layer import MoELayer
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import Dispatcher
 from moecore.moe.state import STATE_NAME, MoEState
 
 logger = logging.getLogger("moecore.parallelize")
@@ -260,13 +261,6 @@ def _check_layer(name: str, layer: MoELayer, meshes: Meshes) -> None:
                 f"{name}: ParallelConfig.etp ({p.etp}) must be 1 for concatenated gate and up "
                 f"weights with torch {torch.__version__}: use torch >= 2.13, or ep instead of etp"
             )
-    weights = layer.part("experts").named_parameters()
-    marked = [n for n, w in weights if getattr(w, "main_grad", None) is not None]
-    if marked:
-        raise ValueError(
-            f"{name}: {marked[0]}.main_grad must be absent under FSDP2, whose gathered parameters "
-            "lose it: delete it and read grad"
-        )
     for field, value, degree, size in rules:
         if value % size:
             raise ValueError(
@@ -285,12 +279,13 @@ def _configure(
 ) -> None:
     module = layer.part("experts")
     module.set_backend(backend, recompute_fc1=recompute_fc1)
-    if backend != "sequential":
-        dtype = options.param_dtype or next(module.parameters()).dtype
-        check_compute(backend, dtype, torch.device(meshes.device_type))
-        check_alignment(
-            layer.config.expert_dim, layer.config.hidden_dim // meshes.parallel.etp, dtype
-        )
+    spec = module.spec(
+        dim=layer.config.expert_dim,
+        hidden_dim=layer.config.hidden_dim // meshes.parallel.etp,
+        dtypes=frozenset([options.param_dtype or next(module.parameters()).dtype]),
+        device=torch.device(meshes.device_type),
+    )
+    check_backend(backend, spec)
     if balance is not None:
         layer.set_balance(balance)
 

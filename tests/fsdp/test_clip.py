@@ -312,12 +312,3 @@ def test_an_optimizer_of_a_part_is_refused() -> None:
         clip_grad_norm_(model, 0.1, optimizer=part)
     model.get_parameter(name).grad = None
     clip_grad_norm_(model, 0.1, optimizer=part)
-
-
-def test_a_gradient_that_is_elsewhere_is_refused() -> None:
-    """It would be neither measured nor clipped."""
-    model = make_model()
-    name, param = next(iter(model.named_parameters()))
-    param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=rf"{name}.main_grad must be absent"):
-        clip_grad_norm_(model, 1.0)

@@ -20,7 +20,8 @@ from moecore.config import BalanceConfig
 from moecore.kernels.adamw import BLOCK, AdamWOptions, AdamWTensors, adamw_
 from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.exchange.limit_rows import limit_rows
-from moecore.kernels.experts.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
+from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions
@@ -28,7 +29,8 @@ from moecore.kernels.routing.route_weights import route_weights
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows
-from moecore.kernels.rows.packed import gather_packed_rows, pack_rows
+from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
+from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
 
 # What one GPU alone can not run: `tests/kernels/exchange/test_exchange.py` plays the ranks.
@@ -56,22 +58,18 @@ def run_all(device: str) -> None:
     run_layer(device, 333, hidden_dim=640)  # gathers X before FC1
     run_layer(device, 333, hidden_dim=1032, activation="geglu")  # dY too
     run_layer(device, 130, hidden_dim=2048, activation="clamped_swiglu")  # X again in backward
-    run_layer(device, 100, main_grads=True)
     run_layer(device, 100, score_function="sigmoid", num_groups=4, top_groups=2, expert_bias=True)
     run_layer(device, 100, balance=LOSSES)
     run_pieces(device)
     run_loss(device)
 
 
-def run_layer(device: str, num_tokens: int, *, main_grads: bool = False, **changes: Any) -> None:
+def run_layer(device: str, num_tokens: int, **changes: Any) -> None:
     """A bf16 layer forward and backward."""
     sizes: dict[str, Any] = dict(dim=256, hidden_dim=136, num_experts=8, top_k=2)
     config = MoEConfig(**(sizes | changes))
     layer = MoELayer(config, device=device, dtype=torch.bfloat16)
     layer.part("experts").set_backend("triton")
-    if main_grads:
-        for weight in layer.part("experts").parameters():
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     x_BTD = torch.randn(1, num_tokens, config.dim, device=device, dtype=torch.bfloat16)
     layer(x_BTD.requires_grad_()).float().square().mean().backward()
 
@@ -92,7 +90,8 @@ def run_pieces(device: str) -> None:
     add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)
     even_bias(histogram, scores_of[1], K)
     index_of = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
-    gather_packed_rows(pack_rows(x_TD[:, :64].contiguous()), x_TD[:, :64], *index_of)
+    views = packed_views(pack_rows(x_TD[:, :64].contiguous()), 64)
+    gather_packed_rows(*views, x_TD.dtype, *index_of)
     gather_rows(x_TD, index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     add_expert_counts(torch.zeros(1, E, dtype=torch.int64, device=device), ids_TK)
     options = RouteOptions(
@@ -133,14 +132,10 @@ def run_experts(kind: str, keep_h: bool, x_TD: Tensor, index: Any) -> None:
         torch.randn(shape, device=x_TD.device, dtype=torch.bfloat16).requires_grad_()
         for shape in ((4, columns, 72), (4, 72, 136))
     )
-    rows = ExpertRows(
-        row_ids_R=index.row_ids_R,
-        weights_R=index.weights_R,
-        slots_SK=index.slots_SK,
-        offsets_e=index.offsets_e,
-    )
     options = ExpertMLPOptions(activation=act, products="triton", keep_h=keep_h)
-    expert_mlp(x_TD, w1, w2, rows, options).float().sum().backward()
+    expert_mlp(
+        Rows(x_TD), ExpertWeights(w1_eCD=w1, w2_eDF=w2), index, options
+    ).float().sum().backward()
 
 
 def run_loss(device: str) -> None:

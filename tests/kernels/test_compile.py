@@ -20,7 +20,7 @@ from torch import Tensor
 
 import moecore.kernels
 from moecore.kernels import adamw, cross_entropy
-from moecore.kernels.experts import expert_mlp
+from moecore.kernels.experts import contract, expert_mlp
 from moecore.kernels.grouped import row_tiles, wgrad
 from moecore.kernels.routing import (
     balance,
@@ -31,7 +31,7 @@ from moecore.kernels.routing import (
     route_weights,
     router_logits,
 )
-from moecore.kernels.rows import activation, index
+from moecore.kernels.rows import activation, index, record
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows import scaled_cast as scaled
@@ -180,7 +180,8 @@ def run_margins(E: int, K: int) -> None:
 
 def run_fp8_rows(D: int) -> None:
     packed = fp8_rows.pack_rows(bf16(T, D))
-    fp8_rows.gather_packed_rows(packed, bf16(D), ints(T * K), ints(T, K), ints())
+    views = fp8_rows.packed_views(packed, D)
+    fp8_rows.gather_packed_rows(*views, torch.bfloat16, ints(T * K), ints(T, K), ints())
 
 
 def run_activation(kind: str, interleaved: bool) -> None:
@@ -190,19 +191,31 @@ def run_activation(kind: str, interleaved: bool) -> None:
     activation.weighted_activation_bwd(h, bf16(T * K, F), torch.zeros(T * K), ints(), options)
 
 
-def run_experts(kind: str, main_grad: torch.dtype | None, D: int = D, F: int = F) -> None:
+class Sink:
+    """Adds a weight's gradient to a tensor of its own."""
+
+    def __init__(self, add_to: torch.Tensor) -> None:
+        self.add_to = add_to
+
+    def open(self) -> contract.GradTarget:
+        return contract.GradTarget(self.add_to)
+
+    def close(self, grad: torch.Tensor) -> None:
+        pass
+
+
+def run_experts(kind: str, add_to: torch.dtype | None, D: int = D, F: int = F) -> None:
     act = activation.ActivationOptions(kind=kind)
     R, C = T * K, 2 * F if act.gated else F
     w1, w2 = bf16(E, C, D).requires_grad_(), bf16(E, D, F).requires_grad_()
-    main = (None, None)
-    if main_grad is not None:
-        main = tuple(torch.zeros(w.shape, dtype=main_grad) for w in (w1, w2))
-    where = expert_mlp.ExpertRows(
-        row_ids_R=ints(R), weights_R=torch.zeros(R), slots_SK=ints(T, K), offsets_e=ints(E)
-    )
-    options = expert_mlp.ExpertMLPOptions(activation=act, products="triton")
-    x = bf16(T, D).requires_grad_()
-    expert_mlp.expert_mlp(x, w1, w2, where, options, main_grads=main).sum().backward()
+    sinks: Any = (None, None)
+    if add_to is not None:
+        sinks = tuple(Sink(torch.zeros(w.shape, dtype=add_to)) for w in (w1, w2))
+    where = index.ExpertIndex(ints(R), torch.zeros(R), ints(T, K), ints(E))
+    options = contract.ExpertMLPOptions(activation=act, products="triton")
+    rows = record.Rows(bf16(T, D).requires_grad_())
+    weights = contract.ExpertWeights(w1_eCD=w1, w2_eDF=w2, sinks=sinks)
+    expert_mlp.expert_mlp(rows, weights, where, options).sum().backward()
 
 
 def run_wide_wgrad() -> None:

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import (
 )
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device
-from moecore.kernels.experts.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
+from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import BalanceLossOptions, balance_loss
@@ -29,6 +30,7 @@ from moecore.kernels.routing.router_logits import router_logits
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
+from moecore.kernels.rows.record import Rows
 
 T, D, F, E, K = 6, 16, 8, 4, 2
 IDS = torch.tensor([[0, 1], [1, 2], [3, 0], [2, -1], [1, 3], [0, 2]], dtype=torch.int32)
@@ -111,10 +113,9 @@ def run_balance(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def run_experts(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    rows = ExpertRows(**build_index(ids, weights, first=0, num_local=E)._asdict())
-    return expert_mlp(
-        x, w1, w2, rows, ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
-    )
+    index = build_index(ids, weights, first=0, num_local=E)
+    options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
+    return expert_mlp(Rows(x), ExpertWeights(w1_eCD=w1, w2_eDF=w2), index, options)
 
 
 def run_rows(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore.kernels.rows.packed import pack_rows_ref, unpack_rows
-from moecore.moe.dispatch.base import Dispatcher, ExpertInput
-from moecore.moe.router import Routing
+from moecore.kernels.rows.packed import pack_rows_ref
+from moecore.kernels.rows.record import Rows
+from moecore.moe.records import Dispatcher, ExpertInput, Routing
 
 
 class Rounded(torch.autograd.Function):
@@ -18,7 +18,7 @@ class Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor) -> Tensor:
-        return unpack_rows(pack_rows_ref(x_TD), x_TD.shape[1], x_TD.dtype)
+        return Rows.from_packed(pack_rows_ref(x_TD), x_TD.shape[1], x_TD.dtype).widen()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

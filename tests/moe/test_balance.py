@@ -22,8 +22,8 @@ from moecore.moe.balance import (
     balance_losses,
 )
 from moecore.moe.micro_batch import MicroBatch
+from moecore.moe.records import Routing
 from moecore.moe.reference import moe_reference
-from moecore.moe.router import Routing
 from moecore.moe.state import MoEState
 from tests.moe.moe_cases import BASE, CONFIGS, assert_equal_to_scale, leaves, make_layer
 

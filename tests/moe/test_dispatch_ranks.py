@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from moecore import BalanceConfig, MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.base import Dispatcher, ExpertPlacement
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import Dispatcher, Routing
 from moecore.moe.reference import moe_reference
-from moecore.moe.router import Routing
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(
@@ -232,7 +232,7 @@ def traffic() -> dict[str, Any]:
         with counted_collectives() as calls:
             inp = dispatcher.dispatch(x_TD, routing)
             forward_calls = len(calls)
-            home_TD = dispatcher.combine(torch.ones_like(inp.rows_SD), inp.plan)
+            home_TD = dispatcher.combine(torch.ones_like(inp.rows.values), inp.plan)
 
         group = dist.get_process_group_ranks(place.group)
         local = range(place.first_local, place.first_local + place.num_local)
@@ -242,26 +242,26 @@ def traffic() -> dict[str, Any]:
             for t in range(9)
         ]
         wanted = [(row, experts) for row, experts in wanted if experts]
-        rows = [float(v) for v in inp.rows_SD[:, 0]]
-        stops = inp.offsets_e.tolist()
+        rows = [float(v) for v in inp.rows.values[:, 0]]
+        stops = inp.index.offsets_e.tolist()
         pairs = [
-            (float(inp.rows_SD[inp.row_ids_R[i], 0]), place.first_local + e)
+            (float(inp.rows.values[inp.index.row_ids_R[i], 0]), place.first_local + e)
             for e in range(place.num_local)
             for i in range(([0, *stops])[e], stops[e])
         ]
         slots = [
-            (float(inp.rows_SD[s, 0]), int(slot))
-            for s, choices in enumerate(inp.slots_SK)
+            (float(inp.rows.values[s, 0]), int(slot))
+            for s, choices in enumerate(inp.index.slots_SK)
             for slot in choices
             if slot >= 0
         ]
-        sources = [(float(inp.rows_SD[s, 0]), r) for r, s in enumerate(inp.row_ids_R)]
+        sources = [(float(inp.rows.values[s, 0]), r) for r, s in enumerate(inp.index.row_ids_R)]
         blocks = {int(e) // place.num_local for e in ids[rank][0] if e >= 0}
         good = (
             rows == [row for row, _ in wanted]  # each token once per rank, in order
             and sorted(pairs) == sorted((row, e) for row, experts in wanted for e in experts)
             and sorted(slots) == sorted(sources)
-            and int(inp.num_rows) == len(pairs) == inp.row_ids_R.numel()
+            and int(inp.index.num_rows) == len(pairs) == inp.index.row_ids_R.numel()
             and forward_calls == 3
             and len(calls) == 4
             and float(home_TD[0, 0]) == len(blocks) * place.etp

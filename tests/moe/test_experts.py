@@ -19,10 +19,11 @@ from moecore import MoEConfig
 from moecore._compat import HAS_SEPARATE_PIECES
 from moecore.kernels.experts import products as expert_products
 from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.record import Rows
 from moecore.moe import backends, experts_te
-from moecore.moe.dispatch.base import ExpertInput
 from moecore.moe.experts import ExpertLayout, Experts, expert_shapes
 from moecore.moe.params import global_indices
+from moecore.moe.records import ExpertInput
 from moecore.moe.reference import moe_reference
 from tests.moe.moe_cases import (
     BASE,
@@ -114,7 +115,7 @@ def layer_by_hand(module: Experts, x_SD: Tensor, ids_SK: Tensor, weights_SK: Ten
 
 def make_input(x_SD: Tensor, ids_SK: Tensor, weights_SK: Tensor, num_experts: int) -> ExpertInput:
     index = build_index(ids_SK.int(), weights_SK, first=0, num_local=num_experts)
-    return ExpertInput(x_SD, *index, index.offsets_e[-1], None)
+    return ExpertInput(Rows(x_SD), index, None)
 
 
 def output_gradient(y: Tensor) -> Tensor:
@@ -418,7 +419,7 @@ def test_the_shards_of_all_ranks_add_up_to_the_whole(
             first = rank // etp * num_local
             index = build_index(ids.int(), weights, first=first, num_local=num_local)
             module.set_backend("sequential")
-            y = module(ExpertInput(x, *index, index.offsets_e[-1], None))
+            y = module(ExpertInput(Rows(x), index, None))
             (y * factor).sum().backward()
             total += y.detach()
             for name, parameter in module.named_parameters():
@@ -499,43 +500,6 @@ def test_recompute_gives_the_same_and_keeps_less() -> None:
         found.append([y.detach(), *(p.grad.clone() for p in module.parameters())])
     assert kept[0] - kept[1] == 80 * 2 * BASE.hidden_dim
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_main_gradients_get_the_gradient_instead_of_grad(layout: str) -> None:
-    config = replace(BASE, activation="swiglu")
-    module = make_experts(config, LAYOUTS[layout])
-    args = random_routing(30, 2, 8)
-    expected = gradients(module, *args, "torch")
-    module.set_backend("torch")
-    for p in module.parameters():
-        p.main_grad = torch.ones_like(p)  # type: ignore[attr-defined]
-        p.grad = None
-    for _ in range(2):
-        module(make_input(*args, 8)).backward(output_gradient(args[0]))
-    for name, p in module.named_parameters():
-        assert p.grad is None
-        assert_equal_to_scale(p.main_grad, 1 + 2 * expected[name], name)  # type: ignore[attr-defined]
-
-
-def test_main_gradients_that_do_not_fit_are_refused() -> None:
-    module = make_experts(BASE, ExpertLayout())
-    inp = make_input(*random_routing(5, 2, 8), 8)
-    for grad, message in (
-        (
-            torch.zeros(3),
-            r"w1.main_grad \(shape, device, contiguous: \(\(3,\), 'cpu', True\)\) must",
-        ),
-        (torch.zeros_like(module.w1, device="meta"), r"'meta', True\)\) must fit the local weight"),
-        (torch.zeros_like(module.w1, dtype=torch.float16), r"w1.main_grad \(torch.float16\) must"),
-    ):
-        module.w1.main_grad = grad  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=message):
-            module(inp)
-    module.w1.main_grad = torch.zeros_like(module.w1)  # type: ignore[attr-defined]
-    module.set_backend("sequential")
-    with pytest.raises(ValueError, match=r"main_grad must go with experts \('sequential'\)"):
-        module(inp)
 
 
 @pytest.mark.parametrize(("dim", "hidden_dim"), [(30, 16), (32, 18)])

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 import moecore.moe.experts_te as experts_te
 from moecore import MoEConfig
-from moecore.kernels.rows.index import build_index
-from moecore.moe.dispatch.base import ExpertInput
+from moecore.kernels.experts.contract import ExpertWeights
+from moecore.kernels.rows.index import ExpertIndex, build_index
+from moecore.kernels.rows.record import Rows
+from moecore.moe.activation import activation_options
 from moecore.moe.experts import ExpertLayout, Experts
 from moecore.moe.experts_te import is_available, te_experts
+from moecore.moe.records import ExpertInput
 from tests.moe.moe_cases import BASE, assert_twice_as_good
 
 BIASES = replace(BASE, fc1_bias=True, fc2_bias=True)
@@ -79,6 +82,16 @@ def make_experts(config: MoEConfig, num_local: int, transposed: bool = False) ->
     return module
 
 
+def experts(
+    inp: ExpertInput,
+    fc1: tuple[Tensor, Tensor | None],
+    fc2: tuple[Tensor, Tensor | None],
+    config: MoEConfig,
+) -> Tensor:
+    weights = ExpertWeights(w1_eCD=fc1[0], w2_eDF=fc2[0], b1_eC=fc1[1], b2_eD=fc2[1])
+    return te_experts(inp, weights, activation_options(config))
+
+
 def run(
     config: MoEConfig,
     routing: tuple[Tensor, Tensor, dict],
@@ -103,13 +116,13 @@ def run(
     weights.requires_grad_()
     x.requires_grad_()
     index = build_index(ids.to(device), weights, **how)
-    inp = ExpertInput(x, *index, index.offsets_e[-1], None)
+    inp = ExpertInput(Rows(x), index, None)
     if who == "te":
         w1, w2 = module.w1, module.w2
         if transposed:
             w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
         b1, b2 = (getattr(module, name, None) for name in ("b1", "b2"))
-        y = te_experts(inp, (w1, b1), (w2, b2), module.config, False)
+        y = experts(inp, (w1, b1), (w2, b2), module.config)
     else:
         module.set_backend("sequential")
         y = module(inp)
@@ -176,7 +189,7 @@ class StandIn:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     experts_te._template.cache_clear()
     monkeypatch.setattr(experts_te, "_te", lambda: StandIn)
-    monkeypatch.setattr(experts_te, "check_te", lambda *args, **kwargs: None)
+    monkeypatch.setattr(experts_te, "supports", lambda spec: None)
     yield
     experts_te._template.cache_clear()
 
@@ -247,9 +260,9 @@ def test_rows_without_a_choice_and_their_gradients_are_not_read(
         x[holes], dy[holes] = fill, fill
         x.requires_grad_()
         index = build_index(ids, weights.double().requires_grad_(), **how)
-        inp = ExpertInput(x, *index, index.offsets_e[-1], None)
+        inp = ExpertInput(Rows(x), index, None)
         b1, b2 = (getattr(module, name, None) for name in ("b1", "b2"))
-        y = te_experts(inp, (module.w1, b1), (module.w2, b2), module.config, False)
+        y = experts(inp, (module.w1, b1), (module.w2, b2), module.config)
         y.backward(dy)
         grads = {n: p.grad for n, p in module.named_parameters()}
         found.append({"y": y.detach(), "x": x.grad, **grads})
@@ -265,32 +278,33 @@ def example(offsets: list[int], slots: list[list[int]]) -> ExpertInput:
     ids = torch.zeros(offsets[-1] + 1, dtype=torch.int32)
     ends = torch.tensor(offsets, dtype=torch.int32)
     x = torch.zeros(len(slots), 8, dtype=torch.bfloat16)
-    return ExpertInput(x, ids, weights, torch.tensor(slots, dtype=torch.int32), ends, ends[-1], 0)
+    index = ExpertIndex(ids, weights, torch.tensor(slots, dtype=torch.int32), ends)
+    return ExpertInput(Rows(x), index, 0)
 
 
 def test_worked_example_of_mask_and_counts() -> None:
-    mask, counts = experts_te._mask_and_counts(example([1, 3], [[0, 1], [2, -1]]))
+    mask, counts = experts_te._mask_and_counts(example([1, 3], [[0, 1], [2, -1]]).index)
     assert mask.tolist() == [[1, 1], [0, 1]] and counts == [1, 2]
 
 
 def test_worked_example_of_weights() -> None:
-    inp = example([2, 4], [[0, 2], [3, -1]])
-    mask, counts = experts_te._mask_and_counts(inp)
+    index = example([2, 4], [[0, 2], [3, -1]]).index
+    mask, counts = experts_te._mask_and_counts(index)
     assert counts == [1, 2]
-    assert experts_te._weights(inp, mask, 3).tolist() == [0.0, 2.0, 3.0]
+    assert experts_te._weights(index, mask, 3).tolist() == [0.0, 2.0, 3.0]
 
 
 def test_an_expert_chosen_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expert_ids_TK \(3 choices\) must name .* \(2 left\)"):
-        experts_te._mask_and_counts(example([3, 3], [[0, 1], [2, -1]]))
+        experts_te._mask_and_counts(example([3, 3], [[0, 1], [2, -1]]).index)
 
 
 def call(dim: int = 8, hidden_dim: int = 8, dtype: torch.dtype = torch.bfloat16) -> None:
     x = torch.zeros(2, dim, dtype=dtype)
-    inp = replace(example([1, 3], [[0, 1], [2, -1]]), rows_SD=x)
+    inp = replace(example([1, 3], [[0, 1], [2, -1]]), rows=Rows(x))
     w1 = torch.zeros(2, 2 * hidden_dim, dim, dtype=dtype)
     w2 = torch.zeros(2, dim, hidden_dim, dtype=dtype)
-    te_experts(inp, (w1, None), (w2, None), BASE, False)
+    experts(inp, (w1, None), (w2, None), BASE)
 
 
 def test_missing_library_is_an_error_that_names_the_way_out(
@@ -395,8 +409,8 @@ def test_bias_gradients_of_many_rows_are_added_in_fp32(installed: None) -> None:
     w1, w2 = torch.zeros(2, 32, 32, **bf16), torch.full((2, 32, 16), 1 / 32, **bf16)
     ids = torch.zeros(rows, 1, dtype=torch.int32, device="cuda")
     index = build_index(ids, torch.ones(rows, 1, device="cuda"), first=0, num_local=2)
-    inp = ExpertInput(torch.zeros(rows, 32, **bf16), *index, index.offsets_e[-1], None)
-    y = te_experts(inp, (w1, b1), (w2, b2), BASE, False)
+    inp = ExpertInput(Rows(torch.zeros(rows, 32, **bf16)), index, None)
+    y = experts(inp, (w1, b1), (w2, b2), BASE)
     y.backward(torch.ones_like(y))
     assert b1.grad is not None and b2.grad is not None
     slope = torch.tensor(1.0).sigmoid()  # d silu(1) * 1, then silu(1)
@@ -414,8 +428,8 @@ def test_rows_without_a_choice_may_be_nan(installed: None) -> None:
     x[4] = float("nan")  # all its choices are dropped
     x.requires_grad_()
     index = build_index(ids.to(device), weights.to(device), **how)
-    inp = ExpertInput(x, *index, index.offsets_e[-1], None)
-    y = te_experts(inp, (module.w1, None), (module.w2, None), config, False)
+    inp = ExpertInput(Rows(x), index, None)
+    y = experts(inp, (module.w1, None), (module.w2, None), config)
     y.backward(torch.ones_like(y))
     assert x.grad is not None and module.w1.grad is not None and module.w2.grad is not None
     for t in (y, x.grad, module.w1.grad, module.w2.grad):
@@ -439,15 +453,15 @@ def test_one_host_sync(installed: None) -> None:
     module = make_experts(config, config.num_experts).to(device, torch.bfloat16)
     x = torch.randn(300, config.dim, device=device, dtype=torch.bfloat16, requires_grad=True)
     index = build_index(ids.to(device), weights.to(device), **how)
-    inp = ExpertInput(x, *index, index.offsets_e[-1], None)
+    inp = ExpertInput(Rows(x), index, None)
     grad = torch.randn_like(x)
-    te_experts(inp, (module.w1, None), (module.w2, None), config, False).backward(grad)
+    experts(inp, (module.w1, None), (module.w2, None), config).backward(grad)
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            y = te_experts(inp, (module.w1, None), (module.w2, None), config, False)
+            y = experts(inp, (module.w1, None), (module.w2, None), config)
         torch.cuda.set_sync_debug_mode("error")
         y.backward(grad)
     finally:

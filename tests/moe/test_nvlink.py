@@ -29,15 +29,15 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.kernels.exchange.port import ERROR_WORD, NEEDED_WORD
-from moecore.kernels.experts.expert_mlp import RowsAgain
-from moecore.kernels.rows.packed import packed_bytes
+from moecore.kernels.experts.contract import Refetch, UnsummedInput
+from moecore.kernels.rows.record import Rows
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.base import ExpertPlacement
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.dispatch.symmetric import Exchanges, divide
-from moecore.moe.router import Routing
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import Routing
 from moecore.moe.state import MoEState
 from tests.moe import test_dispatch_ranks as ranks
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchanges
@@ -377,11 +377,10 @@ def fp8() -> dict[str, Any]:
             found[name] = equal(want, gradients(layer, xs, recompute=False))
             found[f"{name}, over"] = sorted(set(operations))
             found[f"{name}, recomputed"] = equal(want, gradients(layer, xs, recompute=True))
-    packed = (4 * MAX_TOKENS, packed_bytes(ranks.CONFIG.dim))
     keeps, _ = sharded_layer("ep4", fp8_dispatch=True)
     lets_go, _ = sharded_layer("ep4", fp8_dispatch=True, keep_rows=False)
     found["saved"] = [
-        (saved_rows(layer, xs[0], packed), saved_rows(layer, xs[0])) for layer in (keeps, lets_go)
+        (saved_rows(layer, xs[0], fp8=True), saved_rows(layer, xs[0])) for layer in (keeps, lets_go)
     ]
     return found
 
@@ -416,10 +415,9 @@ def inferred(layer: MoELayer, x: Tensor) -> Tensor:
         return layer(x.clone()).clone()
 
 
-def saved_rows(
-    layer: MoELayer, x: Tensor, rows: tuple[int, int] = (4 * MAX_TOKENS, ranks.CONFIG.dim)
-) -> int:
-    """Return how many tensors of source rows the forward keeps."""
+def saved_rows(layer: MoELayer, x: Tensor, *, fp8: bool = False) -> int:
+    """Return how many tensors of source rows the forward keeps, as FP8 or wide."""
+    rows = (4 * MAX_TOKENS, ranks.CONFIG.dim)
     kept: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -428,14 +426,14 @@ def saved_rows(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         layer(x.detach().requires_grad_())
-    return sum(t.shape == rows for t in kept)
+    return sum(t.shape == rows and (t.dtype == torch.float8_e4m3fn) == fp8 for t in kept)
 
 
 def changed_gradient(layer: MoELayer, x: Tensor) -> str:
     """Return the error of a backward whose expert rows' gradient changes after it was sent."""
 
     def scale(_: nn.Module, args: tuple[Any, ...]) -> None:
-        args[0].expert_rows_RD.register_hook(lambda grad: grad * 2)
+        args[0].unsummed.handle_RD.register_hook(lambda grad: grad * 2)
 
     hook = layer.part("experts").register_forward_pre_hook(scale)
     try:
@@ -457,7 +455,7 @@ def capacity() -> dict[str, Any]:
     rows = []
     for layer in (whole, roomy, tight):
         inp = layer.dispatcher.dispatch(x, layer.router(x))
-        rows.append((inp.row_ids_R.numel(), int(inp.offsets_e[-1])))
+        rows.append((inp.index.row_ids_R.numel(), int(inp.index.offsets_e[-1])))
     message = ""
     exchanges = tight.dispatcher.exchanges  # type: ignore[attr-defined]
     try:
@@ -477,7 +475,7 @@ def exact() -> dict[str, Any]:
         layer.router.weight.data[:2] = 4 * x.mean(0).sign()  # rank 0's experts
     same = equal(gradients(whole, [x], False), gradients(counted, [x], False))
     inp = counted.dispatcher.dispatch(x, counted.router(x))
-    return {"same": same, "room": inp.row_ids_R.numel() - int(inp.num_rows)}
+    return {"same": same, "room": inp.index.row_ids_R.numel() - int(inp.index.num_rows)}
 
 
 def disagreements() -> dict[str, str]:
@@ -564,7 +562,8 @@ def test_experts_that_keep_their_rows_refuse_to_have_them_sent_again(
     x = torch.randn(3, 16)
     inp = layer.dispatcher.dispatch(x, layer.router(x))
     with pytest.raises(ValueError, match=r"keep_rows \(False\) must be True for experts"):
-        layer.part("experts")(replace(inp, again=RowsAgain(torch.clone, (x,))))
+        unsummed = UnsummedInput(x, refetch=Refetch(Rows, (x,)))
+        layer.part("experts")(replace(inp, unsummed=unsummed))
 
 
 def test_a_gradient_that_changes_after_it_was_sent_is_an_error(results: dict[str, Any]) -> None:

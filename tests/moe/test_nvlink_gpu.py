@@ -24,19 +24,12 @@ from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.base import (
-    Dispatcher,
-    ExpertInput,
-    ExpertPlacement,
-    UnsummedRows,
-    own_sums,
-    with_rows,
-)
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.dispatch.symmetric import Exchanges
-from moecore.moe.router import Routing
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows, summed_input
 from tests.moe.rounded import RoundedDispatcher
 from tests.ranks import gpu_of_rank, num_gpu_ranks, run_ranks
 
@@ -125,9 +118,10 @@ class FirstColumn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inp: ExpertInput, expert_rows_RD: Tensor, weights_R: Tensor) -> Tensor:
-        inp = with_rows(inp)
-        rows_RD = gather_rows(inp.rows_SD, inp.row_ids_R, inp.slots_SK, inp.num_rows)
+    def forward(ctx: Any, inp: ExpertInput, handle_RD: Tensor, weights_R: Tensor) -> Tensor:
+        rows_RD = gather_rows(
+            inp.rows.widen(), inp.index.row_ids_R, inp.index.slots_SK, inp.index.num_rows
+        )
         ctx.inp = inp
         ctx.save_for_backward(rows_RD, weights_R)
         return first_column(rows_RD, weights_R)
@@ -138,8 +132,10 @@ class FirstColumn(torch.autograd.Function):
         leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():
             found = torch.autograd.grad(first_column(*leaves), leaves, dy_RD)
-        if inp.sender is not None:
-            inp.sender.start(*found, inp.row_ids_R, inp.slots_SK, inp.num_rows)
+        if inp.unsummed.sender is not None:
+            inp.unsummed.sender.start(
+                *found, inp.index.row_ids_R, inp.index.slots_SK, inp.index.num_rows
+            )
         return None, *found
 
 
@@ -165,13 +161,15 @@ def run(dispatcher: Dispatcher, batch: Batch, *, sums: bool = False) -> list[Ten
         chosen_ids_TK=batch.ids_TK,
     )
     inp = dispatcher.dispatch(x_TD, routing)
-    inp = own_sums(inp) if sums else inp
-    where = (inp.row_ids_R, inp.slots_SK, inp.num_rows)
+    inp = summed_input(inp) if sums else inp
+    where = (inp.index.row_ids_R, inp.index.slots_SK, inp.index.num_rows)
     y: Tensor | UnsummedRows
-    if inp.expert_rows_RD is not None:
-        y = UnsummedRows(FirstColumn.apply(inp, inp.expert_rows_RD, inp.weights_R))
+    if inp.unsummed is not None:
+        y = UnsummedRows(FirstColumn.apply(inp, inp.unsummed.handle_RD, inp.index.weights_R))
     else:
-        y = sum_rows(first_column(gather_rows(inp.rows_SD, *where), inp.weights_R), *where)
+        y = sum_rows(
+            first_column(gather_rows(inp.rows.values, *where), inp.index.weights_R), *where
+        )
     y_TD = dispatcher.combine(y, inp.plan)
     return [y_TD, *torch.autograd.grad(y_TD, (x_TD, weights_TK), batch.dy_TD)]
 

@@ -27,7 +27,7 @@ from moecore.config import CapacityConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.base import ExpertPlacement
+from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import MoEState
 from tests.moe.moe_cases import (
     ALL_LOSSES,
@@ -316,9 +316,9 @@ def _host_reads(dispatcher: str, folding: str, training: bool) -> str:
         with no_host_reads() if seed else ExitStack():
             routing = layer.router(x)
             inp = layer.dispatcher.dispatch(x, routing)
-            y = layer.dispatcher.combine(inp.rows_SD * 2.0, inp.plan)
+            y = layer.dispatcher.combine(inp.rows.values * 2.0, inp.plan)
             (y.sum() + routing.weights_TK.sum()).backward()
-        rows.add((inp.rows_SD.shape[0], inp.row_ids_R.shape[0]))
+        rows.add((inp.rows.values.shape[0], inp.index.row_ids_R.shape[0]))
     return "" if len(rows) == 1 else f"shapes depend on the choice: {rows}"
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moecore import MoEConfig
-from moecore.moe.router import Router, Routing
+from moecore.moe.records import Routing
+from moecore.moe.router import Router
 from tests.moe import moe_cases
 
 BASE = MoEConfig(dim=16, hidden_dim=8, num_experts=12, top_k=3)

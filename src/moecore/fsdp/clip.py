@@ -96,8 +96,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: when `max_norm` is not positive, the optimizer can not skip a step or lacks a
-            parameter that has a gradient, a parameter has a `main_grad`, or one was added after
-            `parallelize_moe`, so that nobody reduces its gradient.
+            parameter that has a gradient, or one was added after `parallelize_moe`, so that nobody
+            reduces its gradient.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
@@ -112,12 +112,6 @@ def clip_grad_norm_(
     let_go(model)  # or modules may hold gathered copies, which have no gradient
     # A parameter without a gradient counts 0: a rank that left it out would reduce another length.
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    elsewhere = [n for n, p in params if getattr(p, "main_grad", None) is not None]
-    if elsewhere:
-        raise ValueError(
-            f"{elsewhere[0]}.main_grad must be absent, because only grad is measured and clipped: "
-            "delete it and read grad"
-        )
     if optimizers:
         _check_holds(optimizers, params)
     _lay_out_as_parameters(params)

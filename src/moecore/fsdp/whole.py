@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore._autograd import has_gradient_hooks, has_saved_tensor_hooks, leaf_of, version, will_run
-from moecore.kernels.experts.expert_mlp import GradSink
-from moecore.kernels.experts.products import GradTarget
+from moecore.kernels.experts.contract import GradSink, GradTarget
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.params import ParamReader, grad_placements, local_param
 

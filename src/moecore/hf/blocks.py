@@ -23,7 +23,7 @@ from moecore.config import Activation, MoEConfig
 from moecore.hf.stock import refuse_customised
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
-from moecore.moe.router import Routing
+from moecore.moe.records import Routing
 
 STACKED = LayerLayout(
     router="gate",

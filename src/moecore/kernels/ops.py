@@ -17,6 +17,25 @@ from moecore._autograd import is_plain_eager
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
+def register(
+    name: str,
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    mutates_args: tuple[str, ...] = (),
+) -> Callable[..., Any]:
+    """Return the custom op `moecore::<name>`; arguments as for `Op`."""
+    assert not (mutates_args and backward), name
+    custom = torch.library.custom_op(f"moecore::{name}", forward, mutates_args=mutates_args)
+    custom.register_fake(fake)
+    if backward is not None:
+        custom.register_autograd(backward, setup_context=setup_context)
+    op: Callable[..., Any] = getattr(torch.ops.moecore, name).default
+    return op
+
+
 class Op:
     """One operation, registered as `moecore::<name>` and called with positional arguments.
 
@@ -42,15 +61,12 @@ class Op:
         backward: Callable[..., Any] | None = None,
         mutates_args: tuple[str, ...] = (),
     ) -> None:
-        assert not (mutates_args and backward), name
-        custom = torch.library.custom_op(f"moecore::{name}", forward, mutates_args=mutates_args)
-        custom.register_fake(fake)
+        how: dict[str, Any] = dict(setup_context=setup_context, backward=backward)
+        self._custom = register(name, forward, fake, **how, mutates_args=mutates_args)
         self._function: type[torch.autograd.Function] | None = None
         if backward is not None:
-            custom.register_autograd(backward, setup_context=setup_context)
             self._function = _function(name, forward, setup_context, backward)
         self._forward = forward
-        self._custom = getattr(torch.ops.moecore, name).default
         parameters = list(inspect.signature(forward).parameters)
         self._mutated = [parameters.index(arg) for arg in mutates_args]
 

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moecore.models.config import DecoderConfig
-from moecore.moe.dispatch.base import gather_ranks, sum_ranks
+from moecore.moe.dispatch.collectives import gather_ranks, sum_ranks
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import shard_parameter
 

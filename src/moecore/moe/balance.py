@@ -34,7 +34,7 @@ from moecore.kernels.routing.counts import (
 from moecore.kernels.routing.margins import add_margins_
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.quantile import new_histogram
-from moecore.moe.router import Routing
+from moecore.moe.records import Routing
 
 LOSS_NAMES = ("micro_batch", "sequence", "global_batch", "z")
 

@@ -10,7 +10,7 @@ multiplies is a choice by name: `moe/backends.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from moecore.config import MoEConfig
-from moecore.kernels.experts.expert_mlp import GradSink
-from moecore.moe.backends import ExpertBackend, ExpertWeights, check_backend, run_experts
-from moecore.moe.dispatch.base import ExpertInput, UnsummedRows
-from moecore.moe.params import ParamReader, init_normal_, local_param, shard_parameter
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights, GradSink
+from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.moe.activation import activation_options
+from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
+from moecore.moe.params import ParamReader, init_normal_, shard_parameter
+from moecore.moe.records import ExpertInput, UnsummedRows
 
 GateUp = Literal["split", "concatenated", "interleaved", "separate"]
 
@@ -40,7 +42,7 @@ class ExpertLayout:
             "concatenated" stores all of gate, then all of up, [E, 2F, D]; "interleaved" alternates
             columns, [E, 2F, D]; "separate" has two parameters, gate w1 and up w3, both [E, F, D],
             which are copied side by side in every forward (2F * D per local expert, kept for
-            backward), so biases of FC1 and `main_grad` are not for it. With etp, "concatenated"
+            backward), so biases of FC1 are not for it. With etp, "concatenated"
             needs a strided placement, which torch 2.11 cannot gather with `full_tensor` and plain
             DCP refuses.
     """
@@ -113,13 +115,8 @@ class Experts(nn.Module):
             ValueError: for an unknown name, experts that the backend cannot compute, or when
                 nothing can be recomputed.
         """
-        check_backend(
-            backend,
-            self.config,
-            transposed=self.layout.transposed,
-            interleaved=self.layout.gate_up == "interleaved",
-        )
-        biased = self.config.fc1_bias or self.config.fc2_bias
+        check_backend(backend, self.spec())
+        biased = self._is_biased
         if recompute_fc1 and (backend in ("te", "sequential") or biased):
             raise ValueError(
                 f"recompute_fc1 (True) must go with experts ({backend!r}) = 'auto', 'triton' or "
@@ -189,30 +186,56 @@ class Experts(nn.Module):
             else:
                 init_normal_(parameter, std=std, key=f"{key}.{name}", seed=seed)
 
+    def spec(self, **known: Any) -> ExpertSpec:
+        """Return what decides which backend can compute these experts.
+
+        Args:
+            known: fields of `ExpertSpec` beyond the layer's own: sizes, dtypes, device.
+        """
+        return ExpertSpec(
+            gated=self.config.gated,
+            interleaved=self._is_interleaved,
+            transposed=self.layout.transposed,
+            fc1_bias=self.config.fc1_bias,
+            fc2_bias=self.config.fc2_bias,
+            **known,
+        )
+
     def forward(self, inp: ExpertInput) -> Tensor | UnsummedRows:
         """Return y_SD, the weighted sum over the local experts of each source row.
-
-        A weight with an attribute `main_grad` (fp32 or bf16, its local shape) has its gradient
-        added there, and gets no `grad`: inside the kernel with "triton", by one more pass with
-        "torch". Not for experts with biases, and not under FSDP2, whose gathered parameters have no
-        such attribute.
 
         Args:
             inp: what a dispatcher gives.
 
         Returns:
-            dtype of `inp.dtype`; added in fp32, rounded once. Under etp and ep a partial sum.
-            Expert rows not yet summed where `inp.expert_rows_RD` lets the dispatcher do that.
+            dtype of `inp.rows`; added in fp32, rounded once. Under etp and ep a partial sum.
+            Expert rows not yet summed where `inp.unsummed` is set ("triton" and "torch" without
+            biases).
 
         Raises:
-            ValueError: when the backend cannot multiply these matrices, or a `main_grad` does not
-                fit.
+            ValueError: when the backend cannot multiply these matrices.
         """
+        activation = activation_options(self.config, interleaved=self._is_interleaved)
         with self.reader.reading():
-            weights = self._weights(inp.dtype)
-            return run_experts(
-                self.backend, inp, weights, self.config, recompute_fc1=self.recompute_fc1
+            weights = self._weights(inp.rows.dtype)
+            compute = separate_computation(self.backend, biased=self._is_biased)
+            if compute is not None:
+                return compute(inp, weights, activation)
+            options = ExpertMLPOptions(
+                activation=activation,
+                products=cast(Any, self.backend),
+                keep_h=not self.recompute_fc1,
             )
+            y = expert_mlp(inp.rows, weights, inp.index, options, unsummed=inp.unsummed)
+        return y if inp.unsummed is None else UnsummedRows(y)
+
+    @property
+    def _is_biased(self) -> bool:
+        return self.config.fc1_bias or self.config.fc2_bias
+
+    @property
+    def _is_interleaved(self) -> bool:
+        return self.config.gated and self.layout.gate_up == "interleaved"
 
     def _weights(self, dtype: torch.dtype) -> ExpertWeights:
         config = self.config
@@ -223,8 +246,6 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=self._weight("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._fc2_bias(dtype) if config.fc2_bias else None,
-            interleaved=self.layout.gate_up == "interleaved" and config.gated,
-            main_grads=self._main_grads(),
             sinks=(sink1, self._sink("w2", w2_eDF)),
         )
 
@@ -249,46 +270,6 @@ class Experts(nn.Module):
     def _as_stored_eDF(self, w2: Tensor) -> Tensor:
         """View FC2 as [e, D, F]."""
         return w2.transpose(1, 2) if self.layout.transposed else w2
-
-    def _main_grads(self) -> tuple[Tensor | None, Tensor | None]:
-        """The main gradients of the two matrices in the orders of `ExpertWeights`."""
-        if self.is_separate:
-            why = "ExpertLayout.gate_up ('separate'), which copies its weights"
-            self._refuse_main_grads(f"with {why}")
-        if type(self.reader) is not ParamReader:
-            self._refuse_main_grads("in a parallelized model, where the mean over ranks is in grad")
-        grads = []
-        for role, view in (("w1", self._as_stored_eCD), ("w2", self._as_stored_eDF)):
-            param = getattr(self, getattr(self.layout, role))
-            grad = getattr(param, "main_grad", None)
-            if grad is not None:
-                self._check_main_grad(role, local_param(param), grad)
-                grad = view(grad)
-            grads.append(grad)
-        return grads[0], grads[1]
-
-    def _refuse_main_grads(self, where: str) -> None:
-        for name, param in self.named_parameters(recurse=False):
-            if getattr(param, "main_grad", None) is not None:
-                raise ValueError(f"{name}.main_grad must be absent {where}: read grad instead")
-
-    def _check_main_grad(self, role: str, weight: Tensor, grad: Tensor) -> None:
-        name = f"{getattr(self.layout, role)}.main_grad"
-        found = (tuple(grad.shape), str(grad.device), grad.is_contiguous())
-        if found != (tuple(weight.shape), str(weight.device), True):
-            raise ValueError(
-                f"{name} (shape, device, contiguous: {found}) must fit the local weight "
-                f"{(tuple(weight.shape), str(weight.device), True)}: use torch.zeros_like"
-            )
-        if grad.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"{name} ({grad.dtype}) must be torch.float32 or torch.bfloat16: convert it"
-            )
-        if self.backend in ("te", "sequential") or self.config.fc1_bias or self.config.fc2_bias:
-            raise ValueError(
-                f"{name} must go with experts ({self.backend!r}) = 'auto', 'triton' or 'torch' "
-                "without biases: read grad instead"
-            )
 
     def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
         """This rank's part of a parameter; cast only under autocast, where rows are cast too."""

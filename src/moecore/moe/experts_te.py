@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from moecore.config import MoEConfig
 from moecore.kernels.common import no_autocast, on_device
-from moecore.kernels.rows.activation import weighted_activation
-from moecore.moe.activation import activation_options
-from moecore.moe.dispatch.base import ExpertInput
+from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
+from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.moe.records import ExpertInput
 
 
 def is_available() -> bool:
@@ -35,24 +35,17 @@ def is_available() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def te_experts(
-    inp: ExpertInput,
-    fc1: tuple[Tensor, Tensor | None],
-    fc2: tuple[Tensor, Tensor | None],
-    config: MoEConfig,
-    interleaved: bool,
-) -> Tensor:
+def te_experts(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
     """Return y_SD, the weighted sum over the local experts of each source row.
 
     One host sync; with a bias of FC2 one more in backward. Transformer Engine clears the rows it
     saved once backward has read them, so a graph has one backward.
 
     Args:
-        inp: what a dispatcher gives; no source row may choose an expert twice.
-        fc1: weight [e, C, D] and bias [e, C]. A weight that is not contiguous is copied.
-        fc2: weight [e, D, F] and bias [e, D], which is multiplied by the routing weight too.
-        config: names the activation.
-        interleaved: whether gate and up columns alternate.
+        inp: what a dispatcher gives, summed; no source row may choose an expert twice.
+        weights: this rank's experts. A matrix that is not contiguous is copied; a bias of FC2 is
+            multiplied by the routing weight too.
+        options: the activation.
 
     Returns:
         [S, D] bf16, added in fp32 and rounded once; a bias of FC2 rounds once more.
@@ -60,22 +53,25 @@ def te_experts(
     Raises:
         ValueError: when Transformer Engine is missing or this input is not for it.
     """
-    (w1_eCD, b1_eC), (w2_eDF, b2_eD) = fc1, fc2
-    check_te(inp.rows_SD.dtype, inp.rows_SD.device)
-    options = activation_options(config, interleaved=interleaved)
-    with on_device(inp.rows_SD):
-        mask_Se, counts = _mask_and_counts(inp)
+    rows_SD, index = inp.rows.values, inp.index
+    w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
+    b1_eC, b2_eD = weights.b1_eC, weights.b2_eD
+    problem = supports(ExpertSpec.of(inp.rows, weights, options))
+    if problem is not None:
+        raise ValueError(problem)
+    with on_device(rows_SD):
+        mask_Se, counts = _mask_and_counts(index)
         if not any(counts):
             # Empty inputs break its permutation. Empty sums make each gradient zero, not None.
-            leaves = (inp.rows_SD, inp.weights_R, w1_eCD, b1_eC, w2_eDF, b2_eD)
+            leaves = (rows_SD, index.weights_R, w1_eCD, b1_eC, w2_eDF, b2_eD)
             zero = sum(t[:0].sum() for t in leaves if t is not None)
-            return torch.zeros_like(inp.rows_SD) + zero
-        weights_Q = _weights(inp, mask_Se, sum(counts))
-        x_QD, row_map = _te().moe_permute(inp.rows_SD, mask_Se, num_out_tokens=sum(counts))
+            return torch.zeros_like(rows_SD) + zero
+        weights_Q = _weights(index, mask_Se, sum(counts))
+        x_QD, row_map = _te().moe_permute(rows_SD, mask_Se, num_out_tokens=sum(counts))
         h_QC = _grouped_linear(x_QD, w1_eCD, b1_eC, counts)
         a_QF = weighted_activation(h_QC, weights_Q, None, options)
         y_QD = _grouped_linear(a_QF, w2_eDF, None, counts)
-        y_SD = _te().moe_unpermute(y_QD, row_map, restore_shape=inp.rows_SD.shape)
+        y_SD = _te().moe_unpermute(y_QD, row_map, restore_shape=rows_SD.shape)
         if b2_eD is None:
             return y_SD
         weights_eS = weights_Q.new_zeros(mask_Se.T.shape)
@@ -91,36 +87,38 @@ def _te() -> Any:
     return importlib.import_module("transformer_engine.pytorch")
 
 
-def check_te(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise a ValueError where Transformer Engine is missing, or not for this dtype or device.
-
-    Args:
-        dtype: of rows and weights in compute.
-        device: of both.
-    """
+def supports(spec: ExpertSpec) -> str | None:
+    """Return why Transformer Engine is missing or cannot compute such experts; None = it can."""
+    if spec.dtypes is None or spec.device is None:
+        return None
     if not is_available():
-        problem = "experts ('te') must be another backend where Transformer Engine is missing"
-        fix = "pip install '.[te]' or use experts='auto'"
-    elif dtype != torch.bfloat16:  # fp32 it would multiply in TF32, unasked
-        problem = f"dtype of the experts ({dtype}) must be torch.bfloat16 for experts ('te')"
-        fix = "convert the model or use experts='torch'"
-    elif device.type != "cuda":
-        problem = f"device of the experts ({device}) must be a CUDA device for experts ('te')"
-        fix = "move the model to a GPU or use experts='torch'"
-    else:
-        return
-    raise ValueError(f"{problem}: {fix}")
+        return (
+            "experts ('te') must be another backend where Transformer Engine is missing: pip "
+            "install '.[te]' or use experts='auto'"
+        )
+    if spec.dtypes != {torch.bfloat16}:  # fp32 it would multiply in TF32, unasked
+        shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
+        return (
+            f"dtype of the experts ({shown}) must be torch.bfloat16 for experts ('te'): convert "
+            "the model or use experts='torch'"
+        )
+    if spec.device.type != "cuda":
+        return (
+            f"device of the experts ({spec.device}) must be a CUDA device for experts ('te'): move "
+            "the model to a GPU or use experts='torch'"
+        )
+    return spec.misaligned()
 
 
-def _mask_and_counts(inp: ExpertInput) -> tuple[Tensor, list[int]]:
+def _mask_and_counts(index: ExpertIndex) -> tuple[Tensor, list[int]]:
     """Return the int32 mask [S, e] of choices, and how many choices each expert has.
 
     The host sync of forward: a grouped linear takes its splits as Python ints.
 
     Example: offsets_e [1, 3] and slots_SK [[0, 1], [2, -1]] give [[1, 1], [0, 1]] and [1, 2].
     """
-    num_experts, chosen_SK = inp.offsets_e.numel(), inp.slots_SK >= 0
-    expert_SK = torch.searchsorted(inp.offsets_e, inp.slots_SK, right=True)
+    num_experts, chosen_SK = index.offsets_e.numel(), index.slots_SK >= 0
+    expert_SK = torch.searchsorted(index.offsets_e, index.slots_SK, right=True)
     mask = expert_SK.new_zeros(expert_SK.shape[0], num_experts + 1, dtype=torch.int32)
     mask.scatter_(1, expert_SK.where(chosen_SK, num_experts), 1)
     mask_Se = mask[:, :num_experts]
@@ -133,17 +131,17 @@ def _mask_and_counts(inp: ExpertInput) -> tuple[Tensor, list[int]]:
     return mask_Se, counts
 
 
-def _weights(inp: ExpertInput, mask_Se: Tensor, num_choices: int) -> Tensor:
+def _weights(index: ExpertIndex, mask_Se: Tensor, num_choices: int) -> Tensor:
     """Return the fp32 weights [Q], the weights of the rows without those of padding rows.
 
     Example: one and two choices with offsets_e [2, 4] give weights_R[[0, 2, 3]].
     """
     counts_e = mask_Se.sum(0)
-    padding_e = inp.offsets_e.diff(prepend=inp.offsets_e.new_zeros(1)) - counts_e
+    padding_e = index.offsets_e.diff(prepend=index.offsets_e.new_zeros(1)) - counts_e
     before_e = padding_e.cumsum(0) - padding_e
     before_Q = before_e.repeat_interleave(counts_e, output_size=num_choices)
     rows_Q = torch.arange(num_choices, device=before_Q.device) + before_Q
-    return inp.weights_R.index_select(0, rows_Q)
+    return index.weights_R.index_select(0, rows_Q)
 
 
 def _grouped_linear(x_QI: Tensor, w_eOI: Tensor, b_eO: Tensor | None, counts: list[int]) -> Tensor:

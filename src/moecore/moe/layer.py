@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from moecore._autograd import disable_dynamo
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
-from moecore.moe.dispatch.base import Dispatcher
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.experts import ExpertLayout, Experts
 from moecore.moe.latent import Latent
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.router import Router, Routing
+from moecore.moe.records import Dispatcher, Routing
+from moecore.moe.router import Router
 from moecore.moe.shared import SharedExpert, SharedRun
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from moecore.kernels.experts.expert_mlp import GradSink
+from moecore.kernels.experts.contract import GradSink
 
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

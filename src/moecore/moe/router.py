@@ -12,13 +12,10 @@ of mixed precision for the same reason. Among equal scores the lower expert id w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
 
 from moecore.config import MoEConfig
 from moecore.kernels.common import no_autocast
@@ -36,58 +33,7 @@ from moecore.moe.assignment import (
 from moecore.moe.micro_batch import MicroBatch, capacity_of
 from moecore.moe.params import init_normal_, local_param
 from moecore.moe.quantile import bias_of_micro_batch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
-    """The decision for T tokens.
-
-    Attributes:
-        expert_ids_TK: int32, global expert ids; -1 = dropped, or nobody's choice. Best first,
-            except where the experts choose: there column e holds e or -1.
-        weights_TK: fp32, factor on the expert's output; differentiable.
-        logits_TE: router dtype, differentiable; for the balance losses.
-        chosen_ids_TK: the same before capacity dropped any; what balancing counts.
-        padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
-        capacity: no expert is wanted by more of these tokens; None = by all at most.
-        pad: dispatchers size buffers by the capacity and not by counts, so without a host sync.
-    """
-
-    expert_ids_TK: Tensor
-    weights_TK: Tensor
-    logits_TE: Tensor
-    chosen_ids_TK: Tensor
-    padding_mask_T: Tensor | None = None
-    capacity: int | None = None
-    pad: bool = False
-
-    @property
-    def most_rows_per_expert(self) -> int:
-        """Most of these tokens that any expert gets, whatever was chosen."""
-        T = self.expert_ids_TK.shape[0]
-        return T if self.capacity is None else min(T, self.capacity)
-
-
-# FSDP2 finds a module's outputs through pytree, to gather its parameters again in backward.
-register_dataclass(Routing, field_names=[f.name for f in fields(Routing)], drop_field_names=[])
-
-
-class ChoiceTape(Protocol):
-    """Sees every choice of a router, and may make it; see `moecore.rl.replay`."""
-
-    def given(
-        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
-    ) -> Tensor | None:
-        """Return int32 [T, K] ids for this forward, or None where the router is to choose.
-
-        `own()` gives the router's choice, for what is not given; collective where tokens are
-        compared.
-        """
-        ...
-
-    def took(self, ids_TK: Tensor) -> None:
-        """See the choice of this forward, before capacity."""
-        ...
+from moecore.moe.records import ChoiceTape, Routing
 
 
 class Router(nn.Module):

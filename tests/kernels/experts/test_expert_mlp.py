@@ -10,16 +10,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moecore.kernels.experts.expert_mlp import (
+from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
-    ExpertRows,
-    expert_mlp,
-    expert_mlp_ref,
+    ExpertWeights,
+    GradTarget,
+    UnsummedInput,
 )
-from moecore.kernels.experts.products import ExpertProducts
+from moecore.kernels.experts.expert_mlp import expert_mlp, expert_mlp_ref
+from moecore.kernels.experts.products import TorchProducts
 from moecore.kernels.rows.activation import KINDS, ActivationOptions
-from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
+from moecore.kernels.rows.record import Rows
 
 NAMES = ("x", "w1", "w2", "weights")
 
@@ -56,14 +58,14 @@ def make(
     return {n: t.requires_grad_() for n, t in leaves.items()}, ids.to(device)
 
 
-def rows_of(ids: Tensor, weights_SK: Tensor, e: int) -> ExpertRows:
-    index = build_index(ids, weights_SK, first=0, num_local=e)
-    return ExpertRows(
-        row_ids_R=index.row_ids_R,
-        weights_R=index.weights_R,
-        slots_SK=index.slots_SK,
-        offsets_e=index.offsets_e,
-    )
+def rows_of(ids: Tensor, weights_SK: Tensor, e: int) -> ExpertIndex:
+    return build_index(ids, weights_SK, first=0, num_local=e)
+
+
+def apply(
+    x: Tensor, w1: Tensor, w2: Tensor, index: ExpertIndex, options: ExpertMLPOptions, **more: Any
+) -> Tensor:
+    return expert_mlp(Rows(x), ExpertWeights(w1_eCD=w1, w2_eDF=w2), index, options, **more)
 
 
 def run(
@@ -72,7 +74,7 @@ def run(
     """Output and gradients of expert_mlp, or of the reference when given an activation."""
     leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in leaves.items()}
     rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
-    run_one = expert_mlp if isinstance(options, ExpertMLPOptions) else expert_mlp_ref
+    run_one = apply if isinstance(options, ExpertMLPOptions) else expert_mlp_ref
     y = run_one(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
     y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype))
     grads = {n: t.grad for n, t in leaves.items() if t.grad is not None}
@@ -139,7 +141,7 @@ def test_unsummed_rows_and_gradients_add_up_to_the_same_bits(
     index = (rows.row_ids_R, rows.slots_SK, rows.offsets_e[-1])
     R, used = rows.row_ids_R.shape[0], int(rows.offsets_e[-1])
     expert_rows = x.detach().new_empty(1).expand(R, x.shape[1]).requires_grad_()
-    y_RD = expert_mlp(x, w1, w2, rows, options, expert_rows_RD=expert_rows)
+    y_RD = apply(x, w1, w2, rows, options, unsummed=UnsummedInput(expert_rows))
     y = sum_rows(y_RD.detach(), *index)
     dy = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype)
     dy_RD = torch.full_like(y_RD, float("nan"))  # past the used rows nobody reads
@@ -196,29 +198,44 @@ def test_saves_x_and_h_only(keep_h: bool) -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+        apply(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
     S, D, R, C = 512, 64, 1024, 64
     index = 4 * (R + R + S * 2 + 5)  # row ids, weights, slots, offsets
     assert sum(saved.values()) == 4 * (S * D + (R * C if keep_h else 0)) + index
 
 
+class Sink:
+    """Adds a weight's gradient to a tensor of its own, as `.grad` of another dtype would."""
+
+    def __init__(self, add_to: Tensor) -> None:
+        self.add_to, self.closed = add_to, 0
+
+    def open(self) -> GradTarget:
+        return GradTarget(self.add_to)
+
+    def close(self, grad: Tensor) -> None:
+        assert grad is self.add_to
+        self.closed += 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_main_gradients_are_added_to(dtype: torch.dtype) -> None:
+def test_sinks_take_the_gradients_of_the_weights(dtype: torch.dtype) -> None:
     leaves, ids = make("swiglu")
     options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
     whole = run(leaves, ids, options)
-    rows = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
-    main = tuple(torch.ones_like(leaves[n], dtype=dtype) for n in ("w1", "w2"))
-    args = (leaves["x"], leaves["w1"], leaves["w2"], rows, options)
-    outputs = [expert_mlp(*args, main_grads=main) for _ in range(2)]  # both before a backward
-    for y in outputs:
-        grad = torch.linspace(-1, 1, y.numel()).view_as(y)
-        y.backward(grad, retain_graph=True)
+    index = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
+    sinks = tuple(Sink(torch.ones_like(leaves[n], dtype=dtype)) for n in ("w1", "w2"))
+    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], sinks=sinks)  # type: ignore[arg-type]
+    versions = [sink.add_to._version for sink in sinks]
+    for _ in range(2):
+        y = expert_mlp(Rows(leaves["x"]), weights, index, options)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y), retain_graph=True)
     assert leaves["w1"].grad is None and leaves["w2"].grad is None
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for found, name in zip(main, ("w1", "w2"), strict=True):
+    for sink, name, version in zip(sinks, ("w1", "w2"), versions, strict=True):
+        assert sink.closed == 2 and sink.add_to._version > version
         expected = 1 + 2 * whole[name]
-        torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(sink.add_to.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_compiles_without_graph_breaks() -> None:
@@ -227,7 +244,7 @@ def test_compiles_without_graph_breaks() -> None:
 
     def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
         rows = rows_of(ids, weights, w1.shape[0])
-        return torch.tanh(expert_mlp(torch.sin(x), w1, w2, rows, options))
+        return torch.tanh(apply(torch.sin(x), w1, w2, rows, options))
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     results = []
@@ -245,7 +262,7 @@ def test_backward_makes_no_gradient_for_h() -> None:
     leaves, ids = make("swiglu", S=512, D=16, F=64)
     rows = rows_of(ids, leaves["weights"], 5)
     options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
-    y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    y = apply(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
     seen: list[tuple[str, tuple[int, ...]]] = []
 
     class Log(TorchDispatchMode):
@@ -264,11 +281,13 @@ def test_backward_makes_no_gradient_for_h() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(interleaved=True), r"ActivationOptions.interleaved \(True\) must be False"),
-        (dict(dtype=torch.float32), r"dtypes of x, w1 and w2 \(torch.float32\) must be one of"),
-        (dict(strided=True), r"w1_eCD and w2_eDF \(strided\) must be contiguous"),
-        (dict(F=12), r"D \(24\) and F \(12\) must be multiples of 8"),
-        (dict(), r"device of x \(cpu\) must be a GPU with Triton"),
+        (dict(interleaved=True), r"interleaved ExpertLayout.gate_up \(True\) must be False"),
+        (
+            dict(dtype=torch.float32),
+            r"dtype of the experts \(torch.float32\) must be torch.bfloat16",
+        ),
+        (dict(strided=True), r"ExpertLayout.transposed \(True\) must be False"),
+        (dict(), r"device of the experts \(cpu\) must be a Hopper GPU with Triton"),
     ],
 )
 def test_triton_products_refuse_what_they_cannot_multiply(change: Any, message: str) -> None:
@@ -277,7 +296,7 @@ def test_triton_products_refuse_what_they_cannot_multiply(change: Any, message: 
     activation = ActivationOptions(kind="swiglu", interleaved=change.get("interleaved", False))
     options = ExpertMLPOptions(activation=activation, products="triton")
     with pytest.raises(ValueError, match=message):
-        expert_mlp(leaves["x"], w1, leaves["w2"], rows_of(ids, leaves["weights"], 5), options)
+        apply(leaves["x"], w1, leaves["w2"], rows_of(ids, leaves["weights"], 5), options)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -287,7 +306,7 @@ def test_under_activation_checkpointing(reentrant: bool) -> None:
     expected = run(leaves, ids, options)
 
     def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
-        return expert_mlp(x, w1, w2, rows_of(ids, weights, 5), options)
+        return apply(x, w1, w2, rows_of(ids, weights, 5), options)
 
     y = checkpoint(block, *(leaves[n] for n in NAMES), use_reentrant=reentrant)
     y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
@@ -301,7 +320,7 @@ def test_without_gradients() -> None:
     expected = run(leaves, ids, options)["y"]
     with torch.no_grad():
         rows = rows_of(ids, leaves["weights"], 5)
-        y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+        y = apply(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
     assert not y.requires_grad and torch.equal(y, expected)
 
 
@@ -309,13 +328,13 @@ def test_other_derivatives_are_refused() -> None:
     leaves, ids = make("swiglu")
     rows = rows_of(ids, leaves["weights"], 5)
     options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
-    y = expert_mlp(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
+    y = apply(leaves["x"], leaves["w1"], leaves["w2"], rows, options)
     (dx,) = torch.autograd.grad(y.square().sum(), leaves["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         dx.sum().backward()
 
     def f(x: Tensor) -> Tensor:
-        return expert_mlp(x, leaves["w1"].detach(), leaves["w2"].detach(), detached, options)
+        return apply(x, leaves["w1"].detach(), leaves["w2"].detach(), detached, options)
 
     detached = rows_of(ids, leaves["weights"].detach(), 5)
     x = leaves["x"].detach()
@@ -324,7 +343,9 @@ def test_other_derivatives_are_refused() -> None:
 
 
 def test_unknown_products_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"products \('nope'\) must be 'triton' or 'torch'"):
+    with pytest.raises(
+        ValueError, match=r"products \('nope'\) must be one of 'auto', 'triton', 'torch'"
+    ):
         ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"), products="nope")
 
 
@@ -333,10 +354,10 @@ def test_opcheck(unsummed: bool) -> None:
     leaves, ids = make("swiglu", S=5, drop=False)  # rows that nobody uses are uninitialised
     rows = rows_of(ids, leaves["weights"].detach(), leaves["w1"].shape[0])
     weights = rows.weights_R.detach().requires_grad_()
-    args = (leaves["x"], leaves["w1"], leaves["w2"], weights, rows.row_ids_R, rows.slots_SK)
-    expert_rows = torch.zeros(rows.row_ids_R.shape[0], leaves["x"].shape[1], requires_grad=True)
-    args += (rows.offsets_e, expert_rows if unsummed else None)
-    args += (None, None, "swiglu", 7.0, 1.702, False, False, True)
+    handle = torch.zeros(rows.row_ids_R.shape[0], leaves["x"].shape[1], requires_grad=True)
+    args = (leaves["x"], leaves["w1"], leaves["w2"], weights, handle if unsummed else None)
+    args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e)
+    args += ("swiglu", 7.0, 1.702, False, "torch", True)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 
@@ -368,20 +389,20 @@ def test_a_sender_gets_gradients_before_those_of_the_weights(
     leaves, ids = make("swiglu")
     options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
     events: list[Any] = []
-    plain = ExpertProducts.weight_grad
+    plain = TorchProducts.weight_grad
 
-    def recorded(products: ExpertProducts, *args: Any) -> Tensor:
+    def recorded(products: TorchProducts, *args: Any) -> Tensor:
         events.append(("weight",))
         return plain(products, *args)
 
-    monkeypatch.setattr(ExpertProducts, "weight_grad", recorded)
+    monkeypatch.setattr(TorchProducts, "weight_grad", recorded)
 
     def gradients(sender: Sender | None) -> list[Tensor | None]:
         own = {n: t.detach().clone().requires_grad_(n not in frozen) for n, t in leaves.items()}
         rows = rows_of(ids, own["weights"], own["w1"].shape[0])
         expert_rows_RD = own["x"].detach()[rows.row_ids_R].requires_grad_("rows" not in frozen)
-        more = dict(expert_rows_RD=expert_rows_RD, sender=sender)
-        y = expert_mlp(own["x"].detach(), own["w1"], own["w2"], rows, options, **more)
+        more = dict(unsummed=UnsummedInput(expert_rows_RD, sender))
+        y = apply(own["x"].detach(), own["w1"], own["w2"], rows, options, **more)
         y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
         if expert_rows_RD.grad is not None:
             expert_rows_RD.grad[rows.offsets_e[-1] :] = 0  # uninitialised

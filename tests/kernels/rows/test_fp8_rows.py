@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
-from moecore.kernels.experts.expert_mlp import ExpertMLPOptions, ExpertRows, expert_mlp
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, UnsummedInput
+from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.packed import (
@@ -15,11 +16,16 @@ from moecore.kernels.rows.packed import (
     pack_rows,
     pack_rows_ref,
     packed_bytes,
-    unpack_rows,
+    packed_views,
 )
+from moecore.kernels.rows.record import Rows
 
 DIMS = [16, 128, 144, 2048, 2896, 7168]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def widened(packed: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return Rows.from_packed(packed, dim, dtype).widen()
 
 
 def rows_of(S: int, D: int, dtype: torch.dtype, device: str, spread: int = 3) -> Tensor:
@@ -59,7 +65,7 @@ def test_every_rounding_of_the_format(device: str) -> None:
     got = pack_rows(x.contiguous())
     assert torch.equal(got[:, :128], want)
     assert torch.equal(got[:, 128:132].contiguous().view(torch.float32), torch.ones_like(x[:, :1]))
-    assert torch.equal(unpack_rows(got, 128, torch.float32), want.view(torch.float8_e4m3fn).float())
+    assert torch.equal(widened(got, 128, torch.float32), want.view(torch.float8_e4m3fn).float())
 
 
 def test_worked_example() -> None:
@@ -68,7 +74,7 @@ def test_worked_example() -> None:
     x[0, :3] = torch.tensor([384.0, 4.3, -0.001])
     x[0, 128:130] = torch.tensor([500.0, 4.3])
     packed = pack_rows_ref(x)
-    wide = unpack_rows(packed, 144, torch.float32)
+    wide = widened(packed, 144, torch.float32)
     assert wide[0, :3].tolist() == [384.0, 4.5, -0.001953125]
     assert wide[0, 128:130].tolist() == [512.0, 4.5]
     assert packed_bytes(2048) == 2112 and packed_bytes(144) == 160
@@ -78,7 +84,7 @@ def test_worked_example() -> None:
 def test_error_is_that_of_three_bits(dtype: torch.dtype, device: str) -> None:
     """Relative half a step of 2^-3; absolute half of 2^-9 of a scale, at most amax / 224."""
     x = rows_of(64, 2048, dtype, device, spread=8)
-    error = (unpack_rows(pack_rows(x), 2048, torch.float32) - x.float()).abs()
+    error = (widened(pack_rows(x), 2048, torch.float32) - x.float()).abs()
     amax = x.float().view(64, 16, 128).abs().amax(2).repeat_interleave(128, 1)
     assert (error <= torch.maximum(x.float().abs() / 16, amax / 224 * 2**-10)).all()
     assert (error > x.float().abs() / 17).any(), "no better format could have been meant"
@@ -88,17 +94,17 @@ def test_error_is_that_of_three_bits(dtype: torch.dtype, device: str) -> None:
 def test_packing_again_gives_the_same_bytes(dtype: torch.dtype, device: str) -> None:
     """In 16 bits too: a wide row is exact."""
     packed = pack_rows(rows_of(37, 2048, dtype, device))
-    wide = unpack_rows(packed, 2048, dtype)
-    assert torch.equal(unpack_rows(packed, 2048, torch.float32), wide.float())
-    assert torch.equal(unpack_rows(pack_rows(wide), 2048, dtype), wide)
+    wide = widened(packed, 2048, dtype)
+    assert torch.equal(widened(packed, 2048, torch.float32), wide.float())
+    assert torch.equal(widened(pack_rows(wide), 2048, dtype), wide)
 
 
 def test_not_finite_and_tiny(device: str) -> None:
     x = torch.zeros(4, 256, device=device)
     x[0, 3], x[1, 7], x[2, 9], x[2, 10] = float("nan"), float("inf"), 1e-45, -1e-37
     x[3, 0], x[0, 4] = 3e38, -2.0
-    wide = unpack_rows(pack_rows(x), 256, torch.float32)
-    assert torch.equal(wide.isnan(), unpack_rows(pack_rows_ref(x), 256, torch.float32).isnan())
+    wide = widened(pack_rows(x), 256, torch.float32)
+    assert torch.equal(wide.isnan(), widened(pack_rows_ref(x), 256, torch.float32).isnan())
     assert wide[0].isnan().nonzero().tolist() == [[3]] and wide[0, 4] == -2
     assert wide[1, :128].isnan().all() and (wide[1, 128:] == 0).all()
     assert (wide[2] - x[2]).abs().max() < 1e-38 and abs(wide[3, 0] / 3e38 - 1) < 1 / 16
@@ -118,9 +124,9 @@ def test_gathers_wide_rows_and_reads_no_hole(D: int, K: int, device: str) -> Non
     assert hole.any()
     packed[hole] = 0x7F  # NaN
     where = (index.row_ids_R, index.slots_SK, index.offsets_e[-1])
-    got = gather_packed_rows(packed, x.new_empty(2, D), *where)
+    got = gather_packed_rows(*packed_views(packed, D), x.dtype, *where)
     n = int(index.offsets_e[-1])
-    want = unpack_rows(pack_rows_ref(x), D, torch.bfloat16)
+    want = widened(pack_rows_ref(x), D, torch.bfloat16)
     assert got.dtype == torch.bfloat16 and torch.equal(got[:n], want[index.row_ids_R[:n].long()])
 
 
@@ -144,7 +150,8 @@ def test_experts_multiply_what_was_packed(products: str, F: int, keep_h: bool, d
     )
     packed = pack_rows(x)
     found = []
-    for source in (packed, unpack_rows(packed, D, torch.bfloat16)):
+    wide = Rows(widened(packed, D, torch.bfloat16))
+    for source in (Rows.from_packed(packed, D, torch.bfloat16), wide):
         torch.manual_seed(0)
         w1, w2 = (
             (torch.randn(shape, device=device) / 16).to(torch.bfloat16).requires_grad_()
@@ -152,13 +159,9 @@ def test_experts_multiply_what_was_packed(products: str, F: int, keep_h: bool, d
         )
         weights = index.weights_R.detach().requires_grad_()
         stand_in = x.new_empty(1).expand(R, D).requires_grad_()
-        rows = ExpertRows(
-            row_ids_R=index.row_ids_R,
-            weights_R=weights,
-            slots_SK=index.slots_SK,
-            offsets_e=index.offsets_e,
-        )
-        y = expert_mlp(source, w1, w2, rows, options, expert_rows_RD=stand_in)
+        where = index._replace(weights_R=weights)
+        matrices = ExpertWeights(w1_eCD=w1, w2_eDF=w2)
+        y = expert_mlp(source, matrices, where, options, unsummed=UnsummedInput(stand_in))
         y.backward(torch.cos(torch.arange(R * D, device=device)).view(R, D).to(y.dtype))
         found.append([y.detach(), w1.grad, w2.grad, weights.grad, stand_in.grad])
     for ours, theirs in zip(*found, strict=True):
@@ -172,9 +175,10 @@ def test_addresses_past_2_to_the_31() -> None:
     x = torch.zeros(S, 2048, device="cuda", dtype=torch.bfloat16)
     x[-2:] = 3.0
     packed = pack_rows(x)
-    assert torch.equal(unpack_rows(packed[-3:], 2048, torch.bfloat16), x[-3:])
+    assert torch.equal(widened(packed[-3:], 2048, torch.bfloat16), x[-3:])
     slots = torch.full((S, 1), -1, device="cuda", dtype=torch.int32)
     slots[-2:, 0] = torch.arange(2, device="cuda", dtype=torch.int32)
     ids = torch.tensor([S - 2, S - 1], device="cuda", dtype=torch.int32)
-    out = gather_packed_rows(packed, x[:1], ids, slots, torch.tensor(2, device="cuda"))
+    views = packed_views(packed, 2048)
+    out = gather_packed_rows(*views, x.dtype, ids, slots, torch.tensor(2, device="cuda"))
     assert torch.equal(out, x[-2:])

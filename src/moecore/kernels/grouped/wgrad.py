@@ -101,7 +101,7 @@ def grouped_wgrad(
     *,
     row_ids_R: Tensor | None = None,
     transposed: bool = False,
-    main_grad: Tensor | None = None,
+    add_to: Tensor | None = None,
     dtype: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> Tensor:
@@ -117,24 +117,24 @@ def grouped_wgrad(
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of x that each expert row reads.
         transposed: return [e, N, M] instead of [e, M, N].
-        main_grad: fp32 or bf16, contiguous, of the output's shape: the result is added to it in
+        add_to: fp32 or bf16, contiguous, of the output's shape: the result is added to it in
             place, in fp32, without another pass, and it is returned.
         dtype: of a new result, fp32 or that of x (None).
         scale: of what is returned or added; multiplies the fp32 sum.
 
     Returns:
-        [e, M, N] (or transposed), summed in fp32 and rounded once, or `main_grad`. Zero (nothing
+        [e, M, N] (or transposed), summed in fp32 and rounded once, or `add_to`. Zero (nothing
         added) for an expert without rows. Bit-reproducible.
     """
     if not has_hopper_kernels(x.device):
         x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
         left, right = (y_RN, x_RM) if transposed else (x_RM, y_RN)
-        return put_grad(grouped_mm(left.t(), right, offs=offsets_e), main_grad, dtype, scale)
+        return put_grad(grouped_mm(left.t(), right, offs=offsets_e), add_to, dtype, scale)
     x, y_RN = _aligned(x), _aligned(y_RN)
     (M, N), e = (x.shape[1], y_RN.shape[1]), offsets_e.shape[0]
     shape = (e, N, M) if transposed else (e, M, N)
-    add = main_grad is not None
-    out = x.new_empty(shape, dtype=dtype) if main_grad is None else main_grad
+    add = add_to is not None
+    out = x.new_empty(shape, dtype=dtype) if add_to is None else add_to
     if not y_RN.shape[0] or not x.shape[0]:
         return out if add else out.zero_()
     args, constants = launch_arguments(
@@ -151,11 +151,11 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def put_grad(
-    grad: Tensor, main_grad: Tensor | None, dtype: torch.dtype | None, scale: float
+    grad: Tensor, add_to: Tensor | None, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
     """Return what `grouped_wgrad` returns of a gradient that stands in memory: another pass."""
-    if main_grad is not None:
-        return main_grad.add_(grad, alpha=scale)
+    if add_to is not None:
+        return add_to.add_(grad, alpha=scale)
     if scale == 1.0 and dtype in (None, grad.dtype):
         return grad
     return scaled_cast(grad, dtype or grad.dtype, scale)

@@ -52,6 +52,11 @@ class ExpertIndex(NamedTuple):
     slots_SK: Tensor
     offsets_e: Tensor
 
+    @property
+    def num_rows(self) -> Tensor:
+        """0-dim int32 on the device: expert rows in use. Rows past them hold nothing of meaning."""
+        return self.offsets_e[-1]
+
 
 def build_index_ref(
     ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, capacity: int

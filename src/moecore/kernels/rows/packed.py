@@ -62,12 +62,17 @@ def _next_power_of_2(x: Tensor) -> Tensor:
     return (bits & 0x7F800000).clamp(min=0x00800000).view(torch.float32)
 
 
-def unpack_rows(packed_SW: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return wide rows [S, D] of packed ones, in plain PyTorch on any device."""
-    B = cdiv(dim, SCALED)
-    values_SD = packed_SW[:, :dim].contiguous().view(torch.float8_e4m3fn).float()
-    scales_SB = packed_SW[:, dim : dim + 4 * B].contiguous().view(torch.float32)
-    return (values_SD * scales_SB.repeat_interleave(SCALED, 1)[:, :dim]).to(dtype)
+def packed_views(packed_SW: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the values [S, D] float8_e4m3fn and the scales fp32 [S, B], in the same memory."""
+    ends = dim + 4 * cdiv(dim, SCALED)
+    values_SD = packed_SW[:, :dim].view(torch.float8_e4m3fn)
+    return values_SD, packed_SW[:, dim:ends].view(torch.float32)
+
+
+def unpack_rows(values_SD: Tensor, scales_SB: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return wide rows [S, D], in plain PyTorch on any device."""
+    scales_SD = scales_SB.repeat_interleave(SCALED, 1)[:, : values_SD.shape[1]]
+    return (values_SD.float() * scales_SD).to(dtype)
 
 
 @cache
@@ -134,8 +139,8 @@ def _pack_rows_kernel(
 
 @triton.jit
 def _gather_packed_rows_kernel(
-    packed_ptr,  # [S, W] uint8
-    scales_ptr,  # the same memory, fp32
+    values_ptr,  # [S, D] uint8, W apart
+    scales_ptr,  # [S, B] fp32, W bytes apart
     slots_ptr,  # [S, K] int32, -1 = none
     out_ptr,  # [R, D], out
     D: tl.constexpr,
@@ -153,9 +158,9 @@ def _gather_packed_rows_kernel(
     slots = tl.load(slots_ptr + row * K + choices, mask=choices < K, other=-1)
     is_used = tl.max(slots, axis=0) >= 0
     inside = (columns < D) & is_used
-    code = tl.load(packed_ptr + row * W + columns, mask=inside, other=0).to(tl.int32)
+    code = tl.load(values_ptr + row * W + columns, mask=inside, other=0).to(tl.int32)
     has_scale = (blocks * SCALED < D) & is_used
-    scale = tl.load(scales_ptr + row * (W // 4) + D // 4 + blocks, mask=has_scale, other=0.0)
+    scale = tl.load(scales_ptr + row * (W // 4) + blocks, mask=has_scale, other=0.0)
     x = (_decode(code) * scale[:, None]).to(out_ptr.dtype.element_ty)
     for k in range(K):
         slot = tl.load(slots_ptr + row * K + k).to(tl.int64)
@@ -193,15 +198,22 @@ def pack_rows(x_SD: Tensor) -> Tensor:
 
 
 def gather_packed_rows(
-    packed_SW: Tensor, like: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor
+    values_SD: Tensor,
+    scales_SB: Tensor,
+    dtype: torch.dtype,
+    row_ids_R: Tensor,
+    slots_SK: Tensor,
+    num_rows: Tensor,
 ) -> Tensor:
     """Return the wide source row of each expert row; rows that no slot names are uninitialised.
 
     No autograd, no host sync.
 
     Args:
-        packed_SW: of `pack_rows`; holes, which no slot names, may hold anything.
-        like: a tensor [..., D] of the dtype of the result.
+        values_SD: float8_e4m3fn [S, D] of `packed_views`; holes, which no slot names, may hold
+            anything.
+        scales_SB: fp32 [S, B] of the same memory.
+        dtype: of the result.
         row_ids_R: as for `gather_rows`.
         slots_SK: likewise.
         num_rows: likewise.
@@ -209,20 +221,20 @@ def gather_packed_rows(
     Returns:
         [R, D].
     """
-    (S, W), K, R, D = packed_SW.shape, slots_SK.shape[1], row_ids_R.shape[0], like.shape[-1]
-    if not use_kernel(packed_SW):
-        wide_SD = unpack_rows(packed_SW, D, like.dtype)
+    (S, D), K, R = values_SD.shape, slots_SK.shape[1], row_ids_R.shape[0]
+    if not use_kernel(values_SD):
+        wide_SD = unpack_rows(values_SD, scales_SB, dtype)
         return gather_rows_ref(wide_SD, row_ids_R, slots_SK, num_rows)
-    out_RD, program = like.new_empty(R, D), _program(D)
+    out_RD, program = values_SD.new_empty(R, D, dtype=dtype), _program(D)
     if R and S:
-        with on_device(packed_SW):
+        with on_device(values_SD):
             _gather_packed_rows_kernel[(S * cdiv(D, SCALED * program["BLOCKS"]),)](
-                packed_SW,
-                packed_SW.view(torch.float32),
+                values_SD.view(PACKED),
+                scales_SB,
                 slots_SK.contiguous(),
                 out_RD,
                 D=D,
-                W=W,
+                W=values_SD.stride(0),
                 K=K,
                 SCALED=SCALED,
                 BLOCK_K=next_power_of_2(K),

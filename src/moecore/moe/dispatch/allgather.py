@@ -16,14 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.kernels.rows.index import build_index
-from moecore.moe.dispatch.base import (
-    EqualSizes,
-    ExpertInput,
-    ExpertPlacement,
-    gather_ranks,
-    sum_ranks,
-)
-from moecore.moe.router import Routing
+from moecore.kernels.rows.record import Rows
+from moecore.moe.dispatch.collectives import EqualSizes, gather_ranks, sum_ranks
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import ExpertInput, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ class AllGatherDispatcher:
         index = build_index(
             ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, capacity=num_rows
         )
-        return ExpertInput(rows_SD, *index, index.offsets_e[-1], AllGatherPlan(T))
+        return ExpertInput(Rows(rows_SD), index, AllGatherPlan(T))
 
     def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:
         """Send every rank its tokens' partial sums and add them in fp32. 1 collective."""

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
-from moecore.moe.dispatch.base import EqualSizes, ExpertInput, ExpertPlacement
-from moecore.moe.router import Routing
+from moecore.kernels.rows.record import Rows
+from moecore.moe.dispatch.collectives import EqualSizes
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import ExpertInput, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class AllToAllDispatcher:
         index = build_index(
             ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, capacity=num_rows
         )
-        return ExpertInput(rows_SD, *index, index.offsets_e[-1], plan)
+        return ExpertInput(Rows(rows_SD), index, plan)
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync; 1 collective."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from moecore.kernels.rows.index import build_index
-from moecore.moe.dispatch.base import ExpertInput
-from moecore.moe.router import Routing
+from moecore.kernels.rows.record import Rows
+from moecore.moe.records import ExpertInput, Routing
 
 
 class LocalDispatcher:
@@ -30,7 +30,7 @@ class LocalDispatcher:
                 routing.expert_ids_TK.numel(), self.num_experts * routing.most_rows_per_expert
             ),
         )
-        return ExpertInput(x_TD, *index, index.offsets_e[-1], None)
+        return ExpertInput(Rows(x_TD), index, None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:
         """Return y_SD: the experts have already added over a token's experts."""

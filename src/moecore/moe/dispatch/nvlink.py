@@ -30,13 +30,14 @@ from torch import Tensor
 
 from moecore._autograd import disable_dynamo, version
 from moecore.kernels.exchange.operations import SpreadChoices
-from moecore.kernels.experts.expert_mlp import RowsAgain
+from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.packed import PACKED, PACKED_COLUMNS, pack_rows, packed_bytes
-from moecore.moe.dispatch.base import ExpertInput, ExpertPlacement, UnsummedRows
+from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.symmetric import Exchange, Exchanges
-from moecore.moe.router import Routing
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import ExpertInput, Routing, UnsummedRows
 
 CARRIED_AS = torch.bfloat16  # packed rows: exchanges move 16 or 32 bits at a time
 
@@ -76,7 +77,7 @@ class NVLinkDispatcher:
 
         But for one with `NVLinkOptions.exact_rows`.
 
-        Holes of `rows_SD` are uninitialised; no slot names them.
+        Holes of the rows are uninitialised; no slot names them.
 
         Raises:
             ValueError: for rows that can not travel, or more tokens than there is room for.
@@ -92,14 +93,14 @@ class NVLinkDispatcher:
         tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
         made = _Dispatch.apply(*tokens, exchange, self.placement, sender, outward)
-        rows_SD, expert_rows_RD, peers_T, places_S = made[:4]
+        came_SN, handle_RD, peers_T, places_S = made[:4]
         index = ExpertIndex(*made[4:])
         plan = NVLinkPlan(exchange, peers_T, places_S, index.slots_SK)
-        again = None
+        refetch = None
         if not exchange.options.keep_rows:
-            again = RowsAgain(outward.again, (x_TD.detach(), peers_T, places_S))
-        used = index.offsets_e[-1]
-        return ExpertInput(rows_SD, *index, used, plan, expert_rows_RD, sender, again)
+            refetch = Refetch(outward.again, (x_TD.detach(), peers_T, places_S))
+        unsummed = UnsummedInput(handle_RD, sender, refetch)
+        return ExpertInput(outward.rows(came_SN, x_TD), index, plan, unsummed)
 
     def _outward(self, exchange: Exchange, x_TD: Tensor) -> _Outward:
         """Return how tokens go to their experts."""
@@ -170,13 +171,16 @@ class _Outward:
         """Return what the exchange carries."""
         return pack_rows(x_TD.contiguous()).view(CARRIED_AS) if self.is_packed else x_TD
 
-    def rows(self, came_SN: Tensor) -> Tensor:
-        """Return what came as `ExpertInput.rows_SD`."""
-        return came_SN.view(PACKED) if self.is_packed else came_SN
+    def rows(self, came_SN: Tensor, x_TD: Tensor) -> Rows:
+        """Return what came, from ranks whose tokens are like x_TD."""
+        if not self.is_packed:
+            return Rows(came_SN)
+        return Rows.from_packed(came_SN.view(PACKED), x_TD.shape[1], x_TD.dtype)
 
-    def again(self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Tensor:
+    def again(self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Rows:
         """Send tokens where they went; return the same rows once more."""
-        return self.rows(self.exchange.spread_again(self.pack(x_TD), peers_T, places_S))
+        came_SN = self.exchange.spread_again(self.pack(x_TD), peers_T, places_S)
+        return self.rows(came_SN, x_TD)
 
 
 class _Sender:
@@ -247,7 +251,7 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Tokens out, rows in; the gradient comes back at the expert rows."""
+    """Tokens out, rows in; the gradient comes back at the handle."""
 
     @staticmethod
     def forward(
@@ -264,15 +268,14 @@ class _Dispatch(torch.autograd.Function):
         sizes: dict[str, Any] = dict(num_local=place.num_local, etp=place.etp)
         came = outward.exchange.spread_choices(*sent, **sizes)
         index = _index_of(came, exchange, place)
-        rows_SD = outward.rows(came.rows_SD)
-        expert_rows_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
+        handle_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
         where = (came.peers_T, came.places_S)
         ctx.exchange, ctx.num_rows, ctx.sender = exchange, index.row_ids_R.shape[0], sender
         ctx.save_for_backward(*where, index.slots_SK)
         integers = (*where, index.row_ids_R, index.slots_SK, index.offsets_e)
-        ctx.mark_non_differentiable(rows_SD, *integers)
+        ctx.mark_non_differentiable(came.rows_SD, *integers)
         ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
-        return rows_SD, expert_rows_RD, *where, *index
+        return came.rows_SD, handle_RD, *where, *index
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

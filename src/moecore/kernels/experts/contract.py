@@ -1,0 +1,188 @@
+"""What the operation on a rank's experts takes, and who may take part in its backward.
+
+Letters: S source rows, R expert rows (one per source row and local expert), e experts, D model dim,
+F hidden dim, C columns of FC1 (2F for gated activations, else F), K choices per source row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.record import Rows
+
+ProductsName = Literal["auto", "triton", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradTarget:
+    """Where a weight's gradient goes.
+
+    Attributes:
+        add_to: a tensor of the weight's shape, contiguous, fp32 or bf16; None = a new one.
+        dtype: of a new one; None = the weight's.
+        scale: of what goes there.
+    """
+
+    add_to: Tensor | None = None
+    dtype: torch.dtype | None = None
+    scale: float = 1.0
+
+
+class GradSink(Protocol):
+    """Takes a weight's gradient past autograd, where a backward allows that."""
+
+    def open(self) -> GradTarget | None:
+        """Return where the running backward puts the gradient; None = to autograd."""
+        ...
+
+    def close(self, grad: Tensor) -> None:
+        """Take the gradient that went there."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertWeights:
+    """One rank's experts, in the dtype of the products.
+
+    Attributes:
+        w1_eCD: FC1, gate rows then up rows, or the two alternating (`ActivationOptions`).
+        w2_eDF: FC2.
+        b1_eC, b2_eD: biases, or None.
+        sinks: of w1 and w2: what may take their gradients past autograd, or None.
+    """
+
+    w1_eCD: Tensor
+    w2_eDF: Tensor
+    b1_eC: Tensor | None = None
+    b2_eD: Tensor | None = None
+    sinks: tuple[GradSink | None, GradSink | None] = (None, None)
+
+
+class GradientSender(Protocol):
+    """A dispatcher's part in the experts' backward: it sends gradients of rows home early."""
+
+    def start(
+        self,
+        drows_RD: Tensor,
+        dweights_R: Tensor | None,
+        row_ids_R: Tensor,
+        slots_SK: Tensor,
+        num_rows: Tensor,
+    ) -> None:
+        """Begin to send them; backward returns the same tensors. The index is `ExpertInput`'s."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Refetch:
+    """Brings the source rows once more in backward, in place of keeping them.
+
+    Attributes:
+        fetch: fetch(*kept) -> the same rows, bit for bit.
+        kept: what autograd keeps instead.
+    """
+
+    fetch: Callable[..., Rows]
+    kept: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnsummedInput:
+    """The part of a dispatcher that adds expert rows itself; source rows then have no gradient.
+
+    Attributes:
+        handle_RD: [R, D], the autograd handle: the gradient of each expert row belongs to it. It
+            has no memory (stride 0) and is never read.
+        sender: sends these gradients and those of the routing weights home while the experts
+            compute their weights' gradients; None = backward returns them to the dispatcher.
+        refetch: brings the source rows in backward; None = they are kept.
+    """
+
+    handle_RD: Tensor
+    sender: GradientSender | None = None
+    refetch: Refetch | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertMLPOptions:
+    """How `expert_mlp` computes.
+
+    Attributes:
+        activation: between the two products.
+        products: whose kernels multiply: "triton" (this package's), "torch" (torch's grouped
+            product) or "auto": "triton" for gated experts on Hopper that it supports.
+        keep_h: keep FC1's output for backward; False keeps X alone and multiplies again.
+
+    Raises:
+        ValueError: for unknown products.
+    """
+
+    activation: ActivationOptions
+    products: ProductsName = "torch"
+    keep_h: bool = True
+
+    def __post_init__(self) -> None:
+        if self.products not in get_args(ProductsName):
+            shown = ", ".join(repr(name) for name in get_args(ProductsName))
+            raise ValueError(
+                f"ExpertMLPOptions.products ({self.products!r}) must be one of {shown}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertSpec:
+    """What decides which products can compute some experts; None = not known yet.
+
+    Attributes:
+        gated, interleaved: as in `ActivationOptions`.
+        transposed: matrices are stored as [e, in, out], so that their views have strides.
+        fc1_bias, fc2_bias: whether there are biases.
+        dim, hidden_dim: D and F of this rank.
+        dtypes: of rows and weights in the products.
+        device: of both.
+    """
+
+    gated: bool
+    interleaved: bool = False
+    transposed: bool = False
+    fc1_bias: bool = False
+    fc2_bias: bool = False
+    dim: int | None = None
+    hidden_dim: int | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    device: torch.device | None = None
+
+    @classmethod
+    def of(cls, rows: Rows, weights: ExpertWeights, activation: ActivationOptions) -> ExpertSpec:
+        """Return the spec of tensors at hand."""
+        w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
+        return cls(
+            gated=activation.gated,
+            interleaved=activation.interleaved,
+            transposed=not (w1_eCD.is_contiguous() and w2_eDF.is_contiguous()),
+            fc1_bias=weights.b1_eC is not None,
+            fc2_bias=weights.b2_eD is not None,
+            dim=w2_eDF.shape[1],
+            hidden_dim=w2_eDF.shape[2],
+            dtypes=frozenset((rows.dtype, w1_eCD.dtype, w2_eDF.dtype)),
+            device=w1_eCD.device,
+        )
+
+    def misaligned(self) -> str | None:
+        """Return why grouped products cannot multiply matrices of this size: 16-byte rows."""
+        if self.dim is None or self.hidden_dim is None or self.dtypes is None:
+            return None
+        dtype = next(iter(self.dtypes))
+        for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
+            if size * dtype.itemsize % 16:
+                return (
+                    f"MoEConfig.{name} ({size}) must be a multiple of {16 // dtype.itemsize} in "
+                    f"{dtype} for grouped matmuls (16 bytes): pad it or use experts='sequential'"
+                )
+        return None

@@ -1,0 +1,167 @@
+"""What flows between the stages of a layer, and what a dispatcher is.
+
+    x_TD -> Router -> Routing -> Dispatcher.dispatch -> ExpertInput -> Experts -> y_SD
+         -> Dispatcher.combine -> y_TD
+
+Legend: T local tokens, D model dim, E experts, e local experts (E / ep), K experts per token (E
+where the experts choose), S source rows held after dispatch, R expert rows (one per source row and
+local expert).
+
+A token crosses the network at most once per rank and is never expanded in memory: `dispatch`
+gives source rows and, per expert row, the index of the source row it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_dataclass
+
+from moecore.kernels.experts.contract import UnsummedInput
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.record import Rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """The decision for T tokens.
+
+    Attributes:
+        expert_ids_TK: int32, global expert ids; -1 = dropped, or an unused choice. Best first,
+            except where the experts choose: there column e holds e or -1.
+        weights_TK: fp32, factor on the expert's output; differentiable.
+        logits_TE: router dtype, differentiable; for the balance losses.
+        chosen_ids_TK: the same before capacity dropped any; what balancing counts.
+        padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
+        capacity: no expert is wanted by more of these tokens; None = by all at most.
+        pad: dispatchers size buffers by the capacity and not by counts, so without a host sync.
+    """
+
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    logits_TE: Tensor
+    chosen_ids_TK: Tensor
+    padding_mask_T: Tensor | None = None
+    capacity: int | None = None
+    pad: bool = False
+
+    @property
+    def most_rows_per_expert(self) -> int:
+        """Most of these tokens that any expert gets, whatever was chosen."""
+        T = self.expert_ids_TK.shape[0]
+        return T if self.capacity is None else min(T, self.capacity)
+
+
+class ChoiceTape(Protocol):
+    """Sees every choice of a router, and may make it; see `moecore.rl.replay`."""
+
+    def given(
+        self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Return int32 [T, K] ids for this forward, or None where the router is to choose.
+
+        `own()` gives the router's choice, for what is not given; collective where tokens are
+        compared.
+        """
+        ...
+
+    def took(self, ids_TK: Tensor) -> None:
+        """See the choice of this forward, before capacity."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertInput:
+    """All that the experts of one rank need, the same from every dispatcher.
+
+    Attributes:
+        rows: source rows held by this rank (without EP: the tokens themselves, no copy);
+            differentiable unless `unsummed`, which may bring them quantised.
+        index: expert rows in expert order. R is static: rows past `index.num_rows` have row id 0
+            and weight 0, and nothing computed from them may be used. A slot is -1 where the choice
+            was dropped or its expert lives on another rank.
+        plan: the dispatcher's own record for `combine`; no other stage opens it.
+        unsummed: None, or the part of a dispatcher that adds expert rows itself. Experts then give
+            each expert row's gradient to its handle and return `UnsummedRows`; those that add their
+            rows themselves start with `summed_input`.
+
+    Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
+    slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
+    and 1; the last is unused.
+    """
+
+    rows: Rows
+    index: ExpertIndex
+    plan: Any
+    unsummed: UnsummedInput | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnsummedRows:
+    """What experts may return for an `unsummed` input; `combine` adds.
+
+    Attributes:
+        y_RD: weighted output of each expert row; those past `num_rows` are uninitialised.
+    """
+
+    y_RD: Tensor
+
+
+class Dispatcher(Protocol):
+    """Brings tokens to the ranks that own their experts, and their outputs home."""
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
+        """Bring every token to each rank that owns at least one of its experts, once."""
+        ...
+
+    def combine(self, y_SD: Any, plan: Any) -> Tensor:
+        """Send each partial sum home once and add over ranks in fp32; returns y_TD.
+
+        y_SD is a tensor, or `UnsummedRows` where the experts' input was `unsummed`.
+        """
+        ...
+
+
+class _HandleRows(torch.autograd.Function):
+    """The rows; a row's gradient goes to one of its expert rows, zeros to the others: same sum."""
+
+    @staticmethod
+    def forward(ctx: Any, handle_RD: Tensor, rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
+        ctx.num_rows = handle_RD.shape[0]
+        ctx.save_for_backward(slots_SK)
+        return rows_SD.view_as(rows_SD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (drows_SD,), R = grads, ctx.num_rows
+        slots_S = ctx.saved_tensors[0].amax(1)
+        slots_S = slots_S.where(slots_S >= 0, R)  # one row more, for source rows without a slot
+        drows_RD = drows_SD.new_zeros(R + 1, drows_SD.shape[1])
+        return drows_RD.index_copy_(0, slots_S.long(), drows_SD)[:R], None, None
+
+
+def summed_input(inp: ExpertInput) -> ExpertInput:
+    """Return the same input with wide differentiable rows, for experts that gather and sum.
+
+    Raises:
+        ValueError: when backward is to fetch rows once more, which these experts keep.
+    """
+    if inp.unsummed is None:
+        return inp
+    if inp.unsummed.refetch is not None:
+        raise ValueError(
+            "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "
+            "('sequential', 'te' or with biases): set it, or use 'triton' or 'torch' without biases"
+        )
+    rows_SD = _HandleRows.apply(inp.unsummed.handle_RD, inp.rows.widen(), inp.index.slots_SK)
+    return ExpertInput(Rows(rows_SD), inp.index, inp.plan)
+
+
+# FSDP2 finds the tensors of a module's inputs and outputs through pytree: without this it would
+# free the experts' gathered parameters only at the end of the whole backward.
+for _record in (Routing, ExpertInput, UnsummedInput, UnsummedRows):
+    register_dataclass(_record, field_names=[f.name for f in fields(_record)], drop_field_names=[])
