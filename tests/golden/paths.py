@@ -59,6 +59,7 @@ class Path:
         fused: moecore's AdamW in place of torch's.
         lr: of a decoder's or transformers' optimizer.
         steps: of the optimizer.
+        dtype: of the parameters.
         layers: of a decoder; the first of several is dense.
         sequences, length: of a micro-batch; a data rank's are two tokens longer than those before.
         bound: relative error of a loss on another platform (see `records.py`).
@@ -75,6 +76,7 @@ class Path:
     fused: bool = False
     lr: float = 0.01
     steps: int = 20
+    dtype: torch.dtype = torch.float32
     layers: int = 3
     sequences: int = 2
     length: int = 8
@@ -93,8 +95,9 @@ PATHS: dict[str, Path] = {
     "torch": Path(moe=WITH_BIASES, options=dict(experts="torch")),
     "sequential": Path(moe=SHARED, options=dict(experts="sequential")),
     "triton": Path(
-        options=dict(experts="triton", fsdp=FSDPOptions(param_dtype=torch.bfloat16)),
-        steps=3,
+        options=dict(experts="triton"),
+        dtype=torch.float16,  # the interpreter multiplies the bits of bf16 as whole numbers
+        steps=8,
         layers=1,
         length=5,
         bound=1e-2,
@@ -120,7 +123,7 @@ PATHS: dict[str, Path] = {
         parallel=ParallelConfig(ep=2),
         moe=SHARED,
         options=dict(fsdp=replace(GATHERED_ONCE, param_dtype=torch.bfloat16)),
-        accumulate=3,
+        accumulate=2,
         fused=True,
         lr=0.001,
         bound=1e-2,
@@ -137,5 +140,5 @@ PATHS: dict[str, Path] = {
         parallel=ParallelConfig(ep=2),
         packages=("torchtitan",),
     ),
-    "tp-ep": Path(world=4, parallel=ParallelConfig(tp=2, ep=2), moe=BALANCED, accumulate=2),
+    "tp-ep": Path(world=4, parallel=ParallelConfig(tp=2, ep=2), moe=BALANCED),
 }

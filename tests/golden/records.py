@@ -7,8 +7,8 @@ platform of a record, results equal it bit for bit (with the same versions of `P
 Elsewhere products add in another order. `Path.bound` then applies to every loss, and four times as
 much to every gradient norm; parameters are compared by what they do to the next losses. Measured
 with AVX2 in place of AVX512: fp32 losses differ by at most 2.3e-6 and norms by 1.0e-5 (bounds 1e-5
-and 4e-5). In bf16 by 3e-3 and 2e-2 (bounds 1e-2 and 4e-2): scores that tie within a rounding of the
-hidden state send a token to another expert.
+and 4e-5). In half precision by 3e-3 and 2e-2 (bounds 1e-2 and 4e-2): scores that tie within a
+rounding of the hidden state send a token to another expert.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def run_path(path: Path) -> Result:
         model, forward = random_model("qwen3-moe"), _transformers_loss
     else:
         model, forward = Decoder(_decoder_config(path)), _decoder_loss(path, meshes)
-    _fill(model)
+    _fill(model.to(path.dtype))
     parallelize_moe(model, meshes, **path.options)
     # An eps of the size of the gradients: the division then does not magnify rounding.
     make_optimizer = AdamW if path.fused else torch.optim.AdamW
@@ -76,6 +76,7 @@ def train_step(
         loss.backward()
         total += loss.item()
     norm = clip_grad_norm_(model, 1.0)
+    assert norm.finite, norm.non_finite
     optimizer.step()
     optimizer.zero_grad()
     state.finish_step()
