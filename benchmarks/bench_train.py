@@ -42,6 +42,7 @@ from moecore.models.size import active_params, flops_per_token, num_params
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train
+from metrics import Launched, Metrics, Moment
 from options import parse_arguments
 
 CEILING_SIDE = 8192
@@ -105,11 +106,11 @@ def main() -> int:
             )
         job = train.build_job(args)
     except train.ARGUMENT_ERRORS as error:
-        return train.say_rank_error(error, int(os.environ["RANK"]))
+        return train.print_rank_error(error, int(os.environ["RANK"]))
     try:
         row = measure(job, own)
     except train.RUN_ERRORS as error:
-        return train.say_run_error(error, args)
+        return train.print_run_error(error, args)
     row["ceiling_tflops"] = ceiling(job.device)
     row["mfu"] = row["tflops_per_gpu"] / row["ceiling_tflops"]
     if dist.get_rank() == 0:
@@ -145,7 +146,7 @@ def measure(job: train.Job, own: argparse.Namespace) -> Row:
 
 def time_steps(
     job: train.Job, *, warm_up: int, timed: int
-) -> tuple[list[float], list[train.Metrics], dict[str, float]]:
+) -> tuple[list[float], list[Metrics], dict[str, float]]:
     """Return seconds and power of the timed steps on this rank, and the metrics of all steps."""
     _, warm = run_steps(job, range(1, warm_up + 1))
     gc.collect()
@@ -154,7 +155,7 @@ def time_steps(
     if job.device.type == "cuda" and not job.args.cuda_graph:
         torch.cuda.reset_peak_memory_stats()
     dist.barrier()
-    start = train.Moment(job.device)
+    start = Moment(job.device)
     sampled = job.device if dist.get_rank() == 0 else torch.device("cpu")
     with PowerLog(sampled) as power:
         ends, metrics = run_steps(job, range(warm_up + 1, warm_up + timed + 1))
@@ -162,9 +163,9 @@ def time_steps(
     return seconds, warm + metrics, power.summary()
 
 
-def run_steps(job: train.Job, steps: range) -> tuple[list[train.Moment], list[train.Metrics]]:
+def run_steps(job: train.Job, steps: range) -> tuple[list[Moment], list[Metrics]]:
     """Return the end of each step and its metrics; all have ended."""
-    launched: list[train.Launched] = []
+    launched: list[Launched] = []
     metrics = []
     for step in steps:
         launched.append(train.train_step(job, step))
@@ -173,7 +174,7 @@ def run_steps(job: train.Job, steps: range) -> tuple[list[train.Moment], list[tr
     return [done.ended for done in launched], metrics
 
 
-def describe_run(job: train.Job, seconds: list[float], metrics: list[train.Metrics]) -> Row:
+def describe_run(job: train.Job, seconds: list[float], metrics: list[Metrics]) -> Row:
     """Return the row of one run; collective."""
     config, world = job.model.config, dist.get_world_size()
     slowest = torch.tensor(seconds, dtype=torch.float64, device=job.device)

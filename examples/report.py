@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-Metrics = dict[str, float]
+from metrics import Metrics
+
 NAMES = {
     "tqdm": "tqdm",
     "torch.utils.tensorboard": "tensorboard",

@@ -29,17 +29,17 @@ import argparse
 import math
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from data import BatchShape, random_batches, read_batches, read_corpus
+from errors import ARGUMENT_ERRORS, RUN_ERRORS, print_error, print_rank_error, print_run_error
 from launch import launch, leave
+from metrics import Launched, Moment, of_routing
 from options import (
     DEGREES,
     DTYPES,
@@ -48,7 +48,7 @@ from options import (
     parallel_config,
     parse_arguments,
 )
-from report import Metrics, Report
+from report import Report
 from torch import Tensor
 
 from moecore import (
@@ -62,20 +62,15 @@ from moecore import (
 )
 from moecore.checkpoint import Saver, latest, load
 from moecore.checkpoint.agree import on_first_rank
-from moecore.fsdp import GradientNorm, start_micro_batch
+from moecore.fsdp import start_micro_batch
 from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder
-from moecore.moe.dispatch.symmetric import ExchangeError
-from moecore.moe.state import MoEMetrics
 from moecore.optim import AdamW
 
 CPU_RANKS = 2
 KEPT_CHECKPOINTS = 2
 WARMUP_SHARE = 0.05  # of the schedule's steps
 LAST_LR_SHARE = 0.1  # of the peak
-ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
-RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError)
-RANK_0_SPEAKS_S = 60
 
 
 def main() -> int:
@@ -93,53 +88,8 @@ def main() -> int:
         read_corpus(args.data, seq_len=args.seq_len)
         args.run_dir.mkdir(parents=True, exist_ok=True)
     except ARGUMENT_ERRORS as error:
-        return say_error(error)
+        return print_error(error)
     return launch(run_rank, args, world_size)
-
-
-def say_error(error: Exception, code: int = 2) -> int:
-    print(f"train.py: error: {error}", file=sys.stderr, flush=True)
-    return code
-
-
-def say_rank_error(error: Exception, rank: int) -> int:
-    """Say once what all ranks found, as they have the same arguments; return the exit code.
-
-    The first rank to end takes the others with it, so they leave rank 0 the time to speak. What
-    only this rank found, it says itself: at once if a file is missing here.
-    """
-    if rank > 0 and not isinstance(error, OSError):
-        time.sleep(RANK_0_SPEAKS_S)
-    return say_error(error)
-
-
-def say_run_error(error: torch.OutOfMemoryError | ExchangeError, args: argparse.Namespace) -> int:
-    """Say in one line what ended a run on this rank and what helps; return the exit code."""
-    rank = int(os.environ["RANK"])
-    if isinstance(error, ExchangeError):
-        return say_error(exchange_advice(error, args, rank), code=1)
-    return say_error(memory_advice(error, rank))
-
-
-def memory_advice(error: torch.OutOfMemoryError, rank: int) -> RuntimeError:
-    """Return the error as one line that says what helps."""
-    reason = str(error).partition(". ")[0]
-    return RuntimeError(
-        f"rank {rank}: {reason}: lower --batch-size (and raise --grad-accum), add --recompute-fc1, "
-        "drop --gather-once and --keep-experts, lower --capacity-factor, or use more GPUs"
-    )
-
-
-def exchange_advice(error: ExchangeError, args: argparse.Namespace, rank: int) -> RuntimeError:
-    """Return the error as one line that says what helps."""
-    again = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
-    if error.capacity_factor is None:
-        return RuntimeError(f"rank {rank}: {error}: {again}")
-    enough = math.ceil(100 * error.capacity_factor) / 100
-    return RuntimeError(
-        f"rank {rank}: --capacity-factor ({args.capacity_factor}) must be >= {enough} for its "
-        f"expert rows of one layer: {again} with --capacity-factor {enough} or more"
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,74 +116,13 @@ class Job:
     reader: torch.cuda.Stream | None
 
 
-class Moment:
-    """A point of this rank's work: on a GPU in its stream, else in time.
-
-    Args:
-        device: of the rank.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.time = time.perf_counter()
-        self.event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def wait(self) -> None:
-        """Return when it has come."""
-        if self.event is not None:
-            self.event.synchronize()
-
-    def seconds_until(self, later: Moment) -> float:
-        """Return the time between two moments that have come."""
-        if self.event is None or later.event is None:
-            return later.time - self.time
-        return self.event.elapsed_time(later.event) / 1e3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launched:
-    """An optimizer step that a GPU may still be at.
-
-    Attributes:
-        step: its number.
-        values_4: fp64 on the device: the loss, and what `of_routing` returns.
-        norm: before clipping.
-        reader: of the job.
-    """
-
-    step: int
-    began: Moment
-    ended: Moment
-    lr: float
-    values_4: Tensor
-    norm: GradientNorm
-    reader: torch.cuda.Stream | None
-
-    def metrics(self) -> Metrics:
-        """Wait for the step, and for none after it; return its metrics, the same on every rank."""
-        self.ended.wait()
-        with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
-            loss, load, rank_load, aux_loss = self.values_4.tolist()
-            norm = self.norm.total
-        return {
-            "loss": loss,
-            "expert_load_max_over_mean": load,
-            "rank_load_max_over_mean": rank_load,
-            "grad_norm": norm,
-            "lr": self.lr,
-            "aux_loss": aux_loss,
-        }
-
-
 def run_rank(args: argparse.Namespace) -> int:
     """Build, train, save, plot and sample on this rank."""
     rank = int(os.environ["RANK"])
     try:
         job = build_job(args)
     except ARGUMENT_ERRORS as error:
-        return say_rank_error(error, rank)
+        return print_rank_error(error, rank)
     if rank == 0:
         print(describe(job), flush=True)
     try:
@@ -241,7 +130,7 @@ def run_rank(args: argparse.Namespace) -> int:
             train(job)
         text = sample(job) if args.sample_bytes else ""
     except RUN_ERRORS as error:
-        return say_run_error(error, args)
+        return print_run_error(error, args)
     if text and rank == 0:
         print(f"--- sample after {max(job.start, args.steps)} steps ---\n{text}", flush=True)
     dist.barrier()
@@ -440,19 +329,6 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
-
-
-def of_routing(routed: MoEMetrics, ep: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two loads and the sum of all auxiliary losses; fp64.
-
-    The worst layer's busiest expert over the mean, which tells of balance, and the busiest ep rank
-    over the mean as layers have it on average, which tells of time.
-    """
-    counts_LE = torch.stack(list(routed.tokens_per_expert.values())).double()
-    ranks_LP = counts_LE.unflatten(1, (ep, -1)).sum(2)
-    experts_L, ranks_L = (n.amax(1) / n.mean(1).clamp(min=1e-9) for n in (counts_LE, ranks_LP))
-    aux_losses = torch.stack(list(routed.aux_losses.values()))
-    return experts_L.max(), ranks_L.mean(), aux_losses.sum().double()
 
 
 def batches_of(job: Job, step: int) -> list[tuple[Tensor, Tensor]]:

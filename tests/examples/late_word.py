@@ -1,4 +1,4 @@
-"""Runs examples/train.py with the arguments that follow; what rank 0 has to say comes late."""
+"""Runs examples/train.py with the arguments that follow; rank 0 prints its error late."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+import errors
 import train
 
 
 def run_rank(args: object) -> int:
-    say_error = train.say_error
+    print_error = errors.print_error
 
-    def say_late(error: Exception) -> int:
+    def print_late(error: Exception) -> int:
         time.sleep(1.0)
-        return say_error(error)
+        return print_error(error)
 
     if os.environ["RANK"] == "0":
-        train.say_error = say_late
+        errors.print_error = print_late
     return train.run_rank(args)
 
 

@@ -75,7 +75,7 @@ def run(
 
 
 def run_in_forks(run_dir: Path, arguments: str, *, num_ranks: int = 2, code: int = 0) -> str:
-    """Run the script's ranks, not what starts them; return what rank 0 says."""
+    """Run the script's ranks, not what starts them; return what rank 0 prints."""
     words = ["--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()]
     found, said = run_ranks(num_ranks, rank_of_script, num_ranks, words)
     assert found == code, said
@@ -85,7 +85,7 @@ def run_in_forks(run_dir: Path, arguments: str, *, num_ranks: int = 2, code: int
 def rank_of_script(
     rank: int, device: torch.device, num_ranks: int, words: list[str]
 ) -> tuple[int, str]:
-    """Be a rank of the script; return its exit code and what it says."""
+    """Be a rank of the script; return its exit code and what it prints."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     sys.path.insert(0, str(SCRIPT.parent))
     script, said = importlib.import_module("train"), StringIO()
@@ -287,21 +287,23 @@ def test_errors_found_by_the_ranks_are_one_line(arguments: str, tmp_path: Path) 
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_rank_says_itself_what_rank_0_did_not_find(
+def test_a_rank_prints_itself_what_rank_0_did_not_find(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(script.time, "sleep", waited.append)
+    monkeypatch.setattr("time.sleep", waited.append)
     for error, waits in ((ValueError("of all ranks"), 1), (FileNotFoundError("of this one"), 0)):
         waited.clear()
-        assert script.say_rank_error(error, rank=1) == 2
+        assert script.print_rank_error(error, rank=1) == 2
         assert len(waited) == waits
         assert capsys.readouterr().err == f"train.py: error: {error}\n"
 
 
 def test_too_little_memory_gives_advice(script: ModuleType) -> None:
+    from errors import memory_advice
+
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has")
-    advice = str(script.memory_advice(error, 3))
+    advice = str(memory_advice(error, 3))
     assert advice.startswith("rank 3: CUDA out of memory: lower --batch-size")
 
 
