@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
+from multiprocessing import connection
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessContext
+
+END_S = 10  # for a rank to end after SIGTERM
+
+
+class Terminated(BaseException):
+    """SIGTERM came."""
 
 
 def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     """Run `run_rank(args)` in so many processes, with torchrun's environment, and wait for them.
+
+    No rank outlives this process, whatever ends it: SIGTERM and Ctrl-C reach the ranks first.
 
     Args:
         run_rank: a function at the top of a module; returns an exit code.
@@ -21,7 +34,7 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
         world_size: number of processes.
 
     Returns:
-        0, or the exit code of a rank that left by itself with one other than 0.
+        0, the exit code of a rank that left by itself with one other than 0, or 128 + the signal.
 
     Raises:
         ProcessRaisedException: with the traceback of a rank that raised, when none has left.
@@ -38,13 +51,34 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
     ranks = torch.multiprocessing.spawn(
         _start_rank, (run_rank, args), nprocs=world_size, join=False
     )
+    before = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        return _wait(ranks)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Terminated:
+        return 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _end(ranks)
+
+
+def _wait(ranks: ProcessContext) -> int:
+    """Return the exit code of the job when all ranks have ended, or one has failed."""
     try:
         while not ranks.join():
             pass
     except torch.multiprocessing.ProcessExitedException as error:
-        return error.exit_code if error.exit_code > 0 else 1
+        if error.exit_code > 0:
+            return error.exit_code
+        name, rank = os.path.basename(sys.argv[0]), error.error_index
+        cause = (
+            ": the host may have too little memory" if error.exit_code == -signal.SIGKILL else ""
+        )
+        print(f"{name}: error: rank {rank} ended by {error.signal_name}{cause}", file=sys.stderr)
+        return 1
     except torch.multiprocessing.ProcessRaisedException:
-        # A rank that left has said why; the others raise when they miss it.
+        # A rank that left has printed why; the others raise when they miss it.
         codes = [process.exitcode for process in ranks.processes]
         left = [
             code
@@ -54,14 +88,34 @@ def launch(run_rank: Callable[[Any], int], args: Any, world_size: int) -> int:
         if not left:
             raise
         return left[0]
-    except KeyboardInterrupt:
-        return 130  # what a shell gives for Ctrl-C
     return 0
 
 
+def _end(ranks: ProcessContext) -> None:
+    for process in ranks.processes:
+        process.terminate()
+    for process in ranks.processes:
+        process.join(END_S)
+        process.kill()
+        process.join()
+
+
+def _raise_terminated(*_: object) -> None:
+    raise Terminated
+
+
 def _start_rank(rank: int, run_rank: Callable[[Any], int], args: Any) -> None:
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     leave(run_rank(args))
+
+
+def _end_with_launcher() -> None:
+    """End this rank when the launcher has: torch's own SIGINT for that may be ignored."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "ranks are children"
+    connection.wait([launcher.sentinel])
+    os._exit(1)
 
 
 def leave(code: int) -> NoReturn:

@@ -1,9 +1,17 @@
-"""A rank that leaves decides how a job ends, also when others raise because it left."""
+"""A rank that leaves decides how a job ends, also when others raise because it left.
+
+And no rank outlives the launcher. Run as a script, this file launches one that waits.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -53,3 +61,52 @@ def test_the_rank_that_left_decides() -> None:
 def test_a_rank_that_raised_alone_is_shown() -> None:
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="closed by peer"):
         launch(leave_or_raise, [None, 0], 2)
+
+
+def hold_lock(path: Path) -> int:
+    """Be a rank that waits; its end frees the lock."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        path.with_suffix(".held").touch()
+        time.sleep(600)
+    return 0
+
+
+def is_free(path: Path) -> bool:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def until(holds: Callable[[], bool], *, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds()
+
+
+def test_ranks_end_with_the_launcher(tmp_path: Path) -> None:
+    """Started with SIGINT ignored, as a shell script starts what goes on in the background."""
+    launchers = {}
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        command = f"trap '' INT; exec {sys.executable} {__file__} {tmp_path / number.name}"
+        launchers[number] = subprocess.Popen(["bash", "-c", command])
+    try:
+        for number, launcher in launchers.items():
+            path = tmp_path / number.name
+            assert until(path.with_suffix(".held").exists, seconds=120)
+            assert not is_free(path)
+            launcher.send_signal(number)
+            code = launcher.wait(timeout=30)
+            assert code == (128 + number if number == signal.SIGTERM else -number)
+            assert until(lambda path=path: is_free(path), seconds=0 if code > 0 else 10)
+    finally:
+        for launcher in launchers.values():
+            launcher.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(launch(hold_lock, Path(sys.argv[1]), 1))
