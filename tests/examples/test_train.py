@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,17 +62,21 @@ def run(
     modules: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run the script on CPU ranks; `modules` is a folder whose modules shadow installed ones."""
-    paths = [str(REPO / "src")] if modules is None else [str(modules), str(REPO / "src")]
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, str(script), "--run-dir", str(run_dir), *f"{MICRO} {arguments}".split()],
-        env={**kept, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
+        env=environment(modules),
         capture_output=True,
         text=True,
         start_new_session=True,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def environment(modules: Path | None = None) -> dict[str, str]:
+    paths = [str(REPO / "src")] if modules is None else [str(modules), str(REPO / "src")]
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_in_forks(run_dir: Path, arguments: str, *, num_ranks: int = 2, code: int = 0) -> str:
@@ -120,9 +125,27 @@ def assert_same_run(run_dir: Path, straight: Path) -> None:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """One run that never stops, and what it prints."""
+    """One run that never stops, on two hosts, torchrun agents of this one; and what it prints."""
     run_dir = tmp_path_factory.mktemp("straight")
-    return run_dir, run(run_dir, f"--steps {STEPS}").stdout
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --local-addr 127.0.0.1"
+    agent = [sys.executable, "-m", "torch.distributed.run", *words.split()]
+    agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", str(SCRIPT), "--run-dir", str(run_dir)]
+    hosts = [
+        subprocess.Popen(
+            [*agent, *f"{MICRO} --steps {STEPS}".split()],
+            env=environment() | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    printed = [host.communicate(timeout=300)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], printed
+    return run_dir, max(printed, key=len)  # of rank 0's host
 
 
 @pytest.mark.slow
