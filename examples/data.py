@@ -95,6 +95,8 @@ def _generator(key: str) -> torch.Generator:
 
 def _read(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():  # a pipe gives its text once, to one rank
+            raise ValueError(f"--data ({path}) must be a plain file: write its text into one")
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"--data ({path}) must be a readable file: {error.strerror}") from None
@@ -108,7 +110,7 @@ def _join_texts(path: Path, content: bytes) -> bytes:
             continue
         try:
             texts.append(json.loads(line)["text"].encode())
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(
                 f'--data ({path}) line {number} must be a JSON object with a string "text"'
             ) from None

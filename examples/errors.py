@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from moecore.moe.dispatch.symmetric import ExchangeError
 
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
-RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError)
+RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError, OSError)
 RANK_0_PRINTS_S = 60
 
 
@@ -25,19 +29,28 @@ def print_error(error: Exception, code: int = 2) -> int:
 def print_rank_error(error: Exception, rank: int) -> int:
     """Print once what all ranks found, as they have the same arguments; return the exit code.
 
-    The first rank to end takes the others with it, so they leave rank 0 the time to print. What
-    only this rank found, it prints itself: at once if a file is missing here.
+    The first rank to end takes the others with it, so they leave rank 0 the time to print. An
+    OSError may be of one rank alone, such as a file that is missing on its host: it prints at once.
     """
     if rank > 0 and not isinstance(error, OSError):
         time.sleep(RANK_0_PRINTS_S)
     return print_error(error)
 
 
-def print_run_error(error: torch.OutOfMemoryError | ExchangeError, args: argparse.Namespace) -> int:
-    """Print in one line what ended a run on this rank and what helps; return the exit code."""
+def print_run_error(
+    error: torch.OutOfMemoryError | ExchangeError | OSError, args: argparse.Namespace
+) -> int:
+    """Print in one line what ended a run on this rank and what helps; return the exit code.
+
+    Every rank has the OSError of a failed save, and rank 0 those of its report: rank 0 prints.
+    """
     rank = int(os.environ["RANK"])
     if isinstance(error, ExchangeError):
         return print_error(exchange_advice(error, args, rank), code=1)
+    if isinstance(error, OSError):
+        if rank > 0:
+            time.sleep(RANK_0_PRINTS_S)
+        return print_error(disk_advice(error, args), code=1)
     return print_error(memory_advice(error, rank))
 
 
@@ -52,11 +65,39 @@ def memory_advice(error: torch.OutOfMemoryError, rank: int) -> RuntimeError:
 
 def exchange_advice(error: ExchangeError, args: argparse.Namespace, rank: int) -> RuntimeError:
     """Return the error as one line with what helps."""
-    again = "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
     if error.capacity_factor is None:
-        return RuntimeError(f"rank {rank}: {error}: {again}")
+        return RuntimeError(f"rank {rank}: {error}: {again(args)}")
     enough = math.ceil(100 * error.capacity_factor) / 100
     return RuntimeError(
         f"rank {rank}: --capacity-factor ({args.capacity_factor}) must be >= {enough} for its "
-        f"expert rows of one layer: {again} with --capacity-factor {enough} or more"
+        f"expert rows of one layer: {again(args)} with --capacity-factor {enough} or more"
     )
+
+
+def disk_advice(error: OSError, args: argparse.Namespace) -> RuntimeError:
+    """Return the error as one line with what helps."""
+    return RuntimeError(
+        f"--run-dir ({args.run_dir}) must be writable, with space for checkpoints: {error}: "
+        f"mend it and {again(args)}"
+    )
+
+
+def again(args: argparse.Namespace) -> str:
+    return "start again" + (" from the last checkpoint" if args.checkpoint_every else "")
+
+
+@contextmanager
+def printed_once() -> Iterator[None]:
+    """Print no error of a background thread: `Saver.check` and TensorBoard raise the same one."""
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger, hook = logging.getLogger("moecore.checkpoint"), threading.excepthook
+    logger.addFilter(is_no_error)
+    threading.excepthook = lambda e: None if issubclass(e.exc_type, OSError) else hook(e)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_error)
+        threading.excepthook = hook

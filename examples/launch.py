@@ -118,6 +118,20 @@ def _end_with_launcher() -> None:
     os._exit(1)
 
 
+def check_environment() -> None:
+    """Raise ValueError unless the environment is that of a rank, such as torchrun makes."""
+    for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0")):
+        value = os.environ.get(name, default)
+        if not value.isdecimal():
+            raise ValueError(
+                f"{name} ({value!r}) must be a whole number where the environment has RANK: start "
+                "with torchrun, or unset RANK"
+            )
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if int(rank) >= int(world_size):
+        raise ValueError(f"RANK ({rank}) must be < WORLD_SIZE ({world_size})")
+
+
 def leave(code: int) -> NoReturn:
     """End this rank without destructors: gloo's threads may outlive what they use and abort."""
     sys.stdout.flush()

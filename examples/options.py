@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
     add("--moment-dtype", default="float32", choices=("float32", "bfloat16"), help="of AdamW")
-    add("--seed", type=int, default=0, help="of weights and data")
+    add("--seed", type=count, default=0, help="of weights and data")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--prompt", type=some, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
@@ -73,16 +74,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def whole(text: str) -> int:
-    if count(text) < 1:
-        raise argparse.ArgumentTypeError(f"({text}) must be a whole number >= 1")
+def whole(text: str, least: int = 1) -> int:
+    # 18 digits fit into int64, which seeds and shapes are.
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
+        raise argparse.ArgumentTypeError(f"({text}) must be a whole number >= {least} and < 10^18")
     return int(text)
 
 
 def count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"({text}) must be a whole number >= 0")
-    return int(text)
+    return whole(text, least=0)
 
 
 def some(text: str) -> str:
@@ -127,6 +127,59 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
     if args.quantile or args.bias_per_micro_batch or args.bias_rate is not None:
         moe = _with_bias(moe, args)
     return replace(config, moe=moe)
+
+
+def compute_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+    return DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+
+
+def prompt_bytes(args: argparse.Namespace) -> bytes:
+    """Return what the sample continues, UTF-8 or not."""
+    return args.prompt.encode(errors="surrogateescape")
+
+
+def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
+    """Raise ValueError for what would fail after the training."""
+    prompt, length = prompt_bytes(args), config.max_seq_len
+    if args.sample_bytes and len(prompt) + args.sample_bytes > length:
+        raise ValueError(
+            f"--sample-bytes ({args.sample_bytes}) and the {len(prompt)} of --prompt must be "
+            f"<= max_seq_len ({length}) of --preset {args.preset} together"
+        )
+    if args.sample_bytes and max(prompt) >= config.vocab_size:
+        raise ValueError(
+            f"--prompt ({args.prompt!r}) must have bytes < vocab_size ({config.vocab_size}) of "
+            f"--preset {args.preset}"
+        )
+
+
+def check_memory(args: argparse.Namespace, config: DecoderConfig, device: torch.device) -> None:
+    """Raise ValueError for a step that cannot fit: a host would fill its memory for minutes."""
+    need, memory = least_bytes(args, config, device), memory_bytes(device)
+    if need > memory:
+        raise ValueError(
+            f"--batch-size ({args.batch_size}) x --seq-len ({args.seq_len}) x --grad-accum "
+            f"({args.grad_accum}) must fit into memory ({memory / 2**30:.0f} GiB), but a step "
+            f"needs more than {need / 2**30:.0f} GiB: lower --batch-size"
+        )
+
+
+def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.device) -> int:
+    """Return the memory that a step takes at least, however it is computed.
+
+    A step's tokens and labels are int64, and each layer keeps its input for backward.
+    """
+    tokens = args.batch_size * args.seq_len
+    rows = tokens // max(1, args.tp or 1)
+    kept = rows * config.num_layers * config.dim * compute_dtype(args, device).itemsize
+    return 2 * 8 * args.grad_accum * tokens + kept
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU, or of this host."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:

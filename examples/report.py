@@ -5,8 +5,10 @@ tqdm, TensorBoard and matplotlib are optional: what is missing is named once and
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
+import os
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,8 @@ from typing import Any
 
 from metrics import Metrics
 
+METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
+DRAWN = ("loss", "expert_load_max_over_mean")
 NAMES = {
     "tqdm": "tqdm",
     "torch.utils.tensorboard": "tensorboard",
@@ -25,33 +29,31 @@ class Report:
     """The record of one run, kept by rank 0.
 
     Args:
-        run_dir: where metrics.jsonl, tensorboard/ and curves.png go.
+        args: of the run; its directory is where metrics.jsonl, tensorboard/ and curves.png go.
         start: steps that the checkpoint has done; later lines of an earlier run are cut off.
-        steps: steps of the whole run.
     """
 
-    def __init__(self, run_dir: Path, *, start: int, steps: int) -> None:
+    def __init__(self, args: argparse.Namespace, *, start: int) -> None:
         modules = {name: _import(name) for name in NAMES}
         missing = [NAMES[name] for name, module in modules.items() if module is None]
         if missing:
             print(f"going on without {', '.join(missing)} (pip install {' '.join(missing)})")
-        self.path, self.steps = run_dir / "metrics.jsonl", steps
+        self.path, self.steps = args.run_dir / METRICS, args.steps
         cut_metrics(self.path, start)
-        self.file = self.path.open("a")
+        self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
         self.figure = modules["matplotlib.figure"]
-        if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
-            tqdm.tqdm.set_lock(threading.RLock())
-        self.bar = tqdm.tqdm(total=steps, initial=start, unit="step") if tqdm else None
         self.writer = None
         if tensorboard:
-            folder = str(run_dir / "tensorboard")
+            folder = str(args.run_dir / "tensorboard")
             self.writer = tensorboard.SummaryWriter(folder, purge_step=start + 1)
+        if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
+            tqdm.tqdm.set_lock(threading.RLock())
+        self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step") if tqdm else None
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Add one step. Its line is out of this process before a checkpoint of the step begins."""
-        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self.file.flush()
+        self.file.write(json.dumps({"step": step, **metrics}).encode() + b"\n")
         if self.writer:
             for name, value in metrics.items():
                 self.writer.add_scalar(name, value, step)
@@ -66,35 +68,75 @@ class Report:
         elif step % 20 == 0 or step == self.steps:
             print(f"step {step}", *(f"{k} {v}" for k, v in shown.items()), flush=True)
 
-    def close(self) -> None:
-        """Finish the files and draw the curves."""
-        self.file.close()
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Finish the files and draw the curves; after an error only the bar's line ends."""
         if self.bar is not None:
             self.bar.close()
+        if error is not None:
+            return
+        self.file.close()
         if self.writer:
             self.writer.close()
         if self.figure:
             draw_curves(self.figure, self.path)
 
 
+def make_run_dir(path: Path) -> None:
+    """Make the directory of a run.
+
+    Raises:
+        OSError: when that fails.
+        ValueError: when what is there in place of its parts is of another kind.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    for name in (METRICS, CURVES):
+        if os.path.lexists(path / name) and not (path / name).is_file():
+            raise ValueError(f"--run-dir ({path}) must have a plain file as {name}: move it away")
+    for name in (CHECKPOINTS, "tensorboard"):
+        if os.path.lexists(path / name) and not (path / name).is_dir():
+            raise ValueError(f"--run-dir ({path}) must have a directory as {name}: move it away")
+
+
 def cut_metrics(path: Path, step: int) -> None:
     """Drop the lines after `step`, so that a resumed run's file equals an uninterrupted one's."""
-    kept = [line for line in read_metrics(path) if line["step"] <= step]
-    text = "".join(json.dumps(line) + "\n" for line in kept)
+    lines, num_damaged = read_metrics(path)
+    if num_damaged:
+        print(f"{path}: dropped {num_damaged} damaged line(s)", flush=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(text)
+    draft.unlink(missing_ok=True)
+    with draft.open("x") as file:  # never through a link
+        file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
     draft.replace(path)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a metrics file; a kill can leave the last one half written."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a metrics file, and how many others are no metrics.
+
+    A kill can leave the last line half written, a power cut NUL bytes.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    found = [_parse(line) for line in content.removesuffix(b"\n").split(b"\n") if content]
+    lines = [line for line in found if line is not None]
+    return lines, len(found) - len(lines)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return a line's metrics; None = it has none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or type(found.get("step")) is not int:
+        return None
+    return found if all(isinstance(found.get(name), float) for name in DRAWN) else None
 
 
 def draw_curves(figure: ModuleType, metrics: Path) -> None:
     """Draw loss and expert load over the steps into curves.png beside the metrics."""
-    lines = read_metrics(metrics)
+    lines, _ = read_metrics(metrics)
     steps = [line["step"] for line in lines]
     canvas = figure.Figure(figsize=(8, 6), layout="constrained")
     upper, lower = canvas.subplots(2, 1, sharex=True)
@@ -103,7 +145,7 @@ def draw_curves(figure: ModuleType, metrics: Path) -> None:
     lower.plot(steps, [line["expert_load_max_over_mean"] for line in lines])
     lower.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
     lower.set(ylabel="expert load, max / mean\n(worst layer)", xlabel="step")
-    canvas.savefig(metrics.with_name("curves.png"), dpi=120)
+    canvas.savefig(metrics.with_name(CURVES), dpi=120)
 
 
 def _import(name: str) -> ModuleType | None:

@@ -1,8 +1,10 @@
-"""Train a Mixture-of-Experts decoder on real text: one command to checkpoints, a plot, a sample.
+r"""Train a Mixture-of-Experts decoder on real text: one command to checkpoints, a plot, a sample.
 
     python examples/train.py --run-dir runs/demo                CPU: 2 processes; else all GPUs
     python examples/train.py --run-dir runs/mine --data a.txt b.jsonl --preset tiny --steps 1000
     torchrun --nproc-per-node 8 examples/train.py --run-dir runs/eight --ep 4 --etp 2
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+        examples/train.py --run-dir SHARED/two              the same command on both hosts
 
 Eight GPUs of one host at full speed, a router that learns from scratch with even loads from the
 first step; docs/performance.md has what it reaches:
@@ -11,14 +13,15 @@ first step; docs/performance.md has what it reaches:
         --seq-len 4096 --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink \
         --capacity-factor 1.5 --quantile --bias-per-micro-batch
 
-Started again with the same arguments, a run goes on from its last whole checkpoint, bit for bit as
-if it had never stopped. The way of one step is `train_step`; how a model gets onto the ranks is
-`build_job`. The text is bytes: the Python standard library's own sources unless --data is given.
+Started again with the same arguments, a run continues from its last whole checkpoint, bit for bit
+as if it had never stopped. `train` is the loop, `make_step` one optimizer step, `build_job` puts
+the model onto the ranks. The text is bytes: the Python standard library's own sources unless
+--data is given.
 
-Note "a step ahead": a GPU is kept busy over the end of a step when the next one is launched
-already. So the host waits for nothing in a step, and reads a step's metrics when it has launched
-the one after it, or before a checkpoint. An overflow may be noticed a step later for that; it never
-gets into a checkpoint.
+Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
+So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
+after it, or before a checkpoint. An overflow may be noticed a step later for that; it never gets
+into a checkpoint.
 
 Legend: A micro-batches of a step, B sequences, T tokens of a sequence, N bytes of text.
 """
@@ -31,24 +34,36 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from data import BatchShape, random_batches, read_batches, read_corpus
-from errors import ARGUMENT_ERRORS, RUN_ERRORS, print_error, print_rank_error, print_run_error
-from launch import launch, leave
+from errors import (
+    ARGUMENT_ERRORS,
+    RUN_ERRORS,
+    print_error,
+    print_rank_error,
+    print_run_error,
+    printed_once,
+)
+from launch import check_environment, launch, leave
 from metrics import Launched, Moment, of_routing
 from options import (
     DEGREES,
     DTYPES,
+    check_arguments,
+    check_memory,
+    compute_dtype,
     model_config,
     nvlink_options,
     parallel_config,
     parse_arguments,
+    prompt_bytes,
 )
-from report import Report
+from report import CHECKPOINTS, Report, make_run_dir
 from torch import Tensor
 
 from moecore import (
@@ -62,34 +77,134 @@ from moecore import (
 )
 from moecore.checkpoint import Saver, latest, load
 from moecore.checkpoint.agree import on_first_rank
-from moecore.fsdp import start_micro_batch
+from moecore.fsdp import GradientNorm, start_micro_batch
 from moecore.graphs import GraphedForwardBackward
-from moecore.models import Decoder
+from moecore.models import Decoder, DecoderConfig
+from moecore.moe.state import MoEMetrics
 from moecore.optim import AdamW
 
 CPU_RANKS = 2
 KEPT_CHECKPOINTS = 2
 WARMUP_SHARE = 0.05  # of the schedule's steps
 LAST_LR_SHARE = 0.1  # of the peak
+Step = Callable[[Tensor, Tensor], tuple[Tensor, GradientNorm, MoEMetrics]]
 
 
-def main() -> int:
-    """Start the ranks, or be one of them under torchrun."""
-    args = parse_arguments()
-    if "RANK" in os.environ:
-        leave(run_rank(args))
-    gpus = torch.cuda.device_count()
-    world_size = args.ranks or gpus or CPU_RANKS
-    try:  # what needs no rank is said before any starts
-        if gpus and world_size > gpus:
-            raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
-        config = model_config(args)
-        parallel_config(args, config, world_size).resolve(world_size)
-        read_corpus(args.data, seq_len=args.seq_len)
-        args.run_dir.mkdir(parents=True, exist_ok=True)
-    except ARGUMENT_ERRORS as error:
-        return print_error(error)
-    return launch(run_rank, args, world_size)
+def train(job: Job) -> None:
+    """Train to the last step, with metrics and checkpoints on the way."""
+    args = job.args
+    root, config = checkpoint_dir(args), job.model.config
+    running: deque[Launched] = deque()
+    with (
+        Report(args, start=job.start) if dist.get_rank() == 0 else nullcontext() as report,
+        Saver(root, job.model, job.optimizer, keep=KEPT_CHECKPOINTS, config=config) as saver,
+    ):
+        for step in range(job.start + 1, args.steps + 1):
+            try:
+                running.append(train_step(job, step))
+            except RUN_ERRORS:
+                log(job, running, report)
+                raise
+            saved, last = is_saved(step, args), step == args.steps
+            log(job, running, report, keep=0 if saved or last else 1)
+            saver.check()  # a save that failed in the background ends the run here
+            if saved:
+                moe_state(job.model).check()  # no checkpoint of a step whose tokens got lost
+                saver.save(step, {"step": step, "seed": args.seed}, wait=False)
+        moe_state(job.model).check()  # the last step's
+
+
+def train_step(job: Job, step: int) -> Launched:
+    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
+    began, lr = Moment(job.device), lr_at(step, job.args)
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
+    tokens_ABT, labels_ABT = (
+        to_device(torch.stack(part), job.device)
+        for part in zip(*batches_of(job, step), strict=True)
+    )
+    total, norm, routed = job.step(tokens_ABT, labels_ABT)
+    dist.all_reduce(total)  # tp ranks hold equal losses, so the mean over ranks is that over data
+    loss = total / dist.get_world_size()
+    return Launched(
+        step=step,
+        lr=lr,
+        values_4=torch.stack([loss.double(), *of_routing(routed, job.meshes.parallel.ep)]),
+        norm=norm,
+        began=began,
+        ended=Moment(job.device),
+        reader=job.reader,
+    )
+
+
+def make_step(model: Decoder, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> Step:
+    """Return one optimizer step of [A, B, T] tokens and labels: mean loss, norm, what it routed."""
+    moe_state(model).set_num_micro_batches(args.grad_accum)
+
+    def forward_backward(tokens_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
+        total = torch.zeros((), device=tokens_ABT.device)
+        for n, (tokens_BT, labels_BT) in enumerate(zip(tokens_ABT, labels_ABT, strict=True), 1):
+            if args.reduce_once:
+                start_micro_batch(model, is_last=n == args.grad_accum)
+            loss = model(tokens_BT, labels_BT) / args.grad_accum
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    if args.cuda_graph:
+        forward_backward = GraphedForwardBackward(forward_backward, model)
+
+    def step(tokens_ABT: Tensor, labels_ABT: Tensor) -> tuple[Tensor, GradientNorm, MoEMetrics]:
+        total = forward_backward(tokens_ABT, labels_ABT)
+        norm = clip_grad_norm_(model, 1.0, optimizer=optimizer)  # a nan skips the step everywhere
+        optimizer.step()
+        optimizer.zero_grad()
+        routed = moe_state(model).finish_step(skipped=norm.skipped)  # moves the expert biases
+        return total, norm, routed
+
+    return step
+
+
+def batches_of(job: Job, step: int) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's micro-batches of a step."""
+    where = {"seed": job.args.seed, "step": step, "data_rank": job.meshes.data_rank}
+    if job.args.tokens == "random":
+        return random_batches(job.model.config.vocab_size, job.shape, **where)
+    return read_batches(job.corpus_N, job.shape, **where)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a copy that nothing waits for; from memory that is not pinned the host would wait."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+def lr_at(step: int, args: argparse.Namespace) -> float:
+    """Return the learning rate of a step >= 1: linear warm-up, then cosine to a tenth."""
+    steps = args.schedule_steps or args.steps
+    warmup = max(1, round(WARMUP_SHARE * steps))
+    if step <= warmup:
+        return args.lr * step / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return args.lr * (LAST_LR_SHARE + (1 - LAST_LR_SHARE) * cosine)
+
+
+def is_saved(step: int, args: argparse.Namespace) -> bool:
+    """Whether a checkpoint follows this step: every so many, and the last one."""
+    every = args.checkpoint_every
+    return every > 0 and (step % every == 0 or step == args.steps)
+
+
+def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
+    """Wait for all but the newest `keep` steps and report them. Every rank waits."""
+    while len(running) > keep:
+        done = running.popleft()
+        metrics = done.metrics()
+        metrics["tokens_per_second"] = job.shape.tokens / done.began.seconds_until(done.ended)
+        if report:
+            report.log(done.step, metrics)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +212,7 @@ class Job:
     """One rank's part of a run that is ready to train.
 
     Attributes:
-        forward_backward: see `make_forward_backward`.
+        step: see `make_step`.
         start: steps that the loaded checkpoint has done; 0 = none was there.
         corpus_N: uint8 bytes.
         reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
@@ -108,7 +223,7 @@ class Job:
     meshes: Meshes
     device: torch.device
     model: Decoder
-    forward_backward: Callable[[Tensor, Tensor], Tensor]
+    step: Step
     optimizer: torch.optim.Optimizer
     corpus_N: Tensor
     shape: BatchShape
@@ -116,8 +231,119 @@ class Job:
     reader: torch.cuda.Stream | None
 
 
+def build_job(args: argparse.Namespace) -> Job:
+    """Put the model on the ranks and load the last checkpoint, if there is one."""
+    config = model_config(args)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if args.ranks not in (None, world_size):
+        raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
+    check_arguments(args, config)
+    make_run_dir(args.run_dir)
+    corpus_N = read_corpus(args.data, seq_len=args.seq_len)
+    meshes = build_meshes(parallel_config(args, config, world_size))
+    device = torch.device(meshes.device_type)
+    check_memory(args, config, device)
+    model = build_model(args, config, meshes)
+    torch.manual_seed(args.seed)
+    optimizer = AdamW(
+        model.parameters(),
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        moment_dtype=DTYPES[args.moment_dtype],
+    )
+    shape = BatchShape(
+        data_ranks=meshes.data_ranks,
+        grad_accum=args.grad_accum,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+    )
+    return Job(
+        args=args,
+        meshes=meshes,
+        device=device,
+        model=model,
+        step=make_step(model, optimizer, args),
+        optimizer=optimizer,
+        corpus_N=corpus_N,
+        shape=shape,
+        start=resume(args, model, optimizer),
+        reader=torch.cuda.Stream() if device.type == "cuda" else None,
+    )
+
+
+def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes) -> Decoder:
+    """Return this rank's shards of the model: the same weights on every layout."""
+    device = torch.device(meshes.device_type)
+    model = Decoder(config, device="meta")
+    parallelize_moe(
+        model,
+        meshes,
+        dispatcher=args.dispatcher,
+        nvlink=nvlink_options(args),
+        experts=args.experts,
+        recompute_fc1=args.recompute_fc1,
+        compile=args.compile,
+        fsdp=FSDPOptions(
+            param_dtype=compute_dtype(args, device),
+            reshard_after_forward=not args.gather_once,
+            blocks_per_unit=args.blocks_per_unit,
+            reshard_experts=not args.keep_experts,
+        ),
+    )
+    model.to_empty(device=device)
+    model.init_weights(args.seed)
+    return model
+
+
+def resume(args: argparse.Namespace, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest checkpoint of the run and return how many steps it has done."""
+    # On one rank: a slow file system may show another one, or none, to another rank.
+    newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
+    if newest is None:
+        return 0
+    extra = load(newest, model, optimizer)
+    if not {"step", "seed"} <= extra.keys():
+        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
+    if extra["seed"] != args.seed:
+        raise ValueError(
+            f"--seed ({args.seed}) must be {extra['seed']} as in {newest}, because the data "
+            "position depends on it: use that seed or another --run-dir"
+        )
+    return extra["step"]
+
+
+def checkpoint_dir(args: argparse.Namespace) -> Path:
+    return args.run_dir / CHECKPOINTS
+
+
+def main() -> int:
+    """Start the ranks, or be one of them under torchrun."""
+    args = parse_arguments()
+    if "RANK" in os.environ:
+        leave(run_rank(args))
+    gpus = torch.cuda.device_count()
+    world_size = args.ranks or gpus or CPU_RANKS
+    try:  # what needs no rank is checked before any starts
+        if gpus and world_size > gpus:
+            raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
+        config = model_config(args)
+        parallel_config(args, config, world_size).resolve(world_size)
+        check_arguments(args, config)
+        if not gpus:
+            check_memory(args, config, torch.device("cpu"))
+        make_run_dir(args.run_dir)
+        read_corpus(args.data, seq_len=args.seq_len)
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
+    return launch(run_rank, args, world_size)
+
+
 def run_rank(args: argparse.Namespace) -> int:
     """Build, train, save, plot and sample on this rank."""
+    try:
+        check_environment()
+    except ARGUMENT_ERRORS as error:
+        return print_error(error)
     rank = int(os.environ["RANK"])
     try:
         job = build_job(args)
@@ -127,7 +353,8 @@ def run_rank(args: argparse.Namespace) -> int:
         print(describe(job), flush=True)
     try:
         if job.start < args.steps:
-            train(job)
+            with printed_once():
+                train(job)
         text = sample(job) if args.sample_bytes else ""
     except RUN_ERRORS as error:
         return print_run_error(error, args)
@@ -152,207 +379,14 @@ def describe(job: Job) -> str:
 
 
 def dispatcher_of(model: Decoder) -> str:
-    """Return how tokens travel: "auto" has chosen by now, and options of another are not used."""
+    """Return the dispatcher in use: "auto" has chosen by now."""
     used = {type(m.dispatcher).__name__ for m in model.modules() if isinstance(m, MoELayer)}
     return "".join(used).removesuffix("Dispatcher").lower() or "dense"
 
 
-def build_job(args: argparse.Namespace) -> Job:
-    """Put the model on the ranks and load the last checkpoint, if there is one."""
-    config = model_config(args)
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.ranks not in (None, world_size):
-        raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
-    corpus_N = read_corpus(args.data, seq_len=args.seq_len)
-    meshes = build_meshes(parallel_config(args, config, world_size))
-    device = torch.device(meshes.device_type)
-    dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-
-    model = Decoder(config, device="meta")
-    parallelize_moe(
-        model,
-        meshes,
-        dispatcher=args.dispatcher,
-        nvlink=nvlink_options(args),
-        experts=args.experts,
-        recompute_fc1=args.recompute_fc1,
-        compile=args.compile,
-        fsdp=FSDPOptions(
-            param_dtype=DTYPES[dtype],
-            reshard_after_forward=not args.gather_once,
-            blocks_per_unit=args.blocks_per_unit,
-            reshard_experts=not args.keep_experts,
-        ),
-    )
-    model.to_empty(device=device)
-    model.init_weights(args.seed)  # the same weights on every layout
-    moe_state(model).set_num_micro_batches(args.grad_accum)
-    torch.manual_seed(args.seed)
-    optimizer = AdamW(
-        model.parameters(),
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        moment_dtype=DTYPES[args.moment_dtype],
-    )
-    shape = BatchShape(
-        data_ranks=meshes.data_ranks,
-        grad_accum=args.grad_accum,
-        batch_size=args.batch_size,
-        seq_len=args.seq_len,
-    )
-    args.run_dir.mkdir(parents=True, exist_ok=True)
-    return Job(
-        args=args,
-        meshes=meshes,
-        device=device,
-        model=model,
-        forward_backward=make_forward_backward(model, args),
-        optimizer=optimizer,
-        corpus_N=corpus_N,
-        shape=shape,
-        start=resume(args, model, optimizer),
-        reader=torch.cuda.Stream() if device.type == "cuda" else None,
-    )
-
-
-def make_forward_backward(
-    model: Decoder, args: argparse.Namespace
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what runs a step's micro-batches, [A, B, T] tokens and labels: their mean loss."""
-
-    def forward_backward(tokens_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
-        total = torch.zeros((), device=tokens_ABT.device)
-        for n, (tokens_BT, labels_BT) in enumerate(zip(tokens_ABT, labels_ABT, strict=True), 1):
-            if args.reduce_once:
-                start_micro_batch(model, is_last=n == args.grad_accum)
-            loss = model(tokens_BT, labels_BT) / args.grad_accum
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    if not args.cuda_graph:
-        return forward_backward
-    return GraphedForwardBackward(forward_backward, model)
-
-
-def resume(args: argparse.Namespace, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint of the run and return how many steps it has done."""
-    # On one rank: a slow file system may show another one, or none, to another rank.
-    newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
-    if newest is None:
-        return 0
-    extra = load(newest, model, optimizer)
-    if extra["seed"] != args.seed:
-        raise ValueError(
-            f"--seed ({args.seed}) must be {extra['seed']} as in {newest}, because the data "
-            "position depends on it: use that seed or another --run-dir"
-        )
-    return extra["step"]
-
-
-def checkpoint_dir(args: argparse.Namespace) -> Path:
-    return args.run_dir / "checkpoints"
-
-
-def train(job: Job) -> None:
-    """Train to the last step, with metrics and checkpoints on the way."""
-    args = job.args
-    is_first = dist.get_rank() == 0
-    report = Report(args.run_dir, start=job.start, steps=args.steps) if is_first else None
-    root, config = checkpoint_dir(args), job.model.config
-    running: deque[Launched] = deque()
-    with Saver(root, job.model, job.optimizer, keep=KEPT_CHECKPOINTS, config=config) as saver:
-        for step in range(job.start + 1, args.steps + 1):
-            try:
-                running.append(train_step(job, step))
-            except RUN_ERRORS:
-                log(job, running, report)
-                raise
-            saved, last = is_saved(step, args), step == args.steps
-            log(job, running, report, keep=0 if saved or last else 1)
-            saver.check()  # a save that failed in the background ends the run here
-            if saved:
-                moe_state(job.model).check()  # no checkpoint of a step whose tokens got lost
-                saver.save(step, {"step": step, "seed": args.seed}, wait=False)
-        moe_state(job.model).check()  # the last step's
-    if report:
-        report.close()
-
-
-def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
-    """Wait for all but the newest `keep` steps and report them. Every rank waits."""
-    while len(running) > keep:
-        done = running.popleft()
-        metrics = done.metrics()
-        metrics["tokens_per_second"] = job.shape.tokens / done.began.seconds_until(done.ended)
-        if report:
-            report.log(done.step, metrics)
-
-
-def is_saved(step: int, args: argparse.Namespace) -> bool:
-    """Whether a checkpoint follows this step: every so many, and the last one."""
-    every = args.checkpoint_every
-    return every > 0 and (step % every == 0 or step == args.steps)
-
-
-def train_step(job: Job, step: int) -> Launched:
-    """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
-    args, model, began = job.args, job.model, Moment(job.device)
-    lr = lr_at(step, args)
-    for group in job.optimizer.param_groups:
-        group["lr"] = lr
-    tokens_ABT, labels_ABT = (
-        torch.stack(part) for part in zip(*batches_of(job, step), strict=True)
-    )
-    total = job.forward_backward(
-        to_device(tokens_ABT, job.device), to_device(labels_ABT, job.device)
-    )
-    norm = clip_grad_norm_(model, 1.0, optimizer=job.optimizer)  # a nan skips the step everywhere
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-    routed = moe_state(model).finish_step(skipped=norm.skipped)  # moves the expert biases
-    dist.all_reduce(total)  # tp ranks hold equal losses, so the mean over ranks is that over data
-    loss = total / dist.get_world_size()
-    return Launched(
-        step=step,
-        lr=lr,
-        values_4=torch.stack([loss.double(), *of_routing(routed, job.meshes.parallel.ep)]),
-        norm=norm,
-        began=began,
-        ended=Moment(job.device),
-        reader=job.reader,
-    )
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy that nothing waits for; from memory that is not pinned the host would wait."""
-    if device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
-
-
-def batches_of(job: Job, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's micro-batches of a step."""
-    where = {"seed": job.args.seed, "step": step, "data_rank": job.meshes.data_rank}
-    if job.args.tokens == "random":
-        return random_batches(job.model.config.vocab_size, job.shape, **where)
-    return read_batches(job.corpus_N, job.shape, **where)
-
-
-def lr_at(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of a step >= 1: linear warm-up, then cosine to a tenth."""
-    steps = args.schedule_steps or args.steps
-    warmup = max(1, round(WARMUP_SHARE * steps))
-    if step <= warmup:
-        return args.lr * step / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return args.lr * (LAST_LR_SHARE + (1 - LAST_LR_SHARE) * cosine)
-
-
 def sample(job: Job) -> str:
     """Return the prompt and what the model makes of it. Every rank draws the same bytes."""
-    prompt_BT = torch.tensor([list(job.args.prompt.encode())], device=job.device)
+    prompt_BT = torch.tensor([list(prompt_bytes(job.args))], device=job.device)
     generator = torch.Generator(job.device).manual_seed(job.args.seed)
     num_bytes = job.args.sample_bytes
     out_BT = job.model.generate(prompt_BT, num_bytes, temperature=0.8, generator=generator)

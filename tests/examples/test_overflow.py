@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,18 +39,6 @@ def test_one_rank_overflows_and_both_end(tmp_path: Path) -> None:
     errors = [text for text in done.stderr.splitlines() if "error" in text]
     assert len(errors) == 1 and re.fullmatch(rf".*train.py: error: {line}", errors[0]), done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture
-def train(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script, whose rank is this process alone."""
-    import train
-
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
-    yield train
 
 
 def arguments(run_dir: Path) -> list[str]:

@@ -35,6 +35,7 @@ MICRO = (
     " --sample-bytes 8"
 )
 TIMINGS = ("tokens_per_second",)
+DAMAGE = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # in 7 lines
 KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
 KILLING_BAR = f"""
 import os, pathlib, signal, time
@@ -187,9 +188,11 @@ def test_killed_run_goes_on_as_if_nothing_happened(
     (modules / "tqdm.py").write_text(KILLING_BAR)
     shorter = f"--steps {STEPS - 1} --schedule-steps {STEPS}"
     run(run_dir, shorter, modules=modules, code=-signal.SIGKILL)
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "lo')  # a line cut short
-    assert "from step 4" in run_in_forks(run_dir, f"--steps {STEPS}")
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(DAMAGE)
+    resumed = run_in_forks(run_dir, f"--steps {STEPS}")
+    assert "from step 4" in resumed
+    assert f"{run_dir}/metrics.jsonl: dropped 7 damaged line(s)" in resumed
     assert_same_run(run_dir, straight[0])
 
 
@@ -247,6 +250,13 @@ ERRORS = {
     "--tp 0": "ParallelConfig.tp (0) must be a whole number >= 1",
     "--run-dir /dev/null/run": "Not a directory: '/dev/null/run'",
     "--prompt=": "argument --prompt: must not be empty",
+    "--seed -1": "argument --seed: (-1) must be a whole number >= 0",
+    "--seed 18446744073709551616": "argument --seed: (18446744073709551616) must be a whole",
+    "--batch-size 1000000000": "--batch-size (1000000000) x --seq-len (32) x --grad-accum (2) must",
+    "--grad-accum 1000000000000": "x --grad-accum (1000000000000) must fit into memory",
+    "--sample-bytes 509": "(509) and the 4 of --prompt must be <= max_seq_len (512)",
+    "--preset tiny-qwen3 --tokens random --prompt \udcff": "must have bytes < vocab_size (128)",
+    "--data /dev/zero": "--data (/dev/zero) must be a plain file",
     "--data missing.txt": "--data (missing.txt) must be a readable file: No such file",
 }
 RANK_ERRORS = {
@@ -330,7 +340,9 @@ def test_too_little_memory_gives_advice(script: ModuleType) -> None:
     assert advice.startswith("rank 3: CUDA out of memory: lower --batch-size")
 
 
-@pytest.mark.parametrize("line", ["not json", '{"title": "x"}', '{"text": 3}', '["text"]'])
+@pytest.mark.parametrize(
+    "line", ["not json", '{"title": "x"}', '{"text": 3}', '["text"]', "[" * 100_000]
+)
 def test_wrong_jsonl_names_the_line(
     line: str,
     script: ModuleType,

@@ -1,0 +1,98 @@
+"""A run directory, an environment and a disk that examples/train.py cannot use are one line."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ARGUMENTS = "--preset tiny-qwen3 --tokens random --layers 2 --batch-size 1 --seq-len 16 --steps 2"
+
+
+def run(train: ModuleType, run_dir: Path, arguments: str) -> int:
+    words = f"{ARGUMENTS} --sample-bytes 0 --checkpoint-every 1 {arguments}"
+    return train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(run_dir)]))
+
+
+def test_a_draft_is_not_written_through_a_link(train: ModuleType, tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "metrics.jsonl"
+    precious.write_text("mine")
+    (tmp_path / "metrics.tmp").symlink_to(precious)
+    path.write_text('{"step": 1, "loss": 2.0, "expert_load_max_over_mean": 1.0}\n')
+    import report
+
+    report.cut_metrics(path, 1)
+    assert precious.read_text() == "mine" and not path.is_symlink()
+    assert [line["step"] for line in report.read_metrics(path)[0]] == [1]
+
+
+KINDS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a directory": ("metrics.jsonl", Path.mkdir),
+    "a pipe": ("metrics.jsonl", os.mkfifo),
+    "a link to nothing": ("metrics.jsonl", lambda path: path.symlink_to("nothing")),
+    "a file": ("checkpoints", Path.touch),
+    "a folder": ("curves.png", Path.mkdir),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_the_wrong_kind_are_refused(
+    kind: str, train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, make = KINDS[kind]
+    make(tmp_path / name)
+    assert run(train, tmp_path, "") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"train.py: error: --run-dir ({tmp_path}) must have a ")
+    assert error.endswith(f" as {name}: move it away\n") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"RANK": "x"}, {"WORLD_SIZE": None}, {"RANK": "1"}, {"LOCAL_RANK": "-1"}], ids=str
+)
+def test_a_wrong_environment_is_one_line(
+    wrong: dict[str, str | None],
+    train: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ((name, value),) = wrong.items()
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    assert run(train, tmp_path, "") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"train.py: error: {name} (") and error.count("\n") == 1
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """Limits how far a file of this process may grow: EFBIG in place of ENOSPC."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 300, 20_000])
+def test_a_full_disk_is_one_line(
+    size: int,
+    train: ModuleType,
+    tmp_path: Path,
+    full_disk: Callable[[int], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No event of TensorBoard fits, no line of metrics, or no shard of a checkpoint."""
+    full_disk(size)
+    code = run(train, tmp_path, "")
+    full_disk(-1)
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line and "step/s" not in line]
+    assert code == 1 and len(lines) == 1, error
+    assert lines[0].startswith(f"train.py: error: --run-dir ({tmp_path}) must be writable, with")
+    assert "File too large" in lines[0] and lines[0].endswith("again from the last checkpoint")
