@@ -1,10 +1,11 @@
-"""What a step measured: loss, expert loads, learning rate and time.
+"""What a step measured: loss, expert loads, learning rate, time, and the share of peak FLOPs.
 
 Legend: L MoE layers, E experts, P expert-parallel ranks.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,14 @@ from moecore.fsdp import GradientNorm
 from moecore.moe.state import MoEMetrics
 
 Metrics = dict[str, float]
+# Dense bf16 products, from NVIDIA's data sheets; the first name that fits counts.
+PEAK_TFLOPS = {
+    r"MIG": None,  # a part of a GPU
+    r"H[12]00 NVL": 835.0,
+    r"H100 PCIe": 756.0,
+    r"H[12]00": 989.0,
+    r"A100": 312.0,
+}
 
 
 class Moment:
@@ -50,16 +59,18 @@ class Launched:
 
     Attributes:
         step: its number.
-        values_4: fp64 on the device: the loss, and what `of_routing` returns.
+        layers: names of the MoE layers.
+        values: fp64 on the device: the loss, then what `of_routing` returns.
         norm: before clipping.
-        reader: of the job.
+        reader: the stream that the host reads on, see `Job`.
     """
 
     step: int
     began: Moment
     ended: Moment
     lr: float
-    values_4: Tensor
+    layers: list[str]
+    values: Tensor
     norm: GradientNorm
     reader: torch.cuda.Stream | None
 
@@ -67,26 +78,36 @@ class Launched:
         """Wait for the step, and for none after it; return its metrics, the same on every rank."""
         self.ended.wait()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
-            loss, load, rank_load, aux_loss = self.values_4.tolist()
+            loss, rank_load, aux_loss, *loads = self.values.tolist()
             norm = self.norm.total
         return {
             "loss": loss,
-            "expert_load_max_over_mean": load,
+            "expert_load_max_over_mean": max(loads),
             "rank_load_max_over_mean": rank_load,
             "grad_norm": norm,
             "lr": self.lr,
             "aux_loss": aux_loss,
+            **{f"expert_load/{name}": n for name, n in zip(self.layers, loads, strict=True)},
         }
 
 
-def of_routing(routed: MoEMetrics, ep: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two loads and the sum of all auxiliary losses; fp64.
+def of_routing(routed: MoEMetrics, ep: int) -> Tensor:
+    """Return the load of ranks, the sum of all auxiliary losses, and each layer's load; fp64 [2+L].
 
-    The worst layer's busiest expert over the mean, which tells of balance, and the busiest ep rank
-    over the mean as layers have it on average, which tells of time.
+    A layer's load is that of its busiest expert over the mean: it measures balance. The load of
+    ranks is that of the busiest ep rank over the mean, averaged over layers: it measures time.
     """
     counts_LE = torch.stack(list(routed.tokens_per_expert.values())).double()
     ranks_LP = counts_LE.unflatten(1, (ep, -1)).sum(2)
     experts_L, ranks_L = (n.amax(1) / n.mean(1).clamp(min=1e-9) for n in (counts_LE, ranks_LP))
-    aux_losses = torch.stack(list(routed.aux_losses.values()))
-    return experts_L.max(), ranks_L.mean(), aux_losses.sum().double()
+    aux_losses = torch.stack(list(routed.aux_losses.values())).sum().double()
+    return torch.cat([torch.stack([ranks_L.mean(), aux_losses]), experts_L])
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the dense TFLOP/s of a device by its name; None = not known."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = (peak for model, peak in PEAK_TFLOPS.items() if re.search(rf"\b{model}\b", name))
+    return next(found, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -67,6 +68,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--prompt", type=some, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
+    add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
+    add(
+        "--peak-tflops",
+        type=positive,
+        help="of one device, for MFU (None = of an H100, H200 or A100 in bfloat16, else no MFU)",
+    )
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     for degree in DEGREES:
         flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
@@ -151,6 +158,8 @@ def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
             f"--prompt ({args.prompt!r}) must have bytes < vocab_size ({config.vocab_size}) of "
             f"--preset {args.preset}"
         )
+    if args.wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError(f"--wandb ({args.wandb}) must have wandb installed: pip install wandb")
 
 
 def check_memory(args: argparse.Namespace, config: DecoderConfig, device: torch.device) -> None:

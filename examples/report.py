@@ -1,6 +1,7 @@
-"""What a run shows and leaves behind: a bar, metrics.jsonl, TensorBoard and curves.png.
+"""What a run shows and leaves behind: a bar, metrics.jsonl, TensorBoard, W&B and curves.png.
 
-tqdm, TensorBoard and matplotlib are optional: what is missing is named once and left out.
+tqdm, TensorBoard and matplotlib are optional: what is missing is named once and left out. W&B is
+for who asks for it.
 """
 
 from __future__ import annotations
@@ -43,10 +44,15 @@ class Report:
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
         self.figure = modules["matplotlib.figure"]
-        self.writer = None
+        self.writer = self.wandb = None
         if tensorboard:
             folder = str(args.run_dir / "tensorboard")
             self.writer = tensorboard.SummaryWriter(folder, purge_step=start + 1)
+        if args.wandb:
+            config = json.loads(json.dumps(vars(args), default=str))
+            self.wandb = importlib.import_module("wandb").init(
+                project=args.wandb, name=args.run_dir.name, dir=args.run_dir, config=config
+            )
         if tqdm:  # its default lock is a semaphore between processes, which a rank would leave
             tqdm.tqdm.set_lock(threading.RLock())
         self.bar = tqdm.tqdm(total=self.steps, initial=start, unit="step") if tqdm else None
@@ -57,11 +63,15 @@ class Report:
         if self.writer:
             for name, value in metrics.items():
                 self.writer.add_scalar(name, value, step)
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
         shown = {
             "loss": f"{metrics['loss']:.3f}",
             "tok/s": f"{metrics['tokens_per_second']:.0f}",
             "load": f"{metrics['expert_load_max_over_mean']:.2f}",
         }
+        if "mfu" in metrics:
+            shown["mfu"] = f"{metrics['mfu']:.1%}"
         if self.bar is not None:
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
@@ -80,6 +90,8 @@ class Report:
         self.file.close()
         if self.writer:
             self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
         if self.figure:
             draw_curves(self.figure, self.path)
 

@@ -18,6 +18,12 @@ as if it had never stopped. `train` is the loop, `make_step` one optimizer step,
 the model onto the ranks. The text is bytes: the Python standard library's own sources unless
 --data is given.
 
+Each step's metrics go into metrics.jsonl, into TensorBoard where it is installed, and with
+--wandb PROJECT into Weights & Biases: loss, gradient norm, tokens/s; `expert_load/<layer>`, the
+busiest expert's tokens over the mean of the layer; and `mfu`, the share of the devices' dense peak
+that forward and backward use (6 FLOPs per active parameter, and attention), where the peak is
+known: see --peak-tflops.
+
 Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
 So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
 after it, or before a checkpoint. An overflow may be noticed a step later for that; it never gets
@@ -50,7 +56,7 @@ from errors import (
     printed_once,
 )
 from launch import check_environment, launch, leave
-from metrics import Launched, Moment, of_routing
+from metrics import Launched, Moment, of_routing, peak_tflops
 from options import (
     DEGREES,
     DTYPES,
@@ -79,7 +85,7 @@ from moecore.checkpoint import Saver, latest, load
 from moecore.checkpoint.agree import on_first_rank
 from moecore.fsdp import GradientNorm, start_micro_batch
 from moecore.graphs import GraphedForwardBackward
-from moecore.models import Decoder, DecoderConfig
+from moecore.models import Decoder, DecoderConfig, flops_per_token
 from moecore.moe.state import MoEMetrics
 from moecore.optim import AdamW
 
@@ -129,7 +135,8 @@ def train_step(job: Job, step: int) -> Launched:
     return Launched(
         step=step,
         lr=lr,
-        values_4=torch.stack([loss.double(), *of_routing(routed, job.meshes.parallel.ep)]),
+        layers=list(routed.tokens_per_expert),
+        values=torch.cat([loss.double()[None], of_routing(routed, job.meshes.parallel.ep)]),
         norm=norm,
         began=began,
         ended=Moment(job.device),
@@ -202,7 +209,11 @@ def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int 
     while len(running) > keep:
         done = running.popleft()
         metrics = done.metrics()
-        metrics["tokens_per_second"] = job.shape.tokens / done.began.seconds_until(done.ended)
+        rate = job.shape.tokens / done.began.seconds_until(done.ended)
+        metrics["tokens_per_second"] = rate
+        if job.peak_tflops:
+            flops = flops_per_token(job.model.config, job.shape.seq_len)
+            metrics["mfu"] = rate * flops / (dist.get_world_size() * job.peak_tflops * 1e12)
         if report:
             report.log(done.step, metrics)
 
@@ -217,6 +228,7 @@ class Job:
         corpus_N: uint8 bytes.
         reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
             that has been launched. None on other devices.
+        peak_tflops: of one device; None = no MFU.
     """
 
     args: argparse.Namespace
@@ -229,6 +241,7 @@ class Job:
     shape: BatchShape
     start: int
     reader: torch.cuda.Stream | None
+    peak_tflops: float | None
 
 
 def build_job(args: argparse.Namespace) -> Job:
@@ -268,6 +281,7 @@ def build_job(args: argparse.Namespace) -> Job:
         shape=shape,
         start=resume(args, model, optimizer),
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
+        peak_tflops=args.peak_tflops or peak_tflops(device, compute_dtype(args, device)),
     )
 
 

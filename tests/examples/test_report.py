@@ -1,21 +1,92 @@
-"""A run directory, an environment and a disk that examples/train.py cannot use are one line."""
+"""What a run of examples/train.py measures and where it goes; a run directory that is damaged."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ARGUMENTS = "--preset tiny-qwen3 --tokens random --layers 2 --batch-size 1 --seq-len 16 --steps 2"
+WANDB = """
+calls = []
+
+class Run:
+    def log(self, metrics, step): calls.append((step, metrics))
+    def finish(self): calls.append("finish")
+
+def init(**options):
+    calls.append(options)
+    return Run()
+"""
 
 
 def run(train: ModuleType, run_dir: Path, arguments: str) -> int:
     words = f"{ARGUMENTS} --sample-bytes 0 --checkpoint-every 1 {arguments}"
     return train.run_rank(train.parse_arguments([*words.split(), "--run-dir", str(run_dir)]))
+
+
+def test_loads_of_layers_and_mfu_reach_every_log(
+    train: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run_dir = tmp_path / "run"
+    assert run(train, run_dir, "--wandb mine --peak-tflops 2") == 0
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    config = train.model_config(train.parse_arguments(ARGUMENTS.split()))
+    flops = train.flops_per_token(config, 16)
+    for line in lines:
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 2e12)
+        loads = [line[f"expert_load/model.layers.{n}.mlp"] for n in range(2)]
+        assert max(loads) == line["expert_load_max_over_mean"] and min(loads) >= 1
+    start, *logged, end = sys.modules["wandb"].calls
+    assert start["project"] == "mine" and start["config"]["preset"] == "tiny-qwen3"
+    assert [{"step": step, **metrics} for step, metrics in logged] == lines and end == "finish"
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = events.EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert set(found.Tags()["scalars"]) == lines[0].keys() - {"step"}
+
+
+def test_wandb_that_is_not_installed_is_refused(
+    train: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(train, tmp_path, "--wandb mine") == 2
+    assert "error: --wandb (mine) must have wandb installed: pip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 80GB HBM3", torch.float32, None),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA RTX A1000", torch.bfloat16, None),
+    ],
+)
+def test_peaks_are_known_by_name(
+    name: str,
+    dtype: torch.dtype,
+    peak: float | None,
+    train: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert train.peak_tflops(torch.device("cuda"), dtype) == peak
+    assert train.peak_tflops(torch.device("cpu"), dtype) is None
 
 
 def test_a_draft_is_not_written_through_a_link(train: ModuleType, tmp_path: Path) -> None:

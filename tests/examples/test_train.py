@@ -156,7 +156,9 @@ def test_a_run_leaves_its_files_and_a_sample(straight: tuple[Path, str]) -> None
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     loads = {"expert_load_max_over_mean", "rank_load_max_over_mean"}
     wanted = {"loss", *loads, "grad_norm", "lr", "aux_loss"}
-    assert all(wanted <= line.keys() for line in lines)
+    layers = {f"expert_load/model.layers.{n}.mlp" for n in (1, 2, 3)}
+    assert all(wanted | layers <= line.keys() for line in lines)
+    assert all(max(line[n] for n in layers) == line["expert_load_max_over_mean"] for line in lines)
     assert lines[0]["loss"] == pytest.approx(5.6, abs=0.3) and lines[-1]["loss"] < 5.0
     assert f"--- sample after {STEPS} steps ---\ndef " in printed
     saved = {p.name for p in (run_dir / "checkpoints").iterdir()}
