@@ -1,0 +1,54 @@
+"""A layer under torch.compile: one graph in eval, and in training one break, at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moecore import BalanceConfig, MoEConfig, MoELayer
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "shared": dict(shared_hidden_dim=16, shared_gate=True),
+    "latent": dict(latent_dim=16),
+    "balanced": dict(
+        score_function="sigmoid",
+        expert_bias=True,
+        balance=BalanceConfig(micro_batch_coef=0.01, bias_update_rate=0.1),
+    ),
+}
+
+
+def make(name: str) -> tuple[MoELayer, torch.Tensor]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    config = MoEConfig(dim=32, hidden_dim=32, num_experts=4, top_k=2, **LAYERS[name])
+    return MoELayer(config), torch.randn(2, 8, 32)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_eval_is_one_graph(name: str) -> None:
+    layer, x = make(name)
+    layer.eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_training_breaks_once_where_counts_are_kept(name: str) -> None:
+    layer, x = make(name)
+    found = torch._dynamo.explain(layer)(x.requires_grad_())
+    assert found.graph_count == 1 and len(found.break_reasons) == 1
+    assert "LoadTracker" in found.break_reasons[0].reason
+
+    torch._dynamo.reset()
+    results = []
+    for run in (layer, torch.compile(layer, backend="aot_eager")):
+        layer.zero_grad()
+        y = run(x)
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+        results.append((y, dx))
+    torch.testing.assert_close(*results)
