@@ -46,7 +46,7 @@ def test_nothing_ran() -> None:
         ("pingpong_kernel", "experts"),
         ("grouped_wgrad_kernel", "experts"),
         ("_sum_rows_fwd_kernel", "experts"),
-        ("_route_bwd_kernel", "routing"),
+        ("route_bwd_kernel", "routing"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "dense products"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "other"),

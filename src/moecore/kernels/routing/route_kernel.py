@@ -1,0 +1,226 @@
+"""The kernels behind `route.py` and `route_weights.py`.
+
+Letters: T tokens, E experts, K experts per token, G expert groups of S experts; a program holds BT
+tokens, and P marks a size up to a power of two.
+
+Note [order]. A row is ranked by (selection score, greatest first; then id, lowest first). The
+kernel compares int32 keys that sort like the floats, so that equal floats tie exactly: -0.0 is
+0.0, every NaN is one value above infinity, and -2**31, which no float has, marks what may not be
+chosen. A choice is then two integer reductions, the greatest key and the lowest column that has
+it; a warp reduces 32-bit integers in one instruction each.
+
+Note [columns]. With groups, a row is laid out as G blocks of a power of two columns, so that it
+reshapes to [groups, experts of a group] whatever E is. Columns keep the order of the ids.
+
+Note [one warp]. A program is one warp that holds a tile of whole rows: a row never spans two
+warps, so that a reduction needs no shared memory and no barrier.
+"""
+
+from functools import partial
+
+from moecore.kernels.common import tl, triton
+from moecore.kernels.routing.scores import exp, row_scores, row_sums, score
+
+
+@triton.jit
+def _key(x):
+    """Return int32 keys that sort like fp32 x: see Note [order]."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _float(key):
+    """Return the fp32 value of a key; a NaN for the key of excluded columns."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _best(keys, columns):
+    """Return [rows, 1], the column of each row's greatest key, the lowest among equals."""
+    best = tl.max(keys, axis=1, keep_dims=True)
+    return tl.min(tl.where(keys == best, columns, keys.shape[1] - 1), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _softmax_of_chosen(picked, in_k):
+    """Return the softmax over a row's chosen logits, 0 elsewhere and in a row without any."""
+    exps = tl.where(in_k, picked, float("-inf"))
+    exps = exp(picked - tl.max(exps, axis=1, keep_dims=True))
+    exps = tl.where(in_k, exps, 0.0)
+    total = row_sums(exps)
+    return tl.div_rn(exps, tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def _exclude_groups(
+    keys,  # [BT, GP * SP] int32
+    G: tl.constexpr,  # groups
+    TOP_GROUPS: tl.constexpr,
+    GROUP_EXPERTS: tl.constexpr,
+    BT: tl.constexpr,
+    GP: tl.constexpr,  # powers of two
+    SP: tl.constexpr,
+):
+    """Return the keys with every expert excluded that is not in one of the best groups."""
+    keys = tl.reshape(keys, [BT, GP, SP])
+    columns = tl.arange(0, SP)[None, None, :]
+    rest, sums = keys, tl.zeros([BT, GP], dtype=tl.float32)
+    for _ in tl.static_range(GROUP_EXPERTS):
+        greatest = tl.max(rest, axis=2, keep_dims=True)
+        sums += _float(tl.reshape(greatest, [BT, GP]))
+        # One of them goes, so that equals count as often as they are there.
+        column = tl.min(tl.where(rest == greatest, columns, SP - 1), axis=2, keep_dims=True)
+        rest = tl.where(columns == column, -0x80000000, rest)
+    groups = tl.arange(0, GP)[None, :]
+    group_keys = tl.where(groups < G, _key(sums), -0x80000000)
+    kept = tl.zeros([BT, GP], dtype=tl.int32)
+    for _ in range(TOP_GROUPS):
+        best = _best(group_keys, groups)
+        kept = tl.where(groups == best, 1, kept)
+        group_keys = tl.where(groups == best, -0x80000000, group_keys)
+    keys = tl.where(kept[:, :, None] != 0, keys, -0x80000000)
+    return tl.reshape(keys, [BT, GP * SP])
+
+
+@triton.jit
+def _choose(
+    keys,  # [BT, GP * SP] int32
+    K: tl.constexpr,
+    S: tl.constexpr,  # experts of a group
+    BT: tl.constexpr,
+    KP: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+):
+    """Return int32 [BT, KP], the experts of the K greatest keys; 0 in the padding."""
+    columns = tl.arange(0, GP * SP)[None, :]
+    slots = tl.arange(0, KP)[None, :]
+    chosen = tl.zeros([BT, KP], dtype=tl.int32)
+    for k in range(K):
+        best = _best(keys, columns)
+        chosen = tl.where(slots == k, best, chosen)
+        keys = tl.where(columns == best, -0x80000000, keys)
+    if GP > 1:
+        chosen = (chosen // SP) * S + chosen % SP
+    return chosen
+
+
+@partial(triton.jit, do_not_specialize=["num_tokens"])
+def route_fwd_kernel(
+    logits,  # [T, E] fp32
+    bias,  # [E] fp32, or None
+    ids,  # [T, K] int32; out, unless GIVEN: then read, -1 = no choice
+    weights,  # out, [T, K] fp32
+    num_tokens,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,  # 1 where no group is excluded
+    TOP_GROUPS: tl.constexpr,
+    GROUP_EXPERTS: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    POST: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    DEAL_STEP: tl.constexpr,  # of balanced choices; 0 = chosen by rank
+    GIVEN: tl.constexpr,
+    BT: tl.constexpr,
+    KP: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+):
+    """Route BT tokens: see Note [order], [columns] and [one warp]."""
+    S: tl.constexpr = E // G
+    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    slots = tl.arange(0, KP)[None, :]
+    here = rows < num_tokens
+    columns = tl.arange(0, GP * SP)[None, :]
+    experts = columns
+    real = columns < E
+    if GP > 1:
+        experts = (columns // SP) * S + columns % SP
+        real = (columns % SP < S) & (columns < G * SP)
+    x = tl.load(logits + rows * E + experts, mask=here & real, other=0.0)
+    x = tl.where(real, x, float("-inf"))
+    if POST:
+        ranked = x
+    else:
+        ranked, top, factor = row_scores(x, FUNCTION)
+    in_k = here & (slots < K)
+    if GIVEN:
+        chosen = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
+        in_k = in_k & (chosen >= 0)
+    elif DEAL_STEP:
+        chosen = ((rows * K + slots) % E * DEAL_STEP % E).to(tl.int32)
+    else:
+        if bias is not None:
+            ranked += tl.load(bias + experts, mask=real, other=0.0)
+        keys = tl.where(real, _key(ranked), -0x80000000)
+        if G > 1:
+            keys = _exclude_groups(keys, G, TOP_GROUPS, GROUP_EXPERTS, BT, GP, SP)
+        chosen = _choose(keys, K, S, BT, KP, GP, SP)
+    # The chosen logits are read again, from cache: cheaper than a reduction per choice.
+    picked = tl.load(logits + rows * E + chosen, mask=in_k, other=0.0)
+    if POST:
+        w = _softmax_of_chosen(picked, in_k)
+    else:
+        w, _ = score(picked, top, factor, FUNCTION)
+        w = tl.where(in_k, w, 0.0)
+        if NORMALIZE:
+            w = tl.div_rn(w, row_sums(w) + 1e-20)
+    if not GIVEN:
+        tl.store(ids + rows * K + slots, chosen, mask=in_k)
+    tl.store(weights + rows * K + slots, w * scale, mask=here & (slots < K))
+
+
+@partial(triton.jit, do_not_specialize=["num_tokens"])
+def route_bwd_kernel(
+    logits,  # [T, E] fp32
+    ids,  # [T, K] int32, -1 = no choice
+    dweights,  # [T, K] fp32
+    dlogits,  # out, [T, E] fp32
+    num_tokens,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    POST: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BT: tl.constexpr,
+    KP: tl.constexpr,
+    EP: tl.constexpr,
+):
+    """Write BT rows of dlogits: a background in all columns, then the K chosen ones over it."""
+    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    slots = tl.arange(0, KP)[None, :]
+    columns = tl.arange(0, EP)[None, :]
+    here = rows < num_tokens
+    in_k = here & (slots < K)
+    chosen = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
+    in_k = in_k & (chosen >= 0)
+    dw = tl.load(dweights + rows * K + slots, mask=in_k, other=0.0) * scale
+    picked = tl.load(logits + rows * E + chosen, mask=in_k, other=0.0)
+    background = tl.zeros([BT, EP], dtype=tl.float32)
+    if POST:
+        p = _softmax_of_chosen(picked, in_k)
+        dpicked = p * (dw - tl.sum(p * dw, axis=1, keep_dims=True))
+    else:
+        x = background
+        if FUNCTION == "softmax":  # the other scores need nothing of the other experts
+            x = tl.load(logits + rows * E + columns, mask=here & (columns < E), other=0.0)
+            x = tl.where(columns < E, x, float("-inf"))
+        scores, top, factor = row_scores(x, FUNCTION)
+        s, slope = score(picked, top, factor, FUNCTION)
+        s = tl.where(in_k, s, 0.0)
+        if NORMALIZE:
+            norm = tl.div_rn(1.0, tl.sum(s, axis=1, keep_dims=True) + 1e-20)
+            dw = (dw - tl.sum(dw * s, axis=1, keep_dims=True) * norm) * norm
+        if FUNCTION != "softmax":
+            dpicked = dw * slope
+        else:
+            inner = tl.sum(dw * s, axis=1, keep_dims=True)
+            dpicked = s * (dw - inner)
+            background = -inner * scores
+    tl.store(dlogits + rows * E + columns, background, mask=here & (columns < E))
+    tl.debug_barrier()  # the chosen columns are written twice, by different threads: in this order
+    tl.store(dlogits + rows * E + chosen, dpicked, mask=in_k)
