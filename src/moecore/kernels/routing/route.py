@@ -41,7 +41,7 @@ class RouteOptions:
     Attributes:
         top_k: experts per token K.
         score_function: "softmax" over the experts; "sigmoid" or "sqrtsoftplus",
-            sqrt(log(1 + exp(x))), of each logit, with "pre" only.
+            sqrt(log(1 + exp(x))), of each logit; not read with "post".
         score_order: "pre" scores all experts and keeps the scores of the chosen; "post" ranks the
             logits, and its weights are a softmax over the K chosen logits.
         normalize: divide the K weights of a token by their sum (+ 1e-20); "pre" only.
@@ -55,8 +55,7 @@ class RouteOptions:
             again (see `dealt_ids`); weights still come from the scores.
 
     Raises:
-        ValueError: for an unknown score function or order, two that do not go together, or
-            group_experts < 1.
+        ValueError: for an unknown score function or order, or group_experts < 1.
     """
 
     top_k: int
@@ -75,11 +74,6 @@ class RouteOptions:
             shown = ", ".join(repr(order) for order in SCORE_ORDERS)
             raise ValueError(
                 f"RouteOptions.score_order ({self.score_order!r}) must be one of {shown}"
-            )
-        if self.score_order == "post" and self.score_function != "softmax":
-            raise ValueError(
-                "RouteOptions.score_order ('post') must be 'pre' with score_function "
-                f"({self.score_function!r}): use score_order='pre'"
             )
         if self.group_experts < 1:
             raise ValueError(
