@@ -29,8 +29,9 @@ def test_defaults_need_the_four_sizes_only() -> None:
     assert (config.score_function, config.score_order, config.normalize_weights) == (
         "softmax",
         "pre",
-        True,
+        None,
     )
+    assert config.normalizes
     assert not config.balance.needs_loss
     with pytest.raises(TypeError, match="dim"):
         MoEConfig(hidden_dim=32, num_experts=8, top_k=2)  # type: ignore[call-arg]
@@ -107,6 +108,10 @@ RELATIONS: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"score_function": "sqrtsoftplus", "score_order": "post"},
         ['score_order ("post")', 'score_function ("sqrtsoftplus")'],
+    ),
+    (
+        {"score_order": "post", "top_k": 1},
+        ["top_k (1)", 'score_order ("post")', "normalize_weights (None)"],
     ),
     (
         {"score_order": "post", "normalize_weights": False},

@@ -146,7 +146,9 @@ class MoEConfig:
         score_function: how logits become scores; "sqrtsoftplus" is sqrt(log(1 + exp(logit))).
         score_order: "pre" scores all experts and keeps the scores of the chosen; "post" applies
             the score function to the K chosen logits only.
-        normalize_weights: divide the K weights of a token by their sum.
+        normalize_weights: divide the K weights of a token by their sum; None = where K > 1. One
+            weight over itself is 1, so with True and K = 1 the router learns from balance losses
+            alone.
         routed_scaling_factor: factor on the routing weights, after normalisation.
         num_groups: experts are split into this many equal groups; 1 = no groups.
         top_groups: groups that a token may choose from.
@@ -198,7 +200,7 @@ class MoEConfig:
     top_k: int
     score_function: ScoreFunction = "softmax"
     score_order: ScoreOrder = "pre"
-    normalize_weights: bool = True
+    normalize_weights: bool | None = None
     routed_scaling_factor: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
@@ -282,10 +284,16 @@ class MoEConfig:
                 f'("{self.score_function}"), whose scores do not depend on the other experts: use '
                 "score_order='pre'"
             )
-        if self.score_order == "post" and not self.normalize_weights:
+        if self.score_order == "post" and self.normalize_weights is False:
             raise ValueError(
                 'MoEConfig.normalize_weights (False) must be True with score_order ("post"): a '
                 "softmax over the chosen logits always sums to 1, so drop normalize_weights=False"
+            )
+        if self.score_order == "post" and not self.normalizes:
+            raise ValueError(
+                f'MoEConfig.top_k ({self.top_k}) must be > 1 with score_order ("post") and '
+                f"normalize_weights ({self.normalize_weights}): a softmax over one logit is always "
+                'a weight of 1, from which the router learns nothing: use score_order="pre"'
             )
         if self.router_jitter >= 1:
             raise ValueError(
@@ -404,6 +412,13 @@ class MoEConfig:
     def expert_dim(self) -> int:
         """Dim of the routed experts' input and output: latent_dim, or dim without one."""
         return self.latent_dim or self.dim
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether a token's weights are divided by their sum."""
+        if self.normalize_weights is None:
+            return self.choices_per_token > 1
+        return self.normalize_weights
 
     @property
     def choices_per_token(self) -> int:

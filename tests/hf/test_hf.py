@@ -107,6 +107,16 @@ def test_eval_and_counts(name: str, meshes: Meshes) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+def test_one_expert_per_token_has_the_weight_of_the_model(name: str, meshes: Meshes) -> None:
+    """1 where the model divides the weight by itself, whatever moecore's default is."""
+    model = random_model(name, num_experts_per_tok=1).eval()
+    plain, (ids, _) = copy.deepcopy(model), batch()
+    parallelize_moe(model, meshes)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_two_optimizer_steps(name: str, meshes: Meshes) -> None:
     model = random_model(name)
     plain = copy.deepcopy(model)

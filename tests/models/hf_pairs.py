@@ -48,7 +48,7 @@ def qwen3() -> Pair:
         rope_theta=1e6,
         dense_layers=(1,),
         mlp_hidden_dim=48,
-        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3),
+        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=8, top_k=3, normalize_weights=True),
     )
     return Qwen3MoeForCausalLM(hf), ours
 
@@ -73,7 +73,7 @@ def mixtral() -> Pair:
         norm_eps=1e-5,
         rope_theta=1e6,
         tie_embeddings=True,
-        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2),
+        moe=MoEConfig(dim=64, hidden_dim=32, num_experts=4, top_k=2, normalize_weights=True),
     )
     return MixtralForCausalLM(hf), ours
 
@@ -161,6 +161,7 @@ def deepseek(
             hidden_dim=32,
             num_experts=8,
             top_k=3,
+            normalize_weights=True,
             score_function="sigmoid",
             routed_scaling_factor=2.5,
             num_groups=4,

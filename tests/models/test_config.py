@@ -235,7 +235,7 @@ def test_deepseek_v3_has_the_dimensions_of_transformers():
         "topk_group": moe.top_groups,
         "num_experts_per_tok": moe.top_k,
         "first_k_dense_replace": len(config.dense_layers),
-        "norm_topk_prob": moe.normalize_weights,
+        "norm_topk_prob": moe.normalizes,
         "max_position_embeddings": mla.yarn.original_max_seq_len,  # before YaRN
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,

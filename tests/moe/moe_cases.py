@@ -47,7 +47,7 @@ CONFIGS = {
         fc2_bias=True,
     ),
     "one-of-one": replace(BASE, num_experts=1, top_k=1),
-    "top-1": replace(BASE, top_k=1, normalize_weights=False),
+    "top-1": replace(BASE, top_k=1),
     "all-experts": replace(BASE, top_k=8),
     "balanced": replace(BASE, assignment="balanced"),
     "fp64-router": replace(BASE, router_dtype="float64"),
@@ -75,13 +75,14 @@ OPTIONS = {
     "capacity-position": replace(BASE, capacity=CapacityConfig(factor=0.8, drop="position")),
     "capacity-eval": replace(BASE, capacity=CapacityConfig(factor=1.5, eval_factor=0.5)),
     "capacity-pad": replace(BASE, capacity=CapacityConfig(factor=1.0, pad=True)),
-    "capacity-ties": replace(BASE, top_k=1, capacity=CapacityConfig(factor=0.6)),
+    "capacity-ties": replace(
+        BASE, top_k=1, normalize_weights=True, capacity=CapacityConfig(factor=0.6)
+    ),
     "weights-on-input": replace(
         BASE,
         top_k=1,
         weights_on_input=True,
         score_function="sigmoid",
-        normalize_weights=False,
         fc1_bias=True,
         fc2_bias=True,
     ),
@@ -92,7 +93,6 @@ OPTIONS = {
         top_k=1,
         weights_on_input=True,
         score_function="sigmoid",
-        normalize_weights=False,
         fc2_bias=True,
         shared_hidden_dim=24,
     ),
@@ -217,7 +217,7 @@ def oracle_of(
 def has_constant_weights(config: MoEConfig) -> bool:
     """One weight over itself is 1: the router learns from its losses alone."""
     one = config.top_k == 1 and config.assignment != "expert_choice"
-    return one and (config.normalize_weights or config.score_order == "post")
+    return one and (config.normalizes or config.num_experts == 1)
 
 
 def compare_with_oracle(

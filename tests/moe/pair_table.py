@@ -36,7 +36,7 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
         "softmax-post": {"score_order": "post"},
         "sqrtsoftplus": {"score_function": "sqrtsoftplus"},
     },
-    "normalize": {"yes": {}, "no": {"normalize_weights": False}},
+    "normalize": {"yes": {"normalize_weights": True}, "no": {"normalize_weights": False}},
     "scaling": {"1": {}, "2.5": {"routed_scaling_factor": 2.5}},
     "groups": {
         "none": {},

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore import MoEConfig
+from moecore import MoEConfig, MoELayer
+from moecore.kernels.routing.scores import scores_ref
 from moecore.moe.records import Routing
 from moecore.moe.router import Router
 from tests.moe import moe_cases
@@ -89,7 +90,7 @@ def route_by_hand(router: Router, x_D: list[float]) -> tuple[list[int], list[flo
         weights = [exps[e] / sum(exps[i] for i in ids) for e in ids]
     else:
         weights = [scores[e] for e in ids]
-        if config.normalize_weights:
+        if config.normalizes:
             weights = [w / sum(scores[i] for i in ids) for w in weights]
     return ids, [w * config.routed_scaling_factor for w in weights]
 
@@ -113,10 +114,28 @@ def test_each_token_by_hand(name: str) -> None:
 def test_weights_sum_to_what_the_config_says(name: str) -> None:
     config = CONFIGS[name]
     routing = make_router(config)(torch.randn(32, 16))
-    if config.normalize_weights or config.score_order == "post":
+    if config.normalizes:
         total = torch.full((32,), config.routed_scaling_factor)
         torch.testing.assert_close(routing.weights_TK.sum(-1), total)
     assert all(len(set(row)) == config.top_k for row in routing.expert_ids_TK.tolist())
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_one_expert_per_token_teaches_the_router(function: Any, on_input: bool) -> None:
+    """Its weight is its score. Divided by itself, which must be asked for, it would be 1."""
+    config = replace(BASE, top_k=1, score_function=function, weights_on_input=on_input)
+    x_TD, largest = torch.randn(9, 16), {}
+    for normalize in (False, True):
+        layer = MoELayer(replace(config, normalize_weights=True) if normalize else config)
+        layer.init_weights(key="moe", std=0.5)
+        layer(x_TD).square().sum().backward()
+        weights_T, grad = layer.router(x_TD).weights_TK[:, 0], layer.router.weight.grad
+        scores_T = scores_ref(x_TD @ layer.router.weight.T, function).amax(-1)
+        torch.testing.assert_close(weights_T, torch.ones(9) if normalize else scores_T)
+        assert grad is not None
+        largest[normalize] = float(grad.abs().max())
+    assert largest[True] < 1e-5 * largest[False]  # rounding is left
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -251,7 +270,7 @@ def test_gradient_of_the_weights_against_fp64(name: str) -> None:
     else:
         scores = logits.sigmoid() if config.score_function == "sigmoid" else logits.softmax(-1)
         weights = scores.gather(1, ids)
-        if config.normalize_weights:
+        if config.normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
     (weights * config.routed_scaling_factor * factor_TK).sum().backward()
     for found, expected in ((x_TD.grad, x64.grad), (router.weight.grad, w64.grad)):

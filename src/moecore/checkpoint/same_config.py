@@ -233,6 +233,8 @@ def _differing(
         mine, other = getattr(ours, field.name), theirs.get(field.name, field.default)
         if name in skipped or other is MISSING:
             continue
+        if name == "moe.normalize_weights":  # None follows K, which is compared itself
+            mine, other = ours.normalizes, ours.choices_per_token > 1 if other is None else other
         if is_dataclass(mine) and isinstance(other, Mapping):
             yield from _differing(mine, other, f"{name}.", skipped)
         elif _plain(mine) != _plain(other):

@@ -267,6 +267,7 @@ def _gpt_oss(block: Any, model: nn.Module) -> MoELayer:
         num_experts=experts.num_experts,
         top_k=router.top_k,
         score_order="post",
+        normalize_weights=True,  # also where K = 1
         router_bias=True,
         activation="clamped_swiglu",
         activation_limit=experts.limit,

@@ -260,6 +260,7 @@ def _mixtral(fields: Fields) -> DecoderConfig:
         hidden_dim=fields.need("intermediate_size"),
         num_experts=fields.need("num_experts"),
         top_k=fields.need("num_experts_per_tok"),
+        normalize_weights=True,
         balance=_balance(fields, 0.001),
     )
     return DecoderConfig(**common, moe=moe)

@@ -50,6 +50,7 @@ def _qwen3(dim: int, num_layers: int, num_heads: int, hidden_dim: int) -> Decode
             hidden_dim=hidden_dim,
             num_experts=128,
             top_k=8,
+            normalize_weights=True,
             balance=BalanceConfig(micro_batch_coef=0.001),
         ),
     )
@@ -70,6 +71,7 @@ _MIXTRAL_8X7B = DecoderConfig(
         hidden_dim=14_336,
         num_experts=8,
         top_k=2,
+        normalize_weights=True,
         balance=BalanceConfig(micro_batch_coef=0.02),
     ),
 )
@@ -122,6 +124,7 @@ _DEEPSEEK_V3 = DecoderConfig(
         hidden_dim=2048,
         num_experts=256,
         top_k=8,
+        normalize_weights=True,
         score_function="sigmoid",
         routed_scaling_factor=2.5,
         num_groups=8,
@@ -169,6 +172,7 @@ _TINY_QWEN3 = DecoderConfig(
         hidden_dim=32,
         num_experts=8,
         top_k=2,
+        normalize_weights=True,
         balance=BalanceConfig(micro_batch_coef=0.001),
     ),
 )
@@ -227,6 +231,7 @@ _TINY_DEEPSEEK_V3 = DecoderConfig(
         hidden_dim=32,
         num_experts=8,
         top_k=2,
+        normalize_weights=True,
         score_function="sigmoid",
         routed_scaling_factor=2.5,
         num_groups=4,

@@ -138,7 +138,8 @@ def _weights(logits_NE: Tensor, scores_NE: Tensor, chosen_NE: Tensor, config: Mo
         parts_NE = torch.where(chosen_NE, torch.exp(shifted_NE), 0)
     else:
         parts_NE = torch.where(chosen_NE, scores_NE, 0)
-    if config.score_order == "post" or config.normalize_weights:
+    several = config.top_k > 1 or (config.assignment == "expert_choice" and config.num_experts > 1)
+    if several if config.normalize_weights is None else config.normalize_weights:
         total_N1 = parts_NE.sum(-1, keepdim=True)
         parts_NE = parts_NE / torch.where(chosen_NE.any(-1, keepdim=True), total_N1, 1)
     return (parts_NE * config.routed_scaling_factor).float()

@@ -221,7 +221,7 @@ def _options(config: MoEConfig) -> RouteOptions:
         top_k=config.top_k,
         score_function=config.score_function,
         score_order=config.score_order,
-        normalize=config.normalize_weights,
+        normalize=config.normalizes,
         scale=config.routed_scaling_factor,
         num_groups=config.num_groups,
         top_groups=config.top_groups,

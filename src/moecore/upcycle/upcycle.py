@@ -212,7 +212,7 @@ def check_upcycle(config: MoEConfig, options: UpcycleOptions) -> None:
 def weight_sum(config: MoEConfig) -> float:
     """Return S, the sum of a token's routing weights at step 0: see Note [scale]."""
     K, s = config.top_k, config.routed_scaling_factor
-    if config.normalize_weights:
+    if config.normalizes:
         return s
     zero_scores = {
         "softmax": 1 / config.num_experts,
@@ -291,7 +291,7 @@ def _router_rows(config: MoEConfig, options: UpcycleOptions, key: str, *, like: 
 def _router_std(config: MoEConfig, options: UpcycleOptions) -> float:
     """The std of the router's weights; raises where the asked one would break step 0."""
     everyone = config.score_function == "softmax" and config.top_k == config.num_experts
-    if config.normalize_weights or everyone:
+    if config.normalizes or everyone:
         return ROUTER_STD if options.router_std is None else options.router_std
     most = UNIFORM_LOGIT_STD / math.sqrt(config.dim)
     if options.router_std is not None and options.router_std > most:
