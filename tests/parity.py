@@ -391,7 +391,9 @@ def train_reference(
         losses, counts, aux = [0.0] * len(ranks), defaultdict(int), defaultdict(int)
         for micro in step:
             micro_losses = [model(*batch, **loss_scale(case, step)) for batch in micro]
-            shares = {n: prior[n] + sum(o.counts_E for o in outputs[n]) for n in layers}
+            shares = {
+                n: prior[n] + sum(o.routing.counted_NE.sum(0) for o in outputs[n]) for n in layers
+            }
             for rank, loss in enumerate(micro_losses):
                 loss = loss / case.accumulate if case.loss == "mean" else loss
                 total = loss / len(ranks) if case.loss == "mean" else loss

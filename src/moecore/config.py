@@ -30,7 +30,8 @@ class BalanceConfig:
 
     The balance loss is `coef * E * sum_e(f_e * p_e)` with `f_e` the share of assignments that
     expert e got and `p_e` its mean score, so perfectly even routing gives exactly `coef`. The
-    three scopes differ in the tokens over which `f_e` is counted, and may be mixed.
+    three scopes differ in the tokens over which `f_e` is counted, and may be mixed. With an expert
+    bias or groups `f_e` counts each token's K best scores, not its choice.
 
     Attributes:
         micro_batch_coef: `f_e` over the tokens of one data rank's micro-batch.
@@ -412,6 +413,12 @@ class MoEConfig:
     def expert_dim(self) -> int:
         """Dim of the routed experts' input and output: latent_dim, or dim without one."""
         return self.latent_dim or self.dim
+
+    @property
+    def counts_best_scores(self) -> bool:
+        """Whether a balance loss counts best scores, because a bias or groups move the choice."""
+        moved = self.expert_bias or self.top_groups < self.num_groups
+        return moved and self.balance.needs_counts_loss
 
     @property
     def normalizes(self) -> bool:

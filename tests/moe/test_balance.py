@@ -48,7 +48,8 @@ def routing_from(ids_TK: Tensor, logits_TE: Tensor) -> Routing:
 
 
 def losses_of(routing: Routing, config: MoEConfig, num_sequences: int = 1, **kw: Any) -> Tensor:
-    return balance_losses(routing, num_sequences, config, BalanceGroups(), **kw)
+    ids_TK = routing.chosen_ids_TK
+    return balance_losses(routing, ids_TK, num_sequences, config, BalanceGroups(), **kw)
 
 
 # --------------------------------------------------------------------------- values
@@ -164,6 +165,51 @@ def test_each_loss_reaches_the_gradient(name: str, loss: str) -> None:
     without(x).square().mean().backward()
     router = layer.router.weight.grad - without.router.weight.grad
     assert float(router.abs().max()) > 1e-5, "the loss must matter for this test to see anything"
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("limit", ["bias", "groups", "both"])
+@pytest.mark.parametrize("loss", ["micro_batch", "sequence", "global_batch"])
+def test_losses_count_best_scores_where_bias_or_groups_choose(
+    loss: str, limit: str, masked: bool
+) -> None:
+    """DeepSeek-V3's f and P by hand, in two micro-batches; metrics count the choice."""
+    groups: Any = {} if limit == "bias" else dict(num_groups=4, top_groups=1)
+    config = replace(
+        BASE,
+        score_function="sigmoid",
+        expert_bias=limit != "groups",
+        balance=only(loss, 0.5),
+        **groups,
+    )
+    layer = make_layer(config)
+    if config.expert_bias:
+        layer.router.expert_bias.copy_(torch.linspace(-2, 2, 8))
+    state, params = make_state(layer), leaves(layer)
+    state.set_num_micro_batches(2)
+    mask = (torch.arange(6) >= 4).expand(2, 6) if masked else torch.zeros(2, 6, dtype=torch.bool)
+    chosen_E, seen_E, total = torch.zeros(8), torch.zeros(8), torch.zeros(())
+    for x in torch.randn(2, 2, 6, 32):
+        (layer(x, mask if masked else None) * 0).sum().backward()
+        chosen_E += moe_reference(x, params, config, padding_mask_BT=mask).counts_E
+        scores = (x @ params["router.weight"].T).sigmoid()
+        best = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0) * ~mask[..., None]
+        scores = scores / scores.sum(-1, keepdim=True) * ~mask[..., None]
+        seen_E = seen_E + best.sum((0, 1))
+        n = (~mask).sum(1, keepdim=True)
+        if loss == "sequence":
+            value = 8 * (best.sum(1) / n / 2 * scores.sum(1) / n).sum(1).mean()
+        else:
+            f_E = best.sum((0, 1)) / n.sum() / 2
+            f_E = seen_E / seen_E.sum() if loss == "global_batch" else f_E
+            value = 8 * (f_E * scores.sum((0, 1)) / n.sum()).sum()
+        total = total + 0.5 * value / 2
+    total.backward()
+    assert_equal_to_scale(layer.router.weight.grad, params["router.weight"].grad)
+    metrics = state.finish_step()
+    assert metrics.total_aux_loss() == pytest.approx(float(total.detach()), rel=1e-5)
+    assert torch.equal(metrics.tokens_per_expert["layers.0"], chosen_E.long())
+    assert not torch.equal(seen_E, chosen_E), "the test must tell the two apart"
 
 
 def test_the_gradient_does_not_depend_on_the_main_loss() -> None:

@@ -7,7 +7,10 @@ on the layer's output. Backward adds their gradient and commits the counts, so t
 forward, eval mode and no_grad count nothing. Once per optimizer step `MoEState.finish_step`
 (`moe/state.py`) reduces the counts of all layers, moves the biases and returns the metrics.
 
-What is counted is what tokens chose, before capacity dropped any, and without padding.
+What is counted is what tokens chose, before capacity dropped any, and without padding. Where an
+expert bias or groups move the choice, the losses count each token's K best scores instead: their
+gradient evens out the scores, which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437,
+equations 17 to 20).
 
 An auxiliary loss is the mean over the step's micro-batches and data ranks of each one's loss,
 whatever the folding: ranks that share a micro-batch (cp, tp) count tokens together.
@@ -35,6 +38,7 @@ from moecore.kernels.routing.margins import add_margins_
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.quantile import new_histogram
 from moecore.moe.records import Routing
+from moecore.moe.router import best_ids
 
 LOSS_NAMES = ("micro_batch", "sequence", "global_batch", "z")
 
@@ -61,12 +65,15 @@ class LoadCounts:
     Attributes:
         chosen_E: int64, choices of each expert.
         kept_E: int64, those within capacity; None where nothing can be dropped.
+        best_E: int64, how often each expert was among a token's best scores; None where the
+            global-batch loss does not count that.
         losses: fp32, in the order of `LOSS_NAMES`.
         margins_EX: int64, histograms of quantile balancing; None without it.
     """
 
     chosen_E: Tensor
     kept_E: Tensor | None
+    best_E: Tensor | None
     losses: Tensor
     margins_EX: Tensor | None
 
@@ -75,17 +82,19 @@ class LoadCounts:
         """Return what a layer counts, all 0."""
         E = config.num_experts
         drops = config.capacity is not None and config.assignment != "expert_choice"
+        best = config.counts_best_scores and config.balance.global_batch_coef > 0
         quantile = config.balance.bias_update == "quantile"
         return cls(
             chosen_E=torch.zeros(E, dtype=torch.int64, device=device),
             kept_E=torch.zeros(E, dtype=torch.int64, device=device) if drops else None,
+            best_E=torch.zeros(E, dtype=torch.int64, device=device) if best else None,
             losses=torch.zeros(len(LOSS_NAMES), device=device),
             margins_EX=new_histogram(E, device) if quantile else None,
         )
 
     def tensors(self) -> list[Tensor]:
         """The tensors that exist."""
-        every = (self.chosen_E, self.kept_E, self.losses, self.margins_EX)
+        every = (self.chosen_E, self.kept_E, self.best_E, self.losses, self.margins_EX)
         return [t for t in every if t is not None]
 
 
@@ -159,17 +168,22 @@ class LoadTracker:
                 "run one forward and backward first, then tracker.reset()"
             )
         self._check_recompute()
-        losses = None
-        if self.config.balance.needs_loss:
+        config, counts, losses, best_TK = self.config, self.counts, None, None
+        if config.balance.needs_loss:
             _refuse_fp16(y)
-            prior_E = None if self.counts is None else self.counts.chosen_E
+            prior_E = None if counts is None else counts.chosen_E
+            if config.counts_best_scores:
+                best_TK = best_ids(routing.logits_TE, config, routing.padding_mask_T)
+                prior_E = None if counts is None else counts.best_E
+            ids_TK = routing.chosen_ids_TK if best_TK is None else best_TK
             losses = balance_losses(
-                routing, num_sequences, self.config, self.groups, prior_counts_E=prior_E
+                routing, ids_TK, num_sequences, config, self.groups, prior_counts_E=prior_E
             )
-        quantile = self.config.balance.bias_update == "quantile"
+        quantile = config.balance.bias_update == "quantile"
         observed = (
             routing.chosen_ids_TK,
             routing.expert_ids_TK,
+            best_TK if config.balance.global_batch_coef else None,
             routing.logits_TE.detach() if quantile else None,
             bias_E if quantile else None,
             routing.padding_mask_T if quantile else None,
@@ -205,10 +219,11 @@ class LoadTracker:
 
         Args:
             losses: fp32, in the order of `LOSS_NAMES`; None = no auxiliary loss is on.
-            observed: chosen ids, kept ids (int32 [T, K]), and for quantile balancing the logits,
-                the bias and the padding mask, else None.
+            observed: chosen ids, kept ids, ids of the best scores where a global-batch loss
+                counts them (int32 [T, K]), and for quantile balancing the logits, the bias and
+                the padding mask; else None.
         """
-        chosen_TK, kept_TK, logits_TE, bias_E, padding_mask_T = observed
+        chosen_TK, kept_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
         if _is_capturing(chosen_TK):  # what is captured has not run
             self.num_captured += 1
@@ -220,6 +235,8 @@ class LoadTracker:
         add_expert_counts(counts.chosen_E[None], chosen_TK)
         if counts.kept_E is not None:
             add_expert_counts(counts.kept_E[None], kept_TK)
+        if counts.best_E is not None:
+            add_expert_counts(counts.best_E[None], best_TK)
         if losses is not None:
             counts.losses += losses
         if counts.margins_EX is not None:
@@ -282,6 +299,7 @@ class _Attach(torch.autograd.Function):
 
 def balance_losses(
     routing: Routing,
+    ids_TK: Tensor,
     num_sequences: int,
     config: MoEConfig,
     groups: BalanceGroups,
@@ -295,12 +313,13 @@ def balance_losses(
 
     Args:
         routing: of this rank's tokens.
+        ids_TK: int32, what is counted: their choices or best scores; -1 is not.
         num_sequences: the tokens are this many sequences of equal length, one after the other.
         config: the layer.
         groups: who counts together.
-        prior_counts_E: this rank's counts of earlier micro-batches of the step.
+        prior_counts_E: this rank's counts of the like in earlier micro-batches of the step.
     """
-    balance, ids_TK = config.balance, routing.chosen_ids_TK
+    balance = config.balance
     # Only "sequence" tells sequences apart; to the other scopes the tokens are one.
     B = num_sequences if balance.sequence_coef else 1
     padding_mask_T = routing.padding_mask_T

@@ -35,7 +35,7 @@ class Routing:
             except where the experts choose: there column e holds e or -1.
         weights_TK: fp32, factor on the expert's output; differentiable.
         logits_TE: router dtype, differentiable; for the balance losses.
-        chosen_ids_TK: the same before capacity dropped any; what balancing counts.
+        chosen_ids_TK: the same before capacity dropped any; what is counted.
         padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
         capacity: no expert is wanted by more of these tokens; None = by all at most.
         pad: dispatchers size buffers by the capacity and not by counts, so without a host sync.

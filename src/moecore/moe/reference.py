@@ -156,16 +156,16 @@ def _activation(h: Tensor, config: MoEConfig) -> Tensor:
 
 def _losses(routing: ReferenceRouting, B: int, config: MoEConfig) -> dict[str, Tensor]:
     E, K, balance = config.num_experts, config.top_k, config.balance
-    chosen_NE = routing.chosen_NE.float()
+    counted_NE = routing.counted_NE.float()
     mean_scores_E = routing.real_mean(routing.scores_NE)
-    even = E * (routing.real_mean(chosen_NE) / K * mean_scores_E).sum()
-    shares_E = chosen_NE.sum(0) / chosen_NE.sum().clamp(min=1)
+    even = E * (routing.real_mean(counted_NE) / K * mean_scores_E).sum()
+    shares_E = counted_NE.sum(0) / counted_NE.sum().clamp(min=1)
     globally = E * (shares_E * mean_scores_E).sum()
     per_sequence = torch.zeros_like(even)
-    N, num_sequences = chosen_NE.shape[0], 0
+    N, num_sequences = counted_NE.shape[0], 0
     for b in range(B):
         part = slice(b * N // B, (b + 1) * N // B)
-        f_E = routing.real_mean(chosen_NE, part) / K
+        f_E = routing.real_mean(counted_NE, part) / K
         num_sequences += int(routing.real_N[part].any())
         per_sequence = per_sequence + E * (f_E * routing.real_mean(routing.scores_NE, part)).sum()
     top_N1 = routing.logits_NE.amax(-1, keepdim=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from statistics import NormalDist
 
@@ -33,6 +33,8 @@ class ReferenceRouting:
         scores_NE: fp32, scores divided by their sum; differentiable.
         chosen_NE: bool, before capacity.
         kept_NE: bool, what capacity left.
+        counted_NE: bool, what balance losses count: the choice, or each token's best scores where
+            a bias or groups move the choice.
         weights_NE: fp32, 0 where not chosen; differentiable.
         real_N: bool, False = padding.
     """
@@ -41,6 +43,7 @@ class ReferenceRouting:
     scores_NE: Tensor
     chosen_NE: Tensor
     kept_NE: Tensor
+    counted_NE: Tensor
     weights_NE: Tensor
     real_N: Tensor
 
@@ -91,6 +94,14 @@ def route_reference(
     chosen = [[c and r for c in row] for row, r in zip(chosen, real, strict=True)]
     chosen_NE = _mask(chosen, logits_NE)
     weights_NE = _weights(logits_NE, scores_NE, chosen_NE, config)
+    counted = chosen
+    if config.expert_bias or config.top_groups < config.num_groups:
+        bare = replace(config, num_groups=1, top_groups=1, group_experts=2)
+        ranked = (scores_NE if config.score_order == "pre" else logits_NE).tolist()
+        counted = [
+            [r and c for c in _tokens_choice(row, bare)]
+            for row, r in zip(ranked, real, strict=True)
+        ]
     kept = _keep(chosen, weights_NE.tolist(), sum(real), config, training)
     total_N1 = scores_NE.sum(-1, keepdim=True)
     return ReferenceRouting(
@@ -98,6 +109,7 @@ def route_reference(
         scores_NE=(scores_NE / total_N1).float(),
         chosen_NE=chosen_NE,
         kept_NE=_mask(kept, logits_NE),
+        counted_NE=_mask(counted, logits_NE),
         weights_NE=weights_NE,
         real_N=real_N,
     )

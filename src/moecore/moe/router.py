@@ -12,6 +12,7 @@ of mixed precision for the same reason. Among equal scores the lower expert id w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -214,6 +215,21 @@ def _jittered(x_TD: Tensor, width: float) -> Tensor:
     """Return x in fp32 (fp64 stays) times factors from [1 - width, 1 + width]."""
     x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
     return x_TD * torch.empty_like(x_TD).uniform_(1 - width, 1 + width)
+
+
+def best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None) -> Tensor:
+    """Return int32 [T, K]: each token's best scores, without bias and group limits.
+
+    One kernel, and one more with padding, whose ids are -1. No gradient.
+
+    Args:
+        logits_TE: of the router.
+        config: the layer.
+        padding_mask_T: bool, True = padding; None = none.
+    """
+    options = replace(_options(config), num_groups=1, top_groups=1, balanced=False)
+    ids_TK, _ = route(logits_TE.detach(), None, options)
+    return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)
 
 
 def _options(config: MoEConfig) -> RouteOptions:
