@@ -112,8 +112,10 @@ class CapacityConfig:
     Attributes:
         factor: capacity over the even load while training; 1.0 = no slack.
         eval_factor: the same in eval mode; None = nothing is dropped there.
-        drop: which choices stay: those of the highest routing weight, or those of the first
-            tokens. Among equals the earlier token stays.
+        drop: which choices stay: "probability", those of the highest routing weight; "position",
+            those of the first tokens of all sequences: every position 0, then every position 1.
+            Padding has no position. Among equals the earlier position stays, then the earlier
+            sequence.
         pad: buffers between ranks have the size that the capacity allows, whatever was chosen, so
             shapes are static and dispatchers need no host sync. Every rank must then bring the
             same number of tokens, and where nothing is dropped (eval) the size is the worst case.

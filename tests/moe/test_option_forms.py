@@ -84,6 +84,22 @@ def test_among_equal_weights_the_earlier_token_stays(drop: Any) -> None:
     assert layer(x, mask).any(-1).tolist() == [False, True, True] + [False] * 21
 
 
+@pytest.mark.parametrize("drop", ["probability", "position"])
+def test_the_same_positions_of_all_sequences_stay(drop: Any) -> None:
+    """Four sequences of eight keep four tokens each with a factor of 0.5, not 8, 8, 0 and 0."""
+    capacity = CapacityConfig(factor=0.5, drop=drop)
+    layer = make_layer(
+        replace(BASE, num_experts=1, top_k=1, normalize_weights=True, capacity=capacity)
+    )
+    x, mask = tokens(4, 8, 32), torch.zeros(4, 8, dtype=torch.bool)
+    assert layer(x).any(-1).tolist() == [[True] * 4 + [False] * 4] * 4
+    mask[0, :6] = mask[1, 4:] = True  # on the left and on the right
+    mask[2, 0] = mask[2, 2:] = True
+    wanted = torch.zeros(4, 8, dtype=torch.bool)  # 2 + 4 + 1 + 8 real tokens: eight places
+    wanted[0, 6:] = wanted[1, :3] = wanted[2, 1] = wanted[3, :2] = True
+    assert torch.equal(layer(x, mask).any(-1), wanted)
+
+
 def test_what_is_dropped_adds_exactly_nothing() -> None:
     config = replace(BASE, capacity=CapacityConfig(factor=0.4), fc2_bias=True)
     layer, x = make_layer(config), tokens(40, 32).requires_grad_()

@@ -4,7 +4,7 @@ Legend: N tokens that are routed together, T tokens of this rank, E experts, K c
 
 Every function gives the same answer in a repeated run, needs no host sync and no gradient: a choice
 is a constant, and weights are computed for it afterwards (`kernels/routing/route.py`). Among equals
-the lower id wins, of experts and of tokens.
+the lower id wins, of experts and of tokens, but for tokens over capacity, whose order is given.
 """
 
 from __future__ import annotations
@@ -110,7 +110,13 @@ def fixed_bias(num_experts: int, std: float, device: torch.device) -> Tensor:
 
 
 def within_capacity(
-    ids_NK: Tensor, weights_NK: Tensor, num_experts: int, capacity: Tensor | int, order: DropOrder
+    ids_NK: Tensor,
+    weights_NK: Tensor,
+    num_experts: int,
+    *,
+    capacity: Tensor | int,
+    drop: DropOrder,
+    tokens_N: Tensor,
 ) -> Tensor:
     """Return bool [N, K]: the choices that stay when each expert takes at most `capacity`.
 
@@ -119,21 +125,23 @@ def within_capacity(
         weights_NK: routing weights, read by "probability".
         num_experts: E.
         capacity: of one expert.
-        order: "probability" keeps the highest weights, "position" the first tokens.
+        drop: "probability" keeps the highest weights, "position" the first tokens.
+        tokens_N: int64, the tokens from the first to the last, which decides among equals, too.
 
     Example, capacity 1, ids [[0], [0], [1]], weights [[.2], [.7], [.5]]: "probability" keeps
     tokens 1 and 2, "position" 0 and 2.
     """
+    K = ids_NK.shape[1]
     ids = ids_NK.flatten().long()
     expert = torch.where(ids < 0, num_experts, ids)
-    if order == "probability":
-        best = weights_NK.detach().flatten().sort(descending=True, stable=True).indices
-        by_expert = best[expert[best].sort(stable=True).indices]
-    else:
-        by_expert = expert.sort(stable=True).indices
+    first = (tokens_N[:, None] * K + torch.arange(K, device=ids.device)).flatten()
+    if drop == "probability":
+        weights = weights_NK.detach().flatten()[first]
+        first = first[weights.sort(descending=True, stable=True).indices]
+    by_expert = first[expert[first].sort(stable=True).indices]
     sorted_expert = expert[by_expert]
-    # The first of an equal run, so that place - first counts within the expert.
-    first = torch.searchsorted(sorted_expert, sorted_expert)
-    place = torch.arange(ids.numel(), device=ids.device) - first
+    # The begin of an equal run, so that place - begin counts within the expert.
+    begin = torch.searchsorted(sorted_expert, sorted_expert)
+    place = torch.arange(ids.numel(), device=ids.device) - begin
     stays = (place < capacity) & (sorted_expert < num_experts)
     return torch.empty_like(stays).scatter_(0, by_expert, stays).view(ids_NK.shape)

@@ -72,6 +72,28 @@ class MicroBatch:
         return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
 
 
+def position_order(
+    num_tokens: int, num_sequences: int, padding_mask_N: Tensor | None, device: torch.device
+) -> Tensor:
+    """Return int64 [N], the tokens by position, those of one position by sequence.
+
+    A position counts the real tokens before it in its sequence; padding stands anywhere.
+
+    Example, two sequences of two tokens: 0 2 1 3; with token 2 as padding 2 0 3 1.
+
+    Args:
+        num_tokens: N.
+        num_sequences: B; sequences are consecutive tokens of equal number.
+        padding_mask_N: bool, True = padding; None = none.
+        device: of the result.
+    """
+    B = max(num_sequences, 1)
+    if padding_mask_N is None:
+        return torch.arange(num_tokens, device=device).view(B, num_tokens // B).t().flatten()
+    positions_BT = (~padding_mask_N).view(B, num_tokens // B).cumsum(1)
+    return positions_BT.flatten().sort(stable=True).indices
+
+
 def capacity_of(
     factor: float, num_tokens: int, top_k: int, num_experts: int, padding_mask_N: Tensor | None
 ) -> tuple[int, Tensor | int]:

@@ -73,12 +73,12 @@ def moe_reference(
     """
     B, T, D = x_BTD.shape
     x_ND = x_BTD.reshape(B * T, D)
-    real_N = torch.ones(B * T, dtype=torch.bool, device=x_ND.device)
+    real_BT = torch.ones(B, T, dtype=torch.bool, device=x_ND.device)
     if padding_mask_BT is not None:
-        real_N = ~padding_mask_BT.reshape(B * T)
+        real_BT = ~padding_mask_BT
     router_x_ND = x_ND if jitter_ND is None or not training else x_ND.float() * jitter_ND
     routing = route_reference(
-        router_x_ND, real_N, params, config, training=training, given_ids_NK=given_ids_NK
+        router_x_ND, real_BT, params, config, training=training, given_ids_NK=given_ids_NK
     )
     y_ND = _routed(x_ND, routing, params, config)
     for i in range(config.num_shared_experts if config.shared_hidden_dim else 0):

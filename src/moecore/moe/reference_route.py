@@ -60,7 +60,7 @@ class ReferenceRouting:
 
 def route_reference(
     x_ND: Tensor,
-    real_N: Tensor,
+    real_BT: Tensor,
     params: Mapping[str, Tensor],
     config: MoEConfig,
     *,
@@ -71,7 +71,7 @@ def route_reference(
 
     Args:
         x_ND: what the router reads.
-        real_N: bool, False = padding.
+        real_BT: bool, False = padding.
         params: as `moe_reference` takes them.
         config: the layer.
         training: the mode.
@@ -85,7 +85,7 @@ def route_reference(
     if config.router_bias:
         logits_NE = logits_NE + params["router.bias"].to(dtype)
     scores_NE = _scores(logits_NE, config)
-    real = real_N.tolist()
+    real = real_BT.flatten().tolist()
     if given_ids_NK is None:
         bias = params["router.expert_bias"].tolist() if config.expert_bias else None
         chosen = _choose(logits_NE.detach(), real, bias, config, training)
@@ -102,7 +102,7 @@ def route_reference(
             [r and c for c in _tokens_choice(row, bare)]
             for row, r in zip(ranked, real, strict=True)
         ]
-    kept = _keep(chosen, weights_NE.tolist(), sum(real), config, training)
+    kept = _keep(chosen, weights_NE.tolist(), real_BT.tolist(), config, training)
     total_N1 = scores_NE.sum(-1, keepdim=True)
     return ReferenceRouting(
         logits_NE=logits_NE,
@@ -111,7 +111,7 @@ def route_reference(
         kept_NE=_mask(kept, logits_NE),
         counted_NE=_mask(counted, logits_NE),
         weights_NE=weights_NE,
-        real_N=real_N,
+        real_N=real_BT.flatten(),
     )
 
 
@@ -280,16 +280,22 @@ def _factor(capacity: CapacityConfig, training: bool) -> float | None:
 
 
 def _keep(
-    chosen: list[list[bool]], weights: Rows, num_real: int, config: MoEConfig, training: bool
+    chosen: list[list[bool]],
+    weights: Rows,
+    real: list[list[bool]],
+    config: MoEConfig,
+    training: bool,
 ) -> list[list[bool]]:
-    """Return what stays when each expert takes at most its capacity."""
+    """Return what stays when each expert takes at most its capacity: see `CapacityConfig.drop`."""
     factor = None if config.capacity is None else _factor(config.capacity, training)
     if config.capacity is None or factor is None or config.assignment == "expert_choice":
         return chosen
-    C = capacity_reference(factor, num_real, config)
+    C = capacity_reference(factor, sum(map(sum, real)), config)
+    positions = [sum(sequence[:t]) for sequence in real for t in range(len(sequence))]
+    in_order = sorted(range(len(chosen)), key=lambda n: positions[n])
     kept = [[False] * config.num_experts for _ in chosen]
     for e in range(config.num_experts):
-        wanting = [n for n, row in enumerate(chosen) if row[e]]
+        wanting = [n for n in in_order if chosen[n][e]]
         if config.capacity.drop == "probability":
             wanting = sorted(wanting, key=lambda n: -weights[n][e])
         for n in wanting[:C]:

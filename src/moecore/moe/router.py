@@ -31,7 +31,7 @@ from moecore.moe.assignment import (
     skewed_ids,
     within_capacity,
 )
-from moecore.moe.micro_batch import MicroBatch, capacity_of
+from moecore.moe.micro_batch import MicroBatch, capacity_of, position_order
 from moecore.moe.params import init_normal_, local_param
 from moecore.moe.quantile import bias_of_micro_batch
 from moecore.moe.records import ChoiceTape, Routing
@@ -190,12 +190,14 @@ class Router(nn.Module):
         most, capacity = capacity_of(factor, N, K, config.num_experts, padding_N)
         if config.assignment == "expert_choice" and self.tape is None:
             return ids_TK, most  # experts took no more; in a choice that was given they may have
+        tokens_N = position_order(N, micro_batch.num_sequences, padding_N, ids_TK.device)
         stays_NK = within_capacity(
             micro_batch.gather(ids_TK),
             micro_batch.gather(weights_TK),
             config.num_experts,
-            capacity,
-            "probability" if config.capacity is None else config.capacity.drop,
+            capacity=capacity,
+            drop="probability" if config.capacity is None else config.capacity.drop,
+            tokens_N=tokens_N,
         )
         return ids_TK.masked_fill(~micro_batch.own(stays_NK), -1), most
 
