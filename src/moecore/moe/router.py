@@ -203,13 +203,11 @@ class Router(nn.Module):
 
     def _factor(self) -> float | None:
         """The capacity factor of this mode; None = no limit."""
-        capacity = self.config.capacity
-        if self.config.assignment == "expert_choice" and capacity is None:
-            return 1.0
-        if capacity is None or self.training:
-            return None if capacity is None else capacity.factor
-        if self.config.assignment == "expert_choice":
-            return capacity.eval_factor or capacity.factor
+        capacity, experts_choose = self.config.capacity, self.config.assignment == "expert_choice"
+        if capacity is None:
+            return 1.0 if experts_choose else None
+        if self.training or (experts_choose and capacity.eval_factor is None):
+            return capacity.factor
         return capacity.eval_factor
 
 

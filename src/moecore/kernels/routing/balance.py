@@ -31,7 +31,7 @@ from moecore.kernels.common import (
 )
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.counts import MAX_EXPERTS, check_padding_mask
-from moecore.kernels.routing.scores import check_score_function, scores_ref, sqrtsoftplus
+from moecore.kernels.routing.scores import scores_ref, sqrtsoftplus
 
 
 def balance_statistics_ref(
@@ -345,9 +345,8 @@ def balance_statistics(
         logsumexp(logits)^2, both in the dtype of the logits.
 
     Raises:
-        ValueError: for an unknown score function, or a mask that is not bool [T].
+        ValueError: for a mask that is not bool [T].
     """
-    check_score_function("score_function", score_function)
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS
     if use_kernel(logits_TE) and is_small:

@@ -26,9 +26,8 @@ from moecore.kernels.common import (
 )
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.route_kernel import route_bwd_kernel, route_fwd_kernel
-from moecore.kernels.routing.scores import check_score_function, scores_ref
+from moecore.kernels.routing.scores import scores_ref
 
-SCORE_ORDERS = ("pre", "post")
 FWD_TILE, BWD_TILE = 1024, 512  # logits of one program: 32 and 16 registers per thread
 MAX_TOKENS = 64  # of one program, where E is small
 MAX_EXPERTS = 1024  # of a row, which one warp holds; more use the references
@@ -36,7 +35,7 @@ MAX_EXPERTS = 1024  # of a row, which one warp holds; more use the references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteOptions:
-    """How logits become a choice and weights.
+    """How logits become a choice and weights; `MoEConfig` says which values go together.
 
     Attributes:
         top_k: experts per token K.
@@ -53,9 +52,6 @@ class RouteOptions:
             top_k / top_groups Megatron-Core's.
         balanced: deal the experts out in turn, whatever the scores: all once before one comes
             again (see `dealt_ids`); weights still come from the scores.
-
-    Raises:
-        ValueError: for an unknown score function or order, or group_experts < 1.
     """
 
     top_k: int
@@ -67,19 +63,6 @@ class RouteOptions:
     top_groups: int
     group_experts: int = 2
     balanced: bool = False
-
-    def __post_init__(self) -> None:
-        check_score_function("RouteOptions.score_function", self.score_function)
-        if self.score_order not in SCORE_ORDERS:
-            shown = ", ".join(repr(order) for order in SCORE_ORDERS)
-            raise ValueError(
-                f"RouteOptions.score_order ({self.score_order!r}) must be one of {shown}"
-            )
-        if self.group_experts < 1:
-            raise ValueError(
-                f"RouteOptions.group_experts ({self.group_experts}) must be >= 1: use 2 for "
-                "DeepSeek-V3's rule"
-            )
 
 
 def route_ref(

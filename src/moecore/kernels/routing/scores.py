@@ -44,18 +44,6 @@ def scores_ref(logits_TE: Tensor, score_function: str) -> Tensor:
     return torch.where(logits_TE < low, tail_TE, softplus_TE.sqrt())
 
 
-def check_score_function(name: str, score_function: str) -> None:
-    """Raise a ValueError for a function that does not exist.
-
-    Args:
-        name: of the field, for the message.
-        score_function: its value.
-    """
-    if score_function not in SCORE_FUNCTIONS:
-        shown = ", ".join(repr(known) for known in SCORE_FUNCTIONS)
-        raise ValueError(f"{name} ({score_function!r}) must be one of {shown}")
-
-
 @triton.jit
 def row_sums(x):
     """Return [rows, 1], the sums of x [rows, a power of two] in one order: Note [same bits]."""
