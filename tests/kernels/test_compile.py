@@ -151,11 +151,8 @@ def run_balance(function: str, padding: bool = False) -> None:
     logits = torch.zeros(T, E, requires_grad=True)
     mask = torch.zeros(T, dtype=torch.bool) if padding else None
     sums, z = balance.balance_statistics(logits, 2, function, mask)
-    options = balance_loss.BalanceLossOptions(
-        top_k=K, micro_batch_coef=1.0, sequence_coef=1.0, global_batch_coef=0.0, z_loss_coef=1.0
-    )
     counted = counts.count_experts_and_tokens(ints(T, K), 2, E, mask)
-    balance_loss.balance_loss(sums, z, counted, options).sum().backward()
+    balance_loss.balance_loss(sums, z, counted, [1.0, 1.0, 0.0, 1.0]).sum().backward()
 
 
 def run_index(K: int = K, E: int = E) -> None:

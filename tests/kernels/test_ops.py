@@ -22,7 +22,7 @@ from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.ops import Op
 from moecore.kernels.routing.balance import balance_statistics
-from moecore.kernels.routing.balance_loss import BalanceLossOptions, balance_loss
+from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import count_experts_and_tokens
 from moecore.kernels.routing.route import RouteOptions, route
 from moecore.kernels.routing.route_weights import route_weights
@@ -108,8 +108,7 @@ def route_options() -> RouteOptions:
 
 def run_balance(logits: Tensor, ids: Tensor) -> Tensor:
     sums, z_sum = balance_statistics(logits, 2, "sigmoid")
-    options = BalanceLossOptions(top_k=K, micro_batch_coef=0.5, sequence_coef=2.0, z_loss_coef=1.0)
-    return balance_loss(sums, z_sum, count_experts_and_tokens(ids, 2, E), options)
+    return balance_loss(sums, z_sum, count_experts_and_tokens(ids, 2, E), [1.0, 4.0, 0.0, 1.0])
 
 
 def run_experts(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from moecore._autograd import disable_dynamo, is_recomputing
 from moecore.config import MoEConfig
 from moecore.kernels.routing.balance import balance_statistics
-from moecore.kernels.routing.balance_loss import BalanceLossOptions, balance_loss
+from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import (
     add_expert_counts,
     count_experts,
@@ -319,11 +319,11 @@ def balance_losses(
         groups: who counts together.
         prior_counts_E: this rank's counts of the like in earlier micro-batches of the step.
     """
-    balance = config.balance
+    balance, E, K = config.balance, config.num_experts, config.top_k
     # Only "sequence" tells sequences apart; to the other scopes the tokens are one.
     B = num_sequences if balance.sequence_coef else 1
     padding_mask_T = routing.padding_mask_T
-    counts_BX = count_experts_and_tokens(ids_TK, B, config.num_experts, padding_mask_T)
+    counts_BX = count_experts_and_tokens(ids_TK, B, E, padding_mask_T)
     if groups.micro_batch is not None:
         dist.all_reduce(counts_BX, group=groups.micro_batch)
     global_counts_E = None
@@ -332,14 +332,13 @@ def balance_losses(
     score_sums_BE, z_sum = balance_statistics(
         routing.logits_TE, B, config.score_function, padding_mask_T
     )
-    options = BalanceLossOptions(
-        top_k=config.top_k,
-        micro_batch_coef=balance.micro_batch_coef,
-        sequence_coef=balance.sequence_coef,
-        global_batch_coef=balance.global_batch_coef,
-        z_loss_coef=balance.z_loss_coef,
-    )
-    return balance_loss(score_sums_BE, z_sum, counts_BX, options, global_counts_E=global_counts_E)
+    factors = [
+        balance.micro_batch_coef * E / K,
+        balance.sequence_coef * E / K,
+        balance.global_batch_coef * E,
+        balance.z_loss_coef,
+    ]
+    return balance_loss(score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E)
 
 
 def _global_counts(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from moecore.kernels.routing.balance import balance_statistics, balance_statistics_ref
-from moecore.kernels.routing.balance_loss import BalanceLossOptions, balance_loss, balance_loss_ref
+from moecore.kernels.routing.balance_loss import balance_loss, balance_loss_ref
 from moecore.kernels.routing.counts import count_experts, count_experts_and_tokens
 from moecore.kernels.routing.scores import SCORE_FUNCTIONS
 from tests.kernels.routing.test_counts import make_ids
@@ -34,9 +33,7 @@ GPU_SHAPES = [
     (16384, 4, 1024),
     (4096, 4096, 64),
 ]
-ALL = BalanceLossOptions(
-    top_k=2, micro_batch_coef=0.3, sequence_coef=0.5, global_batch_coef=0.7, z_loss_coef=0.01
-)
+ALL = [1.2, 2.0, 5.6, 0.01]  # factors of the four losses
 
 
 def shapes(device: str) -> list[tuple[int, int, int]]:
@@ -116,13 +113,7 @@ def test_losses_by_hand() -> None:
         sums,
         z_sum,
         counts,
-        BalanceLossOptions(
-            top_k=1,
-            micro_batch_coef=1.0,
-            sequence_coef=10.0,
-            global_batch_coef=100.0,
-            z_loss_coef=0.1,
-        ),
+        [2 * 1.0, 2 * 10.0, 2 * 100.0, 0.1],
         global_counts_E=torch.tensor([4, 12]),
     )
     micro = 2 * (0.75 * 0.65 + 0.25 * 0.35)
@@ -322,12 +313,11 @@ def test_loss_with_counts_of_more_ranks(device: str) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-7)
 
 
-def test_each_coefficient_is_its_own(device: str) -> None:
+def test_each_factor_is_its_own(device: str) -> None:
     sums, z_sum, counts, total = loss_case(24, 3, 8, device)
     together = balance_loss(sums, z_sum, counts, ALL, global_counts_E=total)
-    names = ("micro_batch_coef", "sequence_coef", "global_batch_coef", "z_loss_coef")
-    for i, name in enumerate(names):
-        alone = replace(BalanceLossOptions(top_k=2), **{name: getattr(ALL, name)})
+    for i, factor in enumerate(ALL):
+        alone = [0.0] * i + [factor] + [0.0] * (3 - i)
         losses = balance_loss(sums, z_sum, counts, alone, global_counts_E=total)
         assert float(losses[i]) == float(together[i]) != 0.0
         assert int((losses != 0).sum()) == 1
@@ -378,9 +368,7 @@ def test_op_contracts(device: str) -> None:
     sums.requires_grad_()
     z_sum.requires_grad_()
     for global_counts in (None, total):
-        torch.library.opcheck(
-            ops.balance_loss, (sums, z_sum, counts, global_counts, ALL.factors(5))
-        )
+        torch.library.opcheck(ops.balance_loss, (sums, z_sum, counts, global_counts, ALL))
 
 
 @pytest.mark.parametrize("function", SCORE_FUNCTIONS)

@@ -7,7 +7,6 @@ One program each way reads [B, E] a few times and little else. Sums are made in 
 depends on shapes alone: equal inputs give equal bits.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,40 +18,11 @@ from moecore.kernels.ops import Op
 from moecore.kernels.routing.counts import MAX_EXPERTS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BalanceLossOptions:
-    """Factors of the losses.
-
-    Attributes:
-        top_k: choices per token.
-        micro_batch_coef: on the loss with counts over all sequences.
-        sequence_coef: on the mean over sequences with tokens of the loss with counts of each.
-        global_batch_coef: on the loss with the global counts.
-        z_loss_coef: on the mean over tokens of logsumexp(logits)^2.
-    """
-
-    top_k: int
-    micro_batch_coef: float = 0.0
-    sequence_coef: float = 0.0
-    global_batch_coef: float = 0.0
-    z_loss_coef: float = 0.0
-
-    def factors(self, num_experts: int) -> list[float]:
-        """Return the four coefficients with the constants of their formula folded in."""
-        E, K = num_experts, self.top_k
-        return [
-            self.micro_batch_coef * E / K,
-            self.sequence_coef * E / K,
-            self.global_batch_coef * E,
-            self.z_loss_coef,
-        ]
-
-
 def balance_loss_ref(
     score_sums_BE: Tensor,
     z_sum: Tensor,
     counts_BX: Tensor,
-    options: BalanceLossOptions,
+    factors: list[float],
     *,
     global_counts_E: Tensor | None = None,
 ) -> Tensor:
@@ -69,7 +39,7 @@ def balance_loss_ref(
         share_E = global_counts_E.to(z_sum.dtype) / global_counts_E.sum().clamp(min=1)
         global_batch = (share_E * mean_scores_E).sum()
     parts = (micro_batch, sequence, global_batch, z_sum / tokens)
-    return torch.stack([f * p for f, p in zip(options.factors(E), parts, strict=True)])
+    return torch.stack([f * p for f, p in zip(factors, parts, strict=True)])
 
 
 LOSS_TILE = 4096
@@ -258,18 +228,18 @@ def balance_loss(
     score_sums_BE: Tensor,
     z_sum: Tensor,
     counts_BX: Tensor,
-    options: BalanceLossOptions,
+    factors: list[float],
     *,
     global_counts_E: Tensor | None = None,
 ) -> Tensor:
     """Return fp32 [4]: the losses "micro_batch", "sequence", "global_batch" and "z".
 
     With n the counts, t the tokens and s the score sums of a sequence, N, T and S their sums over
-    sequences, and g the global counts, these are the coefficients times
+    sequences, and g the global counts, these are the factors times
 
-        E * sum_e(N/(T*K) * S/T)
-        the mean over sequences with tokens of E * sum_e(n/(t*K) * s/t)
-        E * sum_e(g/sum(g) * S/T)
+        sum_e(N/T * S/T)
+        the mean over sequences with tokens of sum_e(n/t * s/t)
+        sum_e(g/sum(g) * S/T)
         z_sum/T
 
     where divisors of 0 become 1. Counts that cover the tokens of more ranks than the sums give this
@@ -279,16 +249,15 @@ def balance_loss(
         score_sums_BE: [B, E] fp32 or fp64, from `balance_statistics`.
         z_sum: 0-dim, same dtype.
         counts_BX: int64 [B, E + 1], from `count_experts_and_tokens`.
-        options: the coefficients and K.
+        factors: of the four losses, E / K and E of their formula included.
         global_counts_E: int64 [E], contiguous; None = no global-batch loss (0).
     """
     E = score_sums_BE.shape[1]
     is_small = score_sums_BE.dtype == torch.float32 and E <= MAX_EXPERTS
     if use_kernel(score_sums_BE) and is_small:
-        factors = options.factors(E)
         return _balance_loss(score_sums_BE, z_sum, counts_BX, global_counts_E, factors)
     warn_plain(score_sums_BE, f"balance losses of {E} experts in {score_sums_BE.dtype}")
     losses = balance_loss_ref(
-        score_sums_BE, z_sum, counts_BX, options, global_counts_E=global_counts_E
+        score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E
     )
     return losses.float()

@@ -320,7 +320,7 @@ def _router_logits_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight; an empty tensor for the one that nobody needs."""
     weight_ED, x_TD = weight_ED.contiguous(), x_TD.contiguous()
-    dx_TD, dweight_ED = _empty_gradients(x_TD, weight_ED, need_dx, need_dweight)
+    dx_TD, dweight_ED = _empty_gradients(dlogits_TE, x_TD, weight_ED, need_dx, need_dweight)
     if x_TD.shape[0] == 0:
         return dx_TD, dweight_ED.zero_()
     wide = weight_ED.dtype == torch.float32
@@ -336,20 +336,14 @@ def _router_logits_bwd(
     return dx_TD, dweight_ED
 
 
-def _router_logits_bwd_fake(
-    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
-) -> tuple[Tensor, Tensor]:
-    return _empty_gradients(x_TD, weight_ED, need_dx, need_dweight)
-
-
-_router_logits_bwd_op = Op("router_logits_bwd", _router_logits_bwd, _router_logits_bwd_fake)
-
-
 def _empty_gradients(
-    x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     dx_TD = x_TD.new_empty(x_TD.shape if need_dx else (0,))
     return dx_TD, weight_ED.new_empty(weight_ED.shape if need_dweight else (0,))
+
+
+_router_logits_bwd_op = Op("router_logits_bwd", _router_logits_bwd, _empty_gradients)
 
 
 def _sum_dweight(dlogits: Tensor, x_TD: Tensor, dweight_ED: Tensor) -> None:
