@@ -154,11 +154,14 @@ def count_experts(inputs: Inputs) -> Work:
 
     ids_TK, E = inputs.choice[1], inputs.shape.num_experts
 
-    def plain() -> None:
-        counts_BE = torch.zeros(1, E, dtype=torch.int64, device=inputs.device)
-        counts.add_expert_counts_ref(counts_BE, ids_TK)
+    def count(add: Callable[[Tensor, Tensor], None]) -> None:
+        add(torch.zeros(1, E, dtype=torch.int64, device=inputs.device), ids_TK)
 
-    return Work(lambda: counts.count_experts(ids_TK, 1, E), plain, 4 * inputs.shape.rows)
+    return Work(
+        lambda: count(counts.add_expert_counts),
+        lambda: count(counts.add_expert_counts_ref),
+        4 * inputs.shape.rows,
+    )
 
 
 def balance_statistics(inputs: Inputs) -> Work:

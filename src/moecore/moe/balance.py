@@ -29,11 +29,7 @@ from moecore._autograd import disable_dynamo, is_recomputing
 from moecore.config import MoEConfig
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
-from moecore.kernels.routing.counts import (
-    add_expert_counts,
-    count_experts,
-    count_experts_and_tokens,
-)
+from moecore.kernels.routing.counts import add_expert_counts, count_experts_and_tokens
 from moecore.kernels.routing.margins import add_margins_
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.quantile import new_histogram
@@ -324,11 +320,15 @@ def balance_losses(
     B = num_sequences if balance.sequence_coef else 1
     padding_mask_T = routing.padding_mask_T
     counts_BX = count_experts_and_tokens(ids_TK, B, E, padding_mask_T)
-    if groups.micro_batch is not None:
-        dist.all_reduce(counts_BX, group=groups.micro_batch)
     global_counts_E = None
     if balance.global_batch_coef:
-        global_counts_E = _global_counts(ids_TK, config, prior_counts_E, groups.global_batch)
+        global_counts_E = counts_BX[:, :E].sum(0)
+        if prior_counts_E is not None:
+            global_counts_E += prior_counts_E
+        if groups.global_batch is not None:
+            dist.all_reduce(global_counts_E, group=groups.global_batch)
+    if groups.micro_batch is not None:
+        dist.all_reduce(counts_BX, group=groups.micro_batch)
     score_sums_BE, z_sum = balance_statistics(
         routing.logits_TE, B, config.score_function, padding_mask_T
     )
@@ -339,17 +339,3 @@ def balance_losses(
         balance.z_loss_coef,
     ]
     return balance_loss(score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E)
-
-
-def _global_counts(
-    ids_TK: Tensor, config: MoEConfig, prior_E: Tensor | None, group: dist.ProcessGroup | None
-) -> Tensor:
-    """This micro-batch's counts on top of the prior ones, over all ranks of the group."""
-    if prior_E is None:
-        counts_E = count_experts(ids_TK, 1, config.num_experts)[0]
-    else:
-        counts_E = prior_E.clone()
-        add_expert_counts(counts_E[None], ids_TK)
-    if group is not None:
-        dist.all_reduce(counts_E, group=group)
-    return counts_E

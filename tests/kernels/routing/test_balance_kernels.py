@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moecore.kernels.routing.balance import balance_statistics, balance_statistics_ref
 from moecore.kernels.routing.balance_loss import balance_loss, balance_loss_ref
-from moecore.kernels.routing.counts import count_experts, count_experts_and_tokens
+from moecore.kernels.routing.counts import count_experts_and_tokens
 from moecore.kernels.routing.scores import SCORE_FUNCTIONS
-from tests.kernels.routing.test_counts import make_ids
+from tests.kernels.routing.test_counts import count_experts, make_ids
 
 # (T, B, E); tiles have 4096 / E rows, at most 256.
 SHAPES = [

@@ -10,9 +10,15 @@ from moecore.kernels.routing.counts import (
     BLOCK,
     add_expert_counts,
     add_expert_counts_ref,
-    count_experts,
     count_experts_and_tokens,
 )
+
+
+def count_experts(ids_TK: Tensor, B: int, E: int) -> Tensor:
+    counts_BE = torch.zeros(B, E, dtype=torch.int64, device=ids_TK.device)
+    add_expert_counts(counts_BE, ids_TK)
+    return counts_BE
+
 
 # (T, K, B, E); the longer ones need several programs per sequence.
 SHAPES = [

@@ -137,25 +137,12 @@ def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
         add_expert_counts_ref(counts_BE, ids_TK)
 
 
-def count_experts(ids_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
-    """Return int64 [B, E], the number of choices of each expert per sequence.
-
-    Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2], [1, 1, 0]].
-
-    Args:
-        ids_TK: int32 [T, K], expert ids; -1 = dropped, not counted. T is a multiple of B.
-        num_sequences: B.
-        num_experts: E.
-    """
-    counts_BE = torch.zeros(num_sequences, num_experts, dtype=torch.int64, device=ids_TK.device)
-    add_expert_counts(counts_BE, ids_TK)
-    return counts_BE
-
-
 def count_experts_and_tokens(
     ids_TK: Tensor, num_sequences: int, num_experts: int, padding_mask_T: Tensor | None = None
 ) -> Tensor:
-    """Return int64 [B, E + 1]: `count_experts`, and each sequence's number of tokens beside it.
+    """Return int64 [B, E + 1]: each expert's choices per sequence, and its number of tokens beside.
+
+    Example, B=2, E=3: ids [[0, 2], [2, -1], [1, 0], [-1, -1]] give [[1, 0, 2, 2], [1, 1, 0, 2]].
 
     A memset and one kernel. Tokens whose choices were all dropped are tokens too, padding is none.
 
