@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +69,22 @@ def make_folder(file: Path) -> None:
     file.mkdir()
 
 
-DAMAGES = (flip, cut, extend, empty, make_folder)
+def make_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def make_link(file: Path) -> None:
+    file.rename(file.parents[1] / "aside")
+    file.symlink_to(file.parents[1] / "aside")
+
+
+def make_device(file: Path) -> None:
+    file.unlink()
+    os.mknod(file, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero
+
+
+DAMAGES = (flip, cut, extend, empty, make_folder, make_fifo, make_link, make_device)
 
 
 def load_latest(root: Path) -> None:
@@ -90,10 +106,29 @@ def load_latest(root: Path) -> None:
 @pytest.mark.parametrize("name", ANY_FILE)
 def test_damage_is_found(root: Path, name: str, damage: Callable[[Path], None]) -> None:
     load_latest(root)
-    damage(file_of(root, name))
+    try:
+        damage(file_of(root, name))
+    except PermissionError as error:
+        pytest.skip(f"devices may not be made: {error}")
     with pytest.raises((ValueError, OSError), match=name) as info:
         load_latest(root)
     assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("damage", [make_fifo, make_link], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", [POINTER, MANIFEST])
+def test_a_save_goes_on_beside_special_files(
+    root: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(file_of(root, name))
+    if name == MANIFEST:
+        for action in (verify, set_latest, read_manifest):
+            with pytest.raises(ValueError, match="must be a"):
+                action(root / "step-000001")
+    path = save(root, 2, *build())
+    assert latest(root) == path and (root / POINTER).is_file()
+    assert not (root / POINTER).is_symlink()
+    load_latest(root)
 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])

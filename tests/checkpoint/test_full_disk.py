@@ -67,7 +67,7 @@ def test_a_full_disk(disk: Path, wait: bool) -> None:
             break
         except OSError as error:
             outcomes.append("full")
-            assert "rank 0 could not write it: OSError(28, 'No space left on device')" in str(error)
+            assert "No space left on device" in str(error)
             assert "\n" not in str(error)
             assert sorted(os.listdir(root)) == before, "nothing is left behind"
             assert latest(root) == first and free_pages(disk) == left

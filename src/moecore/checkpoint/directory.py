@@ -6,15 +6,17 @@
         moecore.json               the manifest, written last
         rank-00000.safetensors     tensors, one file for each rank that wrote any
       latest                       name of the newest one, and the SHA-256 of its manifest
+      .lock/                       while a job may write; see `lock.py`
 
 A draft is never read. It becomes whole by one rename, after everything in it is on disk, and is
 announced by replacing the pointer file; so a kill at any moment leaves the previous one loadable.
 
-No function here communicates: a save calls those that write on one rank.
+No function here communicates: a save calls those that write on one rank, which holds the lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -23,6 +25,15 @@ import shutil
 import uuid
 from pathlib import Path
 
+from moecore.checkpoint.files import (
+    open_regular,
+    read_regular,
+    remove,
+    remove_leftovers,
+    sync,
+    write_new,
+)
+from moecore.checkpoint.lock import locked
 from moecore.checkpoint.manifest import MANIFEST, Manifest
 
 POINTER = "latest"
@@ -71,13 +82,15 @@ def set_latest(path: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: when it is not a whole checkpoint.
+        OSError: when another job writes to the run.
     """
     path = Path(path)
     if _step_of(path) is None or not is_whole(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
-    pointer = _new_pointer(path.parent, path.name, (path / MANIFEST).read_bytes())
-    pointer.replace(path.parent / POINTER)
-    sync(path.parent)
+    with locked(path.parent):
+        pointer = _new_pointer(path.parent, path.name, read_regular(path / MANIFEST))
+        pointer.replace(path.parent / POINTER)
+        sync(path.parent)
 
 
 def prune(root: str | os.PathLike[str], keep: int) -> list[Path]:
@@ -87,17 +100,25 @@ def prune(root: str | os.PathLike[str], keep: int) -> list[Path]:
     back, go first, then the lowest ones.
 
     Args:
-        root: what `save` got. No save may be writing to it.
+        root: what `save` got. A step that is a symlink loses its link, not what it names.
         keep: how many stay, >= 1.
 
     Example: of 100 200 210 300 400 and latest 210, keep=2 leaves 200 210.
 
     Raises:
         ValueError: when `keep` is wrong, or the pointer file is damaged; nothing is removed then.
+        OSError: when another job writes to the run; or when one cannot be removed.
     """
+    if not prunable(root, keep):
+        return []
+    with locked(Path(root)):
+        return _prune(Path(root), keep)
+
+
+def _prune(root: Path, keep: int) -> list[Path]:
     old = prunable(root, keep)
     for path in old:
-        _remove(path)
+        remove(path)
     return old
 
 
@@ -160,8 +181,7 @@ def new_draft(root: Path, step: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     final = directory_of(root, step)
     _check_free(final)
-    for leftover in root.glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    remove_leftovers(root)
     draft = root / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     draft.mkdir()
     return draft
@@ -171,30 +191,49 @@ def publish(draft: Path, manifest: Manifest, *, keep: int) -> None:
     """Make a written draft the newest checkpoint.
 
     Args:
-        draft: from `new_draft`; the shard files are there and on disk.
+        draft: from `new_draft`; the shard files are on disk.
         manifest: of it.
         keep: how many of the newest checkpoints stay; 0 = all.
 
     Raises:
-        ValueError: when somebody else saved this step or a later one meanwhile.
+        ValueError: when this step or a later one was saved meanwhile.
+        OSError: when a shard file is not there as it was written, or one could not be written.
     """
     root, final = draft.parent, directory_of(draft.parent, manifest.facts.step)
-    _write(draft / MANIFEST, manifest.text)
+    write_new(draft / MANIFEST, manifest.text)
     sync(draft)
     _check_free(final)
+    _check_written(draft, manifest)
     # All that needs room comes before the rename, so a full disk leaves nothing half announced.
     pointer = _new_pointer(root, final.name, manifest.text.encode("ascii"))
-    if final.exists():  # of a run that was rolled back, or not whole
-        _remove(final)
+    if os.path.lexists(final):  # of a run that was rolled back, or not whole
+        with contextlib.suppress(ValueError):
+            named = _read_pointer(root)
+            if named is not None and named[0] == final.name:  # with the digest of what goes now
+                (root / POINTER).unlink()
+        remove(final)
     draft.rename(final)
     sync(root)
     pointer.replace(root / POINTER)
     sync(root)
     try:
         if keep:
-            prune(root, keep)
+            _prune(root, keep)
     except OSError as error:  # the new one is safe, so the save has not failed
         logger.warning("old checkpoints under %s could not be removed: %s", root, error)
+
+
+def _check_written(draft: Path, manifest: Manifest) -> None:
+    """Raise OSError when a shard file is not there as it was written."""
+    for name, file in manifest.files.items():
+        try:
+            descriptor = open_regular(draft / name)  # a network file system then asks its server
+        except (FileNotFoundError, ValueError):
+            raise OSError(f"{name} was written and is no longer there") from None
+        size = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        if size != file.size:
+            raise OSError(f"{name} must have the {file.size} bytes that were written, not {size}")
 
 
 def _check_free(final: Path) -> None:
@@ -228,7 +267,7 @@ def _pointed(root: Path) -> Path | None:
         return None
     name, digest = named
     try:
-        manifest = (root / name / MANIFEST).read_bytes()
+        manifest = read_regular(root / name / MANIFEST)
     except FileNotFoundError:
         return None
     if hashlib.sha256(manifest).hexdigest() != digest:
@@ -242,7 +281,7 @@ def _pointed(root: Path) -> Path | None:
 def _read_pointer(root: Path) -> tuple[str, str] | None:
     """Return name and digest in the pointer file; None when it is gone."""
     try:
-        text = (root / POINTER).read_bytes().decode("ascii", errors="replace")
+        text = read_regular(root / POINTER, most=200).decode("ascii", errors="replace")
     except FileNotFoundError:
         return None
     match = _POINTER_TEXT.fullmatch(text)
@@ -268,35 +307,12 @@ def _step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _remove(path: Path) -> None:
-    """Delete a checkpoint that must not look whole when it is half deleted."""
-    hidden = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
-    path.rename(hidden)
-    shutil.rmtree(hidden)
-
-
 def _new_pointer(root: Path, name: str, manifest: bytes) -> Path:
     """Write a pointer file under another name and return it, to replace the old one with."""
-    pointer = root / f".{POINTER}.tmp"
+    pointer = root / f".{POINTER}-{uuid.uuid4().hex[:8]}"
     try:
-        _write(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")
+        write_new(pointer, f"{name} {hashlib.sha256(manifest).hexdigest()}\n")
     except OSError:
         pointer.unlink(missing_ok=True)
         raise
     return pointer
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="ascii") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(directory: Path) -> None:
-    """Put the names in a directory on disk; a file's own fsync does not."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

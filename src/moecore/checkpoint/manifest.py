@@ -34,6 +34,8 @@ from typing import Any
 
 import torch
 
+from moecore.checkpoint.files import read_regular
+
 MANIFEST = "moecore.json"
 FORMAT = 3
 FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
@@ -174,7 +176,7 @@ def read_manifest(path: Path) -> Manifest:
         OSError: when it cannot be read.
     """
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = read_regular(path / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"path ({path}) must be a whole checkpoint, with a {MANIFEST}: use latest(root)"

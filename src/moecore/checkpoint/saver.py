@@ -36,10 +36,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.checkpoint.agree import default_timeout, gather, on_every_rank
+from moecore.checkpoint.agree import default_timeout, gather, on_every_rank, on_first_rank
 from moecore.checkpoint.alike import check_alike
 from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
+from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.checkpoint.state import Optimizers
@@ -51,10 +52,11 @@ logger = logging.getLogger("moecore.checkpoint")
 class Saver:
     """Saves checkpoints of one run, in the background if asked. Construction is collective.
 
-    It owns a gloo process group, a thread and host memory: `close` it, or use it in a `with`.
+    It owns a gloo process group, a thread, host memory and the lock of the run, so that no other
+    job writes there: `close` it, or use it in a `with`.
 
     Args:
-        root: directory of the run; every rank must see it.
+        root: directory of the run, which is made; every rank must see it.
         model: parallelized or plain.
         optimizer: over the model's parameters; a list of several, each with parameters of its own;
             None = keep the model only.
@@ -64,6 +66,9 @@ class Saver:
         config: mapping or dataclass that describes the model, JSON-able; None takes that of a
             native decoder or a transformers model, which `load` compares.
         progress: called with (bytes done, bytes expected) of this rank, from the writing thread.
+
+    Raises:
+        OSError: on every rank, naming the owner, when another job or `Saver` writes to `root`.
     """
 
     def __init__(
@@ -78,13 +83,20 @@ class Saver:
         progress: Progress | None = None,
     ) -> None:
         check_count("keep", keep)
-        self._root, self._model, self._optimizer = Path(root), model, optimizer
+        self._model, self._optimizer = model, optimizer
+        self._lock = RunLock(Path(root))
         self._scheduler, self._keep, self._config = scheduler, keep, config
         self._progress = progress
         # Of its own: a collective of the training in between would mix up the ranks' order.
         self._group = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=default_timeout())
+        try:
+            on_first_rank(self._lock.acquire, self._group)
+        except BaseException:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+            raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="moecore-save")
         self._copies = HostCopies()
         self._running: Future[None] | None = None
@@ -98,6 +110,7 @@ class Saver:
             self.close()
         else:  # other ranks may not be here, so nothing collective
             self._thread.shutdown(wait=True)
+            self._lock.release()
             self._closed = True
 
     def prepare(self) -> None:
@@ -139,7 +152,7 @@ class Saver:
         self._finish()
         snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)
         check_alike(snapshot, self._group)
-        draft = begin(self._root, step, self._group)
+        draft = begin(self._lock, step, self._group)
         if wait:
             self._write(draft, snapshot, locals_of(snapshot))
         else:
@@ -154,7 +167,7 @@ class Saver:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 logger.info("step %d: copied to host memory in %.3f s", step, seconds)
             self._running = self._thread.submit(self._write_and_log, draft, snapshot, copies)
-        return directory_of(self._root, step)
+        return directory_of(self._lock.root, step)
 
     def check(self) -> None:
         """Raise the error of a background save that has failed. Call it every step; cheap, local.
@@ -179,6 +192,7 @@ class Saver:
             self._finish()
         finally:
             self._thread.shutdown()
+            self._lock.release()
             self._copies.clear()
             if self._group is not None:
                 dist.destroy_process_group(self._group)

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecore.checkpoint.files import open_regular
 from moecore.checkpoint.manifest import DTYPE_NAMES, StoredFile
 from moecore.checkpoint.meter import Meter
 
@@ -88,7 +88,8 @@ class ShardWriter:
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        self._fd = os.open(path, flags, 0o644)
         self._sha256, self._size, self._meter = hashlib.sha256(), 0, meter
         self._hasher = ThreadPoolExecutor(1)
         self._filled = 0
@@ -177,7 +178,7 @@ class ShardReader:
 
     def __init__(self, path: Path, layout: Layout, buffer: Tensor, meter: Meter) -> None:
         self._path, self._layout, self._buffer, self._meter = path, layout, buffer, meter
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = open_regular(path)
 
     def __enter__(self) -> ShardReader:
         return self
@@ -267,15 +268,16 @@ def check_file(
         OSError: when it cannot be read.
     """
     try:
-        found = path.stat()
+        descriptor = open_regular(path)
     except FileNotFoundError:
         return "is missing"
-    if not stat.S_ISREG(found.st_mode):
+    except ValueError:
         return "is no regular file"
-    if not found.st_size == stored.size == layout.size:
-        return f"has {found.st_size} bytes instead of {stored.size}, with {layout.size} of tensors"
     sha256 = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    with open(descriptor, "rb", buffering=0) as file:
+        size = os.fstat(descriptor).st_size
+        if not size == stored.size == layout.size:
+            return f"has {size} bytes instead of {stored.size}, with {layout.size} of tensors"
         header = file.read(len(layout.header))
         if header != layout.header:
             return "has a header that is not the manifest's"

@@ -274,12 +274,6 @@ def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
         action()
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        if verb == "write" and isinstance(cause, FileNotFoundError):  # see `new_draft`
-            raise OSError(
-                f"root ({path.parent}) must be written to by one save at a time, but another one "
-                f"removed {path.name} while rank {rank} wrote it: close the other Saver first, or "
-                "end the other job"
-            ) from error
         raise OSError(f"path ({path}): rank {rank} could not {verb} it: {cause!r}") from error
     except RuntimeError as error:  # a rank's own errors come as the above, so a collective failed
         if not dist.is_initialized():

@@ -37,6 +37,7 @@ from moecore.checkpoint.fit import (
     rng_target,
     summary,
 )
+from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.snapshot import (
@@ -72,7 +73,7 @@ def save(
     previous checkpoint loadable. Every rank must see `root`.
 
     Args:
-        root: directory of the run; one save at a time writes to it.
+        root: directory of the run; one job at a time writes to it.
         step: >= 0; names the directory.
         model: parallelized or plain.
         optimizer: over the model's parameters; a list of several, each with parameters of its own;
@@ -91,7 +92,8 @@ def save(
         ValueError: for a wrong argument, or a value that differs between ranks though only one is
             kept (`alike.py`), before anything is written.
         NotImplementedError: for state that has no place in a checkpoint, likewise.
-        OSError: when a rank could not write; nothing changed for `latest`.
+        OSError: when another job writes to `root`, before anything is written; when a rank could
+            not write. Nothing changed for `latest` then.
     """
     check_step(step)
     check_count("keep", keep)
@@ -99,8 +101,12 @@ def save(
         lambda: take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
     )
     check_alike(snapshot)
-    draft = begin(Path(root), step)
-    write(draft, snapshot, locals_of(snapshot), keep=keep, meter=Meter())
+    lock = RunLock(Path(root))
+    try:
+        draft = begin(lock, step)
+        write(draft, snapshot, locals_of(snapshot), keep=keep, meter=Meter())
+    finally:
+        lock.release()
     return directory_of(Path(root), step)
 
 
@@ -183,9 +189,20 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} ({value!r}) must be a whole number >= 0")
 
 
-def begin(root: Path, step: int, group: Group = None) -> Path:
-    """Return a draft directory that every rank sees; see `new_draft` for the errors."""
-    draft = on_first_rank(lambda: new_draft(root, step), group)
+def begin(lock: RunLock, step: int, group: Group = None) -> Path:
+    """Return a draft directory that every rank sees; see `new_draft` for the errors.
+
+    Args:
+        lock: of the run; rank 0 takes it, where it does not hold it yet.
+        step: of the save.
+        group: all ranks; None = the default group.
+    """
+
+    def action() -> Path:
+        lock.acquire()
+        return new_draft(lock.root, step)
+
+    draft = on_first_rank(action, group)
     check_visible(draft, group)
     return draft
 

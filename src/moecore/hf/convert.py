@@ -27,6 +27,7 @@ from moecore.checkpoint.directory import (
     publish,
 )
 from moecore.checkpoint.fit import below
+from moecore.checkpoint.lock import locked
 from moecore.checkpoint.manifest import (
     Chunk,
     Facts,
@@ -174,16 +175,17 @@ def hf_to_native(
             scheduler=None,
             extra={},
         )
-        check_unused(root)  # reading took time, and a draft of somebody else's would be removed
-        draft = new_draft(root, step)
-        try:
-            manifest = _write_native(
-                draft, facts, plan, sources, files, dtype, max_file_bytes, meter
-            )
-            publish(draft, manifest, keep=0)
-        except BaseException:
-            discard(draft)
-            raise
+        with locked(root):
+            check_unused(root)  # reading took time
+            draft = new_draft(root, step)
+            try:
+                manifest = _write_native(
+                    draft, facts, plan, sources, files, dtype, max_file_bytes, meter
+                )
+                publish(draft, manifest, keep=0)
+            except BaseException:
+                discard(draft)
+                raise
     return directory_of(root, step)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.checkpoint.agree import check_visible, on_every_rank, on_first_rank
-from moecore.checkpoint.directory import sync
+from moecore.checkpoint.files import sync, write_new
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.shard_file import Layout, ShardWriter, layout_of
 from moecore.hf.collect import Collector, Item, RankCollector, rank_and_world
@@ -339,8 +339,4 @@ def _file_name(number: int, total: int) -> str:
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    with file.open("w", encoding="utf-8") as out:
-        json.dump(value, out, indent=2, sort_keys=True)
-        out.write("\n")
-        out.flush()
-        os.fsync(out.fileno())
+    write_new(file, json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moecore.checkpoint.files import read_regular
 from moecore.checkpoint.manifest import DTYPES
 
 CONFIG = "config.json"
@@ -181,7 +182,7 @@ def read_json(file: Path) -> dict[str, Any]:
         ValueError: when it is missing or no JSON object.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(file, follow=True).decode())
     except FileNotFoundError:
         raise ValueError(f"path ({file}) must exist: it is not there") from None
     except (ValueError, RecursionError) as error:
