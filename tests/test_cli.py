@@ -186,6 +186,33 @@ def test_convert_both_ways(home, capsys, tmp_path):
     assert facts["elements"]["F32"] == 3 * 8  # selection biases
 
 
+def test_what_a_forged_checkpoint_says_is_printed_as_text(capsys, tmp_path):
+    """No escape code and no line break of a name or a value reaches the terminal."""
+    odd = "a\x1b[31m\nb\u202eé"
+    tensors = {odd: torch.ones(2)}
+    path = save(
+        tmp_path / "run", 1, torch.nn.Linear(2, 2), None, {odd + "x": odd + "\ud800", **tensors}
+    )
+    code, out, err = run(capsys, "inspect", path, "--tensors")
+    assert (code, err) == (0, "")
+    shown = r"a\x1b[31m\nb\u202eé"
+    assert all(line.isprintable() for line in out.splitlines())
+    assert (
+        f"extra        {shown}x={shown}" in out
+        and f"F32      [2]                      extra.{shown}" in out
+    )
+    assert json.loads(run(capsys, "inspect", path, "--json")[1])["extra"] == {
+        odd + "x": odd + "\ud800"
+    }
+    write_directory(tmp_path / "hf", {"a.experts.1.\x1b[2J": torch.ones(2)}, {"model_type": "\x1b"})
+    code, out, err = run(capsys, "verify", tmp_path / "hf")
+    assert code == 1 and all(line.isprintable() for line in err.splitlines())
+    assert len(err.splitlines()) == 1
+    write_directory(tmp_path / "bad", {"x": torch.ones(2)}, {"model_type": "\x1b[2J"})
+    code, _, err = run(capsys, "convert", tmp_path / "bad", tmp_path / "out")
+    assert code == 1 and err.count("\n") == 1 and err.strip().isprintable()
+
+
 def test_prune(capsys, tmp_path):
     for step in (1, 2, 3):
         save(tmp_path / "run", step, Decoder(CONFIG), None)

@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except UsageError as error:
-        print(f"moecore: {error}", file=sys.stderr)
+        print(f"moecore: {_printable(str(error))}", file=sys.stderr)
         return 2
     except (ValueError, NotImplementedError, OSError) as error:
-        print(f"moecore: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"moecore: {_printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 1
 
 
@@ -154,7 +154,7 @@ def _inspect(args: Any) -> int:
         print(f"{name:<12} {_shown(value)}")
     if args.tensors:
         for name, entry in tensors.items():
-            print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {name}")
+            print(f"  {entry['dtype']:<8} {entry['shape']!s:<24} {_printable(name)}")
     return 0
 
 
@@ -232,7 +232,7 @@ def _verify(args: Any) -> int:
 
     problems = verify_hf(path)
     for problem in problems:
-        print(f"moecore: {path}: {problem}", file=sys.stderr)
+        print(f"moecore: {path}: {_printable(problem)}", file=sys.stderr)
     if not problems:
         print(f"{path}: whole (headers; the format has no digests)")
     return 1 if problems else 0
@@ -349,7 +349,12 @@ def _bytes(count: int) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{k}={_shown(v)}" for k, v in value.items()) or "-"
+        return ", ".join(f"{_printable(k)}={_shown(v)}" for k, v in value.items()) or "-"
     if isinstance(value, list):
         return " ".join(map(_shown, value)) or "-"
-    return "-" if value is None else str(value)
+    return "-" if value is None else _printable(str(value))
+
+
+def _printable(text: str) -> str:
+    """Return a text with escapes for what a terminal would act on, and for lone surrogates."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

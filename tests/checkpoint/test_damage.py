@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -10,6 +11,7 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from moecore.checkpoint.directory import POINTER
 from moecore.checkpoint.manifest import MANIFEST, Chunk, check_grid
 from moecore.checkpoint.meter import Meter
 from moecore.checkpoint.shard_file import check_file, layout_of
-from tests.checkpoint.fuzz import build, fuzz, in_two_files, same, tensors_of
+from tests.checkpoint.fuzz import build, fuzz, in_two_files, same, tensors_of, write_signed
 
 FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
 ANY_FILE = (POINTER, MANIFEST, FIRST, SECOND)
@@ -250,6 +252,62 @@ def test_fuzzed_manifests_and_headers(tmp_path: Path) -> None:
     outcomes = fuzz(tmp_path, 500)
     refused = sum(count for name, count in outcomes.items() if name.endswith("refused"))
     assert sum(outcomes.values()) == 500 and refused > 430
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [110, 330, 600, 900, 5000])
+def test_what_nests_deep_is_refused_on_both_ways(root: Path, depth: int) -> None:
+    message = r"extra deep \(dict\) must be JSON-able or a tensor: "
+    with pytest.raises(ValueError, match=message) as info:
+        save(root, 2, *build(), {"deep": nested(depth)})
+    assert "\n" not in str(info.value)
+    path = save(root, 2, *build(), {"deep": nested(90)})
+    assert load(path, *build())["deep"] == nested(90)
+    file = root / "step-000001" / MANIFEST
+    text = file.read_text().replace(
+        '"note": "x"', '"note": ' + '{"a": ' * depth + "1" + "}" * depth
+    )
+    values = json.loads(text) if depth < 500 else None
+    if values is None:
+        file.write_text(text)  # Python cannot sign it; nesting is seen before the digest
+    else:
+        write_signed(file.parent, values)
+    with pytest.raises(ValueError, match="must be a whole manifest: it nests too deep"):
+        load(file.parent, *build())
+
+
+@pytest.mark.parametrize(
+    "value", [None, float("nan"), float("inf"), 10**400, "0.1"], ids=lambda value: f"{value!r:.5}"
+)
+@pytest.mark.parametrize("where", ["lr", "betas", "initial_lr", "base_lrs"])
+def test_a_forged_learning_rate_is_refused(tmp_path: Path, where: str, value: Any) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model, optimizer = build()
+        return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer)
+
+    model, optimizer, scheduler = made()
+    path = save(tmp_path, 1, model, optimizer, scheduler=scheduler)
+    values = json.loads((path / MANIFEST).read_text())
+    if where == "base_lrs":
+        values["scheduler"]["base_lrs"] = [value]
+    else:
+        values["optimizer"][0][where] = [0.9, value] if where == "betas" else value
+    write_signed(path, values)
+    model, optimizer, scheduler = made()
+    before = tensors_of(model, optimizer)
+    with pytest.raises(ValueError, match=rf"{where}.* in the checkpoint") as info:
+        load(path, model, optimizer, scheduler=scheduler)
+    assert "\n" not in str(info.value) and same(tensors_of(model, optimizer), before)
+    if where == "initial_lr":  # an optimizer without a scheduler would take it as it is
+        model, optimizer = build()
+        with pytest.raises(ValueError, match=r"initial_lr.* in the checkpoint"):
+            load(path, model, optimizer)
 
 
 def test_grid_of_the_docstring() -> None:

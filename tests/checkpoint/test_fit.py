@@ -134,7 +134,8 @@ def test_hyperparameters_keep_their_kind(tmp_path: Path) -> None:
     model, optimizer = build({"a": 3})
     optimizer.param_groups[0]["betas"] = (0.9, 0.95, 0.5)
     path = save(tmp_path, 1, model, optimizer)
-    with pytest.raises(ValueError, match=r"hyperparameter betas \(\(0.9, 0.999\)\) is a list"):
+    message = r"hyperparameter betas \(\(0.9, 0.999\)\) is \[0.9, 0.95, 0.5\] in the checkpoint"
+    with pytest.raises(ValueError, match=message):
         load(path, *build({"a": 3}))
     optimizer.param_groups[0]["betas"] = (0.5, 0.6)
     path = save(tmp_path, 2, model, optimizer)

@@ -59,6 +59,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+MAX_DEPTH = 100  # of JSON: what reads it may recurse
 _MAX_BYTES = 2**62
 _FIELDS = {
     *("format", "step", "world_size", "meshes", "versions", "config"),
@@ -202,6 +203,7 @@ def parse_manifest(text: str) -> Manifest:
         values = json.loads(text)
     except RecursionError:
         raise ValueError("it nests too deep") from None
+    _must(not nests_deeper(values, MAX_DEPTH), "it nests too deep")
     _must(isinstance(values, dict), "it is no JSON object")
     _must(
         values.get("format") == FORMAT,
@@ -219,6 +221,16 @@ def parse_manifest(text: str) -> Manifest:
         tensors=_tensors(values["tensors"], values["files"]),
         text=text,
     )
+
+
+def nests_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects of JSON lie in each other more than so many times."""
+    level = [value]
+    while level and most >= 0:
+        level = [v for v in level if isinstance(v, dict | list | tuple)]
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+        most -= 1
+    return bool(level)
 
 
 def _facts(values: dict[str, Any]) -> Facts:
@@ -346,10 +358,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _dump(values: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(values, sort_keys=True)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
+    return json.dumps(values, sort_keys=True)
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from moecore.checkpoint.state import (
     ModelView,
     Optimizers,
     check_json,
+    is_finite,
     listed_optimizers,
     optimizer_class,
     optimizer_groups,
@@ -185,7 +186,25 @@ def scheduler_state(scheduler: Scheduler, values: dict[str, Any]) -> dict[str, A
             f"scheduler ({_kind(scheduler)}) must have the state of the saved one, but "
             f"{', '.join(sorted(now.keys() ^ values.keys()))} differ"
         )
+    for name, rates in _rates(values):
+        if not isinstance(rates, list) or not all(map(is_finite, rates)):
+            raise ValueError(
+                f"scheduler {name} must be a list of finite numbers, but is {rates!r:.40} in the "
+                "checkpoint"
+            )
     return _like(now, values)
+
+
+def _rates(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what schedulers keep of learning rates, also of those in others."""
+    entries = value.items() if isinstance(value, dict) else ()
+    for name, entry in entries:
+        if name.endswith(("base_lrs", "_last_lr")):
+            yield name, entry
+        else:
+            yield from _rates(entry)
+    for entry in value if isinstance(value, list) else ():
+        yield from _rates(entry)
 
 
 def _scheduler_values(scheduler: Scheduler) -> dict[str, Any]:

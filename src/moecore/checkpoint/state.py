@@ -24,6 +24,7 @@ whether sharded or whole, so that any folding loads what another saved.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
+from moecore.checkpoint.manifest import MAX_DEPTH, nests_deeper
 from moecore.checkpoint.same_config import own_config
 from moecore.moe.experts import Experts
 from moecore.optim import AdamW
@@ -45,6 +47,7 @@ OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}  # how to comp
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 # Numbers that decide about no state, so that 0 may become another number.
 VALUES = {"lr", "betas", "weight_decay", "eps"} | OF_SCHEDULERS
+MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -281,11 +284,10 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
             f"than the {len(groups)} in the checkpoint"
         ]
     return [
-        f"optimizer hyperparameter {key} ({group[key]!r}) is a {type(value).__name__} in the "
-        "checkpoint"
+        f"optimizer hyperparameter {key} ({group.get(key)!r}) is {value!r:.40} in the checkpoint"
         for group, saved in zip(present, groups, strict=True)
         for key, value in saved.items()
-        if key in group and not _same_kind(group[key], value)
+        if (key in group or key in VALUES) and not _may_become(key, group.get(key, 0.0), value)
     ]
 
 
@@ -344,27 +346,46 @@ def restore_rng(states: Mapping[str, Tensor]) -> None:
 
 
 def check_json(what: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first value that JSON cannot hold."""
+    """Raise ValueError for the first value that the JSON of a manifest cannot hold."""
     for name, value in values.items():
         try:
             json.dumps(value, sort_keys=True)
+            if nests_deeper(value, MAX_NESTING):
+                raise ValueError(f"it nests more than {MAX_NESTING} times")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"{what} {name} ({type(value).__name__}) must be JSON-able or a tensor: {error}"
             ) from None
 
 
-def _same_kind(current: Any, saved: Any) -> bool:
-    """Whether a hyperparameter may become the saved one: None stands for "off" of any kind."""
+def _may_become(key: str, current: Any, saved: Any) -> bool:
+    """Whether a hyperparameter may have the saved value.
+
+    None is "off" of any kind, but of one in `VALUES`, which must be a finite number.
+    """
     if current is None or saved is None:
-        return True
+        return key not in VALUES or current is saved
     if isinstance(current, bool) or isinstance(saved, bool):
         return isinstance(current, bool) and isinstance(saved, bool)
     if isinstance(current, tuple | list):
-        return isinstance(saved, list) and len(current) == len(saved)
+        return (
+            isinstance(saved, list)
+            and len(current) == len(saved)
+            and all(_may_become(key, a, b) for a, b in zip(current, saved, strict=True))
+        )
     if isinstance(current, int | float | Tensor):
-        return isinstance(saved, int | float)
+        return is_finite(saved) or (key not in VALUES and saved in (math.inf, -math.inf))
     return isinstance(saved, type(current))
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _clean(name: str) -> str:
