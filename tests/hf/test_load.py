@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from moecore import BalanceConfig, FSDPOptions, ParallelConfig, build_meshes, pa
 from moecore.fsdp import start_micro_batch
 from moecore.hf import load as hf_load
 from moecore.hf.config import decoder_config_from_hf
+from moecore.hf.files import read_json
 from moecore.hf.load import load_hf
 from moecore.hf.names import find_layout, from_hf, to_hf
 from moecore.models import Decoder, DecoderConfig, preset
@@ -376,6 +380,48 @@ def test_files_of_another_transformers_model_of_the_same_shapes(name, changed, m
     other = random_model(name, **changed, router_aux_loss_coef=0.5, attention_dropout=0.1)
     load_hf(tmp_path, fill_nan(other))  # what only training reads
     assert_state(other, saved.state_dict())
+
+
+WRONG: tuple[Any, ...] = (
+    *("x", -1, 0, 1.5, True, None, [], {}, [1, "x"], {"a": 1}, 10**400, float("nan"), 1e308),
+    *("\n\x1b", {"a": {"b": [[[]]]}}),
+)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_a_field_of_the_wrong_type_is_one_line(name, tmp_path):
+    """transformers raises errors of many kinds and lines for it; nothing is written before."""
+    model = random_model(name)
+    model.save_pretrained(tmp_path)
+    config = read_json(tmp_path / "config.json")
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    extra = dict.fromkeys(("mlp_only_layers", "rope_scaling", "sliding_window", "layer_types"))
+    refused = 0
+    for i, (key, value) in enumerate(itertools.product(config | extra, WRONG)):
+        values = config | {key: value}
+        problems = hf_load._config_problems(tmp_path, model, values, strict=True)
+        assert not any("\n" in problem for problem in problems), (key, value)
+        refused += len(problems) > 0
+        if i % 40 == 0 and problems:
+            (tmp_path / "config.json").write_text(json.dumps(values))
+            with pytest.raises(ValueError, match="must fit the model: ") as info:
+                load_hf(tmp_path, model)
+            assert type(info.value) is ValueError and "\n" not in str(info.value)
+    assert refused > 300
+    assert_state(model, before)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "deep"])
+def test_a_config_that_is_no_file_or_nests_deep(kind, tmp_path):
+    model = random_model("qwen3-moe")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    if kind == "fifo":
+        os.mkfifo(tmp_path / "config.json")
+    else:
+        (tmp_path / "config.json").write_text('{"a": ' * 300 + "1" + "}" * 300)
+    with pytest.raises(ValueError, match=r"config.json\) must (be a regular file|nest at most)"):
+        load_hf(tmp_path, model)
 
 
 def test_copies_must_equal_their_originals(tmp_path):

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moecore.checkpoint.files import read_regular
-from moecore.checkpoint.manifest import DTYPES
+from moecore.checkpoint.manifest import DTYPES, MAX_DEPTH, nests_deeper
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -189,6 +189,8 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"path ({file}) must be JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"path ({file}) must be a JSON object, not a {type(value).__name__}")
+    if nests_deeper(value, MAX_DEPTH):
+        raise ValueError(f"path ({file}) must nest at most {MAX_DEPTH} times: correct it")
     return value
 
 

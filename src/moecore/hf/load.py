@@ -164,7 +164,10 @@ def _config_problems(
 ) -> list[str]:
     """What config.json says of another model than this one; without `strict` only a warning."""
     known = own_config(model) if "model_type" in config else None
-    problems = config_problems(_as_model_writes(config, model), known)
+    try:
+        problems = config_problems(_as_model_writes(config, model), known)
+    except ValueError as error:
+        problems = [str(error)]
     if strict or not problems:
         return problems
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -176,12 +179,19 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     """Return a config.json as the config of a transformers model of that type would write it.
 
     Releases spell fields in other ways and fill in what a file leaves out.
+
+    Raises:
+        ValueError: with the first line of what transformers says of a field of the wrong type.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if isinstance(model, Decoder) or kind is None or kind != values.get("model_type"):
         return values
-    written: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
+    try:
+        written: dict[str, Any] = type(config).from_dict(dict(values)).to_dict()
+    except Exception as error:  # of many kinds, some of them no ValueError
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"config.json must be of model_type ({kind}), but {reason:.200}") from None
     return written
 
 
