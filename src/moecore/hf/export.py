@@ -32,7 +32,7 @@ from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.shard_file import Layout, ShardWriter, layout_of
 from moecore.hf.collect import Collector, Item, RankCollector, rank_and_world
 from moecore.hf.config import HFConfig
-from moecore.hf.export_config import export_config
+from moecore.hf.export_config import check_complete, export_config
 from moecore.hf.files import CONFIG, INDEX, SINGLE
 from moecore.hf.names import HEAD, HFLayout, Recipe
 from moecore.hf.target import model_copies, model_plan, model_tensors
@@ -92,8 +92,9 @@ def export_hf(
         What was written.
 
     Raises:
-        ValueError: for a wrong argument, a directory that is there, a config of another model;
-            before anything is written.
+        ValueError: for a wrong argument, a directory that is there, a config of another model, a
+            transformers model without all parameters of its class (a part of one, one with
+            adapters, one that was upcycled); before anything is written.
         NotImplementedError: when the layout has no name for a tensor.
         OSError: on every rank, when one could not write; nothing is left behind.
     """
@@ -104,6 +105,7 @@ def export_hf(
         values = export_config(model, config)
         tensors = model_tensors(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        check_complete(model, shapes)
         recipes = model_plan(model, shapes, names_of(layout, values))
         for name in recipes:
             if tensors[name].is_meta:

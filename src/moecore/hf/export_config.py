@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import nn
 
 from moecore.checkpoint.same_config import TRAINING
@@ -55,6 +57,45 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     return values
 
 
+def check_complete(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise for a transformers model whose directory would lack what its class reads from it.
+
+    The class is the model's own; for a part of a model (a base without a head, an attention) and
+    for a wrapper it is the causal language model of its config.
+
+    Args:
+        model: any.
+        shapes: of its tensors, by name.
+
+    Raises:
+        ValueError: naming a parameter that is not there, or has another shape.
+    """
+    own = getattr(model, "config", None)
+    if isinstance(model, Decoder) or not hasattr(own, "to_dict"):
+        return
+    kind = _transformers_class(type(model))
+    if kind is None or getattr(model, "base_model", None) is model:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(own), kind)
+    if kind is None:
+        return
+    with torch.device("meta"):
+        wanted = kind(deepcopy(own)).state_dict()
+    fix = "export the whole model, and merge adapters into it first"
+    for name, tensor in wanted.items():
+        if name not in shapes:
+            raise ValueError(
+                f"model ({_name_of(type(model))}) must hold {name} of {kind.__name__}, which reads "
+                f"the directory: {fix}"
+            )
+        if shapes[name] != tuple(tensor.shape):
+            raise ValueError(
+                f"{name} {shapes[name]} must be {tuple(tensor.shape)} in {kind.__name__}, which "
+                "reads the directory: correct the model's config"
+            )
+
+
 def finish_config(
     values: Mapping[str, Any], num_mtp: int, model_class: type | None = None
 ) -> dict[str, Any]:
@@ -75,9 +116,10 @@ def finish_config(
     if num_mtp and not any(key in values for key in MTP_KEYS):
         values[MTP_KEYS[0]] = num_mtp
     known = ARCHITECTURES.get(str(values.get("model_type")))
-    name = model_class.__name__.removeprefix("FSDP") if model_class else None  # FSDP2 renames it
-    if model_class is not None and _is_of_transformers(model_class, name):
-        values["architectures"] = [name]  # such as one without a head, whatever the config says
+    name = _name_of(model_class) if model_class else None
+    kind = _transformers_class(model_class) if model_class else None
+    if kind is not None:
+        values["architectures"] = [kind.__name__]  # such as one with another head than config's
     elif not values.get("architectures") and (known or name):
         values["architectures"] = [known or name]
     try:
@@ -86,11 +128,16 @@ def finish_config(
         raise ValueError(f"config must be JSON-able: {error}") from None
 
 
-def _is_of_transformers(model_class: type, name: str | None) -> bool:
-    return any(
-        cls.__name__ == name and cls.__module__.startswith("transformers.models.")
-        for cls in model_class.__mro__
-    )
+def _name_of(model_class: type) -> str:
+    return model_class.__name__.removeprefix("FSDP")  # FSDP2 renames it
+
+
+def _transformers_class(model_class: type) -> Any:
+    """Return the class of transformers' models that a class is or extends, or None."""
+    for cls in model_class.__mro__:
+        if cls.__module__.startswith("transformers.models.") and hasattr(cls, "base_model_prefix"):
+            return cls
+    return None
 
 
 def _check_same(
