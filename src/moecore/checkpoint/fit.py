@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moecore.checkpoint.hyperparameters import (
+    all_groups,
+    group_classes,
+    group_problems,
+    optimizer_class,
+    option_problems,
+)
 from moecore.checkpoint.manifest import Manifest, StoredTensor
 from moecore.checkpoint.same_config import saved_differences
 from moecore.checkpoint.snapshot import (
@@ -22,13 +29,8 @@ from moecore.checkpoint.snapshot import (
 from moecore.checkpoint.state import (
     ModelView,
     Optimizers,
-    all_groups,
-    group_classes,
-    group_problems,
     listed_optimizers,
-    optimizer_class,
     optimizer_state_to_fill,
-    option_problems,
     rng_tensors,
 )
 

@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from moecore.checkpoint.hyperparameters import (
+    check_json,
+    is_finite,
+    optimizer_class,
+    optimizer_groups,
+)
 from moecore.checkpoint.manifest import Facts, check_dtype
 from moecore.checkpoint.state import (
     ModelView,
     Optimizers,
-    check_json,
-    is_finite,
     listed_optimizers,
-    optimizer_class,
-    optimizer_groups,
     optimizer_tensors,
     rng_tensors,
 )

@@ -10,10 +10,6 @@ Legend: E experts, D model dim, F expert hidden dim.
 All are plain tensors or DTensors, whose placements tell torch.distributed.checkpoint where a shard
 lies in the global tensor.
 
-Note "several optimizers": a parameter belongs to one at most, so their state needs no names of
-theirs. They are kept as one whose groups follow each other, with the class of each group. How
-groups of one class are spread over optimizers decides about nothing, and is not kept.
-
 Note "gate and up": a gated FC1 that is kept as [E, 2F, D], all of gate above all of up, gives each
 expert tensor parallel rank a piece of both, which is no single block of the global tensor, and a
 checkpoint can only store blocks. So it is stored as a view [E, 2, F, D], the shape of moecore's own
@@ -23,8 +19,6 @@ whether sharded or whole, so that any folding loads what another saved.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,20 +29,13 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
-from moecore.checkpoint.manifest import MAX_DEPTH, nests_deeper
 from moecore.checkpoint.same_config import own_config
 from moecore.moe.experts import Experts
+from moecore.moe.params import clean_name
 from moecore.optim import AdamW
 
 StoredView = Callable[[Tensor], Tensor]
 Optimizers = Optimizer | Sequence[Optimizer]
-OF_THE_RUN = {"fused", "foreach", "capturable", "differentiable"}  # how to compute, not what
-# What schedulers add to a group, and set anew when they are built.
-OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-# Numbers that decide about no state, so that 0 may become another number.
-VALUES = {"lr", "betas", "weight_decay", "eps"} | OF_SCHEDULERS
-MAX_NESTING = MAX_DEPTH - 10  # of a value, which lies in others
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 class ModelView:
@@ -72,10 +59,10 @@ class ModelView:
         self.tensors: dict[str, Tensor] = {}
         self.config = own_config(model)
         self._names: dict[int, str] = {}
-        # state_dict, not named_parameters, and first of all: FSDP2 then lets go of what it has
+        # state_dict, not named_parameters, and first of all: FSDP2 then frees what it has
         # gathered, and modules hold the parameters that the optimizer knows.
         for name, tensor in model.state_dict(keep_vars=True).items():
-            name = _clean(name)
+            name = clean_name(name)
             if not isinstance(tensor, Tensor):
                 raise NotImplementedError(
                     f"model state {name} ({type(tensor).__name__}) must be a tensor to be saved"
@@ -134,23 +121,6 @@ def listed_optimizers(optimizer: object, model: ModelView) -> list[Optimizer]:
                     f"optimizer[{i}] hold it: give each its own parameters"
                 )
     return found
-
-
-def all_groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Return the parameter groups, in order; see the note "several optimizers"."""
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
-
-
-def optimizer_class(optimizers: Sequence[Optimizer]) -> str:
-    """Return the name of their class, or those of each group, such as "Muon, AdamW, AdamW"."""
-    names = [type(one).__name__ for one in optimizers for _ in one.param_groups]
-    return ", ".join(names) if len(set(names)) > 1 else type(optimizers[0]).__name__
-
-
-def group_classes(name: str, num_groups: int) -> list[str]:
-    """Return the class of each group, from what `optimizer_class` gave."""
-    names = name.split(", ")
-    return names * num_groups if len(names) == 1 else names
 
 
 def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict[str, Tensor]:
@@ -254,81 +224,6 @@ def _layout(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def optimizer_groups(optimizers: Sequence[Optimizer], model: ModelView) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each parameter group, JSON-able, with its parameters' names.
-
-    Those that are `OF_THE_RUN` are left out: another machine may want others.
-
-    Raises:
-        ValueError: when one cannot be kept as JSON.
-    """
-    groups = []
-    for group in all_groups(optimizers):
-        values = {k: v for k, v in group.items() if k != "params" and k not in OF_THE_RUN}
-        values = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
-        check_json("optimizer hyperparameter", values)
-        groups.append({"params": [model.name_of(p) for p in group["params"]], **values})
-    return groups
-
-
-def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
-    """Return in words why saved hyperparameters do not fit; empty when they do.
-
-    Args:
-        present: groups of the optimizers, with names for their parameters.
-        groups: from the manifest.
-    """
-    if [group["params"] for group in present] != [group["params"] for group in groups]:
-        return [
-            f"optimizer.param_groups ({len(present)}) hold other parameters, or in another order, "
-            f"than the {len(groups)} in the checkpoint"
-        ]
-    return [
-        f"optimizer hyperparameter {key} ({group.get(key)!r}) is {value!r:.40} in the checkpoint"
-        for group, saved in zip(present, groups, strict=True)
-        for key, value in saved.items()
-        if (key in group or key in VALUES) and not _may_become(key, group.get(key, 0.0), value)
-    ]
-
-
-def option_problems(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Return how two groups differ in what decides about the state of a parameter.
-
-    Names of options must agree, and whether each is on: amsgrad or a momentum bring state that an
-    optimizer without them lacks. Its amount may differ.
-
-    Args:
-        group: of the optimizer.
-        saved: from the manifest.
-    """
-    ignored = OF_SCHEDULERS | OF_THE_RUN | {"params"}
-    odd = sorted((group.keys() - ignored) ^ (saved.keys() - OF_SCHEDULERS - {"params"}))
-    problems = []
-    if odd:
-        problems.append(
-            f"optimizer hyperparameters {', '.join(odd)} are on one side only, checkpoint or "
-            "optimizer"
-        )
-    return problems + [
-        f"optimizer hyperparameter {key} ({group[key]!r}) is {saved[key]!r} in the checkpoint"
-        for key in sorted(group.keys() & saved.keys() - VALUES - OF_THE_RUN - {"params"})
-        if isinstance(group[key], int | float | None) and bool(group[key]) != bool(saved[key])
-    ]
-
-
-def restore_groups(optimizers: Sequence[Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Set the hyperparameters of each group, in place; `group_problems` has found none."""
-    for group, saved in zip(all_groups(optimizers), groups, strict=True):
-        for key, value in saved.items():
-            current = group.get(key)
-            if key == "params" or key in OF_THE_RUN:
-                continue
-            if isinstance(current, Tensor):
-                current.fill_(value)  # a captured graph reads this very tensor
-            else:
-                group[key] = tuple(value) if isinstance(current, tuple) else value
-
-
 def rng_tensors() -> dict[str, Tensor]:
     """Return "rng.<device>.<rank>" -> a copy of this rank's generator states."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -343,55 +238,6 @@ def restore_rng(states: Mapping[str, Tensor]) -> None:
     for name, state in states.items():
         set_state = torch.set_rng_state if name.startswith("rng.cpu.") else torch.cuda.set_rng_state
         set_state(state)
-
-
-def check_json(what: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first value that the JSON of a manifest cannot hold."""
-    for name, value in values.items():
-        try:
-            json.dumps(value, sort_keys=True)
-            if nests_deeper(value, MAX_NESTING):
-                raise ValueError(f"it nests more than {MAX_NESTING} times")
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{what} {name} ({type(value).__name__}) must be JSON-able or a tensor: {error}"
-            ) from None
-
-
-def _may_become(key: str, current: Any, saved: Any) -> bool:
-    """Whether a hyperparameter may have the saved value.
-
-    None is "off" of any kind, but of one in `VALUES`, which must be a finite number.
-    """
-    if current is None or saved is None:
-        return key not in VALUES or current is saved
-    if isinstance(current, bool) or isinstance(saved, bool):
-        return isinstance(current, bool) and isinstance(saved, bool)
-    if isinstance(current, tuple | list):
-        return (
-            isinstance(saved, list)
-            and len(current) == len(saved)
-            and all(_may_become(key, a, b) for a, b in zip(current, saved, strict=True))
-        )
-    if isinstance(current, int | float | Tensor):
-        return is_finite(saved) or (key not in VALUES and saved in (math.inf, -math.inf))
-    return isinstance(saved, type(current))
-
-
-def is_finite(value: object) -> bool:
-    """Whether it is a number that a float can hold."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _clean(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _storable(value: Tensor, param: Tensor) -> bool:

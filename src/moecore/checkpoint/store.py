@@ -37,6 +37,7 @@ from moecore.checkpoint.fit import (
     rng_target,
     summary,
 )
+from moecore.checkpoint.hyperparameters import restore_groups
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.meter import Meter, Progress
@@ -46,7 +47,7 @@ from moecore.checkpoint.snapshot import (
     scheduler_state,
     take_snapshot,
 )
-from moecore.checkpoint.state import ModelView, Optimizers, restore_groups, restore_rng
+from moecore.checkpoint.state import ModelView, Optimizers, restore_rng
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, check_how, verify_files
 from moecore.fsdp.accumulate import drop_step

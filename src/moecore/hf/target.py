@@ -28,7 +28,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.checkpoint.state import WRAPPERS
 from moecore.hf.names import (
     EMBEDDING,
     EXPERT_NAMES,
@@ -40,6 +39,7 @@ from moecore.hf.names import (
     hf_plan,
 )
 from moecore.models.decoder import Decoder
+from moecore.moe.params import clean_name
 
 GATE_UP, DOWN, GATE = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".mlp.gate.weight"
 Runs = tuple[tuple[int, int], ...]
@@ -73,8 +73,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         )
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
+        name = clean_name(name)
         if not isinstance(tensor, Tensor):
             raise NotImplementedError(
                 f"model state {name} ({type(tensor).__name__}) must be a tensor: remove it"
