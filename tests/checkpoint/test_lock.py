@@ -244,6 +244,27 @@ def test_prune_of_a_step_that_is_a_link_removes_the_link(tmp_path: Path) -> None
     verify(tmp_path / "elsewhere")
 
 
+def test_a_checkpoint_that_is_replaced_while_latest_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pointer is read, then another save replaces it and prunes what it named."""
+    for step in (1, 2, 9):
+        save(tmp_path, step, *build(float(step)), {"step": step})
+    set_latest(tmp_path / "step-000002")
+    read = directory._read_pointer
+
+    def slow(root: Path) -> tuple[str, str] | None:
+        found = read(root)
+        monkeypatch.setattr(directory, "_read_pointer", read)
+        set_latest(tmp_path / "step-000001")
+        directory.remove(tmp_path / "step-000002")
+        return found
+
+    monkeypatch.setattr(directory, "_read_pointer", slow)
+    assert latest(tmp_path) == tmp_path / "step-000001"
+    assert "which is gone" not in caplog.text
+
+
 def test_a_step_without_a_manifest_is_replaced(tmp_path: Path) -> None:
     """`latest` names it with the digest of a manifest that is gone."""
     save(tmp_path, 1, *build(1.0), {"step": 1})

@@ -57,7 +57,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
         ValueError: when the pointer file is damaged, or the manifest of what it names.
     """
     root = Path(root)
-    named = _pointed(root)
+    named = _pointed(root) or _pointed(root)  # again: a save may have replaced and pruned it
     if named is not None:
         return named
     whole = whole_directories(root)

@@ -1,7 +1,7 @@
-"""Files of a run, opened so that another user of the directory cannot redirect or block them.
+"""Files of a run: a symlink, a FIFO or a device in their place is refused.
 
-A name that can be predicted may be planted as a symlink, a FIFO or a device. New files are made
-with O_EXCL; reads refuse what is no regular file before the first byte.
+A name that can be predicted may be planted. New files are made with O_EXCL, and a read checks the
+kind of a file before its first byte.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
     root/.lock/owner     JSON: host, machine, pid, started, since, token
 
-Note "exclusive": a lock is made under another name and renamed; a rename onto a directory that
-holds a file fails, so two jobs cannot both succeed, and nobody sees a lock without its owner. What
-saves need of a file system is enough for locks.
+Note "exclusive": a lock is written under another name and renamed. A rename onto a directory that
+holds a file fails, so one of two jobs succeeds, and every lock that can be read has its owner. A
+save needs the same of its file system.
 
 Note "takeover": an owner on this machine (the same boot and pid namespace) is dead when its pid is
-gone or names a process that started at another time. A live one is never replaced. Of another
-machine nothing but the heartbeat is known: the owner's file is touched every `BEAT_SECONDS`, and a
-lock is stale when its file is `STALE_SECONDS` older than one made just now. Both times are the file
-system's, so clocks of hosts do not matter. The dead lock is renamed to a name that its token gives,
-and stays there until the new one is released: of two jobs that find the same dead lock, the slower
-one cannot take the lock of the faster one for it. Drafts are renamed before the new owner goes on,
-so an old owner that was only asleep cannot publish what it was writing.
+gone or belongs to a process that started at another time. A live one is never replaced. For another
+machine there is the heartbeat: the owner's file is touched every `BEAT_SECONDS`, and a lock is
+stale when its file is `STALE_SECONDS` older than one made just now. Both times are those of the
+file system, so clocks of hosts do not matter. A dead lock is renamed to a name made of its own
+text, and stays there until the new one is released. So of two jobs that find the same dead lock,
+the slower one cannot rename the lock of the faster one. Drafts are renamed before the new owner
+goes on, so an old owner that was stopped cannot publish what it was writing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RunLock:
                     self._keep(text.encode())
                     return
                 _set_dead_aside(self.root, now)
-            except FileNotFoundError:  # whoever releases a lock removes what is beside it
+            except FileNotFoundError:  # a release also removes the drafts of other locks
                 continue
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -187,7 +187,7 @@ def _renamed(source: Path, target: Path) -> bool:
 
 
 def _read_owner(root: Path) -> tuple[dict[str, Any], bytes, float]:
-    """Return who holds a lock, the text that tells so, and when it was touched last.
+    """Return the owner of a lock, the text of its file, and when the file was touched last.
 
     An owner that cannot be read is {}; without a lock the text is empty.
     """
@@ -216,7 +216,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return what pids mean the same in: one boot and pid namespace; "" where it is not known."""
+    """Return the boot and pid namespace, in which a pid is one process; "" without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
