@@ -256,35 +256,26 @@ def _write_native(
     max_file_bytes: int,
     meter: Meter,
 ) -> Manifest:
-    groups: list[dict[str, torch.dtype]] = [{}]
-    size = 0
+    items = []
     for name, recipe in plan.items():
         kept = _native_dtype(name, sources[recipe.pieces[0].name], dtype)
-        num_bytes = math.prod(recipe.shape) * kept.itemsize
-        meter.expect(num_bytes)
-        if groups[-1] and size + num_bytes > max_file_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = kept
-        size += num_bytes
+        items.append(Item(f"{PREFIX}{name}", name, Piece(name, (), recipe.shape), kept))
+    meter.expect(sum(item.nbytes for item in items))
     stored: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
-    for number, group in enumerate(groups):
+    for number, shard in enumerate(fill_shards(items, max_file_bytes)):
         file = f"rank-{number:05d}.safetensors"
-        entries = {f"{PREFIX}{n}": (kept, plan[n].shape) for n, kept in group.items()}
-        layout = layout_of(entries)
+        by_key = {item.name: item for item in shard}
+        layout = layout_of({key: (item.dtype, item.piece.shape) for key, item in by_key.items()})
         with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
-            for key in layout.begins:
-                name = key.removeprefix(PREFIX)
-                _add(writer, plan[name], sources, files, group[name])
-                chunk = Chunk(
-                    file=file, key=key, offsets=(0,) * len(plan[name].shape), sizes=plan[name].shape
-                )
-                tensors[key] = StoredTensor(
-                    shape=plan[name].shape, dtype=group[name], chunks=(chunk,)
-                )
+            for item in map(by_key.__getitem__, layout.begins):
+                _add(writer, plan[item.source], sources, files, item.dtype)
             stored[file] = writer.finish()
-    return make_manifest(facts, stored, {f"{PREFIX}{n}": tensors[f"{PREFIX}{n}"] for n in plan})
+        for key, item in by_key.items():
+            shape = item.piece.shape
+            chunk = Chunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
+            tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
+    return make_manifest(facts, stored, tensors)
 
 
 def _native_dtype(name: str, source: Source, dtype: torch.dtype | None) -> torch.dtype:
