@@ -82,7 +82,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.checkpoint import Saver, latest, load
-from moecore.checkpoint.agree import on_first_rank
+from moecore.checkpoint.ranks import on_first_rank
 from moecore.fsdp import GradientNorm, start_micro_batch
 from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, DecoderConfig, flops_per_token

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from moecore.checkpoint import Saver, latest, load, read_manifest, save, storage, store, verify
-from moecore.checkpoint.agree import gather
+from moecore.checkpoint.ranks import gather
 from moecore.checkpoint.shard_file import ShardWriter
 from tests.checkpoint.kills import build, fill, loaded_step
 from tests.ranks import run_ranks

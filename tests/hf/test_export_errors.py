@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore.checkpoint.agree import gather
+from moecore.checkpoint.ranks import gather
 from moecore.hf import collect as hf_collect
 from moecore.hf import export as hf_export
 from moecore.hf.export import export_hf

@@ -36,12 +36,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.checkpoint.agree import default_timeout, gather, on_every_rank, on_first_rank
-from moecore.checkpoint.alike import check_alike
 from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.meter import Meter, Progress
+from moecore.checkpoint.rank_agreement import check_rank_agreement
+from moecore.checkpoint.ranks import default_timeout, gather, on_every_rank, on_first_rank
 from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.checkpoint.state import Optimizers
 from moecore.checkpoint.store import begin, check_count, locals_of, write
@@ -151,7 +151,7 @@ class Saver:
         self._check_open()
         self._finish()
         snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)
-        check_alike(snapshot, self._group)
+        check_rank_agreement(snapshot, self._group)
         draft = begin(self._lock, step, self._group)
         if wait:
             self._write(draft, snapshot, locals_of(snapshot))

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
-from moecore.checkpoint.same_config import own_config
+from moecore.checkpoint.config_differences import own_config
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
 from moecore.optim import AdamW

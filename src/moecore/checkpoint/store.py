@@ -18,18 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.checkpoint.agree import (
-    Group,
-    check_same_path,
-    check_visible,
-    on_every_rank,
-    on_first_rank,
-)
-from moecore.checkpoint.alike import check_alike
 from moecore.checkpoint.buffers import fresh_buffers
-from moecore.checkpoint.directory import check_step, directory_of, discard, new_draft
-from moecore.checkpoint.fit import (
-    Fit,
+from moecore.checkpoint.comparison import (
+    Comparison,
     below,
     check_fit,
     compare,
@@ -37,10 +28,19 @@ from moecore.checkpoint.fit import (
     rng_target,
     summary,
 )
+from moecore.checkpoint.directory import check_step, directory_of, discard, new_draft
 from moecore.checkpoint.hyperparameters import restore_groups
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.meter import Meter, Progress
+from moecore.checkpoint.rank_agreement import check_rank_agreement
+from moecore.checkpoint.ranks import (
+    Group,
+    check_same_path,
+    check_visible,
+    on_every_rank,
+    on_first_rank,
+)
 from moecore.checkpoint.snapshot import (
     Schedulers,
     Snapshot,
@@ -91,7 +91,7 @@ def save(
 
     Raises:
         ValueError: for a wrong argument, or a value that differs between ranks though only one is
-            kept (`alike.py`), before anything is written.
+            kept (`rank_agreement.py`), before anything is written.
         NotImplementedError: for state that has no place in a checkpoint, likewise.
         OSError: when another job writes to `root`, before anything is written; when a rank could
             not write. Nothing changed for `latest` then.
@@ -101,7 +101,7 @@ def save(
     snapshot = on_every_rank(
         lambda: take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
     )
-    check_alike(snapshot)
+    check_rank_agreement(snapshot)
     lock = RunLock(Path(root))
     try:
         draft = begin(lock, step)
@@ -154,7 +154,7 @@ def load(
     check_same_path(path)
     manifest = on_first_rank(lambda: read_manifest(path))
 
-    def fitted() -> tuple[ModelView, Fit]:
+    def fitted() -> tuple[ModelView, Comparison]:
         view = ModelView(model)
         fit = compare(manifest, view, optimizer, scheduler, cast=cast)
         check_fit(fit, path, strict=strict)
@@ -260,7 +260,7 @@ def _read(
     path: Path,
     manifest: Manifest,
     view: ModelView,
-    fit: Fit,
+    fit: Comparison,
     meter: Meter,
     *,
     strict: bool,

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
-from moecore.checkpoint.agree import gather, on_first_rank
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.meter import Meter, Progress
+from moecore.checkpoint.ranks import gather, on_first_rank
 from moecore.checkpoint.shard_file import check_file, layout_of
 
 Verify = Literal["full", "sizes"]

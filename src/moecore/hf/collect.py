@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.checkpoint.agree import gather, on_every_rank
+from moecore.checkpoint.ranks import gather, on_every_rank
 from moecore.hf.names import Piece, Recipe
 from moecore.hf.target import Overlap, local_part, overlaps
 from moecore.moe.params import global_indices

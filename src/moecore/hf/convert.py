@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore.checkpoint.comparison import below
 from moecore.checkpoint.directory import (
     check_step,
     check_unused,
@@ -26,7 +27,6 @@ from moecore.checkpoint.directory import (
     new_draft,
     publish,
 )
-from moecore.checkpoint.fit import below
 from moecore.checkpoint.lock import locked
 from moecore.checkpoint.manifest import (
     Chunk,
@@ -42,6 +42,7 @@ from moecore.checkpoint.snapshot import versions
 from moecore.checkpoint.verify import verify
 from moecore.hf.collect import Item
 from moecore.hf.config import HFConfig, decoder_config_from_hf, read_config
+from moecore.hf.config_problems import config_problems
 from moecore.hf.export import (
     KEPT_FP32,
     ExportLayout,
@@ -64,7 +65,6 @@ from moecore.hf.names import (
     hf_plan,
 )
 from moecore.hf.quant import Source, find_sources
-from moecore.hf.same_model import config_problems
 from moecore.hf.target import stored_plan
 from moecore.hf.verify import content_problems, copy_problems, plan_problems
 from moecore.models.config import DecoderConfig

@@ -26,9 +26,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from moecore.checkpoint.agree import check_visible, on_every_rank, on_first_rank
 from moecore.checkpoint.files import sync, write_new
 from moecore.checkpoint.meter import Meter, Progress
+from moecore.checkpoint.ranks import check_visible, on_every_rank, on_first_rank
 from moecore.checkpoint.shard_file import Layout, ShardWriter, layout_of
 from moecore.hf.collect import Collector, Item, RankCollector, rank_and_world
 from moecore.hf.config import HFConfig

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moecore.checkpoint.same_config import TRAINING
+from moecore.checkpoint.config_differences import TRAINING
 from moecore.hf.config import MTP_KEYS, HFConfig, decoder_config_from_hf, read_config
-from moecore.hf.same_model import config_problems
+from moecore.hf.config_problems import config_problems
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 

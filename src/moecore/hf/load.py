@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.checkpoint.agree import on_every_rank, on_first_rank
 from moecore.checkpoint.buffers import fresh_buffers
-from moecore.checkpoint.same_config import own_config
+from moecore.checkpoint.config_differences import own_config
+from moecore.checkpoint.ranks import on_every_rank, on_first_rank
 from moecore.fsdp.accumulate import drop_step
+from moecore.hf.config_problems import config_problems
 from moecore.hf.files import (
     CONFIG,
     HFFiles,
@@ -35,7 +36,6 @@ from moecore.hf.files import (
 )
 from moecore.hf.names import HEAD, Recipe, find_layout
 from moecore.hf.quant import FP8, Source, find_sources
-from moecore.hf.same_model import config_problems
 from moecore.hf.target import (
     first_ignored_layer,
     local_part,

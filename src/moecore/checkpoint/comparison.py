@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moecore.checkpoint.config_differences import saved_differences
 from moecore.checkpoint.hyperparameters import (
     all_groups,
     group_classes,
@@ -19,7 +20,6 @@ from moecore.checkpoint.hyperparameters import (
     option_problems,
 )
 from moecore.checkpoint.manifest import Manifest, StoredTensor
-from moecore.checkpoint.same_config import saved_differences
 from moecore.checkpoint.snapshot import (
     Scheduler,
     Schedulers,
@@ -38,7 +38,7 @@ SHOWN = 10  # differences in one error
 
 
 @dataclass(slots=True)
-class Fit:
+class Comparison:
     """What will be loaded, and what differs.
 
     Attributes:
@@ -69,7 +69,7 @@ def compare(
     scheduler: Schedulers | None,
     *,
     cast: bool,
-) -> Fit:
+) -> Comparison:
     """Return how a checkpoint fits.
 
     Args:
@@ -79,7 +79,7 @@ def compare(
         scheduler: one or several; None = their state is not asked for.
         cast: let the model's dtypes differ.
     """
-    fit = Fit()
+    fit = Comparison()
     fit.left_out += [  # first, because it explains tensors that differ
         f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
         for d in saved_differences(view.config, manifest.facts.config)
@@ -94,7 +94,7 @@ def compare(
     return fit
 
 
-def check_fit(fit: Fit, path: Path, *, strict: bool) -> None:
+def check_fit(fit: Comparison, path: Path, *, strict: bool) -> None:
     """Raise one ValueError with all differences that matter."""
     found = fit.refused + (fit.left_out if strict else [])
     if found:
@@ -124,7 +124,7 @@ def below(prefix: str, manifest: Manifest) -> dict[str, StoredTensor]:
 
 
 def optimizer_target(
-    fit: Fit, view: ModelView
+    fit: Comparison, view: ModelView
 ) -> tuple[list[dict[Tensor, dict[str, Tensor]]], dict[str, Tensor]]:
     """Return the state of each optimizer to load into, and the same by its stored names."""
     states = [optimizer_state_to_fill(o, view, fit.matrices, fit.scalars) for o in fit.optimizers]
@@ -151,7 +151,7 @@ def rng_target(manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _compare_model(
-    fit: Fit, view: ModelView, stored: dict[str, StoredTensor], *, cast: bool
+    fit: Comparison, view: ModelView, stored: dict[str, StoredTensor], *, cast: bool
 ) -> None:
     for name, tensor in sorted(view.stored.items()):
         if name not in stored:
@@ -170,7 +170,9 @@ def _compare_model(
         fit.left_out.append(f"{name} of the checkpoint is not in the model")
 
 
-def _compare_optimizers(fit: Fit, view: ModelView, manifest: Manifest, *, cast: bool) -> None:
+def _compare_optimizers(
+    fit: Comparison, view: ModelView, manifest: Manifest, *, cast: bool
+) -> None:
     groups, before = manifest.facts.optimizer, manifest.facts.optimizer_class
     if groups is None or before is None:
         fit.left_out.append("optimizer state is not in the checkpoint")
@@ -220,7 +222,7 @@ def _owners(classes: str, groups: list[dict[str, Any]]) -> dict[str, tuple[str, 
 
 
 def _take_slots(
-    fit: Fit,
+    fit: Comparison,
     stored: dict[str, StoredTensor],
     weight: StoredTensor,
     dtype: torch.dtype,
@@ -235,7 +237,7 @@ def _take_slots(
             fit.matrices[key] = dtype if cast and weight.dtype == found.dtype else found.dtype
 
 
-def _compare_scheduler(fit: Fit, scheduler: Scheduler, manifest: Manifest) -> None:
+def _compare_scheduler(fit: Comparison, scheduler: Scheduler, manifest: Manifest) -> None:
     values = manifest.facts.scheduler
     if values is None:
         fit.left_out.append("scheduler state is not in the checkpoint")

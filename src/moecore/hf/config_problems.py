@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from moecore.checkpoint.same_config import TRAINING, differences, hf_differences
+from moecore.checkpoint.config_differences import TRAINING, differences, hf_differences
 from moecore.hf.config import FAMILIES, decoder_config_from_hf
 from moecore.models.config import DecoderConfig
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore.checkpoint.agree import Group, gather, on_every_rank
+from moecore.checkpoint.ranks import Group, gather, on_every_rank
 from moecore.checkpoint.shard_file import bytes_of
 from moecore.checkpoint.snapshot import Snapshot
 
@@ -38,7 +38,7 @@ Key = tuple[str, str]  # kind of `FIXES`, name
 Hashes = dict[Key, str]
 
 
-def check_alike(snapshot: Snapshot, group: Group = None) -> None:
+def check_rank_agreement(snapshot: Snapshot, group: Group = None) -> None:
     """Raise on every rank when ranks differ in what only one of them will write. Collective.
 
     Hashes of values, not the values, travel. One host sync per device for those of small tensors.
