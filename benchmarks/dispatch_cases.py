@@ -19,11 +19,11 @@ from torch import Tensor
 from benchmarks import harness
 from moecore.kernels.common import num_sms
 from moecore.kernels.exchange import operations as exchange
-from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout, ExchangePort
+from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.dispatch.symmetric import Exchanges, divide
+from moecore.moe.dispatch.symmetric import ExchangePool, divide
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
 
@@ -71,7 +71,7 @@ def place_of(shape: Shape, meshes: Meshes) -> ExpertPlacement:
 
 def nvlink_of(place: ExpertPlacement, options: NVLinkOptions) -> NVLinkDispatcher:
     """Return a dispatcher with exchanges of its own."""
-    return NVLinkDispatcher(place, Exchanges(place.group, ep=place.ep, options=options))
+    return NVLinkDispatcher(place, ExchangePool(place.group, ep=place.ep, options=options))
 
 
 def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
@@ -172,7 +172,7 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
-    port = ExchangePort(
+    buffer = SymmetricBuffer(
         layout=layout,
         rank=dist.get_rank(),
         bases=empty(4, layout.num_ranks, dtype=torch.int64),
@@ -185,15 +185,15 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
     choices = (weights[:, 0].contiguous(), ids)
     sizes = dict(num_local=num_local, etp=1)
     jobs = [
-        lambda: exchange.spread_choices(port, x, ids, weights, **sizes),
-        lambda: exchange.reduce(port, x, marks, marks, marks[:, None]),
+        lambda: exchange.spread_choices(buffer, x, ids, weights, **sizes),
+        lambda: exchange.reduce(buffer, x, marks, marks, marks[:, None]),
     ]
     if layer:
         jobs += [
-            lambda: exchange.reduce(port, x, marks, marks, ids),
-            lambda: exchange.reduce(port, x, marks, marks, ids, choices),
-            lambda: exchange.reduce(port, x, marks, marks, marks[:, None], choices, copied=True),
-            lambda: exchange.spread(port, x, marks, marks, ids, 16),
+            lambda: exchange.reduce(buffer, x, marks, marks, ids),
+            lambda: exchange.reduce(buffer, x, marks, marks, ids, choices),
+            lambda: exchange.reduce(buffer, x, marks, marks, marks[:, None], choices, copied=True),
+            lambda: exchange.spread(buffer, x, marks, marks, ids, 16),
         ]
     return jobs
 

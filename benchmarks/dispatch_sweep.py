@@ -25,12 +25,12 @@ from benchmarks.dispatch_cases import (
     time_in_turn,
     timing_of,
 )
-from moecore.kernels.exchange.port import ExchangeLayout, ExchangePort
+from moecore.kernels.exchange.buffer import ExchangeLayout, SymmetricBuffer
 from moecore.mesh import Meshes
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.dispatch.peer_memory import make_port
-from moecore.moe.dispatch.symmetric import Exchange, Exchanges
+from moecore.moe.dispatch.peer_memory import make_buffer
+from moecore.moe.dispatch.symmetric import Exchange, ExchangePool
 
 SHARES = (1 / 3, 5 / 12, 1 / 2)
 ROUNDS = (8, 16, 32)
@@ -53,7 +53,7 @@ def divisions(usual: ExchangeLayout) -> list[ExchangeLayout]:
     return found
 
 
-class FixedExchanges(Exchanges):
+class FixedExchangePool(ExchangePool):
     """Gives one exchange, whatever the tokens."""
 
     exchange: Exchange
@@ -77,12 +77,12 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
     compile_ahead([(layout, place.num_local, False) for _, layout in tried])
     x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
     largest = max((layout for _, layout in tried), key=lambda layout: layout.num_bytes)
-    port, memory = make_port(largest, place.group, x_TD.device, NVLinkOptions().timeout_s)
+    buffer, memory = make_buffer(largest, place.group, x_TD.device, NVLinkOptions().timeout_s)
 
     calls: dict[str, Call] = {"nccl": nccl_call(place, routing, x_TD)}
     homes, used = [], []
     for i, (_, layout) in enumerate(tried):
-        dispatcher = _dispatcher(layout, port, meshes, shape)
+        dispatcher = _dispatcher(layout, buffer, meshes, shape)
         inp = dispatcher.dispatch(x_TD, routing)
         homes.append(dispatcher.combine(poisoned(inp.rows.values, inp.index.slots_SK), inp.plan))
         used.append(int(inp.num_rows))
@@ -105,12 +105,12 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
 
 
 def _dispatcher(
-    layout: ExchangeLayout, port: ExchangePort, meshes: Meshes, shape: Shape
+    layout: ExchangeLayout, buffer: SymmetricBuffer, meshes: Meshes, shape: Shape
 ) -> NVLinkDispatcher:
-    """Return a dispatcher over the port's memory whose programs are divided like `layout`."""
+    """Return a dispatcher over the buffer's memory whose programs are divided like `layout`."""
     place, options = place_of(shape, meshes), NVLinkOptions()
-    owner = FixedExchanges(place.group, ep=place.ep, options=options)
+    owner = FixedExchangePool(place.group, ep=place.ep, options=options)
     balanced = layout.source_rows * layout.top_k // place.ep
-    part = replace(port, layout=layout)
+    part = replace(buffer, layout=layout)
     owner.exchange = Exchange(part, place.group, options, balanced_rows=balanced, memory=None)
     return NVLinkDispatcher(place, owner)

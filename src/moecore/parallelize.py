@@ -43,7 +43,7 @@ from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
-from moecore.moe.dispatch.symmetric import Exchanges
+from moecore.moe.dispatch.symmetric import ExchangePool
 from moecore.moe.experts import Experts, expert_shapes
 from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement
@@ -143,7 +143,7 @@ def parallelize_moe(
     exchanges = None
     if dispatcher == "nvlink" and meshes.dispatch_group is not None:
         ep = meshes.parallel.ep
-        exchanges = Exchanges(meshes.dispatch_group, ep=ep, options=nvlink)
+        exchanges = ExchangePool(meshes.dispatch_group, ep=ep, options=nvlink)
     for layer in layers.values():
         layer.tracker.reset()  # what ran before is no part of a step
         _place_experts(layer, meshes, dispatcher, exchanges)
@@ -372,7 +372,7 @@ def _memory_problem(meshes: Meshes, options: NVLinkOptions) -> str | None:
 
 
 def _place_experts(
-    layer: MoELayer, meshes: Meshes, dispatcher: DispatcherName, exchanges: Exchanges | None
+    layer: MoELayer, meshes: Meshes, dispatcher: DispatcherName, exchanges: ExchangePool | None
 ) -> None:
     p = meshes.parallel
     if p.ep * p.etp > 1 or is_whole(meshes):
@@ -383,7 +383,7 @@ def _place_experts(
 
 
 def _make_dispatcher(
-    num_experts: int, meshes: Meshes, name: DispatcherName, exchanges: Exchanges | None
+    num_experts: int, meshes: Meshes, name: DispatcherName, exchanges: ExchangePool | None
 ) -> Dispatcher:
     p, group = meshes.parallel, meshes.dispatch_group
     if group is None:

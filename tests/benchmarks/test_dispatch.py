@@ -9,7 +9,7 @@ import torch
 from benchmarks import bench_dispatch
 from benchmarks.dispatch_sweep import divisions
 
-from moecore.kernels.exchange.port import ExchangeLayout
+from moecore.kernels.exchange.buffer import ExchangeLayout
 
 
 @pytest.mark.parametrize("programs", [24, 132])

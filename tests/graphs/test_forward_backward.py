@@ -175,7 +175,7 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     model, state = function.model, moe_state(function.model)
     buffers = object()
     state.exchanges = SimpleNamespace(
-        made=(buffers,), poll=lambda: None, options=SimpleNamespace(exact_rows=False)
+        entries=(buffers,), poll=lambda: None, options=SimpleNamespace(exact_rows=False)
     )
     run = GraphedForwardBackward(function, model)
 
@@ -208,13 +208,13 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
         run(x)
     model[1].part("router").tape = None
 
-    state.exchanges.made = (buffers, object())  # one of an evaluation
+    state.exchanges.entries = (buffers, object())  # one of an evaluation
     run(x)
     model.zero_grad()
     state.finish_step()
-    state.exchanges.made = (object(),)
+    state.exchanges.entries = (object(),)
     found["buffers"] = error_of(lambda: run(x))
-    state.exchanges.made = (buffers,)
+    state.exchanges.entries = (buffers,)
 
     def overflow() -> None:
         raise ExchangeError("too many rows")

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore._compat import all_gather_single
+from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
-from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout, ExchangePort
 from moecore.kernels.rows.move import sum_rows_ref
-from moecore.moe.dispatch.symmetric import Exchange, Exchanges
+from moecore.moe.dispatch.symmetric import Exchange, ExchangePool
 
 
 class EmulatedExchange(Exchange):
@@ -33,7 +33,7 @@ class EmulatedExchange(Exchange):
         self.operations.append("spread_choices")
         self.note_operation()
         peers_T = peers_ref(ids_TK, num_local, self.layout.num_ranks // etp, etp)
-        peers_GC, rank = self._gather(peers_T, 0), self.port.rank
+        peers_GC, rank = self._gather(peers_T, 0), self.buffer.rank
         ids_SK = spread_ref(self._gather(ids_TK, -1), peers_GC, rank, -1)
         weights_SK = spread_ref(self._gather(weights_TK, 0), peers_GC, rank)
         rows_S = torch.arange(self.layout.source_rows, dtype=torch.int32, device=x_TD.device)
@@ -66,7 +66,7 @@ class EmulatedExchange(Exchange):
     ) -> tuple[Tensor, Tensor | None]:
         self.operations.append("reduce")
         self.note_operation()
-        rank = self.port.rank
+        rank = self.buffer.rank
         y_SD = sum_rows_ref(y_RD, places_S, slots_SN, None)
         home_TD = reduce_ref(self._gather(y_SD), peers_T, rank)
         if choices is None:
@@ -92,7 +92,7 @@ class EmulatedExchange(Exchange):
 
     def _spread(self, x_TD: Tensor, peers_GC: Tensor) -> Tensor:
         """Return the source rows of this rank; holes are NaN."""
-        return spread_ref(self._gather(x_TD, 0), peers_GC, self.port.rank, float("nan"))
+        return spread_ref(self._gather(x_TD, 0), peers_GC, self.buffer.rank, float("nan"))
 
     def _gather(self, tensor: Tensor, fill: float | None = None) -> Tensor:
         """Return [G, ...] of all ranks, padded to C tokens with `fill`."""
@@ -105,7 +105,7 @@ class EmulatedExchange(Exchange):
         return out
 
 
-class EmulatedExchanges(Exchanges):
+class EmulatedExchangePool(ExchangePool):
     """Makes emulated exchanges with room for `options.max_tokens` tokens, on the CPU."""
 
     def _make(self, x_TD: Tensor, top_k: int, sums_slot: bool) -> Exchange:
@@ -121,7 +121,7 @@ class EmulatedExchanges(Exchanges):
             num_receive=1,
             sums_slot=sums_slot,
         )
-        port = ExchangePort(
+        buffer = SymmetricBuffer(
             layout=layout,
             rank=dist.get_rank(self.group),
             bases=torch.empty(0, dtype=torch.int64),
@@ -131,6 +131,6 @@ class EmulatedExchanges(Exchanges):
         )
         balanced = layout.source_rows * top_k // self.ep
         options = self.options
-        made = EmulatedExchange(port, self.group, options, balanced_rows=balanced, memory=None)
+        made = EmulatedExchange(buffer, self.group, options, balanced_rows=balanced, memory=None)
         made.operations = []
         return made

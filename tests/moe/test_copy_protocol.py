@@ -31,10 +31,10 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore import MoEConfig, MoELayer, NVLinkOptions
 from moecore.kernels.exchange import operations as exchange
+from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout
 from moecore.kernels.exchange.operations import SpreadChoices
-from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
-from moecore.moe.dispatch.symmetric import Exchange, Exchanges
+from moecore.moe.dispatch.symmetric import Exchange, ExchangePool
 from moecore.moe.experts import Experts
 
 RANKS, TOKENS, DIM, LOCAL = 3, 4, 8, 2  # LOCAL experts of each rank
@@ -87,29 +87,29 @@ class Device:
 class Target:
     """What copy engines write on a peer."""
 
-    port: Any
+    buffer: Any
     peer: int
 
     def copy_(self, source: Tensor, non_blocking: bool) -> None:
-        self.port.note("copy", (self.peer - self.port.rank) % RANKS, self.port.memory)
+        self.buffer.note("copy", (self.peer - self.buffer.rank) % RANKS, self.buffer.memory)
 
 
 class NotedExchange(Exchange):
     """The real one; it tells when what is copied was made, and when it is freed."""
 
     def _is_capturing(self) -> bool:
-        return bool(self.port.device.is_capturing)
+        return bool(self.buffer.device.is_capturing)
 
     def start_copies(self, sums_SD: Any) -> None:
-        device = self.port.device
-        self.port.memory = number = next(device.numbers)
-        setattr(sums_SD, self.port.name, number)
+        device = self.buffer.device
+        self.buffer.memory = number = next(device.numbers)
+        setattr(sums_SD, self.buffer.name, number)
         device.note("made", number)
         weakref.finalize(sums_SD, lambda: device.log.append((0, "freed", number))).atexit = False
         super().start_copies(sums_SD)
 
 
-class NotedExchanges(Exchanges):
+class NotedExchangePool(ExchangePool):
     def __init__(self, rank: int, device: Device, options: NVLinkOptions) -> None:
         super().__init__(None, ep=RANKS, options=options)  # type: ignore[arg-type]
         self.rank, self.device = rank, device
@@ -118,34 +118,36 @@ class NotedExchanges(Exchanges):
         sizes: dict[str, Any] = dict(num_ranks=RANKS, capacity=TOKENS, dim=DIM, top_k=top_k)
         programs: Any = dict(num_push=1, num_receive=1, sums_slot=sums_slot)
         layout = ExchangeLayout(dtype=x_TD.dtype, **sizes, **programs)
-        words, number = torch.zeros(NUM_WORDS, dtype=torch.int32), len(self._made)
-        port: Any = SimpleNamespace(layout=layout, rank=self.rank, state=words, report=words)
-        port.device, port.name = self.device, f"memory_of_{number}"
-        port.note = lambda what, *more: self.device.note(what, number, *more)
-        port.sums_slots = [Target(port, peer) for peer in range(RANKS)]
+        words, number = torch.zeros(NUM_WORDS, dtype=torch.int32), len(self._entries)
+        buffer: Any = SimpleNamespace(layout=layout, rank=self.rank, state=words, report=words)
+        buffer.device, buffer.name = self.device, f"memory_of_{number}"
+        buffer.note = lambda what, *more: self.device.note(what, number, *more)
+        buffer.sums_slots = [Target(buffer, peer) for peer in range(RANKS)]
         balanced = layout.source_rows * top_k // RANKS
-        return NotedExchange(port, self.group, self.options, balanced_rows=balanced, memory=None)
+        return NotedExchange(buffer, self.group, self.options, balanced_rows=balanced, memory=None)
 
 
-def spread_choices(port: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **__: Any) -> SpreadChoices:
-    port.note("operation", None)
-    rows_S = torch.arange(port.layout.source_rows, dtype=torch.int32)
+def spread_choices(buffer: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **__: Any) -> SpreadChoices:
+    buffer.note("operation", None)
+    rows_S = torch.arange(buffer.layout.source_rows, dtype=torch.int32)
     ids_SK = torch.full((rows_S.shape[0], ids_TK.shape[1]), -1, dtype=torch.int32)
-    if port.rank < RANKS - 1:  # nobody chooses the last rank's experts
-        ids_SK[:, 0] = port.rank * LOCAL + rows_S % LOCAL
+    if buffer.rank < RANKS - 1:  # nobody chooses the last rank's experts
+        ids_SK[:, 0] = buffer.rank * LOCAL + rows_S % LOCAL
     rows_SD = x_TD.new_ones(rows_S.shape[0], DIM)
     peers_T = torch.ones(x_TD.shape[0], dtype=torch.int32)
     return SpreadChoices(rows_SD, ids_SK, torch.ones(ids_SK.shape), peers_T, rows_S)
 
 
-def spread(port: Any, x_TD: Tensor, _: Any, __: Any, ___: Any, num_rows: int) -> Tensor:
-    port.note("operation", None)
+def spread(buffer: Any, x_TD: Tensor, _: Any, __: Any, ___: Any, num_rows: int) -> Tensor:
+    buffer.note("operation", None)
     return x_TD.new_ones(num_rows, DIM)
 
 
-def reduce(port: Any, y_RD: Any, peers_T: Tensor, *_: Any, copied: bool = False) -> Any:
-    port.note("operation", getattr(y_RD, port.name) if copied else None)
-    return y_RD.new_ones(peers_T.shape[0], DIM), y_RD.new_ones(peers_T.shape[0], port.layout.top_k)
+def reduce(buffer: Any, y_RD: Any, peers_T: Tensor, *_: Any, copied: bool = False) -> Any:
+    buffer.note("operation", getattr(y_RD, buffer.name) if copied else None)
+    return y_RD.new_ones(peers_T.shape[0], DIM), y_RD.new_ones(
+        peers_T.shape[0], buffer.layout.top_k
+    )
 
 
 # --------------------------------------------------------------------------- what a user would do
@@ -167,7 +169,7 @@ class Model:
     exact_rows: bool = False
 
 
-def make_layer(words: list[str], model: Model, exchanges: NotedExchanges) -> MoELayer:
+def make_layer(words: list[str], model: Model, exchanges: NotedExchangePool) -> MoELayer:
     sizes: dict[str, Any] = dict(dim=DIM, hidden_dim=8, top_k=1 if "other" in words else 2)
     layer: Any = MoELayer(MoEConfig(num_experts=LOCAL * RANKS, **sizes))
     backend: Any = "sequential" if "sequential" in words else "torch"
@@ -191,7 +193,7 @@ class Program:
     def __init__(self, model: Model, rank: int, device: Device) -> None:
         room: Any = dict(exact_rows=True) if model.exact_rows else dict(capacity_factor=3.0)
         options = NVLinkOptions(max_tokens=TOKENS, keep_rows=model.keep_rows, **room)
-        exchanges = NotedExchanges(rank, device, options)
+        exchanges = NotedExchangePool(rank, device, options)
         self.model, self.rank, self.device = model, rank, device
         self.layers: Any = [make_layer(kind.split(), model, exchanges) for kind in model.layers]
         self.outputs: list[Tensor] = []

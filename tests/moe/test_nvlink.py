@@ -28,19 +28,19 @@ from moecore import (
     parallelize,
     parallelize_moe,
 )
-from moecore.kernels.exchange.port import ERROR_WORD, NEEDED_WORD
+from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.record import Rows
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
-from moecore.moe.dispatch.symmetric import Exchanges, divide
+from moecore.moe.dispatch.symmetric import ExchangePool, divide
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
 from moecore.moe.state import MoEState
 from tests.moe import test_dispatch_ranks as ranks
-from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchanges
+from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
 from tests.moe.rounded import RoundedDispatcher
 from tests.ranks import run_ranks
 
@@ -57,7 +57,7 @@ def group(no_group_left: None) -> Iterator[dist.ProcessGroup]:
 
 def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
     options = dict(max_tokens=8, timeout_s=2.0) | options
-    exchanges = EmulatedExchanges(group, ep=4, options=NVLinkOptions(**options))
+    exchanges = EmulatedExchangePool(group, ep=4, options=NVLinkOptions(**options))
     made = exchanges.get(torch.zeros(3, 16), 2)
     assert isinstance(made, EmulatedExchange)
     return made
@@ -152,13 +152,13 @@ def test_some_programs_push_and_at_least_one_receives(programs: int, push: int) 
 
 def test_tokens_on_a_cpu_are_refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"device of the tokens \(cpu\) must be a GPU"):
-        Exchanges(group, ep=4).get(torch.zeros(3, 16), 2)
+        ExchangePool(group, ep=4).get(torch.zeros(3, 16), 2)
 
 
 def test_more_tokens_than_room_are_refused_before_anything_is_sent(
     group: dist.ProcessGroup,
 ) -> None:
-    exchanges = EmulatedExchanges(group, ep=4, options=NVLinkOptions(max_tokens=8))
+    exchanges = EmulatedExchangePool(group, ep=4, options=NVLinkOptions(max_tokens=8))
     made = exchanges.get(torch.zeros(8, 16), 2)
     assert exchanges.get(torch.zeros(0, 16), 2) is made, "one exchange for all layers"
     assert exchanges.get(torch.zeros(8, 16), 3) is not made
@@ -175,9 +175,11 @@ def test_more_tokens_than_room_are_refused_before_anything_is_sent(
 def test_a_late_rank_is_an_error_until_closed(
     code: int, what: str, group: dist.ProcessGroup
 ) -> None:
-    exchanges = EmulatedExchanges(group, ep=4, options=NVLinkOptions(max_tokens=8, timeout_s=2.0))
+    exchanges = EmulatedExchangePool(
+        group, ep=4, options=NVLinkOptions(max_tokens=8, timeout_s=2.0)
+    )
     x = torch.zeros(3, 16)
-    exchanges.get(x, 2).port.report[ERROR_WORD] = code
+    exchanges.get(x, 2).buffer.report[ERROR_WORD] = code
     message = what + r".*timeout_s \(2 s\), but rank 1 waited"
     for use in (lambda: exchanges.get(x, 2), exchanges.check, exchanges.close):
         with pytest.raises(RuntimeError, match=message):
@@ -189,7 +191,7 @@ def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGro
     exchange = exchange_of(group, capacity_factor=1.25)
     assert exchange.balanced_rows == 4 * 8 * 2 // 4
     offsets = exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
-    assert offsets.tolist() == [9, 20] and int(exchange.port.state[NEEDED_WORD]) == 24
+    assert offsets.tolist() == [9, 20] and int(exchange.buffer.state[NEEDED_WORD]) == 24
     with pytest.raises(
         ExchangeError, match=r"capacity_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
     ) as error:
@@ -204,7 +206,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     """Late ranks and overflows, from the owner that all layers share; nothing has moved then."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     monkeypatch.setattr(parallelize, "find_problem", lambda group, device_type: None)
-    monkeypatch.setattr(parallelize, "Exchanges", EmulatedExchanges)
+    monkeypatch.setattr(parallelize, "ExchangePool", EmulatedExchangePool)
     meshes = build_meshes(ParallelConfig(ep=4), "cpu")
     config = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))
@@ -224,7 +226,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
         with pytest.raises(RuntimeError, match=r"must be >= 1.5 for the 24 expert rows of rank 1"):
             end()
         state.check()
-    exchange.port.report[ERROR_WORD] = 1 + 3 * 2
+    exchange.buffer.report[ERROR_WORD] = 1 + 3 * 2
     for end in (state.finish_step, state.check):
         with pytest.raises(RuntimeError, match=r"rank 3 must come to a dispatch .*\(2 s\)"):
             end()
@@ -233,7 +235,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
 
 def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:
     place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
-    exchanges = EmulatedExchanges(group, ep=4, options=NVLinkOptions(max_tokens=8))
+    exchanges = EmulatedExchangePool(group, ep=4, options=NVLinkOptions(max_tokens=8))
     ids = torch.zeros(3, 2, dtype=torch.int32)
     routing = Routing(
         expert_ids_TK=ids,
@@ -257,7 +259,7 @@ ROUTINGS = ranks.ROUTINGS | {
 
 def dispatcher_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
     options = NVLinkOptions(max_tokens=MAX_TOKENS, **options)
-    return NVLinkDispatcher(place, EmulatedExchanges(place.group, ep=place.ep, options=options))
+    return NVLinkDispatcher(place, EmulatedExchangePool(place.group, ep=place.ep, options=options))
 
 
 def against_reference_and_alltoall() -> dict[str, tuple[float, bool]]:
@@ -491,12 +493,12 @@ def disagreements() -> dict[str, str]:
     ):
         chosen = {name: other if is_odd else usual}
         x = torch.zeros(3, chosen.pop("dim", 16))
-        exchanges = Exchanges(group, ep=4, options=NVLinkOptions(**chosen))
+        exchanges = ExchangePool(group, ep=4, options=NVLinkOptions(**chosen))
         try:
             exchanges._agree(x, 2, 132, exchanges.options.overlap_weight_grads)
         except ValueError as error:
             found[name] = str(error)
-    most = Exchanges(group, ep=4)._agree(torch.zeros(3 + dist.get_rank(), 16), 2, 132, True)
+    most = ExchangePool(group, ep=4)._agree(torch.zeros(3 + dist.get_rank(), 16), 2, 132, True)
     return found | {"most": str(most)}
 
 
@@ -598,7 +600,7 @@ def test_tokens_as_fp8_have_the_bits_of_rounded_tokens(results: dict[str, Any]) 
 def test_fp8_rows_of_odd_sizes_are_refused(dim: int, group: dist.ProcessGroup) -> None:
     place = ExpertPlacement(group=group, num_experts=8, ep=4, etp=1)
     options = NVLinkOptions(max_tokens=8, fp8_dispatch=True)
-    dispatcher = NVLinkDispatcher(place, EmulatedExchanges(group, ep=4, options=options))
+    dispatcher = NVLinkDispatcher(place, EmulatedExchangePool(group, ep=4, options=options))
     ids = torch.zeros(3, 2, dtype=torch.int32)
     routing = Routing(
         expert_ids_TK=ids,

@@ -27,7 +27,7 @@ from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
-from moecore.moe.dispatch.symmetric import Exchanges
+from moecore.moe.dispatch.symmetric import ExchangePool
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows, summed_input
 from tests.moe.rounded import RoundedDispatcher
@@ -87,7 +87,7 @@ def place_of(ep: int, etp: int) -> ExpertPlacement:
 
 def nvlink_of(place: ExpertPlacement, **options: Any) -> NVLinkDispatcher:
     options = dict(max_tokens=MOST_TOKENS, timeout_s=TIMEOUT_S) | options
-    exchanges = Exchanges(place.group, ep=place.ep, options=NVLinkOptions(**options))
+    exchanges = ExchangePool(place.group, ep=place.ep, options=NVLinkOptions(**options))
     return NVLinkDispatcher(place, exchanges)
 
 

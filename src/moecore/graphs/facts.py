@@ -92,7 +92,7 @@ def facts_of(model: nn.Module, state: MoEState) -> Facts:
     for layer in state.layers.values():
         held.append(layer.tracker.counts)
         values.append(id(layer.tracker.counts))
-    exchanges = () if state.exchanges is None else state.exchanges.made
+    exchanges = () if state.exchanges is None else state.exchanges.entries
     return Facts(values=values, held=held, exchanges=exchanges)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.moe.balance import BalanceGroups, LoadCounts
-from moecore.moe.dispatch.symmetric import Exchanges
+from moecore.moe.dispatch.symmetric import ExchangePool
 from moecore.moe.params import clean_name
 from moecore.moe.quantile import bias_move
 
@@ -84,7 +84,7 @@ class MoEState:
         groups: BalanceGroups,
         *,
         loss: str = "mean",
-        exchanges: Exchanges | None = None,
+        exchanges: ExchangePool | None = None,
         check_parameters: Callable[[], None] | None = None,
     ) -> None:
         self.layers = {clean_name(name): layer for name, layer in layers.items()}

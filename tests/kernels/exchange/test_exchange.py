@@ -18,17 +18,17 @@ from torch import Tensor
 from moecore.kernels.exchange import copies as exchange_copies
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange import tiles as exchange_tiles
-from moecore.kernels.exchange.limit_rows import limit_rows, limit_rows_ref
-from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
-from moecore.kernels.exchange.port import (
+from moecore.kernels.exchange.buffer import (
     ALIGNMENT,
     ERROR_BEFORE_WORD,
     ERROR_WORD,
     NEEDED_WORD,
     NUM_WORDS,
     ExchangeLayout,
-    ExchangePort,
+    SymmetricBuffer,
 )
+from moecore.kernels.exchange.limit_rows import limit_rows, limit_rows_ref
+from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import sum_rows_ref
 
@@ -157,20 +157,20 @@ class World:
             sums_slot=True,
         )
         size = self.layout.num_bytes
-        self.buffers = [
+        self.memories = [
             torch.full((size + ALIGNMENT,), 255, dtype=torch.uint8, device=device)
             for _ in range(self.G)
         ]
         # An interpreted kernel reads any address; 16-byte accesses of a GPU want aligned ones.
-        starts = [-(-b.data_ptr() // ALIGNMENT) * ALIGNMENT for b in self.buffers]
-        for buffer, start in zip(self.buffers, starts, strict=True):
-            flags = self.layout.regions(start - buffer.data_ptr())[3]
-            buffer[flags : flags + self.layout.region_bytes[3]] = 0
+        starts = [-(-b.data_ptr() // ALIGNMENT) * ALIGNMENT for b in self.memories]
+        for memory, start in zip(self.memories, starts, strict=True):
+            flags = self.layout.regions(start - memory.data_ptr())[3]
+            memory[flags : flags + self.layout.region_bytes[3]] = 0
         bases = torch.tensor([self.layout.regions(s) for s in starts]).T.contiguous().to(device)
-        self.starts = [s - b.data_ptr() for s, b in zip(starts, self.buffers, strict=True)]
-        peers = [b[start:] for b, start in zip(self.buffers, self.starts, strict=True)]
-        self.ports = [
-            ExchangePort(
+        self.starts = [s - b.data_ptr() for s, b in zip(starts, self.memories, strict=True)]
+        peers = [b[start:] for b, start in zip(self.memories, self.starts, strict=True)]
+        self.buffers = [
+            SymmetricBuffer(
                 layout=self.layout,
                 rank=r,
                 bases=bases,
@@ -187,7 +187,9 @@ class World:
         """Return the receive buffer of a rank, [S, D]."""
         S, D = self.layout.source_rows, self.layout.dim
         start = self.starts[rank]
-        rows = self.buffers[rank][start : start + self.layout.region_bytes[0]].view(self.case.dtype)
+        rows = self.memories[rank][start : start + self.layout.region_bytes[0]].view(
+            self.case.dtype
+        )
         return rows[: 2 * S * D].view(2, S, D)[slot]
 
     def padded(self, tensors: list[Tensor], fill: float) -> Tensor:
@@ -273,10 +275,10 @@ def check_copied(world: World, peers: list[Tensor], came: list[SpreadChoices], s
     """Sums that copies bring home, and gradients of choices beside them."""
     _, sums = rows_of(world, came, by_expert=False, seed=seed)
     choices, dweights_GSK = choices_of(world, came, seed=seed)
-    for port, sums_SD in zip(world.ports, sums, strict=True):
-        exchange_copies.copy_sums(port, sums_SD)
+    for buffer, sums_SD in zip(world.buffers, sums, strict=True):
+        exchange_copies.copy_sums(buffer, sums_SD)
     where = [(g, c.places_S, c.places_S[:, None]) for g, c in zip(peers, came, strict=True)]
-    calls = [(p, y, *w, g) for p, y, w, g in zip(world.ports, sums, where, choices, strict=True)]
+    calls = [(p, y, *w, g) for p, y, w, g in zip(world.buffers, sums, where, choices, strict=True)]
     for call in calls:
         exchange.reduce(*call, copied=True, half="push")
     for r, call in enumerate(calls):
@@ -288,10 +290,10 @@ def check_copied(world: World, peers: list[Tensor], came: list[SpreadChoices], s
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_references(name: str, device: str) -> None:
     world = World(CASES[name], device)
-    ports, sizes = world.ports, dict(num_local=world.num_local, etp=world.case.etp)
+    buffers, sizes = world.buffers, dict(num_local=world.num_local, etp=world.case.etp)
     for n in range(3 if device == "cuda" else world.case.times):
         inp = inputs_of(world, n)
-        tokens = list(zip(ports, inp.x, inp.ids, inp.weights, strict=True))
+        tokens = list(zip(buffers, inp.x, inp.ids, inp.weights, strict=True))
         peers = [exchange.spread_choices(*t, **sizes, half="push").peers_T for t in tokens]
         came = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens]
         check_dispatch(world, inp, peers, came)
@@ -305,7 +307,7 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             where = [(g, c.places_S, s) for g, c, s in zip(peers, came, slots, strict=True)]
             choices, dweights_GSK = choices_of(world, came, seed=n)
             grads = choices if with_grads else [None] * world.G
-            sums = [(p, x, *w, g) for p, x, w, g in zip(ports, y, where, grads, strict=True)]
+            sums = [(p, x, *w, g) for p, x, w, g in zip(buffers, y, where, grads, strict=True)]
             y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
             for s in sums:
                 exchange.reduce(*s, half="push")
@@ -321,7 +323,7 @@ def test_kernels_equal_references(name: str, device: str) -> None:
                 second = torch.stack([world.slot(r, 1) for r in range(world.G)])
                 assert not second.isnan().all(), "operations take turns in two slots"
 
-        back = [(p, x, *w, y[0].shape[0]) for p, x, w in zip(ports, inp.x, where, strict=True)]
+        back = [(p, x, *w, y[0].shape[0]) for p, x, w in zip(buffers, inp.x, where, strict=True)]
         for b in back:
             exchange.spread(*b, half="push")
         for r, b in enumerate(back):
@@ -329,37 +331,37 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
             assert torch.equal(rows_RD[slots[r][s, k].long()], right[s])
         check_copied(world, peers, came, seed=n)
-        assert [int(p.state[0]) for p in ports] == [5 * (n + 1)] * world.G
-        assert not any(p.state[1:].any() or p.report.any() for p in ports)
+        assert [int(p.state[0]) for p in buffers] == [5 * (n + 1)] * world.G
+        assert not any(p.state[1:].any() or p.report.any() for p in buffers)
 
 
 def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
     """Ranks 0 and 1 wait for 2, whose error word stays empty; the first error is kept."""
     world = World(Case(tokens=(5, 4, 6), capacity=6, num_experts=6), device)
-    ports, inp = world.ports, inputs_of(world, 0)
+    buffers, inp = world.buffers, inputs_of(world, 0)
     sizes = dict(num_local=world.num_local, etp=1)
-    tokens = list(zip(ports, inp.x, inp.ids, inp.weights, strict=True))
+    tokens = list(zip(buffers, inp.x, inp.ids, inp.weights, strict=True))
     for t in tokens[:2]:
         exchange.spread_choices(*t, **sizes, half="push")
     late = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens[:2]]
     for r, got in enumerate(late):
         found = 1 + 2 * 2  # spread, rank 2
-        assert int(ports[r].state[ERROR_WORD]) == int(ports[r].report[ERROR_WORD]) == found
-        assert int(ports[r].state[ERROR_BEFORE_WORD]) == found
+        assert int(buffers[r].state[ERROR_WORD]) == int(buffers[r].report[ERROR_WORD]) == found
+        assert int(buffers[r].state[ERROR_BEFORE_WORD]) == found
         C = world.case.capacity
         assert (got.ids_SK[2 * C :] == -1).all() and (got.places_S[2 * C :] == -1).all()
         assert (got.places_S[: 2 * C] >= 0).any()
     where = (late[0].peers_T, late[0].places_S, late[0].places_S[:, None])
-    exchange.reduce(ports[0], late[0].rows_SD, *where, half="receive")
-    assert int(ports[0].report[ERROR_WORD]) == 1 + 2 * 2, "the first error stays"
-    assert int(ports[0].state[0]) == 2 and not ports[2].report.any()
+    exchange.reduce(buffers[0], late[0].rows_SD, *where, half="receive")
+    assert int(buffers[0].report[ERROR_WORD]) == 1 + 2 * 2, "the first error stays"
+    assert int(buffers[0].state[0]) == 2 and not buffers[2].report.any()
 
 
 @pytest.mark.parametrize("kind", ["spread", "reduce"])
 def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: str) -> None:
     """Rank 1 comes after the timeout; two operations on, in the same slot, it is late again."""
     world = World(Case(tokens=(5, 4), capacity=5, num_experts=4, top_k=2), device)
-    inp, port = inputs_of(world, 0), world.ports[0]
+    inp, buffer = inputs_of(world, 0), world.buffers[0]
     ones = [torch.full((n,), 3, dtype=torch.int32, device=device) for n in (5, 4)]
     S = world.layout.source_rows
     places = torch.arange(S, dtype=torch.int32, device=device)
@@ -368,17 +370,17 @@ def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: st
     def run(rank: int, half: exchange.Half) -> None:
         where = (ones[rank], places, places[:, None])
         if kind == "spread":
-            exchange.spread(world.ports[rank], inp.x[rank], *where, S, half=half)
+            exchange.spread(world.buffers[rank], inp.x[rank], *where, S, half=half)
         else:
-            exchange.reduce(world.ports[rank], y_SD, *where, half=half)
+            exchange.reduce(world.buffers[rank], y_SD, *where, half=half)
 
     for n in range(3):
         run(0, "push")
         run(0, "receive")
-        assert int(port.report[ERROR_WORD]) == 1 + 1 * 2 + (kind == "reduce"), n
+        assert int(buffer.report[ERROR_WORD]) == 1 + 1 * 2 + (kind == "reduce"), n
         if n == 0:
             run(1, "push")
-        port.state[ERROR_WORD] = port.report[ERROR_WORD] = 0
+        buffer.state[ERROR_WORD] = buffer.report[ERROR_WORD] = 0
 
 
 @pytest.mark.gpu
@@ -386,7 +388,7 @@ def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: st
 def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
     case = replace(CASES[name], dtype=torch.bfloat16, dim=512)
     world = World(case, "cuda")
-    streams = [torch.cuda.Stream() for _ in world.ports]
+    streams = [torch.cuda.Stream() for _ in world.buffers]
     sizes = dict(num_local=world.num_local, etp=case.etp)
     for n in range(20):
         inp = inputs_of(world, n)
@@ -396,7 +398,7 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(100_000 * ((r * 7 + n) % 5))
                 tokens = (inp.x[r], inp.ids[r], inp.weights[r])
-                came.append(exchange.spread_choices(world.ports[r], *tokens, **sizes))
+                came.append(exchange.spread_choices(world.buffers[r], *tokens, **sizes))
         torch.cuda.synchronize()
         check_dispatch(world, inp, [c.peers_T for c in came], came)
         slots, y = rows_of(world, came, by_expert=n % 2 == 0, seed=n)
@@ -405,12 +407,12 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
         for r, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 where = (came[r].peers_T, came[r].places_S, slots[r])
-                home.append(exchange.reduce(world.ports[r], y[r], *where)[0])
+                home.append(exchange.reduce(world.buffers[r], y[r], *where)[0])
         torch.cuda.synchronize()
         y_GSN = torch.stack([sum_rows_ref(*t, None) for t in zip(y, slots, slots, strict=True)])
         for r, y_TD in enumerate(home):
             assert torch.equal(y_TD, reduce_ref(y_GSN, came[r].peers_T, r))
-        assert not any(p.report.any() for p in world.ports)
+        assert not any(p.report.any() for p in world.buffers)
 
 
 # --------------------------------------------------------------------------- capacity

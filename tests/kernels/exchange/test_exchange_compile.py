@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moecore.kernels.exchange import operations as exchange
+from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.kernels.exchange.limit_rows import limit_rows
-from moecore.kernels.exchange.port import NUM_WORDS, ExchangeLayout, ExchangePort
 from tests.kernels.test_compile import MAX_SPILL_BYTES, compiled, spilled_bytes
 
 __all__ = ["compiled"]
@@ -26,8 +26,8 @@ SHAPES = {  # G, C, D, K, dtype, programs that push, programs that receive
 }
 
 
-def make(shape: tuple[Any, ...]) -> tuple[ExchangePort, torch.Tensor]:
-    """Return a port without buffers, and rows: compiling reads no value."""
+def make(shape: tuple[Any, ...]) -> tuple[SymmetricBuffer, torch.Tensor]:
+    """Return a buffer without buffers, and rows: compiling reads no value."""
     G, C, D, K, dtype, push, receive = shape
     layout = ExchangeLayout(
         num_ranks=G,
@@ -40,7 +40,7 @@ def make(shape: tuple[Any, ...]) -> tuple[ExchangePort, torch.Tensor]:
         sums_slot=True,
     )
     words = torch.zeros(NUM_WORDS, dtype=torch.int32)
-    port = ExchangePort(
+    buffer = SymmetricBuffer(
         layout=layout,
         rank=1,
         bases=torch.zeros(4, G, dtype=torch.int64),
@@ -48,21 +48,21 @@ def make(shape: tuple[Any, ...]) -> tuple[ExchangePort, torch.Tensor]:
         report=words.clone(),
         timeout_ns=10**11,
     )
-    return port, torch.empty(16, D, dtype=dtype)
+    return buffer, torch.empty(16, D, dtype=dtype)
 
 
 def run(shape: tuple[Any, ...]) -> None:
-    (port, x), K = make(shape), shape[3]
+    (buffer, x), K = make(shape), shape[3]
     marks = torch.zeros(16, dtype=torch.int32)
     ids, weights = torch.zeros(16, K, dtype=torch.int32), torch.zeros(16, K)
-    exchange.spread_choices(port, x, ids, weights, num_local=16, etp=1)
+    exchange.spread_choices(buffer, x, ids, weights, num_local=16, etp=1)
     choices = (weights[:, 0].contiguous(), ids)
-    exchange.reduce(port, x, marks, marks, marks[:, None], choices, copied=True)
+    exchange.reduce(buffer, x, marks, marks, marks[:, None], choices, copied=True)
     for slots in (marks[:, None], ids):  # of source rows, of expert rows
-        exchange.spread(port, x, marks, marks, slots, 16)
-        exchange.reduce(port, x, marks, marks, slots, choices)
-        exchange.reduce(port, x, marks, marks, slots)
-    limit_rows(port.state, 8, port.state, port.report)
+        exchange.spread(buffer, x, marks, marks, slots, 16)
+        exchange.reduce(buffer, x, marks, marks, slots, choices)
+        exchange.reduce(buffer, x, marks, marks, slots)
+    limit_rows(buffer.state, 8, buffer.state, buffer.report)
 
 
 @pytest.mark.parametrize("name", SHAPES)

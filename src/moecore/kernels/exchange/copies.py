@@ -15,17 +15,17 @@ Letters: as in `operations.py`. Copies move (G - 1) * C * D elements out and as 
 
 from torch import Tensor
 
-from moecore.kernels.exchange.port import ExchangePort
+from moecore.kernels.exchange.buffer import SymmetricBuffer
 
 
-def copy_sums(port: ExchangePort, sums_SD: Tensor) -> None:
+def copy_sums(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
     """Copy the sums of all source rows, holes too, to the tokens' ranks. No host sync.
 
     Args:
-        port: this rank's end, of a layout with a slot of sums.
+        buffer: this rank's end, of a layout with a slot of sums.
         sums_SD: contiguous; must live until the `reduce`.
     """
-    G, C = port.layout.num_ranks, port.layout.capacity
+    G, C = buffer.layout.num_ranks, buffer.layout.capacity
     for i in range(1, G + 1):  # every rank begins with another peer
-        peer = (port.rank + i) % G
-        port.sums_slots[peer].copy_(sums_SD[peer * C : (peer + 1) * C], non_blocking=True)
+        peer = (buffer.rank + i) % G
+        buffer.sums_slots[peer].copy_(sums_SD[peer * C : (peer + 1) * C], non_blocking=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import next_power_of_2, on_device, tl, triton, use_kernel
-from moecore.kernels.exchange.port import NEEDED_ROWS, NEEDED_WORD
+from moecore.kernels.exchange.buffer import NEEDED_ROWS, NEEDED_WORD
 
 
 def limit_rows_ref(offsets_e: Tensor, num_rows: int, state: Tensor, report: Tensor) -> Tensor:

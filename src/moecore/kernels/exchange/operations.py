@@ -39,14 +39,14 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, triton
-from moecore.kernels.exchange.port import (
+from moecore.kernels.exchange.buffer import (
     AT_ROWS,
     AT_WEIGHTS,
     ERROR_BEFORE,
     OPERATION,
     SUMS_SLOT,
     ExchangeLayout,
-    ExchangePort,
+    SymmetricBuffer,
 )
 from moecore.kernels.exchange.protocol import find_peers, finish, notify, wait
 from moecore.kernels.exchange.rows import (
@@ -347,8 +347,8 @@ def _options(layout: ExchangeLayout, num_slots: int, *, reduce: bool) -> dict[st
     )
 
 
-def _grid(port: ExchangePort, half: Half) -> tuple[int]:
-    layout = port.layout
+def _grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
+    layout = buffer.layout
     return ((half != "receive") * layout.num_push + (half != "push") * layout.num_receive,)
 
 
@@ -357,16 +357,16 @@ def _list_size(layout: ExchangeLayout, num_slots: int) -> int:
     return (1 + num_slots) * list_width(layout) if num_slots > 1 else 0
 
 
-def _common(port: ExchangePort, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
-    layout = port.layout
+def _common(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
+    layout = buffer.layout
     entries = (layout.num_push + layout.num_receive) * _list_size(layout, num_slots)
-    lists = torch.empty(entries, dtype=torch.int32, device=port.state.device) if entries else None
-    sizes = (num_tokens, layout.capacity, layout.num_chunks, port.rank, port.timeout_ns)
-    return (lists, port.bases, port.state, port.report, *sizes)
+    lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
+    sizes = (num_tokens, layout.capacity, layout.num_chunks, buffer.rank, buffer.timeout_ns)
+    return (lists, buffer.bases, buffer.state, buffer.report, *sizes)
 
 
 def spread_choices(
-    port: ExchangePort,
+    buffer: SymmetricBuffer,
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -380,7 +380,7 @@ def spread_choices(
     No host sync. Every rank of the group must call it at the same place in its order of operations.
 
     Args:
-        port: this rank's end.
+        buffer: this rank's end.
         x_TD: tokens, at most C, contiguous, dtype of the layout.
         ids_TK: int32, contiguous, global expert ids; -1 = dropped.
         weights_TK: fp32, contiguous.
@@ -389,7 +389,7 @@ def spread_choices(
         half: "push" and "receive" one after the other make up "both" (for tests that play all
             ranks in one process); what a half does not do is left uninitialised.
     """
-    layout, (T, K) = port.layout, ids_TK.shape
+    layout, (T, K) = buffer.layout, ids_TK.shape
     S, integers = layout.source_rows, partial(torch.empty, dtype=torch.int32, device=x_TD.device)
     out = SpreadChoices(
         rows_SD=x_TD.new_empty(S, layout.dim),
@@ -400,12 +400,12 @@ def spread_choices(
     )
     made = (out.peers_T, out.places_S, out.places_S, out.rows_SD, out.ids_SK, out.weights_SK)
     sizes = dict(num_slots=1, num_local=num_local, etp=etp)
-    _launch_spread(port, (x_TD, ids_TK, weights_TK, *made), half, **sizes)
+    _launch_spread(buffer, (x_TD, ids_TK, weights_TK, *made), half, **sizes)
     return out
 
 
 def spread(
-    port: ExchangePort,
+    buffer: SymmetricBuffer,
     x_TD: Tensor,
     peers_T: Tensor,
     places_S: Tensor,
@@ -419,7 +419,7 @@ def spread(
     No host sync. Rows that no slot names are uninitialised.
 
     Args:
-        port: this rank's end.
+        buffer: this rank's end.
         x_TD: rows of the local tokens, contiguous.
         peers_T: who needs them, from `spread_choices`.
         places_S: which source rows come, from `spread_choices`.
@@ -427,14 +427,14 @@ def spread(
         num_rows: R.
         half: see `spread_choices`.
     """
-    out_RD = x_TD.new_empty(num_rows, port.layout.dim)
+    out_RD = x_TD.new_empty(num_rows, buffer.layout.dim)
     tensors = (x_TD, None, None, peers_T, places_S, slots_SN, out_RD, None, None)
-    _launch_spread(port, tensors, half, num_slots=slots_SN.shape[1], num_local=1, etp=1)
+    _launch_spread(buffer, tensors, half, num_slots=slots_SN.shape[1], num_local=1, etp=1)
     return out_RD
 
 
 def _launch_spread(
-    port: ExchangePort,
+    buffer: SymmetricBuffer,
     tensors: tuple[Any, ...],
     half: Half,
     *,
@@ -442,21 +442,21 @@ def _launch_spread(
     num_local: int,
     etp: int,
 ) -> None:
-    with on_device(port.state):
-        _spread_kernel[_grid(port, half)](
+    with on_device(buffer.state):
+        _spread_kernel[_grid(buffer, half)](
             *tensors,
-            *_common(port, tensors[0].shape[0], num_slots),
+            *_common(buffer, tensors[0].shape[0], num_slots),
             num_local,
             PUSH=half != "receive",
             RECEIVE=half != "push",
             CHOICES=tensors[1] is not None,
             ETP=etp,
-            **_options(port.layout, num_slots, reduce=False),
+            **_options(buffer.layout, num_slots, reduce=False),
         )
 
 
 def reduce(
-    port: ExchangePort,
+    buffer: SymmetricBuffer,
     y_RD: Tensor,
     peers_T: Tensor,
     places_S: Tensor,
@@ -471,7 +471,7 @@ def reduce(
     Both in fp32; a sum travels in the dtype of the rows.
 
     Args:
-        port: this rank's end.
+        buffer: this rank's end.
         y_RD: contiguous; rows that no slot names are not read.
         peers_T: from `spread_choices`: where the sums of the local tokens come from.
         places_S: from `spread_choices`: which source rows have a sum.
@@ -486,17 +486,17 @@ def reduce(
         [T, D], zero for a token that went nowhere; and [T, K] fp32 or None.
     """
     T = peers_T.shape[0]
-    out_TD = y_RD.new_empty(T, port.layout.dim)
+    out_TD = y_RD.new_empty(T, buffer.layout.dim)
     dweights_R, slots_SK = choices or (None, None)
-    out_TK = None if dweights_R is None else dweights_R.new_empty(T, port.layout.top_k)
-    with on_device(port.state):
-        _reduce_kernel[_grid(port, half)](
+    out_TK = None if dweights_R is None else dweights_R.new_empty(T, buffer.layout.top_k)
+    with on_device(buffer.state):
+        _reduce_kernel[_grid(buffer, half)](
             *(y_RD, dweights_R, slots_SK, peers_T, places_S, slots_SN, out_TD, out_TK),
-            *_common(port, T, slots_SN.shape[1]),
+            *_common(buffer, T, slots_SN.shape[1]),
             PUSH=half != "receive",
             RECEIVE=half != "push",
             CHOICES=choices is not None,
             COPIED=copied,
-            **_options(port.layout, slots_SN.shape[1], reduce=True),
+            **_options(buffer.layout, slots_SN.shape[1], reduce=True),
         )
     return out_TD, out_TK

@@ -4,7 +4,7 @@ Letters: T local tokens, G ranks, K choices per token.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.exchange.port import (
+from moecore.kernels.exchange.buffer import (
     AT_FLAGS,
     ERROR,
     ERROR_BEFORE,

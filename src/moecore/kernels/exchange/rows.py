@@ -8,7 +8,7 @@ per token. A pair is a token of the chunk and a rank.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.exchange.port import AT_IDS, AT_ROWS, AT_WEIGHTS
+from moecore.kernels.exchange.buffer import AT_IDS, AT_ROWS, AT_WEIGHTS
 
 
 @triton.jit

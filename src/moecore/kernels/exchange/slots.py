@@ -13,7 +13,7 @@ row. WIDTH is the list's rows. A pair is a token of the chunk and a rank.
 """
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.exchange.port import AT_ROWS
+from moecore.kernels.exchange.buffer import AT_ROWS
 from moecore.kernels.exchange.rows import pair_of
 
 

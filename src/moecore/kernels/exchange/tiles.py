@@ -6,7 +6,7 @@ they load twice as much, in four tiles of half the rows, before they store the f
 """
 
 from moecore.kernels.common import cdiv, next_power_of_2
-from moecore.kernels.exchange.port import ExchangeLayout
+from moecore.kernels.exchange.buffer import ExchangeLayout
 
 TILE_BYTES_PER_WARP = 32 * 8 * 16  # eight 16-byte accesses in flight per thread
 ENOUGH_BYTES = 2 << 20  # in flight from one rank: 300 GB/s for seven microseconds

@@ -35,7 +35,7 @@ from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.packed import PACKED, PACKED_COLUMNS, pack_rows, packed_bytes
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.symmetric import Exchange, Exchanges
+from moecore.moe.dispatch.symmetric import Exchange, ExchangePool
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing, UnsummedRows
 
@@ -67,7 +67,7 @@ class NVLinkDispatcher:
         exchanges: of the same group; shared by the layers of a model.
     """
 
-    def __init__(self, placement: ExpertPlacement, exchanges: Exchanges) -> None:
+    def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
         self.exchanges = exchanges
 

@@ -14,26 +14,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.kernels.common import HAS_TRITON, INTERPRET
-from moecore.kernels.exchange.port import (
+from moecore.kernels.exchange.buffer import (
     MAX_RANKS,
     NUM_WORDS,
     ExchangeLayout,
-    ExchangePort,
+    SymmetricBuffer,
 )
 
 
-def make_port(
+def make_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
-) -> tuple[ExchangePort, Any]:
-    """Return this rank's port and what keeps its memory alive. Collective."""
+) -> tuple[SymmetricBuffer, Any]:
+    """Return this rank's buffer and what keeps its memory alive. Collective."""
     size = (layout.num_bytes,)
-    buffer, handle = _symmetric_buffer(layout.num_bytes, group, device)
-    buffer.zero_()  # the flags
+    memory, handle = _symmetric_buffer(layout.num_bytes, group, device)
+    memory.zero_()  # the flags
     peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
     addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
     rank = dist.get_rank(group)
     targets = peers if layout.sums_slot else []
-    port = ExchangePort(
+    buffer = SymmetricBuffer(
         layout=layout,
         rank=rank,
         bases=addresses.T.contiguous().to(device),
@@ -44,20 +44,20 @@ def make_port(
     )
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody may raise a flag that another rank is yet to clear
-    return port, (buffer, handle)
+    return buffer, (memory, handle)
 
 
 def _symmetric_buffer(
     num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, Any]:
-    """Return this rank's buffer and the handle that knows those of the others. Collective."""
+    """Return this rank's memory and the handle that knows those of the others. Collective."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     # Not `symmetric_memory.empty`, which cuts a pool: offsets in it may differ between ranks once
-    # one of them has freed a buffer later than the others.
+    # one of them has freed a memory later than the others.
     allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
-    buffer = allocate((num_bytes,), (1,), torch.uint8, device)
-    return buffer, symmetric_memory.rendezvous(buffer, group)
+    memory = allocate((num_bytes,), (1,), torch.uint8, device)
+    return memory, symmetric_memory.rendezvous(memory, group)
 
 
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
@@ -104,7 +104,7 @@ def _peer_problem(group: dist.ProcessGroup) -> str | None:
 
 
 def _memory_problem(group: dist.ProcessGroup) -> str | None:
-    """Make a small symmetric buffer. Every rank comes here, or none: hosts and GPUs are fine."""
+    """Make a small symmetric memory. Every rank comes here, or none: hosts and GPUs are fine."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         _symmetric_buffer(1024, group, device)

@@ -1,8 +1,9 @@
 """Buffers that every rank of a group can write, who owns them, and what went wrong in them.
 
-`Exchanges` belongs to a model: all its layers share one `Exchange` per (D, K, dtype), and one more
-for FP8 rows. Each is made at first use, by all ranks together. Its buffer lives until `close()`, or
-until the last user of the owner is gone. Only the making and `check` wait for the device.
+`ExchangePool` belongs to a model: all its layers share one `Exchange` per (D, K, dtype), and one
+more for FP8 rows. Each is made at first use, by all ranks together. Its buffer lives until
+`close()`, or until the last user of the pool is gone. Only the making and `check` wait for the
+device.
 
 Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3
 with `NVLinkOptions.overlap_weight_grads`.
@@ -19,18 +20,18 @@ from torch import Tensor
 from moecore.kernels.common import num_sms, on_device
 from moecore.kernels.exchange import copies
 from moecore.kernels.exchange import operations as kernels
-from moecore.kernels.exchange.limit_rows import limit_rows
-from moecore.kernels.exchange.port import (
+from moecore.kernels.exchange.buffer import (
     ERROR_WORD,
     EXCHANGE_DTYPES,
     NEEDED_WORD,
     ExchangeLayout,
-    ExchangePort,
+    SymmetricBuffer,
 )
+from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.dispatch.peer_memory import make_port
+from moecore.moe.dispatch.peer_memory import make_buffer
 
-# What `Exchanges._agree` compares.
+# What `ExchangePool._agree` compares.
 AGREED = ("D", "K", "dtype", "num_sms", "overlap_weight_grads", "keep_rows", "fp8_dispatch")
 FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
@@ -56,23 +57,23 @@ class Exchange:
     by their streams (one stream, or streams that wait for each other). No operation syncs.
 
     Args:
-        port: buffers and sizes.
+        buffer: buffers and sizes.
         group: the ranks.
         options: for messages.
         balanced_rows: expert rows of a rank with balanced routing and C tokens on every rank.
-        memory: what must live as long as the port.
+        memory: what must live as long as the buffer.
     """
 
     def __init__(
         self,
-        port: ExchangePort,
+        buffer: SymmetricBuffer,
         group: dist.ProcessGroup,
         options: NVLinkOptions,
         *,
         balanced_rows: int,
         memory: Any,
     ) -> None:
-        self.port = port
+        self.buffer = buffer
         self.group = group
         self.options = options
         self.balanced_rows = balanced_rows
@@ -85,7 +86,7 @@ class Exchange:
     @property
     def layout(self) -> ExchangeLayout:
         """Sizes, the same on all ranks."""
-        return self.port.layout
+        return self.buffer.layout
 
     def spread_choices(
         self,
@@ -99,7 +100,7 @@ class Exchange:
         """Send tokens with their choices to the ranks that own the experts; return what came."""
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self.note_operation()
-        return kernels.spread_choices(self.port, *sent, num_local=num_local, etp=etp)
+        return kernels.spread_choices(self.buffer, *sent, num_local=num_local, etp=etp)
 
     def spread(
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
@@ -107,7 +108,7 @@ class Exchange:
         """Send rows where their tokens went; return a copy for each slot, [R, D]."""
         where = (peers_T, places_S, slots_SN)
         self.note_operation()
-        return kernels.spread(self.port, x_TD.contiguous(), *where, num_rows)
+        return kernels.spread(self.buffer, x_TD.contiguous(), *where, num_rows)
 
     def spread_again(self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Tensor:
         """Send tokens where they went; return the source rows [S, D], holes uninitialised."""
@@ -129,7 +130,7 @@ class Exchange:
             choices = (choices[0].contiguous(), choices[1])
         where = (peers_T, places_S, slots_SN)
         self.note_operation()
-        return kernels.reduce(self.port, y_RD.contiguous(), *where, choices)
+        return kernels.reduce(self.buffer, y_RD.contiguous(), *where, choices)
 
     def count_rows(self, ids_SK: Tensor, *, first: int, num_local: int) -> int:
         """Return how many choices are of experts [first, first + num_local). One host sync.
@@ -164,7 +165,7 @@ class Exchange:
         """
         self._sums_travel = True
         with torch.cuda.stream(self._stream_after(sums_SD)):
-            copies.copy_sums(self.port, sums_SD)
+            copies.copy_sums(self.buffer, sums_SD)
 
     def finish_copies(
         self,
@@ -177,7 +178,7 @@ class Exchange:
         self._wait_for_stream(sums_SD)
         self._sums_travel, self._sums_free = False, None
         where = (peers_T, places_S, places_S[:, None])
-        return kernels.reduce(self.port, sums_SD, *where, choices, copied=True)
+        return kernels.reduce(self.buffer, sums_SD, *where, choices, copied=True)
 
     def _stream_after(self, x: Tensor) -> torch.cuda.Stream:
         """Return the stream of copies, which goes on when the current one has come to here."""
@@ -191,28 +192,28 @@ class Exchange:
         torch.cuda.current_stream(x.device).wait_stream(self._stream)
 
     def _is_capturing(self) -> bool:
-        return self.port.state.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self.buffer.state.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets cut at `num_rows`; more is an error of the next `check`."""
-        return limit_rows(offsets_e, num_rows, self.port.state, self.port.report)
+        return limit_rows(offsets_e, num_rows, self.buffer.state, self.buffer.report)
 
     def poll(self) -> None:
         """Raise what has gone wrong so far, as far as the host can see without waiting.
 
         Too many rows are an error once. A late rank stays one: nobody knows which operations it
-        missed, so nothing waits for it any more, until `Exchanges.close` and new buffers.
+        missed, so nothing waits for it any more, until `ExchangePool.close` and new buffers.
 
         Raises:
             ExchangeError: when a rank did not come in time, or expert rows did not fit.
         """
-        words = self.port.report.tolist()
+        words = self.buffer.report.tolist()
         error, needed = words[ERROR_WORD], words[NEEDED_WORD]
         if error:
             raise ExchangeError(self._late(error - 1))
         if needed:
-            self.port.report[NEEDED_WORD] = 0
-            self.port.state[NEEDED_WORD].zero_()
+            self.buffer.report[NEEDED_WORD] = 0
+            self.buffer.state[NEEDED_WORD].zero_()
             raise ExchangeError(self._overflow(needed), needed / self.balanced_rows)
 
     def check(self) -> None:
@@ -221,21 +222,21 @@ class Exchange:
         Raises:
             ExchangeError: see `poll`.
         """
-        if self.port.state.is_cuda:
-            torch.cuda.synchronize(self.port.state.device)  # report is written by the device
+        if self.buffer.state.is_cuda:
+            torch.cuda.synchronize(self.buffer.state.device)  # report is written by the device
         self.poll()
 
     def _late(self, code: int) -> str:
         late = dist.get_global_rank(self.group, code // 2)
-        me = dist.get_global_rank(self.group, self.port.rank)
+        me = dist.get_global_rank(self.group, self.buffer.rank)
         return (
             f"rank {late} must come to a {KINDS[code % 2]} within NVLinkOptions.timeout_s "
-            f"({self.port.timeout_ns / 1e9:g} s), but rank {me} waited in vain: look at rank "
+            f"({self.buffer.timeout_ns / 1e9:g} s), but rank {me} waited in vain: look at rank "
             f"{late}, then call close(); results since then are not valid"
         )
 
     def _overflow(self, needed: int) -> str:
-        me = dist.get_global_rank(self.group, self.port.rank)
+        me = dist.get_global_rank(self.group, self.buffer.rank)
         return (
             f"NVLinkOptions.capacity_factor ({self.options.capacity_factor}) must be >= "
             f"{needed / self.balanced_rows:.4g} for the {needed} expert rows of rank {me}: raise "
@@ -243,7 +244,7 @@ class Exchange:
         )
 
 
-class Exchanges:
+class ExchangePool:
     """The exchanges of a model: owns their buffers.
 
     Args:
@@ -258,7 +259,7 @@ class Exchanges:
         self.group = group
         self.ep = ep
         self.options = options or NVLinkOptions()
-        self._made: dict[tuple[int, int, torch.dtype, bool], Exchange] = {}
+        self._entries: dict[tuple[int, int, torch.dtype, bool], Exchange] = {}
 
     def get(self, x_TD: Tensor, top_k: int, *, one_way: bool = False) -> Exchange:
         """Return the exchange for these tokens; made, by all ranks together, at first use.
@@ -274,10 +275,10 @@ class Exchanges:
             RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
         """
         key, T = (x_TD.shape[1], top_k, x_TD.dtype, one_way), x_TD.shape[0]
-        exchange = self._made.get(key)
+        exchange = self._entries.get(key)
         if exchange is None:
             sums_slot = self.options.overlap_weight_grads and not one_way
-            exchange = self._made[key] = self._make(x_TD, top_k, sums_slot)
+            exchange = self._entries[key] = self._make(x_TD, top_k, sums_slot)
         exchange.poll()
         capacity = exchange.layout.capacity
         if capacity < T:
@@ -288,9 +289,9 @@ class Exchanges:
         return exchange
 
     @property
-    def made(self) -> tuple[Exchange, ...]:
+    def entries(self) -> tuple[Exchange, ...]:
         """Those that there are."""
-        return tuple(self._made.values())
+        return tuple(self._entries.values())
 
     def poll(self) -> None:
         """Raise what has gone wrong on this rank, as far as the host can see without waiting.
@@ -298,7 +299,7 @@ class Exchanges:
         Raises:
             ExchangeError: when a rank did not come in time, or expert rows did not fit.
         """
-        for exchange in self._made.values():
+        for exchange in self._entries.values():
             exchange.poll()
 
     def check(self) -> None:
@@ -309,7 +310,7 @@ class Exchanges:
         Raises:
             ExchangeError: see `poll`.
         """
-        for exchange in self._made.values():
+        for exchange in self._entries.values():
             exchange.check()
 
     def close(self) -> None:
@@ -321,9 +322,9 @@ class Exchanges:
         try:
             self.check()
         finally:
-            if self._made:
+            if self._entries:
                 dist.barrier(self.group)  # nobody may free what another rank still writes
-            self._made.clear()
+            self._entries.clear()
 
     def _make(self, x_TD: Tensor, top_k: int, sums_slot: bool) -> Exchange:
         D = x_TD.shape[1]
@@ -356,8 +357,8 @@ class Exchanges:
         balanced = layout.source_rows * top_k // self.ep
         # An evaluation may come first: what inference makes nobody else may write.
         with on_device(x_TD), torch.inference_mode(False):
-            port, memory = make_port(layout, self.group, x_TD.device, self.options.timeout_s)
-        return Exchange(port, self.group, self.options, balanced_rows=balanced, memory=memory)
+            buffer, memory = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
+        return Exchange(buffer, self.group, self.options, balanced_rows=balanced, memory=memory)
 
     def _agree(self, x_TD: Tensor, top_k: int, programs: int, sums_slot: bool) -> int:
         """Return the most tokens of any rank. One collective and host sync.

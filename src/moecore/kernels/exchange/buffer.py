@@ -83,21 +83,21 @@ class ExchangeLayout:
         at_rows, at_ids, at_weights, at_flags = (-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
         return at_rows, at_ids, at_weights, at_flags
 
-    def sums_at(self, buffer: Tensor, rank: int) -> Tensor:
-        """Return where a rank copies its sums in a peer's buffer, [C, D].
+    def sums_at(self, memory: Tensor, rank: int) -> Tensor:
+        """Return where a rank copies its sums in a peer's memory, [C, D].
 
         Args:
-            buffer: uint8 [num_bytes], of the peer.
+            memory: uint8 [num_bytes], of the peer.
             rank: who copies.
         """
         row_bytes = self.dim * self.dtype.itemsize
         start = (SUMS_SLOT.value * self.source_rows + rank * self.capacity) * row_bytes
-        rows = buffer[start : start + self.capacity * row_bytes].view(self.dtype)
+        rows = memory[start : start + self.capacity * row_bytes].view(self.dtype)
         return rows.view(self.capacity, self.dim)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one rank's buffer."""
+        """Bytes of one rank's memory."""
         return sum(self.region_bytes)
 
     def regions(self, base: int) -> list[int]:
@@ -107,7 +107,7 @@ class ExchangeLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExchangePort:
+class SymmetricBuffer:
     """One rank's end of an exchange.
 
     Attributes:
