@@ -80,9 +80,8 @@ def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
     return ExchangeLayout(
         num_ranks=num_ranks,
         capacity=shape.tokens,
-        dim=shape.dim,
+        row_bytes=shape.dim * torch.bfloat16.itemsize,
         top_k=shape.top_k,
-        dtype=torch.bfloat16,
         **divide(programs),
     )
 
@@ -180,7 +179,7 @@ def _jobs(layout: ExchangeLayout, num_local: int, layer: bool) -> list[Call]:
         report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
         timeout_ns=round(NVLinkOptions().timeout_s * 1e9),
     )
-    x, marks = empty(16, layout.dim, dtype=layout.dtype), empty(16)
+    x, marks = empty(16, layout.row_bytes // 2, dtype=torch.bfloat16), empty(16)
     ids, weights = empty(16, layout.top_k), empty(16, layout.top_k, dtype=torch.float32)
     choices = (weights[:, 0].contiguous(), ids)
     sizes = dict(num_local=num_local, etp=1)

@@ -58,7 +58,7 @@ class FixedExchangePool(ExchangePool):
 
     exchange: Exchange
 
-    def get(self, x_TD: Tensor, top_k: int, *, one_way: bool = False) -> Exchange:
+    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
         return self.exchange
 
 
@@ -77,7 +77,7 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
     compile_ahead([(layout, place.num_local, False) for _, layout in tried])
     x_TD = torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
     largest = max((layout for _, layout in tried), key=lambda layout: layout.num_bytes)
-    buffer, memory = make_buffer(largest, place.group, x_TD.device, NVLinkOptions().timeout_s)
+    buffer = make_buffer(largest, place.group, x_TD.device, NVLinkOptions().timeout_s)
 
     calls: dict[str, Call] = {"nccl": nccl_call(place, routing, x_TD)}
     homes, used = [], []
@@ -91,7 +91,6 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
         calls[f"combine {i}"] = lambda d=dispatcher, n=inp: d.combine(n.rows.values, n.plan)
     times = {name: timing_of(values).ms for name, values in time_in_turn(calls, rounds).items()}
     dist.barrier(place.group)  # nobody frees what another rank still writes
-    del memory
 
     yield f"{shape.name}, EP{place.ep}: ms and ratio to NCCL ({times['nccl']:.3f} ms)"
     yield "  SMs  push rounds chunk warps   dispatch         of all   combine          of all"
@@ -112,5 +111,5 @@ def _dispatcher(
     owner = FixedExchangePool(place.group, ep=place.ep, options=options)
     balanced = layout.source_rows * layout.top_k // place.ep
     part = replace(buffer, layout=layout)
-    owner.exchange = Exchange(part, place.group, options, balanced_rows=balanced, memory=None)
+    owner.exchange = Exchange(part, place.group, options, balanced_rows=balanced)
     return NVLinkDispatcher(place, owner)

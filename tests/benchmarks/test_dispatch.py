@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from benchmarks import bench_dispatch
 from benchmarks.dispatch_sweep import divisions
 
@@ -17,9 +16,8 @@ def test_a_sweep_tries_each_division_once_and_the_usual_one_first(programs: int)
     usual = ExchangeLayout(
         num_ranks=8,
         capacity=4096,
-        dim=7168,
+        row_bytes=7168 * 2,
         top_k=8,
-        dtype=torch.bfloat16,
         num_push=programs // 2,
         num_receive=programs // 2,
     )

@@ -16,6 +16,11 @@ from moecore.kernels.rows.move import sum_rows_ref
 from moecore.moe.dispatch.symmetric import Exchange, ExchangePool
 
 
+def hole_of(x: Tensor) -> float:
+    """Return NaN; in bytes, which are FP8 values, the one that means it."""
+    return float("nan") if x.is_floating_point() else 0xFF
+
+
 class EmulatedExchange(Exchange):
     """The same results over any process group, and a list of what ran."""
 
@@ -51,7 +56,7 @@ class EmulatedExchange(Exchange):
         self.operations.append("spread")
         self.note_operation()
         rows_SD = self._spread(x_TD, self._gather(peers_T, 0))
-        out_RD = x_TD.new_full((num_rows, x_TD.shape[1]), float("nan"))
+        out_RD = x_TD.new_full((num_rows, x_TD.shape[1]), hole_of(x_TD))
         s, n = (slots_SN >= 0).nonzero().T
         out_RD[slots_SN[s, n].long()] = rows_SD[s]
         return out_RD
@@ -92,7 +97,7 @@ class EmulatedExchange(Exchange):
 
     def _spread(self, x_TD: Tensor, peers_GC: Tensor) -> Tensor:
         """Return the source rows of this rank; holes are NaN."""
-        return spread_ref(self._gather(x_TD, 0), peers_GC, self.buffer.rank, float("nan"))
+        return spread_ref(self._gather(x_TD, 0), peers_GC, self.buffer.rank, hole_of(x_TD))
 
     def _gather(self, tensor: Tensor, fill: float | None = None) -> Tensor:
         """Return [G, ...] of all ranks, padded to C tokens with `fill`."""
@@ -108,18 +113,17 @@ class EmulatedExchange(Exchange):
 class EmulatedExchangePool(ExchangePool):
     """Makes emulated exchanges with room for `options.max_tokens` tokens, on the CPU."""
 
-    def _make(self, x_TD: Tensor, top_k: int, sums_slot: bool) -> Exchange:
+    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens
         assert most is not None
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
             capacity=most,
-            dim=x_TD.shape[1],
+            row_bytes=x_TD.shape[1] * x_TD.itemsize,
             top_k=top_k,
-            dtype=x_TD.dtype,
             num_push=1,
             num_receive=1,
-            sums_slot=sums_slot,
+            sums_slot=self.options.overlap_weight_grads,
         )
         buffer = SymmetricBuffer(
             layout=layout,
@@ -131,6 +135,6 @@ class EmulatedExchangePool(ExchangePool):
         )
         balanced = layout.source_rows * top_k // self.ep
         options = self.options
-        made = EmulatedExchange(buffer, self.group, options, balanced_rows=balanced, memory=None)
+        made = EmulatedExchange(buffer, self.group, options, balanced_rows=balanced)
         made.operations = []
         return made

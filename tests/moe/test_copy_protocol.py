@@ -97,7 +97,7 @@ class Target:
 class NotedExchange(Exchange):
     """The real one; it tells when what is copied was made, and when it is freed."""
 
-    def _is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return bool(self.buffer.device.is_capturing)
 
     def start_copies(self, sums_SD: Any) -> None:
@@ -114,17 +114,17 @@ class NotedExchangePool(ExchangePool):
         super().__init__(None, ep=RANKS, options=options)  # type: ignore[arg-type]
         self.rank, self.device = rank, device
 
-    def _make(self, x_TD: Tensor, top_k: int, sums_slot: bool) -> Exchange:
-        sizes: dict[str, Any] = dict(num_ranks=RANKS, capacity=TOKENS, dim=DIM, top_k=top_k)
-        programs: Any = dict(num_push=1, num_receive=1, sums_slot=sums_slot)
-        layout = ExchangeLayout(dtype=x_TD.dtype, **sizes, **programs)
+    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
+        sizes: dict[str, Any] = dict(num_ranks=RANKS, capacity=TOKENS, top_k=top_k)
+        programs: Any = dict(num_push=1, num_receive=1, sums_slot=True)
+        layout = ExchangeLayout(row_bytes=DIM * x_TD.itemsize, **sizes, **programs)
         words, number = torch.zeros(NUM_WORDS, dtype=torch.int32), len(self._entries)
         buffer: Any = SimpleNamespace(layout=layout, rank=self.rank, state=words, report=words)
         buffer.device, buffer.name = self.device, f"memory_of_{number}"
         buffer.note = lambda what, *more: self.device.note(what, number, *more)
         buffer.sums_slots = [Target(buffer, peer) for peer in range(RANKS)]
         balanced = layout.source_rows * top_k // RANKS
-        return NotedExchange(buffer, self.group, self.options, balanced_rows=balanced, memory=None)
+        return NotedExchange(buffer, self.group, self.options, balanced_rows=balanced)
 
 
 def spread_choices(buffer: Any, x_TD: Tensor, ids_TK: Tensor, *_: Any, **__: Any) -> SpreadChoices:
@@ -467,7 +467,7 @@ def test_one_slot_of_operations_is_too_few() -> None:
 
 def freed_at_once(self: Any, *args: Any) -> Any:
     found = FINISH_COPIES(self, *args)
-    self._sums_free = self._is_capturing()
+    self._sums_free = self.is_capturing()
     return found
 
 

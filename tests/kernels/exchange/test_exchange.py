@@ -29,6 +29,7 @@ from moecore.kernels.exchange.buffer import (
 )
 from moecore.kernels.exchange.limit_rows import limit_rows, limit_rows_ref
 from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
+from moecore.kernels.exchange.tiles import Columns
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import sum_rows_ref
 
@@ -77,9 +78,8 @@ def test_layout_and_tiles() -> None:
     layout = ExchangeLayout(
         num_ranks=8,
         capacity=4096,
-        dim=7168,
+        row_bytes=7168 * 2,
         top_k=8,
-        dtype=torch.bfloat16,
         num_push=66,
         num_receive=66,
     )
@@ -90,13 +90,13 @@ def test_layout_and_tiles() -> None:
     sizes = [b - a for a, b in itertools.pairwise(regions)]
     assert sizes[:3] == [2 * 32768 * 7168 * 2, 2 * 32768 * 8 * 4, 2 * 32768 * 8 * 4]
     assert sizes[3] >= 2 * 8 * 512 * 4 and all(r % ALIGNMENT == 0 for r in regions)
-    narrow, few = replace(layout, dim=24), replace(layout, num_push=12, num_receive=12)
-    tiles = exchange_tiles
-    assert [tiles.move_tile(layout, n) for n in (64, 8)] == [(32, 1024), (8, 4096)]
-    assert [tiles.move_tile(few, n) for n in (512, 8)] == [(64, 256), (8, 2048)]
-    assert tiles.move_tile(replace(layout, dim=2048), 32, 32) == (32, 1024)
-    assert [tiles.add_tile(n) for n in (layout, narrow)] == [(8, 1024), (8, 32)]
-    assert [tiles.sum_tile(n) for n in (layout, narrow)] == [(16, 1024), (64, 32)]
+    few, tiles = replace(layout, num_push=12, num_receive=12), exchange_tiles
+    words, sums, narrow = Columns(3584, 4), Columns(7168, 2), Columns(24, 2)
+    assert [tiles.move_tile(layout, words, n) for n in (64, 8)] == [(32, 512), (8, 2048)]
+    assert [tiles.move_tile(few, words, n) for n in (512, 8)] == [(64, 128), (8, 1024)]
+    assert tiles.move_tile(layout, Columns(1024, 4), 32, 32) == (32, 512)
+    assert [tiles.add_tile(layout, n) for n in (sums, narrow)] == [(8, 1024), (8, 32)]
+    assert [tiles.sum_tile(layout, n) for n in (sums, narrow)] == [(16, 1024), (64, 32)]
 
 
 # --------------------------------------------------------------------------- kernels
@@ -148,9 +148,8 @@ class World:
         self.layout = ExchangeLayout(
             num_ranks=self.G,
             capacity=case.capacity,
-            dim=case.dim,
+            row_bytes=case.dim * case.dtype.itemsize,
             top_k=case.top_k,
-            dtype=case.dtype,
             num_push=case.programs,
             num_receive=case.programs,
             rounds=case.rounds,
@@ -185,7 +184,7 @@ class World:
 
     def slot(self, rank: int, slot: int) -> Tensor:
         """Return the receive buffer of a rank, [S, D]."""
-        S, D = self.layout.source_rows, self.layout.dim
+        S, D = self.layout.source_rows, self.case.dim
         start = self.starts[rank]
         rows = self.memories[rank][start : start + self.layout.region_bytes[0]].view(
             self.case.dtype
@@ -287,6 +286,24 @@ def check_copied(world: World, peers: list[Tensor], came: list[SpreadChoices], s
         assert torch.equal(out_grads, reduce_ref(dweights_GSK, peers[r], r))  # type: ignore[arg-type]
 
 
+def check_narrow(world: World, inp: Inputs, sizes: dict[str, int]) -> None:
+    """Bytes of half a row, as FP8 rows are, in the same slots."""
+    width = max(16, world.layout.row_bytes // 32 * 16)
+    inp = replace(inp, x=[x.view(torch.uint8)[:, :width].contiguous() for x in inp.x])
+    tokens = list(zip(world.buffers, inp.x, inp.ids, inp.weights, strict=True))
+    peers = [exchange.spread_choices(*t, **sizes, half="push").peers_T for t in tokens]
+    came = [exchange.spread_choices(*t, **sizes, half="receive") for t in tokens]
+    check_dispatch(world, inp, peers, came)
+
+
+def test_rows_at_odd_places_are_moved_as_words() -> None:
+    flat = torch.arange(40, dtype=torch.bfloat16)
+    for start in (0, 1, 2, 3):
+        rows = flat[start : start + 32].view(2, 16)
+        words = exchange.as_words(rows)
+        assert words.shape == (2, 8) and torch.equal(words.view(torch.bfloat16), rows)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_references(name: str, device: str) -> None:
     world = World(CASES[name], device)
@@ -331,7 +348,8 @@ def test_kernels_equal_references(name: str, device: str) -> None:
             right = spread_ref(world.padded(inp.x, 0), world.padded(peers, 0), r)
             assert torch.equal(rows_RD[slots[r][s, k].long()], right[s])
         check_copied(world, peers, came, seed=n)
-        assert [int(p.state[0]) for p in buffers] == [5 * (n + 1)] * world.G
+        check_narrow(world, inp, sizes)
+        assert [int(p.state[0]) for p in buffers] == [6 * (n + 1)] * world.G
         assert not any(p.state[1:].any() or p.report.any() for p in buffers)
 
 

@@ -32,9 +32,8 @@ def make(shape: tuple[Any, ...]) -> tuple[SymmetricBuffer, torch.Tensor]:
     layout = ExchangeLayout(
         num_ranks=G,
         capacity=C,
-        dim=D,
+        row_bytes=D * dtype.itemsize,
         top_k=K,
-        dtype=dtype,
         num_push=push,
         num_receive=receive,
         sums_slot=True,

@@ -2,22 +2,26 @@
 
 Each rank owns one buffer that all ranks of the group can write: four regions, side by side.
 
-    rows     [2 slots, S, D]  dtype of the rows; with `sums_slot` a third one, of copied sums
+    rows     [2 slots, S]  rows of up to `row_bytes`; with `sums_slot` a third slot, of copied sums
     ids      [2 slots, S, K]  int32
     weights  [2 slots, S, K]  fp32
     flags    [2 slots, G, chunks]  int32, zero at first
 
-Letters: G ranks, C capacity (most tokens of any rank), S = G * C source rows, D columns, K choices.
+Letters: G ranks, C capacity (most tokens of any rank), S = G * C source rows, K choices.
+
+A buffer carries bytes: only sums know a dtype. Rows of fewer bytes lie closer together in a slot.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, tl
 
-EXCHANGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROW_ALIGNMENT = 16  # bytes of a row are multiples of it
 MAX_RANKS = 31  # bits of an int32 that name ranks
 ALIGNMENT = 256
 
@@ -36,9 +40,8 @@ class ExchangeLayout:
     Attributes:
         num_ranks: G.
         capacity: C, most tokens of any rank; at least 1.
-        dim: D, of rows that are multiples of 16 bytes.
+        row_bytes: most bytes of a row, those of a sum; a multiple of `ROW_ALIGNMENT`.
         top_k: K.
-        dtype: of the rows.
         num_push, num_receive: programs of one launch.
         rounds: chunks per push program, as near as powers of two come: with more a launch ends
             sooner after its last store, with fewer it waits less.
@@ -48,9 +51,8 @@ class ExchangeLayout:
 
     num_ranks: int
     capacity: int
-    dim: int
+    row_bytes: int
     top_k: int
-    dtype: torch.dtype
     num_push: int
     num_receive: int
     rounds: int = 8
@@ -61,6 +63,11 @@ class ExchangeLayout:
     def source_rows(self) -> int:
         """S."""
         return self.num_ranks * self.capacity
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the rows of one slot."""
+        return self.source_rows * self.row_bytes
 
     @property
     def chunk(self) -> int:
@@ -78,22 +85,19 @@ class ExchangeLayout:
         """Bytes of rows, ids, weights and flags, rounded up to `ALIGNMENT`."""
         choices = 2 * self.source_rows * self.top_k * 4
         flags = 2 * self.num_chunks * self.num_ranks * 4
-        rows = (2 + self.sums_slot) * self.source_rows * self.dim * self.dtype.itemsize
-        sizes = (rows, choices, choices, flags)
+        sizes = ((2 + self.sums_slot) * self.slot_bytes, choices, choices, flags)
         at_rows, at_ids, at_weights, at_flags = (-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
         return at_rows, at_ids, at_weights, at_flags
 
     def sums_at(self, memory: Tensor, rank: int) -> Tensor:
-        """Return where a rank copies its sums in a peer's memory, [C, D].
+        """Return where a rank copies its sums in a peer's memory, uint8 [C * row_bytes].
 
         Args:
             memory: uint8 [num_bytes], of the peer.
             rank: who copies.
         """
-        row_bytes = self.dim * self.dtype.itemsize
-        start = (SUMS_SLOT.value * self.source_rows + rank * self.capacity) * row_bytes
-        rows = memory[start : start + self.capacity * row_bytes].view(self.dtype)
-        return rows.view(self.capacity, self.dim)
+        num_bytes = self.capacity * self.row_bytes
+        return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -118,6 +122,7 @@ class SymmetricBuffer:
         report: int32 [NUM_WORDS] in memory that host and device see; errors are written here too.
         timeout_ns: how long a receiver waits for a peer.
         sums_slots: by peer, where `copy_sums` writes; empty without such a slot.
+        memory: what must live as long as the addresses are used.
     """
 
     layout: ExchangeLayout
@@ -127,3 +132,4 @@ class SymmetricBuffer:
     report: Tensor
     timeout_ns: int
     sums_slots: tuple[Tensor, ...] = ()
+    memory: Any = None

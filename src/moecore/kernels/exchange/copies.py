@@ -13,6 +13,7 @@ Letters: as in `operations.py`. Copies move (G - 1) * C * D elements out and as 
 280 GB/s.
 """
 
+import torch
 from torch import Tensor
 
 from moecore.kernels.exchange.buffer import SymmetricBuffer
@@ -23,9 +24,10 @@ def copy_sums(buffer: SymmetricBuffer, sums_SD: Tensor) -> None:
 
     Args:
         buffer: this rank's end, of a layout with a slot of sums.
-        sums_SD: contiguous; must live until the `reduce`.
+        sums_SD: contiguous, rows of `row_bytes`; must live until the `reduce`.
     """
-    G, C = buffer.layout.num_ranks, buffer.layout.capacity
+    G = buffer.layout.num_ranks
+    bytes_G = sums_SD.view(torch.uint8).view(G, -1)
     for i in range(1, G + 1):  # every rank begins with another peer
         peer = (buffer.rank + i) % G
-        buffer.sums_slots[peer].copy_(sums_SD[peer * C : (peer + 1) * C], non_blocking=True)
+        buffer.sums_slots[peer].copy_(bytes_G[peer], non_blocking=True)

@@ -61,6 +61,7 @@ from moecore.kernels.exchange.slots import copy_to_slots, list_pairs, list_slots
 from moecore.kernels.exchange.tiles import (
     MAX_BLOCK_K,
     MAX_BLOCK_N,
+    Columns,
     add_tile,
     choice_pairs,
     list_pairs_at_once,
@@ -127,13 +128,13 @@ UNSPECIALIZED = ["num_tokens", "capacity", "num_chunks", "rank", "timeout"]
 # `partial` because jit with options, as a decorator, needs Triton to be installed.
 @partial(triton.jit, do_not_specialize=[*UNSPECIALIZED, "num_local"])
 def _spread_kernel(
-    x_ptr,  # [T, D]
+    x_ptr,  # [T, D] int32, whatever the rows are
     ids_ptr,  # [T, K] int32, with CHOICES
     weights_ptr,  # [T, K] fp32, with CHOICES
     peers_ptr,  # [T] int32 ranks by bit; out with CHOICES
     places_ptr,  # [S] int32; out with CHOICES
     slots_ptr,  # [S, N] int32; the places with CHOICES
-    out_ptr,  # [R, D], out
+    out_ptr,  # [R, D] int32, out
     out_ids_ptr,  # [S, K] int32, out with CHOICES
     out_weights_ptr,  # [S, K] fp32, out with CHOICES
     lists_ptr,  # [programs, LIST] int32, with N > 1
@@ -154,6 +155,7 @@ def _spread_kernel(
     NUM_RECEIVE: tl.constexpr,
     G: tl.constexpr,
     ETP: tl.constexpr,
+    ROW_BYTES: tl.constexpr,  # of the buffer; those of an operation may have fewer
     D: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
@@ -175,18 +177,19 @@ def _spread_kernel(
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
     slot = (operation % 2).to(tl.int64) * G * capacity
+    first = rank.to(tl.int64) * capacity
     if PUSH:
         if pid < NUM_PUSH:
-            first = slot + rank * capacity
             for chunk in range(pid, num_chunks, NUM_PUSH):
                 if CHOICES:
                     sizes = (chunk, num_tokens, num_local)
                     find_peers(ids_ptr, peers_ptr, *sizes, G, ETP, K, CHUNK, BLOCK_K)
                 place = (chunk, num_tokens, capacity, first, rank)
-                rows_ptrs = (x_ptr, peers_ptr, bases_ptr)
+                rows_ptrs = (x_ptr, peers_ptr, bases_ptr, slot * ROW_BYTES)
                 push_rows(*rows_ptrs, *place, False, G, D, CHUNK, PAIRS, PUSH_D, TILES)
                 if CHOICES:
                     from_ptrs = (ids_ptr, weights_ptr, peers_ptr, bases_ptr)
+                    place = (chunk, num_tokens, capacity, slot + first, rank)
                     push_choices(*from_ptrs, *place, False, G, K, CHUNK, CHOICE_PAIRS, BLOCK_K)
                 flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
                 notify(bases_ptr, flag, operation, G, BLOCK_G)
@@ -194,8 +197,8 @@ def _spread_kernel(
         FIRST: tl.constexpr = NUM_PUSH if PUSH else 0
         if pid >= FIRST:
             element = out_ptr.dtype.element_ty
-            base = tl.load(bases_ptr + AT_ROWS * G + rank).to(tl.pointer_type(element))
-            base = tl.multiple_of(base, 16)
+            base = tl.load(bases_ptr + AT_ROWS * G + rank) + slot * ROW_BYTES
+            base = tl.multiple_of(base.to(tl.pointer_type(element)), 16)
             left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
             for item in range(pid - FIRST, num_chunks * G, NUM_RECEIVE):
                 chunk, source = item // G, (item + rank) % G
@@ -216,10 +219,10 @@ def _spread_kernel(
                     to = receive_choices(bases_ptr, *out_ptrs, *there, G, K, CHUNK, BLOCK_K)
                 if arrived:
                     if N == 1:
-                        copy_rows(base, out_ptr, to, rows, slot, D, TAKE_D, TILES)
+                        copy_rows(base, out_ptr, to, rows, D, TAKE_D, TILES)
                     else:
                         list_ptr = lists_ptr + pid * LIST
-                        copy_to_slots(base, out_ptr, list_ptr, to, rows, slot, D, CHUNK, TAKE_D)
+                        copy_to_slots(base, out_ptr, list_ptr, to, rows, D, CHUNK, TAKE_D)
         finish(state_ptr, operation)
 
 
@@ -277,7 +280,7 @@ def _reduce_kernel(
             for chunk in range(pid, num_chunks, NUM_PUSH):
                 place = (chunk, num_tokens, capacity, first, rank)
                 if N == 1 and not COPIED:
-                    rows_ptrs = (y_ptr, slots_ptr, bases_ptr)
+                    rows_ptrs = (y_ptr, slots_ptr, bases_ptr, 0)
                     push_rows(*rows_ptrs, *place, True, G, D, CHUNK, PAIRS, PUSH_D, TILES)
                 if N > 1:
                     list_ptr = lists_ptr + pid * LIST
@@ -313,19 +316,23 @@ def _reduce_kernel(
 
 
 @cache
-def _options(layout: ExchangeLayout, num_slots: int, *, reduce: bool) -> dict[str, Any]:
+def _options(
+    layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool
+) -> dict[str, Any]:
     """Return the constants of a kernel; nobody may change them."""
     block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
     block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
-    push = move_tile(layout, layout.chunk * layout.num_ranks)
+    push = move_tile(layout, columns, layout.chunk * layout.num_ranks)
     if reduce and num_slots > 1:
-        push = sum_tile(layout)
-    take = add_tile(layout) if reduce else move_tile(layout, layout.chunk, layout.chunk)
+        push = sum_tile(layout, columns)
+    take = move_tile(layout, columns, layout.chunk, layout.chunk)
+    if reduce:
+        take = add_tile(layout, columns)
     return dict(
         NUM_PUSH=layout.num_push,
         NUM_RECEIVE=layout.num_receive,
         G=layout.num_ranks,
-        D=layout.dim,
+        D=columns.count,
         K=layout.top_k,
         N=num_slots,
         CHUNK=layout.chunk,
@@ -336,7 +343,7 @@ def _options(layout: ExchangeLayout, num_slots: int, *, reduce: bool) -> dict[st
         PUSH_D=push[1],
         TAKE_ROWS=take[0],
         TAKE_D=take[1],
-        TILES=tiles_at_once(layout),
+        TILES=tiles_at_once(layout, columns),
         CHOICE_PAIRS=choice_pairs(layout, block_k),
         BLOCK_K=block_k,
         BLOCK_N=block_n,
@@ -365,6 +372,12 @@ def _common(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[A
     return (lists, buffer.bases, buffer.state, buffer.report, *sizes)
 
 
+def as_words(rows: Tensor) -> Tensor:
+    """Return rows as the 32-bit words that a spread moves, at a multiple of their size."""
+    is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
+    return (rows.clone() if is_odd else rows).view(torch.int32)
+
+
 def spread_choices(
     buffer: SymmetricBuffer,
     x_TD: Tensor,
@@ -381,7 +394,7 @@ def spread_choices(
 
     Args:
         buffer: this rank's end.
-        x_TD: tokens, at most C, contiguous, dtype of the layout.
+        x_TD: tokens, at most C, contiguous, in any dtype; rows of at most `row_bytes`.
         ids_TK: int32, contiguous, global expert ids; -1 = dropped.
         weights_TK: fp32, contiguous.
         num_local: experts of one rank; rank g owns block g // etp.
@@ -392,15 +405,15 @@ def spread_choices(
     layout, (T, K) = buffer.layout, ids_TK.shape
     S, integers = layout.source_rows, partial(torch.empty, dtype=torch.int32, device=x_TD.device)
     out = SpreadChoices(
-        rows_SD=x_TD.new_empty(S, layout.dim),
+        rows_SD=x_TD.new_empty(S, x_TD.shape[1]),
         ids_SK=integers(S, K),
         weights_SK=weights_TK.new_empty(S, K),
         peers_T=integers(T),
         places_S=integers(S),
     )
-    made = (out.peers_T, out.places_S, out.places_S, out.rows_SD, out.ids_SK, out.weights_SK)
-    sizes = dict(num_slots=1, num_local=num_local, etp=etp)
-    _launch_spread(buffer, (x_TD, ids_TK, weights_TK, *made), half, **sizes)
+    made = (out.peers_T, out.places_S, out.places_S, as_words(out.rows_SD))
+    tensors = (as_words(x_TD), ids_TK, weights_TK, *made, out.ids_SK, out.weights_SK)
+    _launch_spread(buffer, tensors, half, num_slots=1, num_local=num_local, etp=etp)
     return out
 
 
@@ -420,15 +433,16 @@ def spread(
 
     Args:
         buffer: this rank's end.
-        x_TD: rows of the local tokens, contiguous.
+        x_TD: rows of the local tokens, as in `spread_choices`.
         peers_T: who needs them, from `spread_choices`.
         places_S: which source rows come, from `spread_choices`.
         slots_SN: int32, contiguous, the rows that become copies of each source row, -1 = none.
         num_rows: R.
         half: see `spread_choices`.
     """
-    out_RD = x_TD.new_empty(num_rows, buffer.layout.dim)
-    tensors = (x_TD, None, None, peers_T, places_S, slots_SN, out_RD, None, None)
+    out_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
+    words = (as_words(x_TD), as_words(out_RD))
+    tensors = (words[0], None, None, peers_T, places_S, slots_SN, words[1], None, None)
     _launch_spread(buffer, tensors, half, num_slots=slots_SN.shape[1], num_local=1, etp=1)
     return out_RD
 
@@ -442,6 +456,7 @@ def _launch_spread(
     num_local: int,
     etp: int,
 ) -> None:
+    columns = Columns(tensors[0].shape[1], tensors[0].itemsize)
     with on_device(buffer.state):
         _spread_kernel[_grid(buffer, half)](
             *tensors,
@@ -451,7 +466,8 @@ def _launch_spread(
             RECEIVE=half != "push",
             CHOICES=tensors[1] is not None,
             ETP=etp,
-            **_options(buffer.layout, num_slots, reduce=False),
+            ROW_BYTES=buffer.layout.row_bytes,
+            **_options(buffer.layout, columns, num_slots, reduce=False),
         )
 
 
@@ -472,7 +488,8 @@ def reduce(
 
     Args:
         buffer: this rank's end.
-        y_RD: contiguous; rows that no slot names are not read.
+        y_RD: contiguous rows of `row_bytes`, one of `SUM_DTYPES`; those that no slot names are not
+            read.
         peers_T: from `spread_choices`: where the sums of the local tokens come from.
         places_S: from `spread_choices`: which source rows have a sum.
         slots_SN: int32, contiguous, the rows to add for each source row, -1 = none.
@@ -486,7 +503,8 @@ def reduce(
         [T, D], zero for a token that went nowhere; and [T, K] fp32 or None.
     """
     T = peers_T.shape[0]
-    out_TD = y_RD.new_empty(T, buffer.layout.dim)
+    D = y_RD.shape[1]
+    out_TD = y_RD.new_empty(T, D)
     dweights_R, slots_SK = choices or (None, None)
     out_TK = None if dweights_R is None else dweights_R.new_empty(T, buffer.layout.top_k)
     with on_device(buffer.state):
@@ -497,6 +515,6 @@ def reduce(
             RECEIVE=half != "push",
             CHOICES=choices is not None,
             COPIED=copied,
-            **_options(buffer.layout, slots_SN.shape[1], reduce=True),
+            **_options(buffer.layout, Columns(D, y_RD.itemsize), slots_SN.shape[1], reduce=True),
         )
     return out_TD, out_TK

@@ -65,6 +65,7 @@ def push_rows(
     rows_ptr,  # [T, D], or [R, D] with REDUCE
     marks_ptr,  # [T] int32 ranks by bit, or [S] int32 slots with REDUCE
     bases_ptr,  # [4, G] int64
+    offset,  # int64, byte of the region where its row 0 is
     chunk,
     num_tokens,  # T
     capacity,  # C
@@ -90,7 +91,7 @@ def push_rows(
         else:
             sources = tokens.to(tl.int64)
             send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, capacity, False)
-        base = tl.load(bases_ptr + AT_ROWS * G + peers).to(tl.pointer_type(element))
+        base = (tl.load(bases_ptr + AT_ROWS * G + peers) + offset).to(tl.pointer_type(element))
         to_ptrs = tl.multiple_of(base, 16) + (first + tokens) * D
         _move(rows_ptr + sources * D, to_ptrs, send, D, BLOCK_D, TILES, "")
 
@@ -109,17 +110,16 @@ def rows_of(
 
 @triton.jit
 def copy_rows(
-    base,  # region of the buffer
+    base,  # slot of the buffer
     out_ptr,  # [R, D]
     to,  # [CHUNK] int32, where each row goes, -1 = nowhere
     rows,  # [CHUNK] int64, source rows
-    slot,  # int64, first row of the buffer's slot
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Copy a chunk's rows out of the buffer, each to the row that its slot names."""
-    from_ptrs, to_ptrs = base + (slot + rows) * D, out_ptr + to.to(tl.int64) * D
+    from_ptrs, to_ptrs = base + rows * D, out_ptr + to.to(tl.int64) * D
     _move(from_ptrs, to_ptrs, to >= 0, D, BLOCK_D, TILES, ".cg")
 
 

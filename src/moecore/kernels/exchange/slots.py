@@ -142,12 +142,11 @@ def push_sums(
 
 @triton.jit
 def copy_to_slots(
-    base,  # region of the buffer
+    base,  # slot of the buffer
     out_ptr,  # [R, D]
     list_ptr,  # slots of the chunk's rows
     places,  # [CHUNK] int32, -1 = a hole
     rows,  # [CHUNK] int64, source rows
-    slot,  # int64, first row of the buffer's slot
     D: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -158,7 +157,7 @@ def copy_to_slots(
     for column in range(0, D, BLOCK_D):
         columns = column + tl.arange(0, BLOCK_D)
         inside = (columns < D)[None, :]
-        where = base + (slot + rows)[:, None] * D + columns[None, :]
+        where = base + rows[:, None] * D + columns[None, :]
         x = tl.load(where, mask=(places >= 0)[:, None] & inside, cache_modifier=".cg")
         for n in range(depth):
             to = tl.load(entries + n * CHUNK).to(tl.int64)

@@ -5,6 +5,8 @@ stores it; it waits about a microsecond for the first byte, and few programs can
 they load twice as much, in four tiles of half the rows, before they store the first.
 """
 
+from dataclasses import dataclass
+
 from moecore.kernels.common import cdiv, next_power_of_2
 from moecore.kernels.exchange.buffer import ExchangeLayout
 
@@ -16,39 +18,56 @@ MAX_CHOICES = 1024  # choices of pairs that it holds at once
 MAX_SLOTS = 4096  # slots that it looks at together
 
 
-def tiles_at_once(layout: ExchangeLayout) -> int:
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of the rows of one operation.
+
+    Attributes:
+        count: D.
+        itemsize: bytes of one.
+    """
+
+    count: int
+    itemsize: int
+
+
+def tiles_at_once(layout: ExchangeLayout, columns: Columns) -> int:
     """Return the tiles that a program loads before it stores the first: 4 with few programs.
 
     One for odd row sizes, whose masks take the registers.
     """
     bytes_in_flight = layout.num_push * layout.num_warps * TILE_BYTES_PER_WARP
-    return 4 if bytes_in_flight < ENOUGH_BYTES and layout.dim % 512 == 0 else 1
+    is_even = columns.count * columns.itemsize % 1024 == 0
+    return 4 if bytes_in_flight < ENOUGH_BYTES and is_even else 1
 
 
-def move_tile(layout: ExchangeLayout, most_rows: int, least_rows: int = 1) -> tuple[int, int]:
+def move_tile(
+    layout: ExchangeLayout, columns: Columns, most_rows: int, least_rows: int = 1
+) -> tuple[int, int]:
     """Return rows and columns of one of the tiles that a program loads at once.
 
-    Example, bf16, 7168 columns, one tile: 32 rows of 1024 of many rows, 8 of 4096 of eight. Four
-    tiles: 64 rows of 256.
+    Example, 3584 words, one tile: 32 rows of 512 of many rows, 8 of 2048 of eight. Four tiles: 64
+    rows of 128.
     """
-    if tiles_at_once(layout) == 1:
-        return _tile(layout, _elements(layout), most_rows, least_rows)
-    rows, block = _tile(layout, 2 * _elements(layout), most_rows, least_rows)
+    size = layout.num_warps * TILE_BYTES_PER_WARP
+    if tiles_at_once(layout, columns) == 1:
+        return _tile(columns, size, most_rows, least_rows)
+    rows, block = _tile(columns, 2 * size, most_rows, least_rows)
     return rows, block // 4
 
 
-def add_tile(layout: ExchangeLayout) -> tuple[int, int]:
+def add_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
     """Return tokens and columns of a tile of which the parts of four ranks are loaded at once."""
-    return _tile(layout, _elements(layout) // 4, layout.chunk)
+    return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 4, layout.chunk)
 
 
-def sum_tile(layout: ExchangeLayout) -> tuple[int, int]:
+def sum_tile(layout: ExchangeLayout, columns: Columns) -> tuple[int, int]:
     """Return pairs and columns of a tile of which four slots are loaded at once, most of them none.
 
     Example, bf16, 7168 columns: 16 rows of 1024.
     """
     most = min(layout.chunk * layout.num_ranks, MAX_SLOTS // MAX_BLOCK_N)
-    return _tile(layout, _elements(layout) // 2, most, least_rows=8)
+    return _tile(columns, layout.num_warps * TILE_BYTES_PER_WARP // 2, most, least_rows=8)
 
 
 def list_pairs_at_once(layout: ExchangeLayout, block_n: int) -> int:
@@ -66,17 +85,12 @@ def choice_pairs(layout: ExchangeLayout, block_k: int) -> int:
     return min(next_power_of_2(layout.chunk * layout.num_ranks), MAX_CHOICES // block_k)
 
 
-def _elements(layout: ExchangeLayout) -> int:
-    return layout.num_warps * TILE_BYTES_PER_WARP // layout.dtype.itemsize
-
-
-def _tile(
-    layout: ExchangeLayout, elements: int, most_rows: int, least_rows: int = 1
-) -> tuple[int, int]:
+def _tile(columns: Columns, num_bytes: int, most_rows: int, least_rows: int = 1) -> tuple[int, int]:
     """Return rows and columns: few idle columns first, then many elements."""
-    D, sizes = layout.dim, (4096, 2048, 1024, 512, 256)
+    D, elements = columns.count, num_bytes // columns.itemsize
+    sizes = [n // columns.itemsize for n in (8192, 4096, 2048, 1024, 512)]
     fits = (n for n in sizes if n * least_rows <= elements and cdiv(D, n) * n * 8 <= D * 9)
-    block = next(fits, min(256, next_power_of_2(D)))
+    block = next(fits, min(sizes[-1], next_power_of_2(D)))
     rows = min(next_power_of_2(most_rows), elements // block)
     while block < D and 2 * block * rows <= elements:
         block *= 2

@@ -12,8 +12,8 @@ in order. What is summed is one row per source row, or the expert rows of each, 
 then no sum is written and read, and backward's rows arrive in expert order. Where experts take part
 (`_Sender`) gradients are added first, and copied home beside the gradients of the weights.
 Received rows are copied out of the buffer, and backward finds the copy: so layers share one buffer.
-With `fp8_dispatch` tokens go out as FP8 rows over an exchange of their own (`_Outward`), and stay
-that until experts gather them; all else is the same.
+With `fp8_dispatch` tokens go out as FP8 rows (`_pack`), and stay that until experts gather them;
+all else is the same.
 
 Shapes are static and counts stay on the device, so a CUDA graph may hold any number of layers.
 """
@@ -33,13 +33,11 @@ from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows_plain
-from moecore.kernels.rows.packed import PACKED, PACKED_COLUMNS, pack_rows, packed_bytes
+from moecore.kernels.rows.packed import PACKED_COLUMNS, pack_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.symmetric import Exchange, ExchangePool
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing, UnsummedRows
-
-CARRIED_AS = torch.bfloat16  # packed rows: exchanges move 16 or 32 bits at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +46,14 @@ class NVLinkPlan:
 
     Attributes:
         exchange: over which the tokens came.
+        dtype: of the tokens, and so of all sums.
         peers_T: int32, bit g of each local token: rank g has it.
         places_S: int32, the row's own number, -1 = a hole.
         slots_SK: int32, expert rows of each source row, -1 = none.
     """
 
     exchange: Exchange
+    dtype: torch.dtype
     peers_T: Tensor
     places_S: Tensor
     slots_SK: Tensor
@@ -89,33 +89,23 @@ class NVLinkDispatcher:
                 "('nvlink'): use 'alltoall'"
             )
         exchange = self.exchanges.get(x_TD, routing.expert_ids_TK.shape[1])
-        outward = self._outward(exchange, x_TD)
-        tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
-        sender = _Sender(exchange) if exchange.layout.sums_slot else None
-        made = _Dispatch.apply(*tokens, exchange, self.placement, sender, outward)
-        came_SN, handle_RD, peers_T, places_S = made[:4]
-        index = ExpertIndex(*made[4:])
-        plan = NVLinkPlan(exchange, peers_T, places_S, index.slots_SK)
-        refetch = None
-        if not exchange.options.keep_rows:
-            refetch = Refetch(outward.again, (x_TD.detach(), peers_T, places_S))
-        unsummed = UnsummedInput(handle_RD, sender, refetch)
-        return ExpertInput(outward.rows(came_SN, x_TD), index, plan, unsummed)
-
-    def _outward(self, exchange: Exchange, x_TD: Tensor) -> _Outward:
-        """Return how tokens go to their experts."""
-        T, D = x_TD.shape
-        if not exchange.options.fp8_dispatch:
-            return _Outward(exchange, is_packed=False)
-        if D % PACKED_COLUMNS:
+        if exchange.options.fp8_dispatch and x_TD.shape[1] % PACKED_COLUMNS:
             raise ValueError(
-                f"model dim ({D}) must be a multiple of {PACKED_COLUMNS} with "
+                f"model dim ({x_TD.shape[1]}) must be a multiple of {PACKED_COLUMNS} with "
                 "NVLinkOptions.fp8_dispatch (True): pad it, or let rows travel as they are"
             )
-        shape = (T, packed_bytes(D) // CARRIED_AS.itemsize)
-        packed = x_TD.new_empty(1, dtype=CARRIED_AS).expand(shape)
-        top_k = exchange.layout.top_k
-        return _Outward(self.exchanges.get(packed, top_k, one_way=True), is_packed=True)
+        tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
+        sender = _Sender(exchange) if exchange.layout.sums_slot else None
+        made = _Dispatch.apply(*tokens, exchange, self.placement, sender)
+        came_SN, handle_RD, peers_T, places_S = made[:4]
+        index = ExpertIndex(*made[4:])
+        plan = NVLinkPlan(exchange, x_TD.dtype, peers_T, places_S, index.slots_SK)
+        refetch = None
+        if not exchange.options.keep_rows:
+            fetch = partial(_send_again, exchange)
+            refetch = Refetch(fetch, (x_TD.detach(), peers_T, places_S))
+        unsummed = UnsummedInput(handle_RD, sender, refetch)
+        return ExpertInput(_arrived(exchange, came_SN, x_TD), index, plan, unsummed)
 
     @disable_dynamo
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:
@@ -132,10 +122,10 @@ class NVLinkDispatcher:
             rows, slots_SN = y.y_RD, plan.slots_SK
         else:
             rows, slots_SN = y, plan.places_S[:, None]
-        if rows.dtype != plan.exchange.layout.dtype:
+        if rows.dtype != plan.dtype:
             raise ValueError(
                 f"dtype of the experts' output ({rows.dtype}) must be that of their input "
-                f"({plan.exchange.layout.dtype}) for dispatcher ('nvlink'): use 'alltoall'"
+                f"({plan.dtype}) for dispatcher ('nvlink'): use 'alltoall'"
             )
         return _Combine.apply(rows, plan, slots_SN)
 
@@ -146,7 +136,7 @@ def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_local)
     factor = exchange.options.capacity_factor
     if exchange.options.exact_rows:
-        num_rows = exchange.count_rows(came.ids_SK, **owned)
+        num_rows = _count_rows(exchange, came.ids_SK, **owned)
     elif factor is not None:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
     index = build_index(came.ids_SK, came.weights_SK, **owned, capacity=num_rows)
@@ -155,32 +145,37 @@ def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -
     return index
 
 
-@dataclass(frozen=True, slots=True)
-class _Outward:
-    """How tokens go to their experts: as they are, or packed over an exchange of their own.
+def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
+    """Return how many choices are of experts [first, first + num_local). One host sync.
 
-    Attributes:
-        exchange: over which.
-        is_packed: as FP8 rows, which to the exchange are 16-bit columns.
+    Raises:
+        RuntimeError: while a CUDA graph is captured, whose sizes can not change.
     """
+    if exchange.is_capturing():
+        raise RuntimeError(
+            "NVLinkOptions.exact_rows (True) must be False while a CUDA graph is captured: set a "
+            "capacity_factor"
+        )
+    return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
 
-    exchange: Exchange
-    is_packed: bool
 
-    def pack(self, x_TD: Tensor) -> Tensor:
-        """Return what the exchange carries."""
-        return pack_rows(x_TD.contiguous()).view(CARRIED_AS) if self.is_packed else x_TD
+def _pack(exchange: Exchange, x_TD: Tensor) -> Tensor:
+    """Return the rows of a dispatch as they go out: as they are, or as FP8."""
+    return pack_rows(x_TD.contiguous()) if exchange.options.fp8_dispatch else x_TD
 
-    def rows(self, came_SN: Tensor, x_TD: Tensor) -> Rows:
-        """Return what came, from ranks whose tokens are like x_TD."""
-        if not self.is_packed:
-            return Rows(came_SN)
-        return Rows.from_packed(came_SN.view(PACKED), x_TD.shape[1], x_TD.dtype)
 
-    def again(self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Rows:
-        """Send tokens where they went; return the same rows once more."""
-        came_SN = self.exchange.spread_again(self.pack(x_TD), peers_T, places_S)
-        return self.rows(came_SN, x_TD)
+def _arrived(exchange: Exchange, came_SN: Tensor, x_TD: Tensor) -> Rows:
+    """Return what came, from ranks whose tokens are like x_TD."""
+    if not exchange.options.fp8_dispatch:
+        return Rows(came_SN)
+    return Rows.from_packed(came_SN, x_TD.shape[1], x_TD.dtype)
+
+
+def _send_again(exchange: Exchange, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Rows:
+    """Send tokens where they went; return the same source rows once more."""
+    where = (peers_T, places_S, places_S[:, None])
+    num_rows = exchange.layout.source_rows
+    return _arrived(exchange, exchange.spread(_pack(exchange, x_TD), *where, num_rows), x_TD)
 
 
 class _Sender:
@@ -262,15 +257,15 @@ class _Dispatch(torch.autograd.Function):
         exchange: Exchange,
         place: ExpertPlacement,
         sender: _Sender | None,
-        outward: _Outward,
     ) -> tuple[Tensor, ...]:
-        sent = (outward.pack(x_TD), ids_TK, weights_TK)
+        sent = (_pack(exchange, x_TD), ids_TK, weights_TK)
         sizes: dict[str, Any] = dict(num_local=place.num_local, etp=place.etp)
-        came = outward.exchange.spread_choices(*sent, **sizes)
+        came = exchange.spread_choices(*sent, **sizes)
         index = _index_of(came, exchange, place)
         handle_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
         where = (came.peers_T, came.places_S)
-        ctx.exchange, ctx.num_rows, ctx.sender = exchange, index.row_ids_R.shape[0], sender
+        ctx.exchange, ctx.sender = exchange, sender
+        ctx.rows_like = (index.row_ids_R.shape[0], x_TD.shape[1]), x_TD.dtype
         ctx.save_for_backward(*where, index.slots_SK)
         integers = (*where, index.row_ids_R, index.slots_SK, index.offsets_e)
         ctx.mark_non_differentiable(came.rows_SD, *integers)
@@ -284,16 +279,16 @@ class _Dispatch(torch.autograd.Function):
         _, drows_RD, _, _, _, dweights_R, *_ = grads
         home = ctx.sender.finish((drows_RD, dweights_R), where) if ctx.sender else None
         if home is not None:
-            return *home, *(None,) * 5
+            return *home, *(None,) * 4
         # Every rank takes part, whichever gradients it has.
         zeros = partial(torch.zeros, device=places_S.device)
+        shape, dtype = ctx.rows_like
         if drows_RD is None:
-            layout = ctx.exchange.layout
-            drows_RD = zeros(ctx.num_rows, layout.dim, dtype=layout.dtype)
+            drows_RD = zeros(shape, dtype=dtype)
         if dweights_R is None:
-            dweights_R = zeros(ctx.num_rows)
+            dweights_R = zeros(shape[0])
         dx_TD, dweights_TK = ctx.exchange.reduce(drows_RD, *where, (dweights_R, slots_SK))
-        return dx_TD, dweights_TK, *(None,) * 5
+        return dx_TD, dweights_TK, *(None,) * 4
 
 
 class _Combine(torch.autograd.Function):

@@ -24,8 +24,8 @@ from moecore.kernels.exchange.buffer import (
 
 def make_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
-) -> tuple[SymmetricBuffer, Any]:
-    """Return this rank's buffer and what keeps its memory alive. Collective."""
+) -> SymmetricBuffer:
+    """Return this rank's buffer. Collective."""
     size = (layout.num_bytes,)
     memory, handle = _symmetric_buffer(layout.num_bytes, group, device)
     memory.zero_()  # the flags
@@ -41,10 +41,11 @@ def make_buffer(
         report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
         timeout_ns=round(timeout_s * 1e9),
         sums_slots=tuple(layout.sums_at(peer, rank) for peer in targets),
+        memory=(memory, handle),
     )
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody may raise a flag that another rank is yet to clear
-    return buffer, (memory, handle)
+    return buffer
 
 
 def _symmetric_buffer(

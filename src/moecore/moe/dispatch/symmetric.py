@@ -1,17 +1,14 @@
 """Buffers that every rank of a group can write, who owns them, and what went wrong in them.
 
-`ExchangePool` belongs to a model: all its layers share one `Exchange` per (D, K, dtype), and one
-more for FP8 rows. Each is made at first use, by all ranks together. Its buffer lives until
-`close()`, or until the last user of the pool is gone. Only the making and `check` wait for the
-device.
+`ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K). Each is
+made at first use, by all ranks together. Its buffer lives until `close()`, or until the last user
+of the pool is gone. Only the making and `check` wait for the device.
 
 Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3
 with `NVLinkOptions.overlap_weight_grads`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +19,9 @@ from moecore.kernels.exchange import copies
 from moecore.kernels.exchange import operations as kernels
 from moecore.kernels.exchange.buffer import (
     ERROR_WORD,
-    EXCHANGE_DTYPES,
     NEEDED_WORD,
+    ROW_ALIGNMENT,
+    SUM_DTYPES,
     ExchangeLayout,
     SymmetricBuffer,
 )
@@ -61,7 +59,6 @@ class Exchange:
         group: the ranks.
         options: for messages.
         balanced_rows: expert rows of a rank with balanced routing and C tokens on every rank.
-        memory: what must live as long as the buffer.
     """
 
     def __init__(
@@ -71,13 +68,11 @@ class Exchange:
         options: NVLinkOptions,
         *,
         balanced_rows: int,
-        memory: Any,
     ) -> None:
         self.buffer = buffer
         self.group = group
         self.options = options
         self.balanced_rows = balanced_rows
-        self._memory = memory
         self._stream: torch.cuda.Stream | None = None
         self._sums_travel = False  # between start_copies and finish_copies
         # Whether what freed their slot was captured; None = nothing has, since it was used.
@@ -97,7 +92,10 @@ class Exchange:
         num_local: int,
         etp: int,
     ) -> kernels.SpreadChoices:
-        """Send tokens with their choices to the ranks that own the experts; return what came."""
+        """Send tokens with their choices to the ranks that own the experts; return what came.
+
+        Rows of any dtype, of at most the layout's `row_bytes`.
+        """
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
         self.note_operation()
         return kernels.spread_choices(self.buffer, *sent, num_local=num_local, etp=etp)
@@ -109,10 +107,6 @@ class Exchange:
         where = (peers_T, places_S, slots_SN)
         self.note_operation()
         return kernels.spread(self.buffer, x_TD.contiguous(), *where, num_rows)
-
-    def spread_again(self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor) -> Tensor:
-        """Send tokens where they went; return the source rows [S, D], holes uninitialised."""
-        return self.spread(x_TD, peers_T, places_S, places_S[:, None], self.layout.source_rows)
 
     def reduce(
         self,
@@ -132,22 +126,9 @@ class Exchange:
         self.note_operation()
         return kernels.reduce(self.buffer, y_RD.contiguous(), *where, choices)
 
-    def count_rows(self, ids_SK: Tensor, *, first: int, num_local: int) -> int:
-        """Return how many choices are of experts [first, first + num_local). One host sync.
-
-        Raises:
-            RuntimeError: while a CUDA graph is captured, whose sizes can not change.
-        """
-        if self._is_capturing():
-            raise RuntimeError(
-                "NVLinkOptions.exact_rows (True) must be False while a CUDA graph is captured: set "
-                "a capacity_factor"
-            )
-        return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
-
     def note_operation(self) -> None:
         """Remember that an operation without copied sums comes now: it frees their slot."""
-        self._sums_free = self._is_capturing()
+        self._sums_free = self.is_capturing()
 
     def can_copy(self) -> bool:
         """Whether `start_copies` may come now, the same on all ranks.
@@ -156,7 +137,7 @@ class Exchange:
         ran before a CUDA graph is captured nobody knows whether it comes before a replay.
         """
         has_slot = self.layout.sums_slot
-        return has_slot and not self._sums_travel and self._sums_free is self._is_capturing()
+        return has_slot and not self._sums_travel and self._sums_free is self.is_capturing()
 
     def start_copies(self, sums_SD: Tensor) -> None:
         """Begin to copy sums home on a stream of their own; they must live until `finish_copies`.
@@ -191,7 +172,8 @@ class Exchange:
         assert self._stream is not None
         torch.cuda.current_stream(x.device).wait_stream(self._stream)
 
-    def _is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:
+        """Whether what runs now becomes part of a CUDA graph."""
         return self.buffer.state.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
@@ -259,26 +241,32 @@ class ExchangePool:
         self.group = group
         self.ep = ep
         self.options = options or NVLinkOptions()
-        self._entries: dict[tuple[int, int, torch.dtype, bool], Exchange] = {}
+        self._entries: dict[tuple[int, int], Exchange] = {}
 
-    def get(self, x_TD: Tensor, top_k: int, *, one_way: bool = False) -> Exchange:
+    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
         """Return the exchange for these tokens; made, by all ranks together, at first use.
 
         Args:
             x_TD: the tokens.
             top_k: K.
-            one_way: for rows that have no sums and no gradients: without a slot for sums.
 
         Raises:
             ValueError: for a dtype or a row size that can not travel, for ranks that disagree, and
                 for more tokens than there is room for, before anything is sent.
             RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
         """
-        key, T = (x_TD.shape[1], top_k, x_TD.dtype, one_way), x_TD.shape[0]
+        T, D = x_TD.shape
+        row_bytes = D * x_TD.itemsize
+        if x_TD.dtype not in SUM_DTYPES or row_bytes % ROW_ALIGNMENT:
+            raise ValueError(
+                f"rows ({D} x {x_TD.dtype}) must be fp32, bf16 or fp16 and multiples of "
+                f"{ROW_ALIGNMENT} bytes for dispatcher ('nvlink'): pad the model dim or use "
+                "'alltoall'"
+            )
+        key = (row_bytes, top_k)
         exchange = self._entries.get(key)
         if exchange is None:
-            sums_slot = self.options.overlap_weight_grads and not one_way
-            exchange = self._entries[key] = self._make(x_TD, top_k, sums_slot)
+            exchange = self._entries[key] = self._make(x_TD, top_k)
         exchange.poll()
         capacity = exchange.layout.capacity
         if capacity < T:
@@ -326,17 +314,11 @@ class ExchangePool:
                 dist.barrier(self.group)  # nobody may free what another rank still writes
             self._entries.clear()
 
-    def _make(self, x_TD: Tensor, top_k: int, sums_slot: bool) -> Exchange:
-        D = x_TD.shape[1]
+    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
         if not x_TD.is_cuda:
             raise ValueError(
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
                 "use 'alltoall'"
-            )
-        if x_TD.dtype not in EXCHANGE_DTYPES or D * x_TD.dtype.itemsize % 16:
-            raise ValueError(
-                f"rows ({D} x {x_TD.dtype}) must be fp32, bf16 or fp16 and multiples of 16 bytes "
-                "for dispatcher ('nvlink'): pad the model dim or use 'alltoall'"
             )
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -344,32 +326,31 @@ class ExchangePool:
                 "one step first"
             )
         programs = self.options.num_sms or num_sms(x_TD.device)
-        most = self._agree(x_TD, top_k, programs, sums_slot)
+        most = self._agree(x_TD, top_k, programs)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
             capacity=max(1, most),
-            dim=D,
+            row_bytes=x_TD.shape[1] * x_TD.itemsize,
             top_k=top_k,
-            dtype=x_TD.dtype,
             **divide(programs),
-            sums_slot=sums_slot,
+            sums_slot=self.options.overlap_weight_grads,
         )
         balanced = layout.source_rows * top_k // self.ep
         # An evaluation may come first: what inference makes nobody else may write.
         with on_device(x_TD), torch.inference_mode(False):
-            buffer, memory = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
-        return Exchange(buffer, self.group, self.options, balanced_rows=balanced, memory=memory)
+            buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
+        return Exchange(buffer, self.group, self.options, balanced_rows=balanced)
 
-    def _agree(self, x_TD: Tensor, top_k: int, programs: int, sums_slot: bool) -> int:
+    def _agree(self, x_TD: Tensor, top_k: int, programs: int) -> int:
         """Return the most tokens of any rank. One collective and host sync.
 
         Raises:
             ValueError: when something else is not the same on all ranks.
         """
         options, (T, D) = self.options, x_TD.shape
-        dtype = EXCHANGE_DTYPES.index(x_TD.dtype)
-        choices = (int(sums_slot), int(options.keep_rows), int(options.fp8_dispatch))
-        mine = (options.max_tokens or T, D, top_k, dtype, programs, *choices)
+        choices = (options.overlap_weight_grads, options.keep_rows, options.fp8_dispatch)
+        sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
+        mine = (*sizes, *map(int, choices))
         ranks = [
             torch.empty(len(mine), dtype=torch.int64, device=x_TD.device)
             for _ in range(self.group.size())
