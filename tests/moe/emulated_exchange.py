@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moecore._compat import all_gather_single
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
+from moecore.kernels.exchange.copies import SlotEvent
 from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
 from moecore.kernels.rows.move import sum_rows_ref
 from moecore.moe.dispatch.symmetric import Exchange, ExchangePool
@@ -36,7 +37,7 @@ class EmulatedExchange(Exchange):
         etp: int,
     ) -> SpreadChoices:
         self.operations.append("spread_choices")
-        self.note_operation()
+        self._enter(SlotEvent.OPERATION)
         peers_T = peers_ref(ids_TK, num_local, self.layout.num_ranks // etp, etp)
         peers_GC, rank = self._gather(peers_T, 0), self.buffer.rank
         ids_SK = spread_ref(self._gather(ids_TK, -1), peers_GC, rank, -1)
@@ -54,7 +55,7 @@ class EmulatedExchange(Exchange):
         self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
     ) -> Tensor:
         self.operations.append("spread")
-        self.note_operation()
+        self._enter(SlotEvent.OPERATION)
         rows_SD = self._spread(x_TD, self._gather(peers_T, 0))
         out_RD = x_TD.new_full((num_rows, x_TD.shape[1]), hole_of(x_TD))
         s, n = (slots_SN >= 0).nonzero().T
@@ -69,8 +70,18 @@ class EmulatedExchange(Exchange):
         slots_SN: Tensor,
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        self._enter(SlotEvent.OPERATION)
+        return self._reduce(y_RD, peers_T, places_S, slots_SN, choices)
+
+    def _reduce(
+        self,
+        y_RD: Tensor,
+        peers_T: Tensor,
+        places_S: Tensor,
+        slots_SN: Tensor,
+        choices: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
         self.operations.append("reduce")
-        self.note_operation()
         rank = self.buffer.rank
         y_SD = sum_rows_ref(y_RD, places_S, slots_SN, None)
         home_TD = reduce_ref(self._gather(y_SD), peers_T, rank)
@@ -82,7 +93,7 @@ class EmulatedExchange(Exchange):
 
     def start_copies(self, sums_SD: Tensor) -> None:
         self.operations.append("copies")
-        self._sums_travel = True
+        self._enter(SlotEvent.COPY)
 
     def finish_copies(
         self,
@@ -91,9 +102,8 @@ class EmulatedExchange(Exchange):
         places_S: Tensor,
         choices: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        home = self.reduce(sums_SD, peers_T, places_S, places_S[:, None], choices)
-        self._sums_travel, self._sums_free = False, None
-        return home
+        self._enter(SlotEvent.READ)
+        return self._reduce(sums_SD, peers_T, places_S, places_S[:, None], choices)
 
     def _spread(self, x_TD: Tensor, peers_GC: Tensor) -> Tensor:
         """Return the source rows of this rank; holes are NaN."""

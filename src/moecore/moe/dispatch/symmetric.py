@@ -25,6 +25,7 @@ from moecore.kernels.exchange.buffer import (
     ExchangeLayout,
     SymmetricBuffer,
 )
+from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_buffer
@@ -73,10 +74,8 @@ class Exchange:
         self.group = group
         self.options = options
         self.balanced_rows = balanced_rows
-        self._stream: torch.cuda.Stream | None = None
-        self._sums_travel = False  # between start_copies and finish_copies
-        # Whether what freed their slot was captured; None = nothing has, since it was used.
-        self._sums_free: bool | None = False
+        self._stream: torch.cuda.Stream | None = None  # of copies
+        self._slot = SlotState.FREE
 
     @property
     def layout(self) -> ExchangeLayout:
@@ -97,7 +96,7 @@ class Exchange:
         Rows of any dtype, of at most the layout's `row_bytes`.
         """
         sent = (x_TD.contiguous(), ids_TK.contiguous(), weights_TK.contiguous())
-        self.note_operation()
+        self._enter(SlotEvent.OPERATION)
         return kernels.spread_choices(self.buffer, *sent, num_local=num_local, etp=etp)
 
     def spread(
@@ -105,7 +104,7 @@ class Exchange:
     ) -> Tensor:
         """Send rows where their tokens went; return a copy for each slot, [R, D]."""
         where = (peers_T, places_S, slots_SN)
-        self.note_operation()
+        self._enter(SlotEvent.OPERATION)
         return kernels.spread(self.buffer, x_TD.contiguous(), *where, num_rows)
 
     def reduce(
@@ -123,28 +122,22 @@ class Exchange:
         if choices is not None:
             choices = (choices[0].contiguous(), choices[1])
         where = (peers_T, places_S, slots_SN)
-        self.note_operation()
+        self._enter(SlotEvent.OPERATION)
         return kernels.reduce(self.buffer, y_RD.contiguous(), *where, choices)
 
-    def note_operation(self) -> None:
-        """Remember that an operation without copied sums comes now: it frees their slot."""
-        self._sums_free = self.is_capturing()
-
     def can_copy(self) -> bool:
-        """Whether `start_copies` may come now, the same on all ranks.
+        """Whether `start_copies` may come now, the same on all ranks."""
+        return self.layout.sums_slot and SlotEvent.COPY in copies.TRANSITIONS[self._slot]
 
-        The slot must have been freed since it was used (`kernels/exchange/copies.py`), and of what
-        ran before a CUDA graph is captured nobody knows whether it comes before a replay.
-        """
-        has_slot = self.layout.sums_slot
-        return has_slot and not self._sums_travel and self._sums_free is self.is_capturing()
+    def _enter(self, event: SlotEvent) -> None:
+        self._slot = copies.TRANSITIONS[self._slot][event]
 
     def start_copies(self, sums_SD: Tensor) -> None:
         """Begin to copy sums home on a stream of their own; they must live until `finish_copies`.
 
         No multiprocessor takes part.
         """
-        self._sums_travel = True
+        self._enter(SlotEvent.COPY)
         with torch.cuda.stream(self._stream_after(sums_SD)):
             copies.copy_sums(self.buffer, sums_SD)
 
@@ -157,7 +150,7 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None]:
         """Return what `reduce` of the copied sums returns; the current stream waits for them."""
         self._wait_for_stream(sums_SD)
-        self._sums_travel, self._sums_free = False, None
+        self._enter(SlotEvent.READ)
         where = (peers_T, places_S, places_S[:, None])
         return kernels.reduce(self.buffer, sums_SD, *where, choices, copied=True)
 
