@@ -26,6 +26,7 @@ from moecore.kernels.exchange.buffer import (
     NUM_WORDS,
     ExchangeLayout,
     SymmetricBuffer,
+    as_words,
 )
 from moecore.kernels.exchange.limit_rows import limit_rows, limit_rows_ref
 from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
@@ -300,7 +301,7 @@ def test_rows_at_odd_places_are_moved_as_words() -> None:
     flat = torch.arange(40, dtype=torch.bfloat16)
     for start in (0, 1, 2, 3):
         rows = flat[start : start + 32].view(2, 16)
-        words = exchange.as_words(rows)
+        words = as_words(rows)
         assert words.shape == (2, 8) and torch.equal(words.view(torch.bfloat16), rows)
 
 

@@ -133,3 +133,9 @@ class SymmetricBuffer:
     timeout_ns: int
     sums_slots: tuple[Tensor, ...] = ()
     memory: Any = None
+
+
+def as_words(rows: Tensor) -> Tensor:
+    """Return rows as the 32-bit words that a spread moves, at a multiple of their size."""
+    is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
+    return (rows.clone() if is_odd else rows).view(torch.int32)

@@ -13,18 +13,8 @@ token by token with the peers interleaved (one peer after the other is a third s
 each chunk of tokens they release one flag on every peer. They never wait, so they always end. The
 others receive: they wait for a flag, then copy or add the chunk's rows out of the buffer.
 
-Why two slots need no barrier. Operation n uses slot n % 2. A rank that pushes n + 2 has ended
-n + 1, so it has seen the flags of n + 1 of every chunk of every rank (also of those without a row).
-Those ranks raised them after ending n, and so after the last read of slot n % 2.
-
-Sums may also come by copy engines: `exchange/copies.py`.
-
-Why a flag holds n + 1. It is never cleared, and a flag that comes after a timeout can not be taken
-for one of a later operation. n is counted on the device, so a replayed graph goes on counting. All
-ranks must run the same operations in the same order, and each rank one after the other.
-
-Memory order: stores of the program, barrier, one release at system scope by the thread that raises
-the flags; acquire at system scope, barrier, loads that pass the L1 by.
+Slots, flags and memory order: `exchange/protocol.py`. Sums may also come by copy engines:
+`exchange/copies.py`.
 
 Letters: T local tokens, C capacity (most tokens of any rank), G ranks, S = G * C source rows, D
 columns, K choices per token, R expert rows, N slots per source row, one chunk is CHUNK tokens.
@@ -32,21 +22,21 @@ Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over 
 same read and written again by a receiver; expert rows on one side where the slots name them.
 """
 
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import INTERPRET, next_power_of_2, on_device, tl, triton
+from moecore.kernels.common import on_device, tl, triton
 from moecore.kernels.exchange.buffer import (
     AT_ROWS,
     AT_WEIGHTS,
     ERROR_BEFORE,
     OPERATION,
     SUMS_SLOT,
-    ExchangeLayout,
     SymmetricBuffer,
+    as_words,
 )
 from moecore.kernels.exchange.protocol import find_peers, finish, notify, wait
 from moecore.kernels.exchange.rows import (
@@ -58,18 +48,7 @@ from moecore.kernels.exchange.rows import (
     rows_of,
 )
 from moecore.kernels.exchange.slots import copy_to_slots, list_pairs, list_slots, push_sums
-from moecore.kernels.exchange.tiles import (
-    MAX_BLOCK_K,
-    MAX_BLOCK_N,
-    Columns,
-    add_tile,
-    choice_pairs,
-    list_pairs_at_once,
-    list_width,
-    move_tile,
-    sum_tile,
-    tiles_at_once,
-)
+from moecore.kernels.exchange.tiles import Columns, constants, list_size
 
 Half = Literal["both", "push", "receive"]
 
@@ -315,67 +294,17 @@ def _reduce_kernel(
         finish(state_ptr, operation)
 
 
-@cache
-def _options(
-    layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool
-) -> dict[str, Any]:
-    """Return the constants of a kernel; nobody may change them."""
-    block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
-    block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
-    push = move_tile(layout, columns, layout.chunk * layout.num_ranks)
-    if reduce and num_slots > 1:
-        push = sum_tile(layout, columns)
-    take = move_tile(layout, columns, layout.chunk, layout.chunk)
-    if reduce:
-        take = add_tile(layout, columns)
-    return dict(
-        NUM_PUSH=layout.num_push,
-        NUM_RECEIVE=layout.num_receive,
-        G=layout.num_ranks,
-        D=columns.count,
-        K=layout.top_k,
-        N=num_slots,
-        CHUNK=layout.chunk,
-        LIST=_list_size(layout, num_slots),
-        WIDTH=list_width(layout),
-        LIST_PAIRS=list_pairs_at_once(layout, block_n),
-        PAIRS=push[0],
-        PUSH_D=push[1],
-        TAKE_ROWS=take[0],
-        TAKE_D=take[1],
-        TILES=tiles_at_once(layout, columns),
-        CHOICE_PAIRS=choice_pairs(layout, block_k),
-        BLOCK_K=block_k,
-        BLOCK_N=block_n,
-        BLOCK_G=next_power_of_2(layout.num_ranks),
-        THREADS=32 * layout.num_warps,
-        SPIN=not INTERPRET,
-        num_warps=layout.num_warps,
-    )
-
-
 def _grid(buffer: SymmetricBuffer, half: Half) -> tuple[int]:
     layout = buffer.layout
     return ((half != "receive") * layout.num_push + (half != "push") * layout.num_receive,)
 
 
-def _list_size(layout: ExchangeLayout, num_slots: int) -> int:
-    """Return the entries of a program's list of slots; none where each row has one slot."""
-    return (1 + num_slots) * list_width(layout) if num_slots > 1 else 0
-
-
 def _common(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[Any, ...]:
     layout = buffer.layout
-    entries = (layout.num_push + layout.num_receive) * _list_size(layout, num_slots)
+    entries = (layout.num_push + layout.num_receive) * list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
     sizes = (num_tokens, layout.capacity, layout.num_chunks, buffer.rank, buffer.timeout_ns)
     return (lists, buffer.bases, buffer.state, buffer.report, *sizes)
-
-
-def as_words(rows: Tensor) -> Tensor:
-    """Return rows as the 32-bit words that a spread moves, at a multiple of their size."""
-    is_odd = rows.storage_offset() * rows.itemsize % torch.int32.itemsize
-    return (rows.clone() if is_odd else rows).view(torch.int32)
 
 
 def spread_choices(
@@ -467,7 +396,7 @@ def _launch_spread(
             CHOICES=tensors[1] is not None,
             ETP=etp,
             ROW_BYTES=buffer.layout.row_bytes,
-            **_options(buffer.layout, columns, num_slots, reduce=False),
+            **constants(buffer.layout, columns, num_slots, reduce=False),
         )
 
 
@@ -515,6 +444,6 @@ def reduce(
             RECEIVE=half != "push",
             CHOICES=choices is not None,
             COPIED=copied,
-            **_options(buffer.layout, Columns(D, y_RD.itemsize), slots_SN.shape[1], reduce=True),
+            **constants(buffer.layout, Columns(D, y_RD.itemsize), slots_SN.shape[1], reduce=True),
         )
     return out_TD, out_TK

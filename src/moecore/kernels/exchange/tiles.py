@@ -6,8 +6,10 @@ they load twice as much, in four tiles of half the rows, before they store the f
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from moecore.kernels.common import cdiv, next_power_of_2
+from moecore.kernels.common import INTERPRET, cdiv, next_power_of_2
 from moecore.kernels.exchange.buffer import ExchangeLayout
 
 TILE_BYTES_PER_WARP = 32 * 8 * 16  # eight 16-byte accesses in flight per thread
@@ -83,6 +85,50 @@ def list_width(layout: ExchangeLayout) -> int:
 def choice_pairs(layout: ExchangeLayout, block_k: int) -> int:
     """Return the pairs whose choices a program pushes at once."""
     return min(next_power_of_2(layout.chunk * layout.num_ranks), MAX_CHOICES // block_k)
+
+
+def list_size(layout: ExchangeLayout, num_slots: int) -> int:
+    """Return the entries of a program's list of slots; none where each row has one slot."""
+    return (1 + num_slots) * list_width(layout) if num_slots > 1 else 0
+
+
+@cache
+def constants(
+    layout: ExchangeLayout, columns: Columns, num_slots: int, *, reduce: bool
+) -> dict[str, Any]:
+    """Return the constants of a kernel, shared by all its launches."""
+    block_k = min(MAX_BLOCK_K, next_power_of_2(layout.top_k))
+    block_n = min(MAX_BLOCK_N, next_power_of_2(num_slots))
+    push = move_tile(layout, columns, layout.chunk * layout.num_ranks)
+    if reduce and num_slots > 1:
+        push = sum_tile(layout, columns)
+    take = move_tile(layout, columns, layout.chunk, layout.chunk)
+    if reduce:
+        take = add_tile(layout, columns)
+    return dict(
+        NUM_PUSH=layout.num_push,
+        NUM_RECEIVE=layout.num_receive,
+        G=layout.num_ranks,
+        D=columns.count,
+        K=layout.top_k,
+        N=num_slots,
+        CHUNK=layout.chunk,
+        LIST=list_size(layout, num_slots),
+        WIDTH=list_width(layout),
+        LIST_PAIRS=list_pairs_at_once(layout, block_n),
+        PAIRS=push[0],
+        PUSH_D=push[1],
+        TAKE_ROWS=take[0],
+        TAKE_D=take[1],
+        TILES=tiles_at_once(layout, columns),
+        CHOICE_PAIRS=choice_pairs(layout, block_k),
+        BLOCK_K=block_k,
+        BLOCK_N=block_n,
+        BLOCK_G=next_power_of_2(layout.num_ranks),
+        THREADS=32 * layout.num_warps,
+        SPIN=not INTERPRET,
+        num_warps=layout.num_warps,
+    )
 
 
 def _tile(columns: Columns, num_bytes: int, most_rows: int, least_rows: int = 1) -> tuple[int, int]:
