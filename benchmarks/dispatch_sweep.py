@@ -58,7 +58,7 @@ class FixedExchangePool(ExchangePool):
 
     exchange: Exchange
 
-    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def get(self, x_TD: Tensor, top_k: int, *, lane: int = 0) -> Exchange:
         return self.exchange
 
 

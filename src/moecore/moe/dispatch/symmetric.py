@@ -1,8 +1,8 @@
 """Buffers that every rank of a group can write, who owns them, and what went wrong in them.
 
-`ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K). Each is
-made at first use, by all ranks together. Its buffer lives until `close()`, or until the last user
-of the pool is gone. Only the making and `check` wait for the device.
+`ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K, lane).
+Each is made at first use, by all ranks together. Its buffer lives until `close()`, or until the
+last user of the pool is gone. Only the making and `check` wait for the device.
 
 Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3
 with `NVLinkOptions.overlap_weight_grads`.
@@ -234,14 +234,15 @@ class ExchangePool:
         self.group = group
         self.ep = ep
         self.options = options or NVLinkOptions()
-        self._entries: dict[tuple[int, int], Exchange] = {}
+        self._entries: dict[tuple[int, int, int], Exchange] = {}
 
-    def get(self, x_TD: Tensor, top_k: int) -> Exchange:
+    def get(self, x_TD: Tensor, top_k: int, *, lane: int = 0) -> Exchange:
         """Return the exchange for these tokens; made, by all ranks together, at first use.
 
         Args:
             x_TD: the tokens.
             top_k: K.
+            lane: whose buffers; micro-batches that run at the same time need one each.
 
         Raises:
             ValueError: for a dtype or a row size that can not travel, for ranks that disagree, and
@@ -256,7 +257,7 @@ class ExchangePool:
                 f"{ROW_ALIGNMENT} bytes for dispatcher ('nvlink'): pad the model dim or use "
                 "'alltoall'"
             )
-        key = (row_bytes, top_k)
+        key = (row_bytes, top_k, lane)
         exchange = self._entries.get(key)
         if exchange is None:
             exchange = self._entries[key] = self._make(x_TD, top_k)
