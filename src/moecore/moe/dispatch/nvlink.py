@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,16 +96,14 @@ class NVLinkDispatcher:
             )
         tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
-        made = _Dispatch.apply(*tokens, exchange, self.placement, sender)
-        came_SN, handle_RD, peers_T, places_S = made[:4]
-        index = ExpertIndex(*made[4:])
-        plan = NVLinkPlan(exchange, x_TD.dtype, peers_T, places_S, index.slots_SK)
+        came = _Outputs(*_Dispatch.apply(*tokens, exchange, self.placement, sender))
+        plan = NVLinkPlan(exchange, x_TD.dtype, came.peers_T, came.places_S, came.slots_SK)
         refetch = None
         if not exchange.options.keep_rows:
             fetch = partial(_send_again, exchange)
-            refetch = Refetch(fetch, (x_TD.detach(), peers_T, places_S))
-        unsummed = UnsummedInput(handle_RD, sender, refetch)
-        return ExpertInput(_arrived(exchange, came_SN, x_TD), index, plan, unsummed)
+            refetch = Refetch(fetch, (x_TD.detach(), came.peers_T, came.places_S))
+        unsummed = UnsummedInput(came.handle_RD, sender, refetch)
+        return ExpertInput(_arrived(exchange, came.rows_SN, x_TD), came.expert_index, plan, unsummed)
 
     @disable_dynamo
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:
@@ -178,6 +176,16 @@ def _send_again(exchange: Exchange, x_TD: Tensor, peers_T: Tensor, places_S: Ten
     return _arrived(exchange, exchange.spread(_pack(exchange, x_TD), *where, num_rows), x_TD)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Gradients that are on their way home, with the versions that they had, and their sums."""
+
+    drows_RD: Tensor
+    dweights_R: Tensor | None
+    versions: tuple[int, ...]
+    sums_SD: Tensor
+
+
 class _Sender:
     """The part of one dispatch in the experts' backward: a `GradientSender`.
 
@@ -189,9 +197,7 @@ class _Sender:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._sent: tuple[Tensor, Tensor | None] | None = None
-        self._versions: tuple[int, ...] = ()
-        self._sums_SD: Tensor | None = None
+        self._sent: _Sent | None = None
 
     def start(
         self,
@@ -205,13 +211,11 @@ class _Sender:
 
         Does nothing where copies can not come now: then backward sends all of it.
         """
-        self._sent = self._sums_SD = None
-        if not self._exchange.can_copy():
-            return
-        self._sent = (drows_RD, dweights_R)
-        self._versions = _versions(*self._sent)
-        self._sums_SD = sum_rows_plain(drows_RD, row_ids_R, slots_SK, num_rows)
-        self._exchange.start_copies(self._sums_SD)
+        self._sent = None
+        if self._exchange.can_copy():
+            sums_SD = sum_rows_plain(drows_RD, row_ids_R, slots_SK, num_rows)
+            self._sent = _Sent(drows_RD, dweights_R, _versions(drows_RD, dweights_R), sums_SD)
+            self._exchange.start_copies(sums_SD)
 
     def finish(
         self, came: tuple[Tensor | None, Tensor | None], where: tuple[Tensor, Tensor, Tensor]
@@ -225,24 +229,48 @@ class _Sender:
         Raises:
             RuntimeError: when they are others, or have changed.
         """
-        sent, sums_SD, self._sent, self._sums_SD = self._sent, self._sums_SD, None, None
-        if sent is None or sums_SD is None:
+        sent, self._sent = self._sent, None
+        if sent is None:
             return None
-        if came[0] is not sent[0] or came[1] is not sent[1] or _versions(*came) != self._versions:
+        is_same = came[0] is sent.drows_RD and came[1] is sent.dweights_R
+        if not is_same or _versions(*came) != sent.versions:
             raise RuntimeError(
                 "gradients of the experts' input must not change after the experts' backward with "
                 "NVLinkOptions.overlap_weight_grads (True), which has sent them already: remove "
                 "the hook or use overlap_weight_grads=False"
             )
         peers_T, places_S, slots_SK = where
-        dweights_R = sent[1]
+        dweights_R = sent.dweights_R
         if dweights_R is None:
-            dweights_R = sums_SD.new_zeros(sent[0].shape[0], dtype=torch.float32)
-        return self._exchange.finish_copies(sums_SD, peers_T, places_S, (dweights_R, slots_SK))
+            dweights_R = sent.drows_RD.new_zeros(sent.drows_RD.shape[0], dtype=torch.float32)
+        choices = (dweights_R, slots_SK)
+        return self._exchange.finish_copies(sent.sums_SD, peers_T, places_S, choices)
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(version(t) for t in tensors if t is not None)
+
+
+class _Outputs(NamedTuple):
+    """What `_Dispatch` returns, and their gradients.
+
+    rows_SN are the rows as they travelled; the others are named as in `UnsummedInput`, `NVLinkPlan`
+    and `ExpertIndex`.
+    """
+
+    rows_SN: Any
+    handle_RD: Any
+    peers_T: Any
+    places_S: Any
+    row_ids_R: Any
+    weights_R: Any
+    slots_SK: Any
+    offsets_e: Any
+
+    @property
+    def expert_index(self) -> ExpertIndex:
+        """Both directions between source rows and expert rows."""
+        return ExpertIndex(*self[4:])
 
 
 class _Dispatch(torch.autograd.Function):
@@ -270,13 +298,14 @@ class _Dispatch(torch.autograd.Function):
         integers = (*where, index.row_ids_R, index.slots_SK, index.offsets_e)
         ctx.mark_non_differentiable(came.rows_SD, *integers)
         ctx.set_materialize_grads(False)  # the integer outputs would get zeros of their size
-        return came.rows_SD, handle_RD, *where, *index
+        return _Outputs(came.rows_SD, handle_RD, *where, *index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         where = ctx.saved_tensors
         _, places_S, slots_SK = where
-        _, drows_RD, _, _, _, dweights_R, *_ = grads
+        of = _Outputs(*grads)
+        drows_RD, dweights_R = of.handle_RD, of.weights_R
         home = ctx.sender.finish((drows_RD, dweights_R), where) if ctx.sender else None
         if home is not None:
             return *home, *(None,) * 4
