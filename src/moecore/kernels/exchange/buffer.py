@@ -112,7 +112,7 @@ class ExchangeLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmetricBuffer:
-    """One rank's end of an exchange.
+    """One rank's view of the memory of all ranks, and its words of state.
 
     Attributes:
         layout: the same on all ranks.

@@ -1,8 +1,8 @@
 """Offsets of expert rows cut at a capacity, and a record of how many rows were wanted.
 
-What `build_index` puts past its capacity is dropped; only the last offset tells. Products must not
-read past the capacity, and nobody may lose rows unseen: so the offsets are cut, and the number is
-kept where the host looks later. One launch of one program.
+`build_index` drops the rows past its capacity, which only the last offset shows. Products must not
+read past the capacity, and no row may be lost unseen: so the offsets are cut, and the number of
+rows is kept where the host looks later. One launch of one program.
 """
 
 import torch

@@ -3,10 +3,10 @@
     spread   token t of rank g -> row g * C + t of every rank that owns one of its experts
     reduce   row g * C + t of every such rank -> token t of rank g, added in fp32 in rank order
 
-Each is the other's gradient. What a source row is in memory, its slots say: one row [S, D], or its
-expert rows in [R, D], which a spread writes as copies and a reduce adds before the sum travels.
-Source rows are numbered by (rank, token), so nobody counts, sorts or waits for a size: a rank has
-S = G * C of them with holes, and a hole is never read.
+Each is the other's gradient. The slots of a source row name its rows in memory: one row of [S, D],
+or its expert rows in [R, D], which a spread writes as copies and a reduce adds before the sum
+travels. Source rows are numbered by (rank, token), so no rank counts, sorts or waits for a size: a
+rank has S = G * C of them with holes, and a hole is never read.
 
 One launch per operation. Its first programs push: they store rows into the peers' receive buffers,
 token by token with the peers interleaved (one peer after the other is a third slower), and after

@@ -1,4 +1,4 @@
-"""What a user chooses about the `nvlink` dispatcher; docs/dispatchers.md says what it costs."""
+"""Options of the `nvlink` dispatcher; docs/dispatchers.md has what they cost."""
 
 from dataclasses import dataclass
 

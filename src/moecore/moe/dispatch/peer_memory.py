@@ -44,7 +44,7 @@ def make_buffer(
         memory=(memory, handle),
     )
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # nobody may raise a flag that another rank is yet to clear
+    dist.barrier(group)  # no rank raises a flag that another one has yet to clear
     return buffer
 
 
@@ -55,7 +55,7 @@ def _symmetric_buffer(
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     # Not `symmetric_memory.empty`, which cuts a pool: offsets in it may differ between ranks once
-    # one of them has freed a memory later than the others.
+    # one of them has freed its memory later than the others.
     allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
     memory = allocate((num_bytes,), (1,), torch.uint8, device)
     return memory, symmetric_memory.rendezvous(memory, group)

@@ -37,7 +37,7 @@ KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of
 
 
 class ExchangeError(RuntimeError):
-    """What went wrong on this rank while tokens traveled.
+    """An exchange went wrong on this rank.
 
     Attributes:
         capacity_factor: the least that would have held this rank's expert rows; None = a rank did
@@ -56,9 +56,9 @@ class Exchange:
     by their streams (one stream, or streams that wait for each other). No operation syncs.
 
     Args:
-        buffer: buffers and sizes.
+        buffer: memory and sizes.
         group: the ranks.
-        options: for messages.
+        options: of the dispatcher.
         balanced_rows: expert rows of a rank with balanced routing and C tokens on every rank.
     """
 
@@ -176,8 +176,8 @@ class Exchange:
     def poll(self) -> None:
         """Raise what has gone wrong so far, as far as the host can see without waiting.
 
-        Too many rows are an error once. A late rank stays one: nobody knows which operations it
-        missed, so nothing waits for it any more, until `ExchangePool.close` and new buffers.
+        Too many rows are an error once. A late rank stays one: the operations that it missed are
+        not known, so nothing waits for it any more, until `ExchangePool.close` and new buffers.
 
         Raises:
             ExchangeError: when a rank did not come in time, or expert rows did not fit.
@@ -220,7 +220,7 @@ class Exchange:
 
 
 class ExchangePool:
-    """The exchanges of a model: owns their buffers.
+    """The exchanges of a model, which owns their buffers.
 
     Args:
         group: the ranks among which tokens travel.
@@ -272,7 +272,7 @@ class ExchangePool:
 
     @property
     def entries(self) -> tuple[Exchange, ...]:
-        """Those that there are."""
+        """All exchanges that have been made."""
         return tuple(self._entries.values())
 
     def poll(self) -> None:
@@ -305,7 +305,7 @@ class ExchangePool:
             self.check()
         finally:
             if self._entries:
-                dist.barrier(self.group)  # nobody may free what another rank still writes
+                dist.barrier(self.group)  # no rank frees what another one still writes
             self._entries.clear()
 
     def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
@@ -330,7 +330,7 @@ class ExchangePool:
             sums_slot=self.options.overlap_weight_grads,
         )
         balanced = layout.source_rows * top_k // self.ep
-        # An evaluation may come first: what inference makes nobody else may write.
+        # An evaluation may come first: a training step can not write tensors of inference mode.
         with on_device(x_TD), torch.inference_mode(False):
             buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
         return Exchange(buffer, self.group, self.options, balanced_rows=balanced)
