@@ -27,10 +27,10 @@ from benchmarks.dispatch_cases import (
 )
 from moecore.kernels.exchange.buffer import ExchangeLayout, SymmetricBuffer
 from moecore.mesh import Meshes
+from moecore.moe.dispatch.exchange import Exchange, ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_buffer
-from moecore.moe.dispatch.symmetric import Exchange, ExchangePool
 
 SHARES = (1 / 3, 5 / 12, 1 / 2)
 ROUNDS = (8, 16, 32)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from moecore.moe.dispatch.symmetric import ExchangeError
+from moecore.moe.dispatch.exchange import ExchangeError
 
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError, OSError)

@@ -43,7 +43,7 @@ from moecore.kernels.experts.products import GATHER_FIRST
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES
-from moecore.moe.dispatch.symmetric import Exchange
+from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.reference import ReferenceOutput, moe_reference

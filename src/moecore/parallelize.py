@@ -39,11 +39,11 @@ from moecore.moe.backends import ExpertBackend, check_backend
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.exchange import ExchangePool
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
-from moecore.moe.dispatch.symmetric import ExchangePool
 from moecore.moe.experts import Experts, expert_shapes
 from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement

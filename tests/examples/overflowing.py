@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train
 
 from moecore import moe_state
-from moecore.moe.dispatch.symmetric import ExchangeError
+from moecore.moe.dispatch.exchange import ExchangeError
 
 
 class Overflowing:

@@ -33,9 +33,9 @@ from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.record import Rows
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.exchange import ExchangePool, divide
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
-from moecore.moe.dispatch.symmetric import ExchangePool, divide
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
 from moecore.moe.state import MoEState

@@ -24,10 +24,10 @@ from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.exchange import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
-from moecore.moe.dispatch.symmetric import ExchangePool
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, ExpertInput, Routing, UnsummedRows, summed_input
 from tests.moe.rounded import RoundedDispatcher

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.moe.dispatch.symmetric import Exchange
+from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.state import MoEState
 
 HOOKS_OF_MODULES = (

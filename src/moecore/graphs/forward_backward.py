@@ -37,7 +37,7 @@ from moecore.fsdp.gathered import let_go, say_backward
 from moecore.graphs.facts import Facts, facts_of
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.symmetric import ExchangeError
+from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.state import MoEState, moe_state
 
 SYNC_WARNING = "called a synchronizing CUDA operation"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.moe.balance import BalanceGroups, LoadCounts
-from moecore.moe.dispatch.symmetric import ExchangePool
+from moecore.moe.dispatch.exchange import ExchangePool
 from moecore.moe.params import clean_name
 from moecore.moe.quantile import bias_move
 

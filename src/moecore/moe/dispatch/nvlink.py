@@ -35,7 +35,7 @@ from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.packed import PACKED_COLUMNS, pack_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.symmetric import Exchange, ExchangePool
+from moecore.moe.dispatch.exchange import Exchange, ExchangePool
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing, UnsummedRows
 
