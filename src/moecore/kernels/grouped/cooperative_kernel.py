@@ -21,7 +21,7 @@ expert's rows end, or F within a tile of h, threads store what is there instead 
 
 from moecore.kernels.common import gl, gluon, halves, hopper, thread_barrier, tma_load, tma_store
 from moecore.kernels.grouped.row_tiles import locate
-from moecore.kernels.rows.activation import activate
+from moecore.kernels.rows.activation_kernel import activate
 
 
 @gluon.jit

@@ -30,7 +30,8 @@ from moecore.kernels.common import (
     tl,
     triton,
 )
-from moecore.kernels.rows.activation import ActivationOptions, activate, weighted_activation_ref
+from moecore.kernels.rows.activation import ActivationOptions, weighted_activation_ref
+from moecore.kernels.rows.activation_kernel import activate
 
 NO_TILE = tl.constexpr(2147483647)
 

@@ -32,7 +32,7 @@ from moecore.kernels.common import (
     tma_load,
 )
 from moecore.kernels.grouped.row_tiles import locate
-from moecore.kernels.rows.activation import activate_with_gradients
+from moecore.kernels.rows.activation_kernel import activate_with_gradients
 
 
 @gluon.jit

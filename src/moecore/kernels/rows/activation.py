@@ -14,7 +14,6 @@ Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R
 """
 
 from dataclasses import dataclass
-from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +22,17 @@ from torch import Tensor
 from moecore.kernels.common import (
     all_used,
     cdiv,
-    next_power_of_2,
     on_device,
-    tl,
-    triton,
     use_kernel,
 )
 from moecore.kernels.ops import Op
+from moecore.kernels.rows.activation_kernel import (
+    BWD_TILE,
+    FWD_TILE,
+    column_blocks,
+    weighted_activation_bwd_kernel,
+    weighted_activation_fwd_kernel,
+)
 
 GATED_KINDS = ("swiglu", "geglu", "clamped_swiglu")
 PLAIN_KINDS = ("gelu", "relu", "relu2", "silu")
@@ -194,239 +197,6 @@ def _used(h_RC: Tensor, num_rows: Tensor | None) -> Tensor | None:
     return (torch.arange(h_RC.shape[0], device=h_RC.device) < num_rows)[:, None]
 
 
-# Output elements of one program and loop step; the backward keeps five operands in registers.
-FWD_TILE = 2048
-BWD_TILE = 1024
-
-
-@cache
-def _blocks(num_columns: int, tile: int) -> dict[str, int]:
-    """Return the tile: a power of two of columns with at most 1/8 idle where that can be."""
-    fits = (n for n in (512, 256, 128) if -(-num_columns // n) * n * 8 <= num_columns * 9)
-    block_F = next(fits, min(128, max(16, next_power_of_2(num_columns))))
-    return {"BLOCK_R": tile // block_F, "BLOCK_F": block_F}
-
-
-# Device functions, for the epilogues of other kernels too. Comparisons, not min and max: they let
-# a NaN through.
-
-
-@triton.jit
-def _gelu_erf(h):
-    """Return gelu by its definition, and its derivative."""
-    cumulative = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
-    density = 0.3989422804014327 * tl.exp(-0.5 * h * h)
-    return h * cumulative, cumulative + h * density
-
-
-@triton.jit
-def _gelu_tanh(gate):
-    """Return gelu in its tanh form, and its derivative; (1 + tanh(z)) / 2 == sigmoid(2z)."""
-    SLOPE: tl.constexpr = 1.5957691216057308  # 2 * sqrt(2 / pi)
-    CUBE: tl.constexpr = 0.044715
-    square = gate * gate
-    s = tl.sigmoid(SLOPE * (gate + CUBE * gate * square))
-    derivative = s * (1.0 + gate * (1.0 - s) * SLOPE * (1.0 + 3.0 * CUBE * square))
-    return gate * s, derivative
-
-
-@triton.jit
-def activate(
-    gate,  # fp32, any shape
-    up,  # fp32, same shape; ignored without a gate
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-):
-    """Return the activation, fp32."""
-    if KIND == "swiglu":
-        a = gate * tl.sigmoid(gate) * up
-    elif KIND == "geglu":
-        gelu, _ = _gelu_tanh(gate)
-        a = gelu * up
-    elif KIND == "clamped_swiglu":
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        a = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
-    elif KIND == "gelu":
-        a, _ = _gelu_erf(gate)
-    elif KIND == "silu":
-        a = gate * tl.sigmoid(gate)
-    elif KIND == "relu":
-        a = tl.where(gate < 0.0, 0.0, gate)
-    else:
-        positive = tl.where(gate < 0.0, 0.0, gate)
-        a = positive * positive
-    return a
-
-
-@triton.jit
-def activate_with_gradients(
-    gate,  # fp32, any shape
-    up,  # fp32, same shape; ignored without a gate
-    KIND: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-):
-    """Return the activation and its derivatives by gate and by up, fp32."""
-    if KIND == "swiglu":
-        s = tl.sigmoid(gate)
-        da_dup = gate * s
-        a = da_dup * up
-        da_dgate = up * s * (1.0 + gate * (1.0 - s))
-    elif KIND == "geglu":
-        da_dup, derivative = _gelu_tanh(gate)
-        a = da_dup * up
-        da_dgate = up * derivative
-    elif KIND == "clamped_swiglu":
-        low = tl.where(gate > LIMIT, LIMIT, gate)
-        near = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        s = tl.sigmoid(ALPHA * low)
-        a = (near + 1.0) * low * s
-        slope = (near + 1.0) * s * (1.0 + ALPHA * low * (1.0 - s))
-        da_dgate = tl.where(gate > LIMIT, 0.0, slope)
-        da_dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, low * s)
-    elif KIND == "gelu":
-        a, da_dgate = _gelu_erf(gate)
-        da_dup = gate * 0.0
-    elif KIND == "silu":
-        s = tl.sigmoid(gate)
-        a = gate * s
-        da_dgate = s * (1.0 + gate * (1.0 - s))
-        da_dup = gate * 0.0
-    elif KIND == "relu":
-        a = tl.where(gate < 0.0, 0.0, gate)
-        da_dgate = tl.where(gate <= 0.0, 0.0, 1.0)
-        da_dup = gate * 0.0
-    else:
-        positive = tl.where(gate < 0.0, 0.0, gate)
-        a = positive * positive
-        da_dgate = 2.0 * positive
-        da_dup = positive * 0.0
-    return a, da_dgate, da_dup
-
-
-@triton.jit
-def _load_halves(
-    row_ptr,  # [BLOCK_R, 1] pointers to the first column of each row
-    block,  # which block of output columns
-    mask,  # [BLOCK_R, 1] bool
-    F: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Return gate and up, fp32 [BLOCK_R, BLOCK_F], 0 outside; the same twice without a gate."""
-    columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
-    if INTERLEAVED:
-        both = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
-        h = tl.load(row_ptr + both[None, :], mask=mask & (both < 2 * F)[None, :], other=0.0)
-        gate, up = tl.split(tl.reshape(h, [BLOCK_R, BLOCK_F, 2]))
-    else:
-        inside = mask & (columns < F)[None, :]
-        gate = tl.load(row_ptr + columns[None, :], mask=inside, other=0.0)
-        up = gate
-        if GATED:
-            up = tl.load(row_ptr + F + columns[None, :], mask=inside, other=0.0)
-    return gate.to(tl.float32), up.to(tl.float32)
-
-
-# `partial` because jit with options, as a decorator, needs Triton to be installed.
-@partial(triton.jit, do_not_specialize=["num_expert_rows"])
-def _weighted_activation_fwd_kernel(
-    h_ptr,  # [R, C]
-    weights_ptr,  # [R] fp32, or None for 1
-    num_rows_ptr,  # 0-dim int32, or None for R
-    a_ptr,  # [R, F], out
-    num_expert_rows,  # R
-    F: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
-    BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    C: tl.constexpr = 2 * F if GATED else F
-    pid = tl.program_id(0)
-    block = pid % BLOCKS
-    rows = (pid // BLOCKS).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    used = rows < num_expert_rows
-    if num_rows_ptr is not None:
-        used = used & (rows < tl.load(num_rows_ptr))
-    h_rows = h_ptr + rows[:, None] * C
-    gate, up = _load_halves(h_rows, block, used[:, None], F, BLOCK_R, BLOCK_F, GATED, INTERLEAVED)
-    a = activate(gate, up, KIND, LIMIT, ALPHA)
-    if weights_ptr is not None:
-        a = a * tl.load(weights_ptr + rows, mask=used, other=0.0)[:, None]
-    columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
-    mask = (rows < num_expert_rows)[:, None] & (columns < F)[None, :]
-    out = a.to(a_ptr.dtype.element_ty)
-    tl.store(a_ptr + rows[:, None] * F + columns[None, :], out, mask=mask)
-
-
-@partial(triton.jit, do_not_specialize=["num_expert_rows"])
-def _weighted_activation_bwd_kernel(
-    h_ptr,  # [R, C]
-    da_ptr,  # [R, F]
-    weights_ptr,  # [R] fp32, or None for 1
-    num_rows_ptr,  # 0-dim int32, or None for R
-    dh_ptr,  # [R, C], out
-    dweights_ptr,  # [R] fp32, out
-    a_ptr,  # [R, F], out, or None: not wanted
-    num_expert_rows,  # R
-    F: tl.constexpr,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
-    BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    C: tl.constexpr = 2 * F if GATED else F
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    exists = (rows < num_expert_rows)[:, None]
-    used = rows < num_expert_rows
-    if num_rows_ptr is not None:
-        used = used & (rows < tl.load(num_rows_ptr))
-    weights = tl.full([BLOCK_R], 1.0, tl.float32)
-    if weights_ptr is not None:
-        weights = tl.load(weights_ptr + rows, mask=used, other=0.0)
-    used = used[:, None]
-    dweights = tl.zeros([BLOCK_R, BLOCK_F], dtype=tl.float32)
-    for block in range(BLOCKS):
-        columns = block * BLOCK_F + tl.arange(0, BLOCK_F)
-        inside = (columns < F)[None, :]
-        cells = rows[:, None] * F + columns[None, :]
-        gate, up = _load_halves(
-            h_ptr + rows[:, None] * C, block, used, F, BLOCK_R, BLOCK_F, GATED, INTERLEAVED
-        )
-        da = tl.load(da_ptr + cells, mask=used & inside, other=0.0).to(tl.float32)
-        a, da_dgate, da_dup = activate_with_gradients(gate, up, KIND, LIMIT, ALPHA)
-        dweights += da * a
-        da = da * weights[:, None]
-        if a_ptr is not None:
-            out = (a * weights[:, None]).to(a_ptr.dtype.element_ty)
-            tl.store(a_ptr + cells, out, mask=exists & inside)
-        dgate = (da * da_dgate).to(dh_ptr.dtype.element_ty)
-        dup = (da * da_dup).to(dh_ptr.dtype.element_ty)
-        dh_rows = dh_ptr + rows[:, None] * C
-        if INTERLEAVED:
-            both = block * (2 * BLOCK_F) + tl.arange(0, 2 * BLOCK_F)
-            mask = exists & (both < C)[None, :]
-            tl.store(dh_rows + both[None, :], tl.interleave(dgate, dup), mask=mask)
-        else:
-            tl.store(dh_rows + columns[None, :], dgate, mask=exists & inside)
-            if GATED:
-                tl.store(dh_rows + F + columns[None, :], dup, mask=exists & inside)
-    tl.store(dweights_ptr + rows, tl.sum(dweights, axis=1), mask=rows < num_expert_rows)
-
-
 def _constants(kind: str, limit: float, alpha: float, interleaved: bool) -> dict[str, object]:
     gated = kind in GATED_KINDS
     return {
@@ -451,12 +221,12 @@ def _forward(
     R, F_ = a_RF.shape
     if not R or not F_:
         return a_RF
-    blocks = _blocks(F_, FWD_TILE)
+    blocks = column_blocks(F_, FWD_TILE)
     grid = (cdiv(R, blocks["BLOCK_R"]) * cdiv(F_, blocks["BLOCK_F"]),)
     weights_R = None if weights_R is None else weights_R.contiguous()
     constants = _constants(kind, limit, alpha, interleaved)
     with on_device(h_RC):
-        _weighted_activation_fwd_kernel[grid](
+        weighted_activation_fwd_kernel[grid](
             h_RC.contiguous(), weights_R, num_rows, a_RF, R, F=F_, **constants, **blocks
         )
     return a_RF
@@ -477,11 +247,11 @@ def _backward(
     R, F_ = da_RF.shape
     if not R or not F_:
         return dh_RC, dweights_R.zero_(), a_RF
-    blocks = _blocks(F_, BWD_TILE)
+    blocks = column_blocks(F_, BWD_TILE)
     weights_R = None if weights_R is None else weights_R.contiguous()
     constants = _constants(kind, limit, alpha, interleaved)
     with on_device(h_RC):
-        _weighted_activation_bwd_kernel[(cdiv(R, blocks["BLOCK_R"]),)](
+        weighted_activation_bwd_kernel[(cdiv(R, blocks["BLOCK_R"]),)](
             h_RC.contiguous(),
             da_RF.contiguous(),
             weights_R,

@@ -103,7 +103,9 @@ class NVLinkDispatcher:
             fetch = partial(_send_again, exchange)
             refetch = Refetch(fetch, (x_TD.detach(), came.peers_T, came.places_S))
         unsummed = UnsummedInput(came.handle_RD, sender, refetch)
-        return ExpertInput(_arrived(exchange, came.rows_SN, x_TD), came.expert_index, plan, unsummed)
+        return ExpertInput(
+            _arrived(exchange, came.rows_SN, x_TD), came.expert_index, plan, unsummed
+        )
 
     @disable_dynamo
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:
