@@ -1,18 +1,20 @@
-"""Kill all ranks at random moments of saving, and load what is left."""
+"""Kill ranks, or jobs that contend for one run, at random moments of saving; load what is left."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore.checkpoint import Saver, latest, load, save
+from moecore.checkpoint import Saver, latest, load, save, verify
 from tests.ranks import forks
 
 FORKS = forks()
@@ -112,3 +114,62 @@ def kill_at_random(
         left.append(step - done.value)
         start = step + 1
     return left
+
+
+def contend(root: Path, job: int, rounds: int, go: Any) -> None:
+    """Save again and again as one of several jobs; note which saves returned."""
+    model, optimizer = build(float(job), 8)
+    go.wait(30)
+    for _ in range(rounds):
+        newest = latest(root)
+        step = 1 + (0 if newest is None else int(newest.name.removeprefix("step-")))
+        with contextlib.suppress(OSError, ValueError):
+            path = save(root, step, model, optimizer, {"step": step}, keep=1)
+            with (root.parent / f"saved-{job}").open("a") as file:
+                file.write(f"{path.name}\n")
+
+
+def kill_contenders(root: Path, num_kills: int, *, jobs: int, seed: int) -> tuple[int, int]:
+    """Kill one of several jobs after the other, each replaced by a new one.
+
+    Returns:
+        Checkpoints that a reader verified meanwhile, and saves that returned.
+
+    Raises:
+        AssertionError: when a reader finds damage, a step was saved twice, or a save is lost.
+    """
+    dice, go, started, reads = random.Random(seed), FORKS.Event(), 0, 0
+    running: list[Any] = []
+    go.set()
+    for _ in range(num_kills):
+        while len(running) < jobs:
+            running.append(FORKS.Process(target=contend, args=(root, started, 10**6, go)))
+            running[-1].start()
+            started += 1
+        time.sleep(dice.uniform(0.05, 0.5))
+        reads += all_is_whole(root)
+        job = running.pop(dice.randrange(jobs))
+        job.kill()
+        job.join()
+    for job in running:
+        job.kill()
+        job.join()
+    files = root.parent.glob("saved-*")
+    saved = [name for file in files for name in file.read_text().split()]
+    assert len(saved) == len(set(saved)), "a step was saved twice"
+    newest = latest(root)
+    assert newest is not None and newest.name >= max(saved) and verify(newest)
+    return reads, len(saved)
+
+
+def all_is_whole(root: Path) -> bool:
+    """Verify what `latest` names, beside jobs that write; False where it was pruned meanwhile."""
+    found = latest(root)
+    if found is None:
+        return False
+    try:
+        verify(found)
+    except ValueError:
+        assert not found.exists()
+        return False
+    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from moecore.checkpoint import Saver, directory, latest, lock, prune, save, set_latest, verify
 from moecore.checkpoint.lock import LOCK, OWNER
-from tests.checkpoint.kills import FORKS, build, loaded_step
+from tests.checkpoint.kills import FORKS, all_is_whole, build, contend, loaded_step
 
 REFUSED = r"must be written to by one job, but 'pid \d+ on .* since .*' holds \.lock: close its"
 
@@ -159,19 +158,6 @@ def test_what_is_no_lock_is_refused(tmp_path: Path, kind: str) -> None:
     assert entries(root) == [LOCK] and entries(outside) == []
 
 
-def contend(root: Path, value: int, rounds: int, go: Any) -> None:
-    """Save as another job would, again and again, each time as a process that starts anew."""
-    model, optimizer = build(float(value), 8)
-    go.wait(30)
-    for _ in range(rounds):
-        newest = latest(root)
-        step = 1 + (0 if newest is None else int(newest.name.removeprefix("step-")))
-        with contextlib.suppress(OSError, ValueError):
-            path = save(root, step, model, optimizer, {"step": step}, keep=1)
-            with (root.parent / f"saved-{value}").open("a") as file:
-                file.write(f"{path.name}\n")
-
-
 def test_a_reader_beside_two_writers_sees_whole_checkpoints(tmp_path: Path) -> None:
     root, go = tmp_path / "root", FORKS.Event()
     save(root, 0, *build(0.0, 8), {"step": 0})
@@ -181,13 +167,7 @@ def test_a_reader_beside_two_writers_sees_whole_checkpoints(tmp_path: Path) -> N
     go.set()
     polls = 0
     while any(job.is_alive() for job in jobs):
-        found = latest(root)  # raises where it takes the files of two for damage
-        assert found is not None
-        try:
-            verify(found)
-            polls += 1
-        except ValueError:  # keep=1: it was removed meanwhile, as a whole
-            assert not found.exists()
+        polls += all_is_whole(root)  # raises where the files of two would look like damage
     assert [job.exitcode for job in jobs] == [0, 0] and polls > 5
     told = [line for v in (1, 2) for line in (tmp_path / f"saved-{v}").read_text().split()]
     assert len(told) == len(set(told)), "no step was saved twice"
