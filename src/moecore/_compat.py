@@ -8,18 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 # torch.nn.functional.grouped_mm is the public name where it exists; both record autograd.
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-
-# 2.13 renamed all_gather_into_tensor and warns about the old name.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# A DTensor whose _StridedShard marks separate pieces, not an order of dims: 2.11 raises in the
-# backward and in full_tensor(); 2.13 handles both. 2.12 has not been tried.
-HAS_SEPARATE_PIECES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def fsdp_groups(unit: FSDPModule) -> list[Any]:

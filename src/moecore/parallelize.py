@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from moecore._autograd import has_gradient_hooks
-from moecore._compat import HAS_SEPARATE_PIECES
+from moecore._distributed import HAS_SEPARATE_PIECES
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.config import BalanceConfig
 from moecore.fsdp.added import refuse_added

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import ParallelConfig, build_meshes, moe_state, parallelize_moe
-from moecore._compat import HAS_SEPARATE_PIECES
+from moecore._distributed import HAS_SEPARATE_PIECES
 from moecore.fsdp.shard import FSDPOptions
 from tests.hf.hf_models import (
     ARCHITECTURES,

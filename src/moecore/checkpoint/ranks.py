@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,13 +54,6 @@ def _sendable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def default_timeout() -> timedelta:
-    """Return how long a collective of the default group waits; a new group would not inherit it."""
-    group = dist.group.WORLD
-    assert group is not None, "asked for only with a process group"
-    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def gather(value: T, group: Group = None) -> list[T]:

@@ -36,12 +36,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore._distributed import default_timeout
 from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.rank_agreement import check_rank_agreement
-from moecore.checkpoint.ranks import default_timeout, gather, on_every_rank, on_first_rank
+from moecore.checkpoint.ranks import gather, on_every_rank, on_first_rank
 from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.checkpoint.state import Optimizers
 from moecore.checkpoint.store import begin, check_count, locals_of, write

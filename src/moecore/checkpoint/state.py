@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
+from moecore._distributed import StridedShard
 from moecore.checkpoint.config_differences import own_config
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
@@ -303,7 +303,7 @@ def _shifted(placement: Placement, dim: int) -> Placement:
         return placement
     parts = getattr(placement, "split_factor", 1)
     if cut > dim:
-        return Shard(cut + 1) if parts == 1 else _StridedShard(cut + 1, split_factor=parts)
+        return Shard(cut + 1) if parts == 1 else StridedShard(cut + 1, split_factor=parts)
     if parts != 2:
         raise NotImplementedError(
             f"FC1 of gated experts with placement {placement} cannot be saved: its dim {dim} must "

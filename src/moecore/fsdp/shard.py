@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from moecore._distributed import is_gloo
 from moecore.fsdp.accumulate import STAYS_GATHERED
 from moecore.fsdp.gathered import watch_gathered
 from moecore.fsdp.together import gather_for_each
@@ -316,8 +317,8 @@ def _set_divisor(unit: FSDPModule, divisor: float, mesh: DeviceMesh) -> None:
     """
     unit.set_gradient_divide_factor(divisor)
     group = mesh.get_group(mesh.ndim - 1)
-    is_gloo = group._get_backend(torch.device(mesh.device_type)).name() == "gloo"
-    unit.set_force_sum_reduction_for_comms(is_gloo and group.size() > 1)
+    sums_first = is_gloo(group, mesh.device_type) and group.size() > 1
+    unit.set_force_sum_reduction_for_comms(sums_first)
 
 
 def keeps_precision(router: Router, options: FSDPOptions) -> bool:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from moecore._distributed import StridedShard
 from moecore.config import MoEConfig
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights, GradSink
 from moecore.kernels.experts.expert_mlp import expert_mlp
@@ -139,7 +139,7 @@ class Experts(nn.Module):
         kept = tuple(n for n in names if mesh.size(names.index(n)) > 1) or ("ep",)
         for role, dim in self._hidden_dims().items():
             strided = role in ("w1", "b1") and self.is_strided
-            etp = _StridedShard(dim, split_factor=2) if strided else Shard(dim)
+            etp = StridedShard(dim, split_factor=2) if strided else Shard(dim)
             placements = {"ep": Shard(0), "etp": etp}
             name = getattr(self.layout, role)
             shard_parameter(self, name, mesh[kept], tuple(placements[n] for n in kept))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._compat import all_gather_single
+from moecore._distributed import all_gather_single
 
 ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 

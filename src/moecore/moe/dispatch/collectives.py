@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._compat import all_gather_single
+from moecore._distributed import all_gather_single
 
 
 class EqualSizes:

@@ -1,0 +1,40 @@
+"""Every private name of torch.distributed that moecore uses, and those that differ by version.
+
+`tests/test_distributed.py` names them, and fails by name when torch renames one. FSDP2's and
+symmetric memory's have files of their own.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "HAS_SEPARATE_PIECES",
+    "StridedShard",
+    "all_gather_single",
+    "default_timeout",
+    "is_gloo",
+]
+
+# 2.13 renamed all_gather_into_tensor and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# A DTensor whose StridedShard marks separate pieces, not an order of dims: 2.11 raises in the
+# backward and in full_tensor(); 2.13 handles both. 2.12 has not been tried.
+HAS_SEPARATE_PIECES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def default_timeout() -> timedelta:
+    """Return how long a collective of the default group waits; a new group does not inherit it."""
+    group = dist.group.WORLD
+    assert group is not None, "asked for only with a process group"
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether gloo runs a group's collectives for tensors of a device type."""
+    return group._get_backend(torch.device(device_type)).name() == "gloo"
