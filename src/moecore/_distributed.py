@@ -10,15 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = [
-    "HAS_SEPARATE_PIECES",
-    "StridedShard",
-    "all_gather_single",
-    "default_timeout",
-    "is_gloo",
-]
+StridedShard = _StridedShard
 
 # 2.13 renamed all_gather_into_tensor and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,6 +28,24 @@ def default_timeout() -> timedelta:
     group = dist.group.WORLD
     assert group is not None, "asked for only with a process group"
     return group._get_backend(group._device_types[0]).options._timeout
+
+
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give a group the timeout of the default group, backend by backend."""
+    world = dist.group.WORLD
+    assert world is not None, "a group exists only with a process group"
+    for device in world._device_types:
+        options = world._get_backend(device).options
+        if options is not None:  # a fake backend has none and never waits
+            group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+def unflatten(world: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a view of a one-dim mesh, outermost dim first, with the default group's timeout."""
+    view = world._unflatten(0, sizes, names)
+    for name in names:
+        inherit_timeout(view.get_group(name))
+    return view
 
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from moecore._distributed import inherit_timeout, unflatten
 from moecore.config import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 
 
@@ -95,8 +96,9 @@ def build_meshes(parallel: ParallelConfig, device_type: str | None = None) -> Me
     _ensure_process_group(device_type)
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
-    dense = world._unflatten(0, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
-    expert = world._unflatten(0, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
+    inherit_timeout(world.get_group())
+    dense = unflatten(world, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
+    expert = unflatten(world, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     # Views that join neighbouring dims into one group. Only dims that are both larger than 1
     # need a new group; a joined dim of one non-trivial factor reuses that factor's group.
     return Meshes(
@@ -133,7 +135,7 @@ def _dense_fsdp(world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig) -> Devi
     if p.cp == 1:
         return _trim(dense, "dp_replicate", "dp_shard")
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
-    view = world._unflatten(0, (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp), names)
+    view = unflatten(world, (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp), names)
     return _trim(view, "dp_replicate", "dp_shard_cp")
 
 
@@ -148,13 +150,13 @@ def _joined_group(
         return view.get_group(names[1 - sizes.index(1)])
     inner = sizes[0] * sizes[1]
     joined = "_".join(names)
-    return world._unflatten(0, (world.size() // inner, inner), ("outer", joined)).get_group(joined)
+    return unflatten(world, (world.size() // inner, inner), ("outer", joined)).get_group(joined)
 
 
 def _stage_group(world: DeviceMesh, p: ParallelConfig) -> dist.ProcessGroup:
     if p.pp == 1:
         return world.get_group()
-    return world._unflatten(0, (p.pp, world.size() // p.pp), ("pp", "stage")).get_group("stage")
+    return unflatten(world, (p.pp, world.size() // p.pp), ("pp", "stage")).get_group("stage")
 
 
 def _dim(mesh: DeviceMesh, name: str) -> int:
