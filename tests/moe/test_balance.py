@@ -596,13 +596,12 @@ def test_two_backwards_of_one_forward_count_once_and_losses_refuse_the_second() 
         y.backward()
 
 
-def test_training_in_eval_mode_is_said() -> None:
+@pytest.mark.parametrize("balance", [BalanceConfig(), only("z", 0.1)])
+def test_training_in_eval_mode_warns(balance: BalanceConfig) -> None:
     x = torch.randn(4, BASE.dim)
-    balanced = make_layer(replace(BASE, balance=only("z", 0.1))).eval()
-    with pytest.warns(UserWarning, match="in eval mode balances and counts nothing"):
-        balanced(x)
+    layer = make_layer(replace(BASE, balance=balance)).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_layer(BASE).eval()(x)
-        with torch.no_grad():
-            balanced(x)
+        y = layer(x).sum()  # an evaluation that forgets no_grad trains nothing
+    with pytest.warns(UserWarning, match="in eval mode balances and counts nothing"):
+        y.backward()

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore._autograd import disable_dynamo
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
@@ -153,8 +152,8 @@ class MoELayer(nn.Module):
             y_TD = y_TD + shared.wait()
         y = y_TD.to(x.dtype).view(x.shape)
         if not self.training:
-            if y.requires_grad and self.config.balance.is_on:
-                _warn_of_eval()
+            if y.requires_grad and not torch.compiler.is_compiling():
+                y.register_hook(_warn_of_eval)
             return y
         return self.tracker.attach(y, routing, micro_batch, self.part("router").selection_bias)
 
@@ -179,12 +178,12 @@ class MoELayer(nn.Module):
         return (y_TD * gate_T1).to(y_TD.dtype)
 
 
-@disable_dynamo
-def _warn_of_eval() -> None:
+def _warn_of_eval(_: Tensor) -> None:
+    """Warn where backward reaches the output: without a balance loss the load would be 0 too."""
     warnings.warn(
-        "a MoELayer in eval mode balances and counts nothing: call model.train() to train "
-        "(from_pretrained gives models in eval mode), or evaluate under torch.no_grad()",
-        stacklevel=3,
+        "a MoELayer in eval mode balances and counts nothing, but gets gradients: call "
+        "model.train() before training (from_pretrained gives models in eval mode)",
+        stacklevel=2,
     )
 
 
