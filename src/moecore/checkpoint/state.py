@@ -32,7 +32,6 @@ from moecore._distributed import StridedShard
 from moecore.checkpoint.config_differences import own_config
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
-from moecore.optim import AdamW
 
 StoredView = Callable[[Tensor], Tensor]
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -192,8 +191,9 @@ def optimizer_state_to_fill(
 
 def _moment_dtype(optimizer: Optimizer, param: Tensor, stored: torch.dtype) -> torch.dtype:
     """Return the dtype in which an optimizer keeps a moment, whatever that of the saved one."""
-    if isinstance(optimizer, AdamW):
-        return optimizer.moment_dtype_of(param)
+    own: Callable[[Tensor], torch.dtype] | None = getattr(optimizer, "moment_dtype_of", None)
+    if own is not None:  # as moecore.optim.AdamW declares
+        return own(param)
     if type(optimizer).__module__.startswith("torch.optim."):  # they step with no less
         return torch.promote_types(stored, param.dtype)
     return stored

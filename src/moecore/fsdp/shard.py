@@ -16,7 +16,8 @@ forward of its module alone, and reduces it behind that forward's backward. So o
 whose weight nothing but its own forward reads: `moecore.models`' own. Any other model's stays with
 the root, since losses often read `lm_head.weight` themselves, and so does a head that is tied.
 Multi-token prediction runs the head again. Backward then frees it after each use but has its
-gradient at the last one only, which is when it is reduced.
+gradient at the last one only, which is when it is reduced. A head declares itself by the attribute
+`is_fsdp_head`.
 
 Note "gradient scale": every data rank r has its own loss L_r. In the "mean" convention a gradient
 is (1 / data_ranks) * sum_r dL_r/dw. Dense gradients sum over the dense FSDP ranks. Expert gradients
@@ -46,7 +47,6 @@ from moecore.fsdp.gathered import watch_gathered
 from moecore.fsdp.together import gather_for_each
 from moecore.fsdp.whole import WholeWeights
 from moecore.mesh import Meshes
-from moecore.models.decoder import Head
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.moe.router import Router
@@ -263,7 +263,8 @@ def find_heads(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     after_a_block = False
     for module in model.modules():
         after_a_block |= module in blocks
-        is_head = isinstance(module, Head) and module is not model and module not in in_blocks
+        is_head = getattr(module, "is_fsdp_head", False)
+        is_head &= module is not model and module not in in_blocks
         if is_head and after_a_block and _has_parameters(module) and not is_tied(module, model):
             heads.append(module)
     return heads

@@ -35,8 +35,6 @@ from torch import Tensor, nn
 
 from moecore.fsdp.gathered import let_go, say_backward
 from moecore.graphs.facts import Facts, facts_of
-from moecore.moe.dispatch.allgather import AllGatherDispatcher
-from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.state import MoEState, moe_state
 
@@ -331,8 +329,7 @@ def _check_dispatchers(state: MoEState) -> None:
     for name, layer in state.layers.items():
         capacity = layer.config.capacity
         pads = capacity is not None and capacity.pad
-        waits = isinstance(layer.dispatcher, AllToAllDispatcher | AllGatherDispatcher) and not pads
-        if waits:
+        if layer.dispatcher.waits_on_host and not pads:
             raise ValueError(
                 f"dispatcher of {name} ({type(layer.dispatcher).__name__}) must be 'nvlink' or pad "
                 "to a capacity for a CUDA graph, because it waits for sizes on the host"

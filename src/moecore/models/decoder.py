@@ -95,7 +95,12 @@ class Head(nn.Module):
     Args:
         config: the decoder.
         dtype: dtype of the weight.
+
+    Attributes:
+        is_fsdp_head: nothing but its own forward reads its weight: note "head" in `fsdp/shard.py`.
     """
+
+    is_fsdp_head = True
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()

@@ -112,7 +112,14 @@ class UnsummedRows:
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to the ranks that own their experts, and their outputs home."""
+    """Brings tokens to the ranks that own their experts, and their outputs home.
+
+    Attributes:
+        waits_on_host: every forward waits for sizes on the host, unless each expert's rows are
+            padded to a capacity; such a forward cannot be in a CUDA graph.
+    """
+
+    waits_on_host: bool
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring every token to each rank that owns at least one of its experts, once."""

@@ -51,6 +51,8 @@ class AllToAllDispatcher:
         placement: the dispatch group and who owns what.
     """
 
+    waits_on_host = True
+
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
         self._sizes = EqualSizes(placement.group)

@@ -16,6 +16,8 @@ class LocalDispatcher:
         num_experts: E.
     """
 
+    waits_on_host = False
+
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 

@@ -67,6 +67,8 @@ class NVLinkDispatcher:
         exchanges: of the same group; shared by the layers of a model.
     """
 
+    waits_on_host = False  # but with NVLinkOptions.exact_rows, which a CUDA graph refuses by name
+
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
         self.exchanges = exchanges
