@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,63 @@ def test_unknown_block_is_named_with_its_class_and_the_way_out() -> None:
     assert isinstance(model.layers[0][0], Stacked)
 
 
-def test_no_moe_at_all() -> None:
-    with pytest.raises(ValueError, match=r"Sequential.*must hold at least one MoELayer.*register"):
-        swap_blocks(nn.Sequential(nn.Linear(2, 2)), {})
+class FFN(nn.Sequential):
+    def __init__(self, dim: int = 32, hidden_dim: int = 48) -> None:
+        super().__init__(nn.Linear(dim, hidden_dim), nn.SiLU(), nn.Linear(hidden_dim, dim))
+
+
+def parts(**children: nn.Module | nn.Parameter) -> nn.Module:
+    module = nn.Module()
+    for name, child in children.items():
+        setattr(module, name, child)
+    return module
+
+
+def ffns(number: int = 8, dim: int = 32) -> nn.ModuleList:
+    return nn.ModuleList(FFN(dim) for _ in range(number))
+
+
+def stack(*shape: int) -> nn.Module:
+    return parts(weight=random(*shape))
+
+
+ROUTED = {
+    "a list": lambda: parts(router=nn.Linear(32, 8), ffns=ffns()),
+    "a list behind a gate": lambda: parts(gate=nn.Linear(32, 8), branches=ffns()),
+    "a router with parts": lambda: parts(top_gate=nn.Sequential(nn.Linear(32, 8)), fc=ffns()),
+    "stacks": lambda: parts(router=nn.Linear(32, 8), fc1=stack(8, 96, 32), fc2=stack(8, 32, 48)),
+}
+DENSE = {
+    "a decoder and its classifier": lambda: parts(layers=ffns(), head=nn.Linear(32, 8)),
+    "a gated mlp": lambda: parts(gate=nn.Linear(32, 48), up=nn.Linear(32, 48)),
+    "a gate of another size": lambda: parts(gate=nn.Linear(32, 1), layers=ffns()),
+    "heads": lambda: parts(
+        gate=nn.Linear(32, 8), heads=nn.ModuleList(nn.Linear(32, 4) for _ in range(8))
+    ),
+    "layers of several kinds": lambda: parts(
+        gate=nn.Linear(32, 2), layers=nn.ModuleList([FFN(), nn.Sequential(FFN())])
+    ),
+    "convolutions": lambda: parts(
+        router=nn.Linear(32, 32), conv=nn.Conv1d(32, 32, 3), out=nn.Conv1d(32, 32, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("beside", [(), (Stacked,)])
+@pytest.mark.parametrize("kind", ROUTED)
+def test_experts_without_an_adapter_are_not_dense_in_silence(kind: str, beside: Any) -> None:
+    model = block_list(*(block() for block in beside), ROUTED[kind]())
+    with pytest.warns(UserWarning, match=rf"layers.{len(beside)}.0 \(Module\) looks like a router"):
+        layers = swap_blocks(model, dict.fromkeys(beside, stacked_adapter))
+    assert len(layers) == len(beside)
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_dense_modules_are_not_taken_for_experts(kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert swap_blocks(block_list(DENSE[kind]()), {}) == {}
+        assert swap_blocks(DENSE[kind](), {}) == {}
 
 
 def test_a_bare_block_must_have_a_parent() -> None:

@@ -8,10 +8,11 @@ a user's own block gets one through `parallelize_moe(..., adapters={MyBlock: my_
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from moecore.hf.blocks import find_hf_adapter
 from moecore.moe.layer import MoELayer
@@ -30,11 +31,14 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
 
     Raises:
         ValueError: when a block looks like MoE and has no adapter, an adapter returns something
-            else than a MoELayer, a block that would be swapped has hooks, or nothing is MoE at all.
-            The model is then unchanged.
+            else than a MoELayer, or a block that would be swapped has hooks. The model is then
+            unchanged.
+
+    Warns of experts that are sharded as dense modules: see `_routes_densely`.
     """
     found: dict[str, Adapter] = {}
     unknown: list[str] = []
+    dense: list[str] = []
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):
@@ -46,10 +50,19 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
                 found[name] = adapter
         elif _looks_like_moe(module):
             unknown.append(f"{name or 'the model'} ({type(module).__name__})")
+        elif _routes_densely(module):
+            dense.append(f"{name or 'the model'} ({type(module).__name__})")
     if unknown:
         raise ValueError(
             f"MoE block {unknown[0]}{_more(unknown)} has no adapter: pass parallelize_moe(..., "
             "adapters={BlockClass: fn(block, model) -> MoELayer}), see docs/adapters.md"
+        )
+    if dense:
+        warnings.warn(
+            f"{dense[0]}{_more(dense)} looks like a router and a list of experts without an "
+            "adapter, so every rank computes all of them: pass parallelize_moe(..., adapters={...})"
+            ", see docs/adapters.md",
+            stacklevel=3,
         )
     if "" in found:
         raise ValueError(
@@ -80,14 +93,7 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
         for child, module in parent._modules.items():
             if module in swaps:
                 parent._modules[child] = swaps[module]
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
-    if not layers:
-        raise ValueError(
-            f"model ({type(model).__name__}) must hold at least one MoELayer or known MoE block: "
-            "register an adapter for blocks that moecore does not recognise, see docs/adapters.md, "
-            "or use fully_shard if there are none"
-        )
-    return layers
+    return {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
 
 
 def _refuse_hooks(name: str, block: nn.Module, layer: MoELayer) -> None:
@@ -127,6 +133,42 @@ def _looks_like_moe(module: nn.Module) -> bool:
         name in ("experts", "expert") and not isinstance(child, MoELayer)
         for name, child in module.named_children()
     )
+
+
+def _routes_densely(module: nn.Module) -> bool:
+    """Whether a module is a router over feed-forward experts, by names and shapes.
+
+    A child named router or gate with a matrix [E, D], E >= 2, beside a ModuleList of E modules of
+    one class and of equal shapes, whose first matrix reads D and whose last one writes D. Or a
+    child named router beside stacks of E such matrices.
+    """
+    for name, child in module.named_children():
+        if "router" in name or "gate" in name or "gating" in name:
+            others = [m for m in module.children() if m is not child]
+            if any(_has_experts(others, *s, stacked="router" in name) for s in _shapes(child, 2)):
+                return True
+    return False
+
+
+def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacked: bool) -> bool:
+    if num_experts < 2:
+        return False
+    for experts in modules:
+        if isinstance(experts, nn.ModuleList) and len(experts) == num_experts:
+            shapes = [(type(e), *_shapes(e, 2)) for e in experts]
+            if shapes.count(shapes[0]) == num_experts and _maps(shapes[0][1:], dim):
+                return True
+    stacks = [s for m in modules if not isinstance(m, _ConvNd) for s in _shapes(m, 3)]
+    return stacked and _maps([s[1:] for s in stacks if s[0] == num_experts], dim)
+
+
+def _maps(matrices: Sequence[Any], dim: int) -> bool:
+    """Whether the first of at least two matrices reads the dim and the last one writes it."""
+    return len(matrices) > 1 and matrices[0][1] == dim == matrices[-1][0]
+
+
+def _shapes(module: nn.Module, ndim: int) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for p in module.parameters() if p.ndim == ndim]
 
 
 def _more(names: list[str]) -> str:

@@ -223,14 +223,16 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules that become FSDP2 units, in order.
 
     They are the entries of each outermost ModuleList, ModuleDict or Sequential that holds a
-    MoELayer anywhere (a decoder's layers, dense ones included); MoE layers outside of any such
-    container are units of their own. An entry that shares a parameter with a module outside of it
-    (an embedding tied to the head) is left to the root unit: two units would train two copies.
+    MoELayer anywhere (a decoder's layers, dense ones included), or of every one in a model without
+    MoE layers. MoE layers outside of any such container are units of their own. An entry that
+    shares a parameter with a module outside of it (an embedding tied to the head) is left to the
+    root unit: two units would train two copies.
     """
     blocks: list[nn.Module] = []
+    is_dense = not _layers([model])
 
     def visit(module: nn.Module) -> None:
-        if not any(isinstance(m, MoELayer) for m in module.modules()):
+        if not is_dense and not _layers([module]):
             return
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             for child in module.children():

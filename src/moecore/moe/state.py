@@ -129,7 +129,8 @@ class MoEState:
                 or a bool scalar on the device, for which nothing waits.
 
         Returns:
-            The metrics of the step; all zero when nothing was counted since the last call.
+            The metrics of the step; all zero when nothing was counted since the last call, empty
+            for a model without MoE layers.
 
         Raises:
             ValueError: when a layer with auxiliary losses saw another number of micro-batches than
@@ -144,6 +145,8 @@ class MoEState:
         if self._check_parameters is not None:
             self._check_parameters()
         self._check_micro_batches()
+        if not self.layers:
+            return MoEMetrics()
         counts = {name: self._counts(layer) for name, layer in self.layers.items()}
         metrics = self._sum_over_ranks(counts)
         if skipped is not True:
