@@ -18,7 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes, moe_state
+from moecore import (
+    BalanceConfig,
+    FSDPOptions,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+    moe_state,
+)
 from moecore import parallelize_moe as parallelize
 from moecore.fsdp.shard import find_blocks
 from moecore.models import Decoder, num_params, preset
@@ -176,15 +184,47 @@ def test_says_what_is_not_built(degree: str) -> None:
         parallelize(meta_model(), meshes)
 
 
-def test_refuses_models_without_moe_and_second_calls() -> None:
+def test_refuses_second_calls() -> None:
     meshes = world(2)
-    with pytest.raises(ValueError, match="at least one MoELayer"):
-        parallelize(nn.Linear(4, 4), meshes)
     model = parallelize(meta_model(), meshes)
     with pytest.raises(ValueError, match="must not be parallelized already"):
         parallelize(model, meshes)
     with pytest.raises(ValueError, match="call parallelize_moe"):
         moe_state(nn.Linear(4, 4))
+    model = parallelize(nn.Linear(4, 4), meshes)
+    with pytest.raises(ValueError, match=r"model \(FSDPLinear\) must not be parallelized already"):
+        parallelize(model, meshes)
+
+
+def test_experts_ranks_are_refused_where_nothing_is_moe() -> None:
+    """A model whose MoE blocks were missed would else be sharded as a dense one."""
+    with pytest.raises(ValueError, match=r"ParallelConfig.ep \(2\) and etp \(1\) must be 1 for"):
+        parallelize(nn.Sequential(nn.Linear(4, 4)), world(4, ep=2))
+
+
+def test_options_of_experts_warn_where_nothing_is_moe() -> None:
+    with pytest.warns(
+        UserWarning, match="balance is not used: the model has no MoE layers"
+    ) as seen:
+        parallelize(nn.Linear(4, 4), world(2), balance=BalanceConfig(sequence_coef=0.1))
+    assert [w.filename for w in seen] == [__file__]
+
+
+def test_units_of_a_dense_model() -> None:
+    """Entries of its lists; a list of its own inside an entry makes no more units."""
+    meshes = world(2)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    model = nn.Module()
+    model.layers, model.norm = blocks, nn.LayerNorm(4)
+    assert find_blocks(model) == list(blocks)
+    parallelize(model, meshes)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["nvlink", "balance", "fsdp"])
+def test_records_are_records(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} \(0.01\) must be a .*(Options|Config) or None"):
+        parallelize(meta_model(), world(2), **{name: 0.01})
 
 
 def test_options_are_checked() -> None:
@@ -265,8 +305,9 @@ def test_own_layers_under_any_name_are_known() -> None:
 
 def test_a_dispatcher_without_use_warns() -> None:
     meshes = build_meshes(ParallelConfig(), "cpu")
-    with pytest.warns(UserWarning, match="not used"):
+    with pytest.warns(UserWarning, match="not used") as seen:
         parallelize(nn.Sequential(MoELayer(CONFIG)), meshes, dispatcher="alltoall")
+    assert seen[0].filename == __file__
 
 
 def test_one_process_needs_no_launcher_and_trains() -> None:

@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from moecore import Meshes, ParallelConfig, build_meshes
+import moecore
+from moecore import (
+    BalanceConfig,
+    FSDPOptions,
+    Meshes,
+    MoEConfig,
+    MoELayer,
+    NVLinkOptions,
+    ParallelConfig,
+    build_meshes,
+    clip_grad_norm_,
+    moe_state,
+    parallelize_moe,
+)
+from moecore.checkpoint import load, save
+from moecore.models import Decoder, DecoderConfig
 from tests.ranks import run_ranks
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=77)
+CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2)
+DENSE = DecoderConfig(
+    vocab_size=64, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, mlp_hidden_dim=48
+)
+
+
+# --------------------------------------------------------------------------------------- timeouts
 
 
 def timeouts() -> dict[str, timedelta]:
     """Every group of three foldings, with the time that its collectives wait."""
     cpu = torch.device("cpu")
-    dist.group.WORLD._get_backend(cpu)._set_default_timeout(TIMEOUT)  # as init_process_group gives
+    backend = dist.group.WORLD._get_backend(cpu)
+    before = backend.options._timeout
+    backend._set_default_timeout(TIMEOUT)  # as init_process_group would
     found = {}
     for p in (
         ParallelConfig(tp=2, ep=2, etp=2),
@@ -29,6 +62,7 @@ def timeouts() -> dict[str, timedelta]:
     ):
         for name, group in groups_of(build_meshes(p, "cpu")).items():
             found[f"{name} of {p}"] = group._get_backend(cpu).options._timeout
+    backend._set_default_timeout(before)
     return found
 
 
@@ -42,7 +76,214 @@ def groups_of(meshes: Meshes) -> dict[str, dist.ProcessGroup]:
     return found | {n: g for n in joined if (g := getattr(meshes, n)) is not None}
 
 
-CASES: dict[str, Callable[[], Any]] = {"timeouts": timeouts}
+# -------------------------------------------------------------------------------- what must agree
+
+
+def make_model(config: MoEConfig = CONFIG, layers: int = 1, device: str | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    moe = [MoELayer(config, device=device) for _ in range(layers)]
+    return nn.Sequential(nn.Linear(32, 32, device=device), *moe)
+
+
+def frozen() -> nn.Module:
+    model = make_model()
+    model[1].experts.w2.requires_grad_(False)
+    return model
+
+
+def rounded() -> nn.Module:
+    return make_model().bfloat16()
+
+
+Built = tuple[Callable[[], nn.Module], dict[str, Any]]
+
+
+def built(make: Callable[..., nn.Module] = make_model, /, **options: Any) -> Built:
+    return make, options
+
+
+BALANCE, OTHER_BALANCE = BalanceConfig(sequence_coef=0.1), BalanceConfig(sequence_coef=0.2)
+# What the last rank does, what the others do, and the item that the error names.
+DIFFERENT: dict[str, tuple[Built, Built, str]] = {
+    "loss": (built(loss="sum"), built(), "loss ('sum' on rank 3) must be the same on every rank"),
+    "dispatcher": (built(dispatcher="allgather"), built(), "dispatcher ('allgather' on"),
+    "experts": (built(experts="sequential"), built(), "expert_backend ('sequential' on"),
+    "recompute": (built(recompute_fc1=True), built(), "recompute_fc1 (True on"),
+    "compile": (built(compile=True), built(), "compile_dense (True on"),
+    "balance": (
+        built(balance=OTHER_BALANCE),
+        built(balance=BALANCE),
+        "balance (BalanceConfig(",
+    ),
+    "fsdp": (
+        built(fsdp=FSDPOptions(reshard_after_forward=False)),
+        built(),
+        "FSDPOptions.reshard_after_forward (False on",
+    ),
+    "nvlink": (
+        built(nvlink=NVLinkOptions(capacity_factor=2.0)),
+        built(),
+        "NVLinkOptions.capacity_factor (2.0 on",
+    ),
+    "layers": (built(make_model, layers=2), built(), "names of parameters and buffers (["),
+    "meta": (built(make_model, device="meta"), built(), "is_meta of 0.weight (True on"),
+    "shape": (
+        built(make_model, config=replace(CONFIG, num_experts=16)),
+        built(),
+        "shape of 1.router.weight ((16, 32) on rank 3) and",
+    ),
+    "dtype": (built(rounded), built(), "dtype of 0.weight (torch.bfloat16 on"),
+    "frozen": (built(frozen), built(), "requires_grad of 1.experts.w2 (False on"),
+    "top_k": (
+        built(make_model, config=replace(CONFIG, top_k=3)),
+        built(),
+        "configuration of 1: MoEConfig.top_k (3 on",
+    ),
+    "own balance": (
+        built(make_model, config=replace(CONFIG, balance=BALANCE)),
+        built(),
+        "configuration of 1: MoEConfig.balance (BalanceConfig(",
+    ),
+}
+MAKES = ("layers", "device", "config")
+
+
+def refusals() -> dict[str, Any]:
+    """The error of each rank where the last one differs, and how many collectives came before."""
+    is_last = dist.get_rank() == WORLD - 1
+    meshes = build_meshes(ParallelConfig(ep=2), "cpu")
+    found = {}
+    for name, (last, others, _) in DIFFERENT.items():
+        make, options = last if is_last else others
+        made = {key: value for key, value in options.items() if key in MAKES}
+        asked = {key: value for key, value in options.items() if key not in MAKES}
+        found[name] = error_of(partial(parallelize_moe, make(**made), meshes, **asked))
+    with patch.object(moecore, "__version__", "0.2" if is_last else "0.1"):
+        found["version"] = error_of(lambda: parallelize_moe(make_model(), meshes))
+    degrees = ParallelConfig(ep=4 if is_last else 2)
+    found["degrees"] = error_of(lambda: build_meshes(degrees, "cpu"))
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, found)
+    parallelize_moe(make_model(), meshes)(torch.randn(4, 32)).sum().backward()  # groups still work
+    return {name: [rank[name] for rank in everyone] for name in found}
+
+
+def error_of(action: Callable[[], Any]) -> tuple[str, list[str]]:
+    with collectives() as called, pytest.raises(ValueError) as info:
+        action()
+    return str(info.value), called
+
+
+@contextmanager
+def collectives() -> Iterator[list[str]]:
+    called: list[str] = []
+    names = [n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "new_group"))]
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return function(*args, **kwargs)
+
+        return run
+
+    functions = {n: recorded(n, getattr(dist, n)) for n in names if callable(getattr(dist, n))}
+    with patch.multiple(dist, **functions):
+        yield called
+
+
+# --------------------------------------------------------------------------- models without MoE
+
+
+def hf_dense() -> nn.Module:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def native_dense() -> nn.Module:
+    return Decoder(DENSE)
+
+
+def loss_of(model: nn.Module, tokens_BT: Tensor) -> Tensor:
+    if isinstance(model, Decoder):
+        return model(tokens_BT[:, :-1], tokens_BT[:, 1:])
+    return model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], ParallelConfig, int]] = {
+    "native": (native_dense, ParallelConfig(tp=2), 5),  # root, three blocks, head
+    "transformers": (hf_dense, ParallelConfig(dp_replicate=2, dp_shard=2), 4),
+}
+
+
+def dense(name: str) -> dict[str, Any]:
+    """Two steps of a dense model against one process, a checkpoint, and what finish_step gives."""
+    make, degrees, _ = MODELS[name]
+    meshes = build_meshes(degrees, "cpu")
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randint(0, 64, (meshes.data_ranks, 2, 17), generator=generator)
+    plain = make()
+    model = parallelize_moe(copy.deepcopy(plain), meshes)
+    ours, theirs = (make_optimizer(m) for m in (model, plain))
+    worst = 0.0
+    for _ in range(2):
+        loss = loss_of(model, data[meshes.data_rank])
+        loss.backward()
+        expected = torch.stack([loss_of(plain, tokens) for tokens in data]).mean()
+        expected.backward()
+        norm = clip_grad_norm_(model, 0.5)
+        worst = max(worst, relative(norm.total, nn.utils.clip_grad_norm_(plain.parameters(), 0.5)))
+        for (n, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert got.grad is not None, n
+            worst = max(worst, relative(got.grad.full_tensor(), want.grad))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        metrics = moe_state(model).finish_step()
+    shown = (metrics.load_max_over_mean(), metrics.drop_rate(), metrics.total_aux_loss())
+    units = sum(isinstance(m, FSDPModule) for m in model.modules())
+    return {"worst": worst, "shown": shown, "units": units, "restored": restored(model, ours, make)}
+
+
+def restored(model: nn.Module, optimizer: Any, make: Callable[[], nn.Module]) -> bool:
+    """Whether a checkpoint comes back on another layout."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    path = save(Path(folder[0]), 2, model, optimizer)
+    other = parallelize_moe(make(), build_meshes(ParallelConfig(dp_shard=4), "cpu"))
+    load(path, other, make_optimizer(other))
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def relative(got: Any, want: Any) -> float:
+    got, want = torch.as_tensor(got), torch.as_tensor(want)
+    return float((got - want).abs().max() / want.abs().max())
+
+
+# -------------------------------------------------------------------------------------------------
+
+CASES: dict[str, Callable[[], Any]] = {
+    "timeouts": timeouts,
+    "refusals": refusals,
+    "native": lambda: dense("native"),
+    "transformers": lambda: dense("transformers"),
+}
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
@@ -58,3 +299,28 @@ def test_every_group_takes_the_timeout_of_the_default_group(results: dict[str, A
     names = {name.split(" of ")[0] for name in results["timeouts"]}
     assert {"dispatch_group", "micro_batch_group", "stage_group", "expert_fsdp edp_shard"} <= names
     assert set(results["timeouts"].values()) == {TIMEOUT}
+
+
+NAMED = {name: item for name, (*_, item) in DIFFERENT.items()}
+NAMED["version"] = "moecore.__version__ ('0.2' on rank 3)"
+NAMED["degrees"] = "ParallelConfig.edp_shard (1 on rank 3) and 1 more must be the same"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_rank_that_differs_is_refused_everywhere_and_the_item_named(
+    name: str, results: dict[str, Any]
+) -> None:
+    errors = results["refusals"][name]
+    assert NAMED[name] in errors[-1][0]
+    items = {message.partition(" (")[0] for message, _ in errors}
+    assert len(items) == 1 and not any("\n" in message for message, _ in errors)
+    assert all(set(called) == {"all_reduce"} and len(called) <= 2 for _, called in errors)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_dense_model_equals_one_process(name: str, results: dict[str, Any]) -> None:
+    found = results[name]
+    assert found["worst"] < 1e-5
+    assert found["shown"] == ({}, {}, 0.0)
+    assert found["units"] == MODELS[name][2]
+    assert found["restored"]

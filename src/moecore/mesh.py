@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore._distributed import inherit_timeout, unflatten
+from moecore.agreement import check_same, fields_of
 from moecore.config import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 
 
@@ -84,7 +85,7 @@ def build_meshes(parallel: ParallelConfig, device_type: str | None = None) -> Me
         The frozen record that every other room takes its groups from.
 
     Raises:
-        ValueError: when the degrees do not multiply to the world size.
+        ValueError: when the degrees do not multiply to the world size, or differ between ranks.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type not in ("cpu", "cuda"):
@@ -97,6 +98,7 @@ def build_meshes(parallel: ParallelConfig, device_type: str | None = None) -> Me
 
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
+    check_same(fields_of(p), device_type)  # before the groups, which other degrees would mix up
     dense = unflatten(world, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
     expert = unflatten(world, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     # Views that join neighbouring dims into one group. Only dims that are both larger than 1

@@ -115,6 +115,12 @@ class Experts(nn.Module):
             ValueError: for an unknown name, experts that the backend cannot compute, or when
                 nothing can be recomputed.
         """
+        self.check_backend(backend, recompute_fc1=recompute_fc1)
+        self.backend = backend
+        self.recompute_fc1 = recompute_fc1
+
+    def check_backend(self, backend: str, *, recompute_fc1: bool = False) -> None:
+        """Raise what `set_backend` raises; change nothing."""
         check_backend(backend, self.spec())
         biased = self._is_biased
         if recompute_fc1 and (backend in ("te", "sequential") or biased):
@@ -122,8 +128,6 @@ class Experts(nn.Module):
                 f"recompute_fc1 (True) must go with experts ({backend!r}) = 'auto', 'triton' or "
                 f"'torch', without biases ({biased}): use activation checkpointing instead"
             )
-        self.backend = backend
-        self.recompute_fc1 = recompute_fc1
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Keep this rank's experts (ep) and its part of each (etp), as DTensors. No communication.

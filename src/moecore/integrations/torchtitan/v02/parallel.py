@@ -91,8 +91,6 @@ def parallelize_titan(
             # What the embedding's reduce-scatter returns is a tensor that still waits. torch 2.13
             # gives such an input of a compiled graph no gradient.
             model.get_submodule("tok_embeddings").register_forward_hook(_waited)
-        # Done here, before checkpointing hides the parts from torchtitan's plans.
-        model.apply_tensor_parallel = lambda _: model  # type: ignore[assignment]
     return finish(model, meshes, job_config)
 
 

@@ -152,8 +152,6 @@ def parallelize_titan(
         # FSDP2 wants one root mesh above its own and that of the tensors which torchtitan has cut.
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate > 1 else "fsdp"
         meshes = replace(meshes, dense_fsdp=parallel_dims.get_mesh(names))
-        # Done here, before checkpointing hides the parts from torchtitan's plans.
-        model.apply_tensor_parallel = lambda _: model  # type: ignore[assignment]
     return finish(model, meshes, job)
 
 

@@ -1,0 +1,110 @@
+"""What must be equal on every rank, compared before anything is sharded.
+
+Ranks that differ would otherwise mix shards, compute other gradients in silence, or issue other
+collectives and wait for each other. An entry costs 16 bytes of one all-reduce, whatever its value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def check_same(entries: Mapping[str, Any], device_type: str) -> None:
+    """Raise on every rank when an entry is not the same on all of them. Collective, a host sync.
+
+    Args:
+        entries: name -> value, equal where its `repr` is; every rank must bring the same names in
+            the same order. A mapping among the values is opened to name what in it differs: an
+            entry before it must have compared its keys.
+        device_type: of the default group's collectives.
+
+    Raises:
+        ValueError: names the first entry that differs, and its value on this rank.
+    """
+    names = _differing(entries, device_type)
+    if not names:
+        return
+    name, more = names[0], len(names) - 1
+    value = entries[name]
+    if isinstance(value, Mapping):
+        inner = _differing(value, device_type)
+        name, value, more = f"{name} of {inner[0]}", value[inner[0]], more + len(inner) - 1
+    others = f" and {more} more" if more else ""
+    raise ValueError(
+        f"{name} ({_shown(value)} on rank {dist.get_rank()}){others} must be the same on every "
+        "rank: build the model and call moecore alike everywhere"
+    )
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as entries, by "Class.field"."""
+    cls = type(record).__name__
+    return {f"{cls}.{field.name}": getattr(record, field.name) for field in fields(record)}
+
+
+@torch.no_grad()
+def check_equal_weights(model: nn.Module, device_type: str) -> None:
+    """Raise on every rank when real weights differ: they would be mixed shard by shard.
+
+    Args:
+        model: of which names and shapes are the same on every rank.
+        device_type: of the default group's collectives.
+
+    Raises:
+        ValueError: names the first parameter or buffer that differs.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    # Of what is cut over tp already every rank holds another part.
+    whole = {n: t for n, t in named if not isinstance(t, DTensor)}
+    real = {n: t for n, t in whole.items() if not t.is_meta and t.numel()}
+    if not real or not _has_others():
+        return
+    different = _where_different(torch.stack([_checksum(t).to(device_type) for t in real.values()]))
+    if different:
+        raise ValueError(
+            f"weights of {list(real)[different[0]]} (and {len(different) - 1} more) must be equal "
+            "on every rank before sharding: seed every rank alike or load one checkpoint"
+        )
+
+
+def _differing(entries: Mapping[str, Any], device_type: str) -> list[str]:
+    if not entries or not _has_others():
+        return []
+    digests = [hashlib.sha256(repr(value).encode()).digest()[:7] for value in entries.values()]
+    numbers = torch.tensor([int.from_bytes(d, "little") for d in digests], device=device_type)
+    names = list(entries)
+    return [names[i] for i in _where_different(numbers)]
+
+
+def _where_different(values: Tensor) -> list[int]:
+    """Return the positions at which ranks hold different int64. One collective, a host sync."""
+    bounds = torch.stack([values, ~values])  # ~ turns the order round and cannot overflow
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    return (bounds[0] != ~bounds[1]).nonzero().flatten().tolist()
+
+
+def _has_others() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return an int64 sum of the tensor's bytes, each times a number that depends on its place."""
+    bits = tensor.detach().contiguous().flatten().view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for i, chunk in enumerate(bits.split(1 << 22)):
+        places = torch.arange(1, chunk.numel() + 1, device=tensor.device)
+        total += (places * places % 1000003 * (i + 1) * (chunk.to(torch.int64) + 1)).sum()
+    return total

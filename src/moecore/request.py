@@ -1,0 +1,276 @@
+"""What a call of `parallelize_moe` asks for, and every rule that one rank can check by itself.
+
+Nothing here changes a model or communicates.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from moecore._autograd import has_gradient_hooks
+from moecore._distributed import HAS_SEPARATE_PIECES
+from moecore.agreement import fields_of
+from moecore.config import BalanceConfig
+from moecore.fsdp.check import check_parameters
+from moecore.fsdp.shard import FSDPOptions, is_tied, keeps_precision
+from moecore.mesh import Meshes
+from moecore.moe.backends import ExpertBackend, check_backend
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.moe.experts import Experts, expert_shapes
+from moecore.moe.layer import MoELayer
+from moecore.moe.state import STATE_NAME
+
+DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
+LossConvention = Literal["mean", "sum"]
+
+
+@runtime_checkable
+class TensorParallelModel(Protocol):
+    """A model that cuts its own dense parameters: what tp > 1 needs.
+
+    A model whose parameters are DTensors over tp already needs no method.
+    """
+
+    def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Any:
+        """Cut everything but the routed experts over a mesh of one dim, in place."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The arguments of `parallelize_moe`, which documents them; `fsdp` is never None."""
+
+    meshes: Meshes
+    dispatcher: DispatcherName
+    nvlink: NVLinkOptions | None
+    expert_backend: ExpertBackend
+    recompute_fc1: bool
+    overlap_shared: bool
+    compile_dense: bool
+    balance: BalanceConfig | None
+    fsdp: FSDPOptions
+    loss: LossConvention
+
+    def entries(self) -> dict[str, Any]:
+        """Return what must be the same on every rank; `build_meshes` has compared the degrees."""
+        records = ("meshes", "nvlink", "fsdp")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
+        return plain | fields_of(self.fsdp) | fields_of(self.nvlink or NVLinkOptions())
+
+
+def model_entries(model: nn.Module, layers: Mapping[str, MoELayer]) -> dict[str, Any]:
+    """Return what else must be the same on every rank: tensors and MoE layers.
+
+    Args:
+        model: not yet sharded.
+        layers: its MoE layers by name.
+    """
+    params = dict(model.named_parameters())
+    tensors = params | dict(model.named_buffers())
+    configs: dict[str, Any] = {}
+    for name, layer in layers.items():
+        own = fields_of(layer.config) | fields_of(layer.config.balance) | fields_of(layer.layout)
+        configs |= {f"{name}: {field}": value for field, value in own.items()}
+    return {
+        "names of parameters and buffers": list(tensors),
+        "names of MoE layers": list(layers),
+        "shape": {n: tuple(t.shape) for n, t in tensors.items()},
+        "dtype": {n: t.dtype for n, t in tensors.items()},
+        "is_meta": {n: t.is_meta for n, t in tensors.items()},
+        "requires_grad": {n: p.requires_grad for n, p in params.items()},
+        "configuration": configs,
+    }
+
+
+def check_request(model: nn.Module, request: Request) -> None:
+    """Raise for arguments that do not fit each other, the meshes or the model as it came.
+
+    Raises:
+        ValueError, NotImplementedError: as `parallelize_moe` documents.
+    """
+    _check_arguments(request)
+    _check_fresh(model)
+    _check_degrees(model, request.meshes)
+
+
+def check_layers(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -> None:
+    """Raise for MoE layers and parameters that cannot be sharded as requested.
+
+    Args:
+        model: its MoE blocks are MoELayers.
+        layers: those, by name.
+        request: the call.
+
+    Raises:
+        ValueError, NotImplementedError: as `parallelize_moe` documents.
+    """
+    if not layers:
+        _check_dense(request)
+    owners: dict[nn.Module, str] = {}
+    for name, layer in layers.items():
+        first = owners.setdefault(layer.part("experts"), name)
+        if first != name:
+            raise ValueError(
+                f"{name} and {first} must not share one experts module, which is sharded and "
+                "counted with its layer: share the whole MoELayer, or untie them"
+            )
+    for name, layer in layers.items():
+        _check_experts(name, layer, request.meshes)
+        if is_tied(layer.part("experts"), model):  # they are cut, each module its own
+            raise ValueError(
+                f"{name}: parameters of experts must not be shared with another module, because "
+                "experts live on a mesh of their own: untie them"
+            )
+        _check_compute(layer, request)
+    _check_routers(model, layers, request.fsdp)
+    check_parameters(model, request.meshes, request.fsdp)
+
+
+def _check_arguments(request: Request) -> None:
+    p, dispatcher, nvlink = request.meshes.parallel, request.dispatcher, request.nvlink
+    for name, value, choices in (
+        ("dispatcher", dispatcher, get_args(DispatcherName)),
+        ("loss", request.loss, get_args(LossConvention)),
+        ("experts", request.expert_backend, get_args(ExpertBackend)),
+    ):
+        if value not in choices:
+            shown = ", ".join(repr(c) for c in choices)
+            raise ValueError(f"{name} ({value!r}) must be one of {shown}")
+    for name, cls in (("nvlink", NVLinkOptions), ("balance", BalanceConfig), ("fsdp", FSDPOptions)):
+        record = getattr(request, name)
+        if record is not None and not isinstance(record, cls):
+            raise ValueError(f"{name} ({record!r}) must be a {cls.__name__} or None: make one")
+    if nvlink is not None and dispatcher not in ("auto", "nvlink"):
+        raise ValueError(
+            f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink' or 'auto': "
+            "drop it"
+        )
+    if dispatcher in ("alltoall", "allgather", "nvlink") and p.ep * p.etp == 1:
+        warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=4)
+    if dispatcher == "local" and p.ep * p.etp > 1:
+        raise ValueError(
+            f"dispatcher ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use 'alltoall'"
+        )
+    device_type = request.meshes.device_type
+    if request.overlap_shared and device_type != "cuda":
+        raise ValueError(
+            f"overlap_shared (True) must go with device_type ({device_type!r}) = 'cuda', "
+            "the only one with streams: drop it"
+        )
+
+
+def _check_fresh(model: nn.Module) -> None:
+    """Raise for a model that is sharded already, or that has hooks which sharding would lose."""
+    for name, module in model.named_modules():
+        is_unit = isinstance(module, FSDPModule)
+        has_layers = is_unit and any(isinstance(m, MoELayer) for m in module.modules())  # type: ignore[attr-defined]
+        is_root = is_unit and module is model
+        if is_root or has_layers or getattr(module, STATE_NAME, None) is not None:
+            raise ValueError(
+                f"{name or 'model'} ({type(module).__name__}) must not be parallelized already: "
+                "call parallelize_moe once, on the whole"
+            )
+    for name, param in model.named_parameters():
+        if has_gradient_hooks(param):
+            raise ValueError(
+                f"{name} must have no hooks, which its sharded parameter would not have: after "
+                "parallelize_moe use register_post_accumulate_grad_hook"
+            )
+
+
+def _check_degrees(model: nn.Module, meshes: Meshes) -> None:
+    p = meshes.parallel
+    for degree in ("cp", "pp"):
+        if getattr(p, degree) > 1:
+            raise NotImplementedError(
+                f"ParallelConfig.{degree} ({getattr(p, degree)}) must be 1: meshes have the dim, "
+                "but no model can use it yet"
+            )
+    if p.tp > 1 and not is_cut(model) and not isinstance(model, TensorParallelModel):
+        raise NotImplementedError(
+            f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
+            "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
+        )
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether the model's owner has applied tensor parallelism."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
+
+
+def _check_dense(request: Request) -> None:
+    """Refuse experts' ranks for a model without MoE layers, which may be one that was missed."""
+    p = request.meshes.parallel
+    if p.ep * p.etp > 1:
+        raise ValueError(
+            f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "
+            "layers: drop them, or register an adapter for its MoE blocks, see docs/adapters.md"
+        )
+    unused = [n for n in ("nvlink", "recompute_fc1", "balance") if getattr(request, n)]
+    if unused:
+        warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=4)
+
+
+def _check_experts(name: str, layer: MoELayer, meshes: Meshes) -> None:
+    p, config = meshes.parallel, layer.config
+    experts = layer.part("experts")
+    expected = set(expert_shapes(config, layer.layout.expert_layout))
+    found = {n for n, _ in experts.named_parameters()}
+    if not isinstance(experts, Experts) or found != expected:
+        raise ValueError(
+            f"{name}: experts ({type(experts).__name__} with {sorted(found)}) must be Experts with "
+            f"{sorted(expected)}: leave out wrappers and parametrizations"
+        )
+    rules = [("num_experts", config.num_experts, "ep", p.ep)]
+    rules += [("hidden_dim", config.hidden_dim, "etp", p.etp)]
+    if config.fc2_bias:
+        rules += [("dim", config.expert_dim, "etp", p.etp)]
+    if experts.is_strided and p.etp > 1:
+        rules += [("dim", config.expert_dim, "edp_shard", p.edp_shard)]
+        if not HAS_SEPARATE_PIECES:
+            raise NotImplementedError(
+                f"{name}: ParallelConfig.etp ({p.etp}) must be 1 for concatenated gate and up "
+                f"weights with torch {torch.__version__}: use torch >= 2.13, or ep instead of etp"
+            )
+    for field, value, degree, size in rules:
+        if value % size:
+            raise ValueError(
+                f"{name}: MoEConfig.{field} ({value}) must be divisible by ParallelConfig.{degree} "
+                f"({size}): choose another {degree}"
+            )
+
+
+def _check_compute(layer: MoELayer, request: Request) -> None:
+    experts, backend = layer.part("experts"), request.expert_backend
+    experts.check_backend(backend, recompute_fc1=request.recompute_fc1)
+    spec = experts.spec(
+        dim=layer.config.expert_dim,
+        hidden_dim=layer.config.hidden_dim // request.meshes.parallel.etp,
+        dtypes=frozenset([request.fsdp.param_dtype or next(experts.parameters()).dtype]),
+        device=torch.device(request.meshes.device_type),
+    )
+    check_backend(backend, spec)
+    if request.balance is not None:
+        replace(layer.config, balance=request.balance)  # its own rules
+
+
+def _check_routers(model: nn.Module, layers: Mapping[str, MoELayer], options: FSDPOptions) -> None:
+    """A router that keeps its precision is an FSDP2 unit: two of them would train two copies."""
+    routers = [layer.part("router") for layer in layers.values()]
+    for name, router in zip(layers, routers, strict=True):
+        is_shared = routers.count(router) > 1 or is_tied(router, model)
+        if is_shared and keeps_precision(router, options):
+            raise ValueError(
+                f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "
+                "which would round it with the root's parameters: untie it"
+            )
