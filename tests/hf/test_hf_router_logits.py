@@ -26,6 +26,7 @@ from moecore.adapters.base import swap_blocks
 from moecore.hf.blocks import STACKED
 from tests.hf.hf_models import (
     ARCHITECTURES,
+    COMMON,
     WITH_BALANCE_LOSS,
     assert_equal_numbers,
     batch,
@@ -33,6 +34,7 @@ from tests.hf.hf_models import (
     padding_mask,
     random_model,
     run,
+    transformers,
     worst,
 )
 
@@ -228,6 +230,15 @@ def test_a_base_model_parallelized_itself(option: str, meshes: Meshes) -> None:
     model(ids)
     with pytest.raises(NotImplementedError, match=refused):
         model(ids, **{option: True})
+
+
+def test_a_dense_base_model_parallelized_itself(meshes: Meshes) -> None:
+    config = transformers.Qwen3Config(**COMMON, intermediate_size=48, head_dim=8)
+    model = parallelize_moe(transformers.Qwen3Model(config), meshes)
+    ids, _ = batch()
+    model(ids)
+    with pytest.raises(NotImplementedError, match=r"output_hidden_states .* for Qwen3Model"):
+        model(ids, output_hidden_states=True)
 
 
 def test_a_base_model_below_the_root_records_all(meshes: Meshes) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moecore.adapters.adopt import adopt
@@ -159,13 +160,13 @@ def _check_recorded(
     """Forward hook of a base model; its output's `router_logits` has one tensor per MoE layer."""
     asked = [o for o in RECORDED if kwargs.get(o, getattr(module.config, o, False))]
     layers = sum(isinstance(m, MoELayer) for m in module.modules())
-    if not layers:
+    if not layers and not isinstance(module, FSDPModule):
         return  # not parallelized in the end
     for option in asked:
         if option in refusals:
             raise NotImplementedError(refusals[option])
     recorded = len(getattr(output, "router_logits", None) or ())
-    if "output_router_logits" in asked and recorded != layers:
+    if layers and "output_router_logits" in asked and recorded != layers:
         raise NotImplementedError(
             f"router_logits recorded ({recorded}) must equal the MoE layers ({layers}) of "
             f"{type(module).__name__}: set output_router_logits to False and use "
