@@ -1,26 +1,42 @@
-"""moecore: PyTorch-native Mixture-of-Experts training."""
+"""moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name."""
 
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig, ParallelConfig
-from moecore.fsdp import FSDPOptions, clip_grad_norm_
+from moecore.fsdp import FSDPOptions, GradientNorm, clip_grad_norm_
 from moecore.mesh import Meshes, build_meshes
+from moecore.moe.backends import ExpertBackend
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.layer import MoELayer
-from moecore.moe.state import moe_state
+from moecore.moe.experts import ExpertLayout
+from moecore.moe.layer import LayerLayout, MoELayer
+from moecore.moe.records import Dispatcher, ExpertInput, Routing
+from moecore.moe.state import MoEMetrics, MoEState, moe_state
 from moecore.parallelize import parallelize_moe
+from moecore.request import DispatcherName, LossConvention, TensorParallelModel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BalanceConfig",
     "CapacityConfig",
+    "Dispatcher",
+    "DispatcherName",
     "ExchangeError",
+    "ExpertBackend",
+    "ExpertInput",
+    "ExpertLayout",
     "FSDPOptions",
+    "GradientNorm",
+    "LayerLayout",
+    "LossConvention",
     "Meshes",
     "MoEConfig",
     "MoELayer",
+    "MoEMetrics",
+    "MoEState",
     "NVLinkOptions",
     "ParallelConfig",
+    "Routing",
+    "TensorParallelModel",
     "build_meshes",
     "clip_grad_norm_",
     "moe_state",
