@@ -4,7 +4,7 @@ r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: t
         --batch-size 2 --seq-len 4096 --capacity-factor 2
 
     transformers    each layer compiled and an FSDP2 unit; experts by transformers' grouped_mm
-    moecore         parallelize_moe(model, meshes, compile=True, ...) with experts over all ranks
+    moecore         parallelize_moe(model, meshes, compile_dense=True, ...), experts over all ranks
     moecore+loss    the same, head and loss by moecore's linear_cross_entropy
     ...+graph       the same, forward and backward as one CUDA graph, with `use_causal_attention`;
                     GPUs only
@@ -190,7 +190,7 @@ def build_parallel(
         model,
         meshes,
         nvlink=NVLinkOptions(capacity_factor=args.capacity_factor),  # the GPUs of a host take it
-        compile=True,
+        compile_dense=True,
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(meshes), reshard_after_forward=False, reshard_experts=True
         ),

@@ -294,9 +294,9 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         meshes,
         dispatcher=args.dispatcher,
         nvlink=nvlink_options(args),
-        experts=args.experts,
+        expert_backend=args.experts,
         recompute_fc1=args.recompute_fc1,
-        compile=args.compile,
+        compile_dense=args.compile,
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(args, device),
             reshard_after_forward=not args.gather_once,

@@ -130,7 +130,7 @@ class Case:
     model: str = "softmax"
     dispatcher: str = "alltoall"
     nvlink: NVLinkOptions | None = None  # with dispatcher "nvlink"
-    experts: str = "torch"
+    expert_backend: str = "torch"
     loss: str = "mean"
     accumulate: int = 1
     sequences: int = 1  # times as many on every data rank
@@ -148,7 +148,7 @@ class Case:
         degrees = "-".join(f"{k}{v}" for k, v in self.parallel.items())
         options = f"{self.model}-{self.dispatcher}-{self.loss}"
         extras = [n for n in ("bf16", "recompute", "no_sync", "frozen") if getattr(self, n)]
-        extras += [self.experts] if self.experts != "torch" else []
+        extras += [self.expert_backend] if self.expert_backend != "torch" else []
         extras += [f"accumulate_{self.accumulate}"] if self.accumulate > 1 else []
         extras += _choices(self.nvlink) if self.nvlink else []
         return "-".join([f"{self.world}r", degrees, options, *extras]) + self.tamper
@@ -265,7 +265,7 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
         meshes,
         dispatcher=case.dispatcher if meshes.dispatch_group else "auto",  # type: ignore[arg-type]
         nvlink=case.nvlink,
-        experts=case.experts,  # type: ignore[arg-type]
+        expert_backend=case.expert_backend,  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
         fsdp=case.fsdp,
     )

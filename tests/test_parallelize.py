@@ -48,7 +48,7 @@ def meta_model(config: MoEConfig = CONFIG) -> nn.Module:
 REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
     (dict(ep=8), dict(dispatcher="local"), r"dispatcher \('local'\).*ep \* etp \(8\)"),
     (dict(ep=8), dict(dispatcher="deepep"), r"dispatcher \('deepep'\) must be one of 'auto'"),
-    (dict(ep=8), dict(experts="fast"), r"experts \('fast'\) must be one of 'auto'"),
+    (dict(ep=8), dict(expert_backend="fast"), r"expert_backend \('fast'\) must be one of 'auto'"),
     (dict(ep=8), dict(loss="average"), r"loss \('average'\) must be one of 'mean', 'sum'"),
     (dict(ep=8), dict(overlap_shared=True), r"overlap_shared \(True\).*\('cpu'\) = 'cuda'"),
     (dict(ep=16), {}, r"num_experts \(8\) must be divisible by ParallelConfig.ep \(16\)"),
@@ -60,13 +60,13 @@ def test_keeping_only_the_input_of_experts_is_a_choice() -> None:
     meshes = world(8, ep=8)
     model = parallelize(meta_model(), meshes, recompute_fc1=True)
     assert all(m.recompute_fc1 for m in model.modules() if isinstance(m, Experts))
-    with pytest.raises(ValueError, match=r"recompute_fc1 \(True\) must go with experts"):
-        parallelize(meta_model(), meshes, experts="sequential", recompute_fc1=True)
+    with pytest.raises(ValueError, match=r"recompute_fc1 \(True\) must go with expert_backend"):
+        parallelize(meta_model(), meshes, expert_backend="sequential", recompute_fc1=True)
 
 
 def test_te_is_refused_before_any_collective() -> None:
-    with pytest.raises(ValueError, match=r"experts \('te'\) must be another backend|CUDA|bfloat16"):
-        parallelize(meta_model(), world(8, ep=8), experts="te")
+    with pytest.raises(ValueError, match=r"\('te'\) must be another one|GPU|bfloat16"):
+        parallelize(meta_model(), world(8, ep=8), expert_backend="te")
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -107,9 +107,9 @@ BALANCE, OTHER_BALANCE = BalanceConfig(sequence_coef=0.1), BalanceConfig(sequenc
 DIFFERENT: dict[str, tuple[Built, Built, str]] = {
     "loss": (built(loss="sum"), built(), "loss ('sum' on rank 3) must be the same on every rank"),
     "dispatcher": (built(dispatcher="allgather"), built(), "dispatcher ('allgather' on"),
-    "experts": (built(experts="sequential"), built(), "expert_backend ('sequential' on"),
+    "experts": (built(expert_backend="sequential"), built(), "expert_backend ('sequential' on"),
     "recompute": (built(recompute_fc1=True), built(), "recompute_fc1 (True on"),
-    "compile": (built(compile=True), built(), "compile_dense (True on"),
+    "compile": (built(compile_dense=True), built(), "compile_dense (True on"),
     "balance": (
         built(balance=OTHER_BALANCE),
         built(balance=BALANCE),

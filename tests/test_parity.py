@@ -73,7 +73,7 @@ CASES = [
     ),
     case(6, "dp_shard=2 tp=3", "ep=3 edp_shard=2", model="expert-choice", dispatcher="allgather"),
     case(6, "dp_shard=3 tp=2", "ep=6 edp_shard=1", model="top-1", loss="sum"),
-    case(6, "dp_shard=6", "ep=6 edp_shard=1", model="biases", experts="sequential"),
+    case(6, "dp_shard=6", "ep=6 edp_shard=1", model="biases", expert_backend="sequential"),
     case(6, "dp_shard=6", "ep=3 edp_shard=2", model="gated-shared", fsdp=GATHERED),
     case(6, "dp_shard=6", "ep=2 edp_shard=3", model="relu2", accumulate=3),
     case(6, "dp_shard=2 tp=3", "ep=6 edp_shard=1", model="sigmoid", meta=True),
@@ -253,7 +253,7 @@ NVLINK_CASES = [
 ]
 # moecore's own products; an expert has more than one of their tiles of rows, from many ranks. Not
 # with tp: "balanced" deals by position, which tp splits.
-TRITON = dict(model="balanced", bf16=True, fsdp=BF16, experts="triton", sequences=16)
+TRITON = dict(model="balanced", bf16=True, fsdp=BF16, expert_backend="triton", sequences=16)
 WIDE = TRITON | dict(model="balanced-wide")
 NVLINK_BF16_CASES = [
     *both_overlaps(2, "dp_shard=2", "ep=2 edp_shard=1", capacity_factor=1.25, **TRITON),

@@ -55,10 +55,10 @@ def parallelize_moe(
     *,
     dispatcher: DispatcherName = "auto",
     nvlink: NVLinkOptions | None = None,
-    experts: ExpertBackend = "auto",
+    expert_backend: ExpertBackend = "auto",
     recompute_fc1: bool = False,
     overlap_shared: bool = False,
-    compile: bool = False,
+    compile_dense: bool = False,
     balance: BalanceConfig | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
@@ -81,15 +81,15 @@ def parallelize_moe(
             (without one each layer keeps room for every routing: up to ep times the memory); else
             alltoall. Logged once, with why. See docs/dispatchers.md.
         nvlink: sizes and times of the nvlink dispatcher; with dispatcher "nvlink" or "auto".
-        experts: how the experts' matrices are multiplied: "auto", "triton", "torch", "te" or
+        expert_backend: how the experts' matrices are multiplied: "auto", "triton", "torch", "te" or
             "sequential", the oracle (see `moe/backends.py`).
         recompute_fc1: keep only the experts' input for backward and run FC1 again there: one
             product more for 4KF bytes per token less (bf16). Not with "te", "sequential" or biases.
         overlap_shared: on GPUs run shared experts on a stream of their own while tokens travel to
             the routed ones. Other devices have no streams: there it is refused. Experimental: no
             measurement yet.
-        compile: run attention, norms and residual adds of each block through torch.compile, at
-            static shapes; MoE layers have kernels of their own and stay as they are.
+        compile_dense: run attention, norms and residual adds of each block through torch.compile,
+            at static shapes; MoE layers have kernels of their own and stay as they are.
         balance: replaces the balance config of every MoE layer; None keeps each one's own.
         fsdp: FSDP2 choices.
         loss: "mean": each rank's loss is the mean over its own tokens, and gradients are the mean
@@ -113,10 +113,10 @@ def parallelize_moe(
         meshes=meshes,
         dispatcher=dispatcher,
         nvlink=nvlink,
-        expert_backend=experts,
+        expert_backend=expert_backend,
         recompute_fc1=recompute_fc1,
         overlap_shared=overlap_shared,
-        compile_dense=compile,
+        compile_dense=compile_dense,
         balance=balance,
         fsdp=fsdp or FSDPOptions(),
         loss=loss,

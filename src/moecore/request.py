@@ -140,7 +140,7 @@ def _check_arguments(request: Request) -> None:
     for name, value, choices in (
         ("dispatcher", dispatcher, get_args(DispatcherName)),
         ("loss", request.loss, get_args(LossConvention)),
-        ("experts", request.expert_backend, get_args(ExpertBackend)),
+        ("expert_backend", request.expert_backend, get_args(ExpertBackend)),
     ):
         if value not in choices:
             shown = ", ".join(repr(c) for c in choices)

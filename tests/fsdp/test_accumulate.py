@@ -117,7 +117,7 @@ def communication(layout: str, rank: int) -> dict[str, int]:
     experts = sum(isinstance(m.mlp.experts, FSDPModule) for m in model.model.layers)  # type: ignore[union-attr]
     return dict(
         units=len(states),
-        experts=experts,
+        expert_backend=experts,
         gathers=names["FSDP::all_gather"],
         reductions=names["c10d::_reduce_scatter_base_"],
     )

@@ -110,7 +110,7 @@ def gradients_of_another(name: str, rank: int, *, reshard: bool) -> dict[str, Te
     model = nn.Sequential(make_layer(config, layout=LayerLayout(expert_layout=layout)))
     options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=reshard)
     meshes = build_meshes(LAYOUTS["whole"], "cpu")
-    parallelize_moe(model, meshes, experts=backend, recompute_fc1=recompute, fsdp=options)
+    parallelize_moe(model, meshes, expert_backend=backend, recompute_fc1=recompute, fsdp=options)
     x = batch(rank).requires_grad_()
     model(x).float().square().sum().backward()
     grads = {n: p.grad.to_local().clone() for n, p in model[0].experts.named_parameters()}
@@ -269,7 +269,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[Any, Any] = {"ways": ways_of_a_gradient(rank)}
     penalized = nn.Sequential(make_layer(CONFIG))
     meshes = build_meshes(LAYOUTS["whole"], "cpu")
-    parallelize_moe(penalized, meshes, experts="sequential", dispatcher="alltoall")
+    parallelize_moe(penalized, meshes, expert_backend="sequential", dispatcher="alltoall")
     found["penalty"] = gradients_of_a_penalty(penalized[0], batch(rank))
     found["unused cast"] = output_after_an_unused_cast(rank)
     found["changed weights"] = output_after_a_change(rank, of_part=False)

@@ -92,10 +92,10 @@ class Path:
 
 PATHS: dict[str, Path] = {
     "local": Path(moe=SHARED),
-    "torch": Path(moe=WITH_BIASES, options=dict(experts="torch")),
-    "sequential": Path(moe=SHARED, options=dict(experts="sequential")),
+    "torch": Path(moe=WITH_BIASES, options=dict(expert_backend="torch")),
+    "sequential": Path(moe=SHARED, options=dict(expert_backend="sequential")),
     "triton": Path(
-        options=dict(experts="triton"),
+        options=dict(expert_backend="triton"),
         dtype=torch.float16,  # the interpreter multiplies the bits of bf16 as whole numbers
         steps=8,
         layers=1,

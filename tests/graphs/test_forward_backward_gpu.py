@@ -76,7 +76,7 @@ CASES = {
     "gradients home late, compiled": Case(
         ep=WORLD,
         nvlink=replace(ROOM, overlap_weight_grads=False),
-        options=dict(compile=True),
+        options=dict(compile_dense=True),
     ),
     "shared experts beside, latent attention, two tokens ahead": Case(
         ep=WORLD,

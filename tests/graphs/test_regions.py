@@ -37,7 +37,7 @@ def train(compile: bool, dtype: torch.dtype | None) -> tuple[list[float], list[T
     parallelize_moe(
         model,
         build_meshes(ParallelConfig(ep=2), "cpu"),
-        compile=compile,
+        compile_dense=compile,
         fsdp=FSDPOptions(param_dtype=dtype),
     )
     model.to_empty(device="cpu")

@@ -56,7 +56,7 @@ def shapes(tensors: Any) -> dict[str, tuple[int, ...]]:
 def test_same_numbers_and_names(name: str, experts: Any, meshes: Meshes) -> None:
     model = random_model(name)
     plain = copy.deepcopy(model)
-    returned = parallelize_moe(model, meshes, experts=experts)
+    returned = parallelize_moe(model, meshes, expert_backend=experts)
     assert returned is model and model.training
     assert sum(isinstance(m, MoELayer) for m in model.modules()) >= 2
     assert shapes(model.named_parameters()) == shapes(plain.named_parameters())
@@ -356,7 +356,7 @@ def test_compiled_layers_share_their_code_unless_there_is_a_cache(meshes: Meshes
     model = MODELS["qwen3-moe"](num_hidden_layers=3, attn_implementation="sdpa").train()
     ids = torch.randint(0, 61, (2, 5))
     want = model(input_ids=ids).logits
-    parallelize_moe(model, meshes, compile=True)
+    parallelize_moe(model, meshes, compile_dense=True)
     torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="use_cache")

@@ -32,7 +32,7 @@ FOLDINGS = {
     "ep2-etp2": dict(ep=2, etp=2),
     "etp2-replicate2": dict(dp_replicate=2, dp_shard=2, edp_replicate=2, edp_shard=1, etp=2),
 }
-# Plain training; transformers' own checkpointing; loss="sum"; compile=True.
+# Plain training; transformers' own checkpointing; loss="sum"; compile_dense=True.
 Variant = Literal["", "checkpointing", "sum", "compile"]
 CASES: list[tuple[str, str, Variant]] = [
     (name, folding, "")
@@ -97,7 +97,7 @@ def run_sharded(
         meshes,
         dispatcher="nvlink" if device.type == "cuda" else "auto",
         loss="sum" if variant == "sum" else "mean",
-        compile=variant == "compile",
+        compile_dense=variant == "compile",
     )
     if variant == "checkpointing":
         enable_checkpointing(model)

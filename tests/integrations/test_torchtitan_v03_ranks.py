@@ -29,7 +29,7 @@ REPLICATE += ["--parallelism.data_parallel_shard_degree=1"]
 FULL, SELECTIVE = "activation_checkpoint:full", "activation_checkpoint:selective"
 # Every graph is made, none is turned into C++: that takes minutes here.
 COMPILE = ["--compile.enable", "--compile.backend=aot_eager"]
-CHOICES = ["--moecore.dispatcher=allgather", "--moecore.experts=sequential"]
+CHOICES = ["--moecore.dispatcher=allgather", "--moecore.expert_backend=sequential"]
 BF16 = "--training.mixed_precision_param=bfloat16"
 
 # Every run sees four samples a step. Without ep experts are FSDP2 units in a checkpointed block,

@@ -439,14 +439,14 @@ def test_transposed_split_is_refused() -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match=r"experts \('fast'\) must be one of 'auto', 'triton'"):
+    with pytest.raises(ValueError, match=r"expert_backend \('fast'\) must be one of 'auto', 'tri"):
         Experts(BASE, backend="fast")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("change", "layout", "message"),
     [
-        (dict(fc1_bias=True), {}, r"MoEConfig.fc1_bias \(True\) must be False .* use experts='tor"),
+        (dict(fc1_bias=True), {}, r"MoEConfig.fc1_bias \(True\) .* use expert_backend='torch'"),
         (dict(fc2_bias=True), {}, r"MoEConfig.fc2_bias \(True\)"),
         ({}, dict(transposed=True, gate_up="concatenated"), r"ExpertLayout.transposed \(True\)"),
         ({}, dict(gate_up="interleaved"), r"interleaved ExpertLayout.gate_up \(True\)"),
@@ -470,13 +470,13 @@ def test_triton_refuses_other_devices_and_dtypes() -> None:
 def test_te_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_te, "is_available", lambda: False)
     module = Experts(BASE, backend="te")
-    with pytest.raises(ValueError, match=r"experts \('te'\) must be another backend"):
+    with pytest.raises(ValueError, match=r"expert_backend \('te'\) must be another one"):
         module(make_input(*random_routing(5, 2, 8), 8))
 
 
 @pytest.mark.parametrize("backend", ["te", "sequential"])
 def test_recompute_is_refused_where_there_is_none(backend: Any) -> None:
-    with pytest.raises(ValueError, match=r"recompute_fc1 \(True\) must go with experts"):
+    with pytest.raises(ValueError, match=r"recompute_fc1 \(True\) must go with expert_backend"):
         Experts(BASE).set_backend(backend, recompute_fc1=True)
     with pytest.raises(ValueError, match=r"without biases \(True\)"):
         Experts(WITH_BIASES).set_backend("torch", recompute_fc1=True)

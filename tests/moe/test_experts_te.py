@@ -313,7 +313,7 @@ def test_missing_library_is_an_error_that_names_the_way_out(
     monkeypatch.setattr(experts_te.importlib.util, "find_spec", lambda name: None)
     assert not is_available()
     with pytest.raises(
-        ValueError, match=r"experts \('te'\) must .* missing: pip install '.\[te\]'"
+        ValueError, match=r"expert_backend \('te'\) must .* missing: pip install '.\[te\]'"
     ):
         call()
 
@@ -331,7 +331,7 @@ def test_asking_for_the_library_does_not_import_it() -> None:
             dict(dtype=torch.float32),
             r"dtype of the experts \(torch.float32\) must be torch.bfloat16",
         ),
-        (dict(), r"device of the experts \(cpu\) must be a CUDA device .* experts='torch'"),
+        (dict(), r"device of the experts \(cpu\) must be a GPU .* expert_backend='torch'"),
     ],
 )
 def test_unfit_input_is_refused_before_any_work(

@@ -148,8 +148,8 @@ def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if asked and module.training and torch.is_grad_enabled():
         warnings.warn(
             f"use_cache (True) of {type(module).__name__} must be False to train it with "
-            "compile=True, or most of its layers stay uncompiled: pass use_cache=False, or set "
-            "model.config.use_cache",
+            "compile_dense=True, or most of its layers stay uncompiled: pass use_cache=False, or "
+            "set model.config.use_cache",
             stacklevel=2,
         )
 

@@ -55,7 +55,7 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
     """
     if name not in _SUPPORTS:
         shown = ", ".join(repr(n) for n in get_args(ExpertBackend))
-        raise ValueError(f"experts ({name!r}) must be one of {shown}")
+        raise ValueError(f"expert_backend ({name!r}) must be one of {shown}")
     problem = _SUPPORTS[name](spec)
     if problem is not None:
         raise ValueError(problem)

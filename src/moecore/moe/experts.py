@@ -125,8 +125,9 @@ class Experts(nn.Module):
         biased = self._is_biased
         if recompute_fc1 and (backend in ("te", "sequential") or biased):
             raise ValueError(
-                f"recompute_fc1 (True) must go with experts ({backend!r}) = 'auto', 'triton' or "
-                f"'torch', without biases ({biased}): use activation checkpointing instead"
+                f"recompute_fc1 (True) must go with expert_backend ({backend!r}) = 'auto', "
+                f"'triton' or 'torch', without biases ({biased}): use activation checkpointing "
+                "instead"
             )
 
     def shard(self, mesh: DeviceMesh) -> None:

@@ -93,19 +93,19 @@ def supports(spec: ExpertSpec) -> str | None:
         return None
     if not is_available():
         return (
-            "experts ('te') must be another backend where Transformer Engine is missing: pip "
-            "install '.[te]' or use experts='auto'"
+            "expert_backend ('te') must be another one where Transformer Engine is missing: pip "
+            "install '.[te]' or use expert_backend='auto'"
         )
     if spec.dtypes != {torch.bfloat16}:  # fp32 it would multiply in TF32, unasked
         shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
         return (
-            f"dtype of the experts ({shown}) must be torch.bfloat16 for experts ('te'): convert "
-            "the model or use experts='torch'"
+            f"dtype of the experts ({shown}) must be torch.bfloat16 for expert_backend ('te'): "
+            "convert the model or use expert_backend='torch'"
         )
     if spec.device.type != "cuda":
         return (
-            f"device of the experts ({spec.device}) must be a CUDA device for experts ('te'): move "
-            "the model to a GPU or use experts='torch'"
+            f"device of the experts ({spec.device}) must be a GPU for expert_backend ('te'): "
+            "move the model to one or use expert_backend='torch'"
         )
     return spec.misaligned()
 
@@ -126,7 +126,8 @@ def _mask_and_counts(index: ExpertIndex) -> tuple[Tensor, list[int]]:
     if sum(counts) != num_choices:
         raise ValueError(
             f"expert_ids_TK ({num_choices} choices) must name each expert at most once per token "
-            f"({sum(counts)} left) for experts ('te'): drop doubles or use experts='torch'"
+            f"({sum(counts)} left) for expert_backend ('te'): drop doubles or use "
+            "expert_backend='torch'"
         )
     return mask_Se, counts
 

@@ -25,7 +25,7 @@ class MoECore:
     Attributes:
         dispatcher: how tokens travel, see docs/dispatchers.md.
         capacity_factor: `NVLinkOptions.capacity_factor`; "auto" takes nvlink only with one.
-        experts: how the experts' matrices are multiplied.
+        expert_backend: how the experts' matrices are multiplied.
         recompute_fc1: keep only the experts' input for backward and run FC1 again there.
         prefetch_blocks: how many blocks ahead FSDP2 gathers parameters.
         blocks_per_unit: how many blocks FSDP2 gathers together.
@@ -35,7 +35,7 @@ class MoECore:
 
     dispatcher: Literal["auto", "local", "alltoall", "allgather", "nvlink"] = "auto"
     capacity_factor: float | None = None
-    experts: Literal["auto", "triton", "torch", "te", "sequential"] = "auto"
+    expert_backend: Literal["auto", "triton", "torch", "te", "sequential"] = "auto"
     recompute_fc1: bool = False
     prefetch_blocks: int = FSDPOptions().prefetch_blocks
     blocks_per_unit: int = FSDPOptions().blocks_per_unit

@@ -51,7 +51,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         meshes,
         dispatcher=options.dispatcher,
         nvlink=nvlink,
-        experts=options.experts,
+        expert_backend=options.expert_backend,
         recompute_fc1=options.recompute_fc1,
         fsdp=_fsdp_options(job),
         loss="sum",  # torchtitan's is a sum divided by the global number of tokens

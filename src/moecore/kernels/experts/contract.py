@@ -183,6 +183,7 @@ class ExpertSpec:
             if size * dtype.itemsize % 16:
                 return (
                     f"MoEConfig.{name} ({size}) must be a multiple of {16 // dtype.itemsize} in "
-                    f"{dtype} for grouped matmuls (16 bytes): pad it or use experts='sequential'"
+                    f"{dtype} for grouped matmuls (16 bytes): pad it or use "
+                    "expert_backend='sequential'"
                 )
         return None

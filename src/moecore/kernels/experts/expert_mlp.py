@@ -180,7 +180,8 @@ def expert_mlp(
     tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R)
     if have_tangents(*tensors):
         raise NotImplementedError(
-            "expert_mlp has no forward-mode derivative: use reverse mode, or experts='sequential'"
+            "expert_mlp has no forward-mode derivative: use reverse mode, or "
+            "expert_backend='sequential'"
         )
     name = choose_products(options.products, ExpertSpec.of(rows, weights, options.activation))
     handle_RD = None if unsummed is None else unsummed.handle_RD

@@ -167,12 +167,15 @@ class TritonProducts(TorchProducts):
             ("interleaved ExpertLayout.gate_up", spec.interleaved and spec.gated),
         ):
             if refused:
-                return f"{field} (True) must be False for experts ('triton'): use experts='torch'"
+                return (
+                    f"{field} (True) must be False for expert_backend ('triton'): use "
+                    "expert_backend='torch'"
+                )
         if spec.dtypes is not None and spec.dtypes not in ({torch.bfloat16}, {torch.float16}):
             shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
             return (
                 f"dtype of the experts ({shown}) must be torch.bfloat16 or torch.float16 for "
-                "experts ('triton'): convert the model or use experts='torch'"
+                "expert_backend ('triton'): convert the model or use expert_backend='torch'"
             )
         if INTERPRET and spec.dtypes == {torch.bfloat16}:
             return (
@@ -182,7 +185,7 @@ class TritonProducts(TorchProducts):
         if spec.device is not None and not (INTERPRET or has_hopper_kernels(spec.device)):
             return (
                 f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
-                "experts ('triton'): use experts='torch'"
+                "expert_backend ('triton'): use expert_backend='torch'"
             )
         return spec.misaligned()
 
