@@ -4,14 +4,14 @@ r"""A whole training step: tokens/s, TFLOP/s, share of the dense ceiling, memory
         --seq-len 4096 --batch-size 4 --dispatcher nvlink --capacity-factor 1.05 \
         --routing balanced --tokens random
 
-It is the loop of examples/train.py with that script's arguments; `--warm-up`, `--timed`, `--trace`
-and `--results` are its own. As there, ranks do not meet between steps and the host is a step ahead.
-A step's time is that from the end of the one before it to its own, on the device, so the times add
-up to that of all steps, data and metrics included; it is the slowest rank's. Power and clock are
-rank 0's, means over those steps. TFLOP/s count 6 FLOPs per active parameter and causal attention
-(`models/size.py`); the ceiling is a large square bf16 product of the same run, on warm GPUs. Rank 0
-prints the row and, if one with the same arguments is committed, that one beside it; `--results`
-appends it to <folder>/<day>-<gpu>.jsonl.
+It is the loop of examples/train.py with that script's arguments; `--routing`, `--warm-up`,
+`--timed`, `--trace` and `--results` are its own. As there, ranks do not meet between steps and the
+host is a step ahead. A step's time is that from the end of the one before it to its own, on the
+device, so the times add up to that of all steps, data and metrics included; it is the slowest
+rank's. Power and clock are rank 0's, means over those steps. TFLOP/s count 6 FLOPs per active
+parameter and causal attention (`models/size.py`); the ceiling is a large square bf16 product of the
+same run, on warm GPUs. Rank 0 prints the row and, if one with the same arguments is committed, that
+one beside it; `--results` appends it to <folder>/<day>-<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment
 from moecore import moe_state
 from moecore.models.size import active_params, flops_per_token, num_params
+from moecore.moe.forced import force_even_load
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -97,7 +98,7 @@ def main() -> int:
         print("bench_train: error: start it with torchrun --nproc-per-node N -m", file=sys.stderr)
         return 2
     args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
-    args.steps = max(args.steps, own.warm_up + own.timed)
+    args.steps, args.routing = max(args.steps, own.warm_up + own.timed), own.routing
     try:
         if args.cuda_graph and own.warm_up < GRAPH_WARM_UP:
             raise ValueError(
@@ -105,6 +106,8 @@ def main() -> int:
                 "first steps are eager ones and the capture"
             )
         job = train.build_job(args)
+        if own.routing == "balanced":
+            force_even_load(job.model)
     except train.ARGUMENT_ERRORS as error:
         return train.print_rank_error(error, int(os.environ["RANK"]))
     try:
@@ -127,6 +130,7 @@ def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--routing", default="learned", choices=("learned", "balanced"), help="who gets a token")
     add("--warm-up", type=int, default=5, help="steps that do not count")
     add("--timed", type=int, default=10, help="steps that do")
     add("--trace", action="store_true", help="profile one more step")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from benchmarks.shapes import Shape
 from moecore import MoELayer
 from moecore._compat import grouped_mm
+from moecore.moe.forced import force_even_load
 
 SKEW_TOLERANCE = 0.1
 
@@ -41,6 +42,8 @@ def make_layer(shape: Shape, routing: str, *, device: torch.device) -> tuple[MoE
     torch.manual_seed(0)
     layer = MoELayer(shape.config(routing), device=device, dtype=torch.bfloat16)
     x_TD = torch.randn(shape.tokens, shape.dim, device=device, dtype=torch.bfloat16)
+    if routing == "even":
+        force_even_load(layer)
     if routing == "skewed":
         router = layer.part("router")
         with torch.no_grad():

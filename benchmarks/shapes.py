@@ -65,7 +65,6 @@ class Shape:
             num_experts=self.num_experts,
             top_k=self.top_k,
             router_bias=routing == "skewed",
-            assignment="balanced" if routing == "even" else "learned",
         )
 
 

@@ -45,7 +45,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--quantile", action="store_true", help="sigmoid scores, a bias solved for even loads")
     add("--bias-per-micro-batch", action="store_true", help="of --quantile: solved before choosing")
     add("--layers", type=whole, help="cut the preset to so many layers (None = all)")
-    add("--routing", default="learned", choices=("learned", "balanced"), help="who gets a token")
     add("--tokens", default="text", choices=("text", "random"), help="random: over the vocabulary")
     add("--dispatcher", default="auto", choices=get_args(DispatcherName), help="how tokens travel")
     add(
@@ -128,7 +127,7 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
                 f"--preset {args.preset}"
             )
         config = replace(config, num_layers=args.layers)
-    moe = _with_routing(config.moe, args.routing)
+    moe = config.moe
     if args.aux_loss is not None:
         moe = replace(moe, balance=replace(moe.balance, micro_batch_coef=args.aux_loss))
     if args.quantile or args.bias_per_micro_batch or args.bias_rate is not None:
@@ -204,14 +203,6 @@ def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
     )
     scores = "sigmoid" if args.quantile else moe.score_function
     return replace(moe, expert_bias=True, score_function=scores, balance=balance)
-
-
-def _with_routing(moe: MoEConfig, routing: str) -> MoEConfig:
-    """Return a layer with this rule; dealt choices read no expert bias."""
-    if routing == "learned":
-        return moe
-    balance = replace(moe.balance, bias_update_rate=0.0)
-    return replace(moe, assignment=routing, expert_bias=False, balance=balance)
 
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:

@@ -45,6 +45,7 @@ from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.experts import Experts
+from moecore.moe.forced import force_even_load
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.reference import ReferenceOutput, moe_reference
 
@@ -53,7 +54,7 @@ ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
 )
 MOE = MoEConfig(dim=48, hidden_dim=48, num_experts=24, top_k=3, balance=ALL_LOSSES)
-BALANCED = replace(MOE, assignment="balanced", normalize_weights=False, shared_hidden_dim=32)
+BALANCED = replace(MOE, normalize_weights=False, shared_hidden_dim=32)
 MODELS = {
     "softmax": MOE,
     "gated-shared": replace(MOE, shared_hidden_dim=32, shared_gate=True, activation="geglu"),
@@ -76,7 +77,7 @@ MODELS = {
         fc1_bias=True,
         fc2_bias=True,
     ),
-    # Fixed choices: a rounded hidden state would pick other experts than fp32 does.
+    # Forced choices: a rounded hidden state would pick other experts than fp32 does.
     "balanced": BALANCED,
     # Wide enough for kernels that gather their rows first.
     "balanced-wide": replace(BALANCED, hidden_dim=GATHER_FIRST["fc1"]),
@@ -171,9 +172,9 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     config = decoder_config(case)
     initial = initial_state(case, config, device)
     if case.meta:
-        model = Decoder(config, device="meta")
+        model = decoder_of(case, config, device="meta")
     else:
-        model = Decoder(config).to(device)
+        model = decoder_of(case, config).to(device)
         model.load_state_dict(initial)
     parallelize(model, meshes, case)
     if case.meta:
@@ -242,6 +243,13 @@ def decoder_config(case: Case) -> DecoderConfig:
         max_seq_len=64,
         ce_chunk_tokens=7,
     )
+
+
+def decoder_of(case: Case, config: DecoderConfig, device: str | None = None) -> Decoder:
+    model = Decoder(config, device=device)
+    if case.model.startswith("balanced"):
+        force_even_load(model)
+    return model
 
 
 def initial_state(case: Case, config: DecoderConfig, device: torch.device) -> dict[str, Tensor]:
@@ -376,7 +384,7 @@ def train_reference(
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """The same steps in one process, data rank after data rank."""
-    model = Decoder(config).to(device)
+    model = decoder_of(case, config).to(device)
     model.load_state_dict(initial)
     model.to(dtype)
     _freeze(model, case)
@@ -433,7 +441,11 @@ def train_reference(
 def _reference_forward(outputs: list[ReferenceOutput]) -> Any:
     def forward(self: MoELayer, x_BTD: Tensor) -> Tensor:
         params = dict(self.named_parameters()) | dict(self.named_buffers())
-        outputs.append(moe_reference(x_BTD, params, self.config))
+        forced, given = self.part("router").forced_ids, None
+        if forced is not None:
+            T, E, K = x_BTD.shape[:-1].numel(), self.config.num_experts, self.config.top_k
+            given = forced(T, E, K, x_BTD.device)
+        outputs.append(moe_reference(x_BTD, params, self.config, given_ids_NK=given))
         return outputs[-1].y_BTD
 
     return forward

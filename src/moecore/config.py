@@ -17,7 +17,7 @@ ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 ScoreOrder = Literal["pre", "post"]
 Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu", "relu2", "silu"]
 RouterDtype = Literal["float32", "float64"]
-Assignment = Literal["learned", "sinkhorn", "expert_choice", "balanced", "skewed", "biased"]
+Assignment = Literal["learned", "sinkhorn", "expert_choice"]
 BiasUpdate = Literal["sign", "quantile"]
 DropOrder = Literal["probability", "position"]
 
@@ -171,12 +171,6 @@ class MoEConfig:
             "expert_choice": each expert takes the C tokens with its best scores, C from `capacity`
             (factor 1.0 without one); a token gets any number of experts. Reads later tokens: not
             causal.
-            For benchmarks, whatever the scores and by position, padding included: "balanced" deals
-            experts out in turn, so that they differ by at most one token per rank; "skewed" deals
-            them so that loads fall geometrically from `assignment_skew` times the mean; "biased"
-            adds to the logits a fixed bias per expert, spread like N(0, assignment_std^2).
-        assignment_skew: of "skewed": load of the first expert over the mean.
-        assignment_std: of "biased".
         capacity: token dropping; None = none.
         weights_on_input: multiply the experts' input by the routing weight instead of their
             output; needs top_k = 1 (Llama 4).
@@ -213,8 +207,6 @@ class MoEConfig:
     router_dtype: RouterDtype = "float32"
     router_jitter: float = 0.0
     assignment: Assignment = "learned"
-    assignment_skew: float = 1.0
-    assignment_std: float = 0.0
     capacity: CapacityConfig | None = None
     weights_on_input: bool = False
     latent_dim: int = 0
@@ -235,8 +227,7 @@ class MoEConfig:
             _whole("MoEConfig", name, getattr(self, name), 0)
         for name in ("routed_scaling_factor", "activation_limit", "activation_alpha"):
             _finite("MoEConfig", name, getattr(self, name), positive=True)
-        for name in ("router_jitter", "assignment_skew", "assignment_std"):
-            _finite("MoEConfig", name, getattr(self, name))
+        _finite("MoEConfig", "router_jitter", self.router_jitter)
         for name, choices in _MOE_CHOICES.items():
             _one_of("MoEConfig", name, getattr(self, name), choices)
         if self.top_k > self.num_experts:
@@ -306,22 +297,6 @@ class MoEConfig:
 
     def _check_assignment(self) -> None:
         choice = self.assignment
-        if (self.assignment_skew != 1.0) != (choice == "skewed"):
-            raise ValueError(
-                f"MoEConfig.assignment_skew ({self.assignment_skew}) must be > 1 with assignment "
-                f'("skewed") and 1.0 with any other ("{choice}"): set both or none'
-            )
-        if choice == "skewed" and not 1 < self.assignment_skew <= self.num_experts / self.top_k:
-            raise ValueError(
-                f"MoEConfig.assignment_skew ({self.assignment_skew}) must lie in (1, num_experts / "
-                f"top_k ({self.num_experts / self.top_k:g})], where one expert has every token: "
-                "lower it"
-            )
-        if (self.assignment_std > 0) != (choice == "biased"):
-            raise ValueError(
-                f"MoEConfig.assignment_std ({self.assignment_std}) must be > 0 with assignment "
-                f'("biased") and 0.0 with any other ("{choice}"): set both or none'
-            )
         if choice in ("sinkhorn", "expert_choice"):
             for field_name, used in (
                 ("expert_bias", self.expert_bias),
@@ -372,12 +347,6 @@ class MoEConfig:
 
     def _check_balance(self) -> None:
         balance = self.balance
-        if balance.bias_update_rate and self.assignment in ("balanced", "skewed"):
-            raise ValueError(
-                f"MoEConfig.balance.bias_update_rate ({balance.bias_update_rate}) must be 0 with "
-                f'assignment ("{self.assignment}"), which does not read the bias that would move: '
-                "drop it"
-            )
         if balance.bias_update_rate and not self.expert_bias:
             raise ValueError(
                 f"MoEConfig.balance.bias_update_rate ({balance.bias_update_rate}) must go "

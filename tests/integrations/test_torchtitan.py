@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import BalanceConfig, MoEConfig
+from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore.moe.forced import force_even_load
 from tests.integrations.titan_runs import (
     EPS,
     LR,
@@ -121,8 +122,6 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 def dealt_balance() -> BalanceConfig:
     """What is left of quantile balancing when the job deals experts out."""
-    from moecore.integrations.torchtitan.shared import dealt
-
     balance = BalanceConfig(
         z_loss_coef=0.1, bias_update="quantile", bias_update_rate=1.0, bias_per_micro_batch=True
     )
@@ -135,7 +134,9 @@ def dealt_balance() -> BalanceConfig:
         expert_bias=True,
         balance=balance,
     )
-    return dealt(config).balance
+    layer = MoELayer(config, device="meta")
+    force_even_load(layer)
+    return layer.config.balance
 
 
 def stock_block(**options: Any) -> nn.Module:

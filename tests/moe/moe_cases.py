@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.config import CapacityConfig
-from moecore.moe.assignment import skewed_ids
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import LayerLayout
 from moecore.moe.reference import ReferenceOutput, moe_reference
@@ -49,7 +48,6 @@ CONFIGS = {
     "one-of-one": replace(BASE, num_experts=1, top_k=1),
     "top-1": replace(BASE, top_k=1),
     "all-experts": replace(BASE, top_k=8),
-    "balanced": replace(BASE, assignment="balanced"),
     "fp64-router": replace(BASE, router_dtype="float64"),
     "prime-experts": replace(BASE, num_experts=13, top_k=5),
 }
@@ -69,8 +67,6 @@ OPTIONS = {
         score_function="sigmoid",
         normalize_weights=False,
     ),
-    "skewed": replace(BASE, assignment="skewed", assignment_skew=3.0),
-    "biased": replace(BASE, assignment="biased", assignment_std=1.0),
     "capacity-probability": replace(BASE, capacity=CapacityConfig(factor=0.8)),
     "capacity-position": replace(BASE, capacity=CapacityConfig(factor=0.8, drop="position")),
     "capacity-eval": replace(BASE, capacity=CapacityConfig(factor=1.5, eval_factor=0.5)),
@@ -194,22 +190,20 @@ def oracle_of(
     training: bool = True,
     padding_mask_BT: Tensor | None = None,
     seed: int = 0,
+    given_ids_NK: Tensor | None = None,
 ) -> ReferenceOutput:
     """The reference, with what its config leaves open as the layer does it after this seed."""
     N = x_BTD.shape[0] * x_BTD.shape[1]
     torch.manual_seed(seed)
-    width, given = config.router_jitter, None
+    width = config.router_jitter
     jitter_ND = torch.empty(N, config.dim).uniform_(1 - width, 1 + width) if width else None
-    if config.assignment == "skewed":
-        skew = config.assignment_skew
-        given = skewed_ids(N, config.num_experts, config.top_k, skew, x_BTD.device)
     return moe_reference(
         x_BTD,
         params,
         config,
         training=training,
         padding_mask_BT=padding_mask_BT,
-        given_ids_NK=given,
+        given_ids_NK=given_ids_NK,
         jitter_ND=jitter_ND,
     )
 
@@ -227,6 +221,7 @@ def compare_with_oracle(
     padding_mask: Tensor | None = None,
     seed: int = 0,
     forward: Callable[..., Tensor] | None = None,
+    given_ids_NK: Tensor | None = None,
 ) -> ReferenceOutput:
     """Assert that output, every gradient and all counts of one micro-batch are the oracle's.
 
@@ -236,6 +231,7 @@ def compare_with_oracle(
         padding_mask: [B, T].
         seed: of torch before the forward; jitter draws from it.
         forward: runs the layer; None = the layer itself.
+        given_ids_NK: what a layer with forced choices takes.
     """
     config, params = layer.config, leaves(layer)
     x_ours, x_ref = (x.detach().clone().requires_grad_() for _ in range(2))
@@ -247,6 +243,7 @@ def compare_with_oracle(
         training=layer.training,
         padding_mask_BT=padding_mask,
         seed=seed,
+        given_ids_NK=given_ids_NK,
     )
     losses = sum(out.losses.values()) if layer.training else 0.0
     ((out.y_BTD * factor).sum() + losses).backward()

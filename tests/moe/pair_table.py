@@ -25,9 +25,6 @@ TABLE: dict[str, dict[str, dict[str, Any]]] = {
         "learned": {},
         "sinkhorn": {"assignment": "sinkhorn"},
         "expert_choice": {"assignment": "expert_choice"},
-        "balanced": {"assignment": "balanced"},
-        "skewed": {"assignment": "skewed", "assignment_skew": 1.5},
-        "biased": {"assignment": "biased", "assignment_std": 0.7},
     },
     "top_k": {"1": {"top_k": 1}, "2": {"top_k": 2}, "8": {"top_k": 8}},
     "scores": {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoELayer
 from moecore.config import CapacityConfig
-from moecore.moe.assignment import skewed_ids
 from moecore.moe.balance import LOSS_NAMES, BalanceGroups
+from moecore.moe.forced import force_even_load
 from moecore.moe.reference_route import capacity_reference
 from moecore.moe.state import MoEState
 from tests.moe.moe_cases import (
@@ -194,55 +194,6 @@ def test_sinkhorn_goes_on_until_large_logits_are_even(scale: float) -> None:
     assert int(out.counts_E.max()) < 1.2 * 64
 
 
-@pytest.mark.parametrize(("E", "K", "skew"), [(8, 2, 3.0), (16, 4, 4.0), (64, 8, 2.0), (8, 1, 8.0)])
-def test_skewed_loads_fall_geometrically(E: int, K: int, skew: float) -> None:
-    config = replace(
-        BASE, num_experts=E, top_k=K, assignment="skewed", assignment_skew=skew, dim=16
-    )
-    layer = make_layer(config)
-    T = 4096
-    ids_TK = layer.router(tokens(T, 16)).expert_ids_TK
-    ordered_TK = ids_TK.sort(-1).values
-    assert (ordered_TK[:, 1:] > ordered_TK[:, :-1]).all(), "distinct experts"
-    counts = torch.bincount(ids_TK.flatten().long(), minlength=E).double()
-    assert float(counts.max() / counts.mean()) == pytest.approx(skew, rel=0.02)
-    assert int(counts.argmax()) == 0
-    low, high = 0.0, 1.0
-    for _ in range(100):  # the ratio of which the first term is `skew` times the mean
-        ratio = (low + high) / 2
-        total = sum(ratio**e for e in range(E))
-        low, high = (ratio, high) if E / total > skew else (low, ratio)
-    law = torch.tensor([ratio**e for e in range(E)], dtype=torch.float64)
-    law = law / law.sum() * T * K
-    assert float((counts - law).abs().max()) <= 4
-    assert torch.equal(ids_TK, layer.router(tokens(T, 16, seed=2)).expert_ids_TK)
-
-
-@pytest.mark.parametrize("num_experts", range(2, 24))
-def test_the_greatest_skew_still_gives_distinct_experts(num_experts: int) -> None:
-    """One expert has every token. A sum that rounding makes larger than 1 dealt it out twice."""
-    for top_k in range(2, num_experts):
-        skew = num_experts / top_k
-        ids_TK = skewed_ids(50, num_experts, top_k, skew, torch.device("cpu"))
-        ordered_TK = ids_TK.sort(-1).values
-        assert (ordered_TK[:, 1:] > ordered_TK[:, :-1]).all(), (num_experts, top_k)
-        assert (ordered_TK[:, 0] == 0).all()
-
-
-def test_a_fixed_bias_moves_the_choice_and_not_the_weights() -> None:
-    every = replace(BASE, top_k=8, normalize_weights=False)
-    biased = make_layer(replace(every, assignment="biased", assignment_std=3.0))
-    plain = make_layer(every)
-    x = tokens(64, 32)
-    a, b = biased.router(x), plain.router(x)
-    assert not torch.equal(a.expert_ids_TK, b.expert_ids_TK)
-    order_a, order_b = a.expert_ids_TK.argsort(-1), b.expert_ids_TK.argsort(-1)
-    assert torch.equal(a.weights_TK.gather(1, order_a), b.weights_TK.gather(1, order_b))
-    assert torch.equal(a.logits_TE, b.logits_TE)
-    skewed = make_layer(replace(BASE, assignment="biased", assignment_std=3.0))
-    assert float(loads_of(skewed, x).max()) > float(loads_of(make_layer(BASE), x).max()) + 1
-
-
 def test_jitter_follows_the_seed_and_is_absent_in_eval() -> None:
     layer, plain = make_layer(OPTIONS["jitter"]), make_layer(BASE)
     x = tokens(40, 32)
@@ -272,8 +223,8 @@ def test_jitter_follows_the_seed_and_is_absent_in_eval() -> None:
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_uniform_routing_gives_exactly_the_coefficients(function: Any, masked: bool) -> None:
     """Equal scores, dealt out evenly; z is log(E)^2."""
-    config = replace(BASE, score_function=function, assignment="balanced", balance=ALL_LOSSES)
-    layer = make_layer(config)
+    layer = make_layer(replace(BASE, score_function=function, balance=ALL_LOSSES))
+    force_even_load(layer)
     with torch.no_grad():
         layer.router.weight.zero_()
     mask = torch.zeros(2, 12, dtype=torch.bool)

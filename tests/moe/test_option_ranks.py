@@ -177,7 +177,7 @@ def runs_of(choices: list[Choice]) -> dict[str, tuple[Choice, bool]]:
 COUNTED = ("capacity-probability", "capacity-position", "capacity-pad", "capacity-ties")
 SHARED = {
     **{name: OPTIONS[name] for name in (*COUNTED, "sinkhorn", "sinkhorn-post", "latent-input")},
-    **{name: OPTIONS[name] for name in ("expert-choice", "expert-choice-small", "biased")},
+    **{name: OPTIONS[name] for name in ("expert-choice", "expert-choice-small")},
     "expert-choice-pad": replace(BASE, assignment="expert_choice", capacity=PAD),
     "sinkhorn-capacity": replace(BASE, assignment="sinkhorn", capacity=PAD),
     **{name: OPTIONS[name] for name in ("quantile", "quantile-micro-batch")},

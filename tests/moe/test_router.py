@@ -280,21 +280,6 @@ def test_gradient_of_the_weights_against_fp64(name: str) -> None:
         assert float((found - expected).abs().max()) <= 1e-5 * scale
 
 
-# --------------------------------------------------------------------------- balanced
-
-
-@pytest.mark.parametrize(("tokens", "top_k"), [(12, 3), (8, 3), (24, 1), (5, 12), (7, 5)])
-def test_balanced_assignment_is_even_and_distinct(tokens: int, top_k: int) -> None:
-    config = replace(BASE, assignment="balanced", top_k=top_k, normalize_weights=False)
-    router = make_router(config)
-    routing = router(torch.randn(tokens, 16))
-    counts = torch.bincount(routing.expert_ids_TK.flatten().long(), minlength=12)
-    assert int(counts.max() - counts.min()) <= 1
-    assert all(len(set(row)) == top_k for row in routing.expert_ids_TK.tolist())
-    expected = scores_of(routing, config).gather(1, routing.expert_ids_TK.long())
-    torch.testing.assert_close(routing.weights_TK, expected)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_zero_tokens(name: str) -> None:
     config = CONFIGS[name]

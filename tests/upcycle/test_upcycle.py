@@ -362,13 +362,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "shared": ("E4G2T2", dict(shared_hidden_dim=8), r"shared_hidden_dim \(8\) must be off"),
     "latent": ("E4G2T2", dict(latent_dim=8), r"latent_dim \(8\) must be off"),
     "capacity": ("E4G2T2", dict(capacity=CapacityConfig(factor=2)), r"capacity .* must be off"),
-    "dealt": ("E4G2T2", dict(assignment="balanced"), r'"balanced"\) must be one of'),
     "choice": ("E4G2T2", dict(assignment="expert_choice"), r'"expert_choice"\) must be one of'),
-    "biased": (
-        "E4G2T2",
-        dict(assignment="biased", assignment_std=1.0),
-        r'"biased"\) must be one of',
-    ),
     "limits": (
         "E2G4T4",
         dict(num_groups=4, top_groups=2),

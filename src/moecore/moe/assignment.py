@@ -9,15 +9,12 @@ the lower id wins, of experts and of tokens, but for tokens over capacity, whose
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from moecore.config import DropOrder
 
 SINKHORN_ITERATIONS = 32
-GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 fill [0, 1) evenly from the first on
 
 
 def sinkhorn_ids(logits_NE: Tensor, top_k: int, padding_mask_N: Tensor | None) -> Tensor:
@@ -64,49 +61,6 @@ def expert_choice_ids(
     if padding_mask_N is not None:
         taken_NE &= ~padding_mask_N[:, None]
     return torch.where(taken_NE, torch.arange(E, device=scores_NE.device), -1)
-
-
-def skewed_ids(
-    num_tokens: int, num_experts: int, top_k: int, skew: float, device: torch.device
-) -> Tensor:
-    """Return int64 [T, K]: experts dealt out so that loads fall geometrically from expert 0.
-
-    Each expert has an interval as long as its share of the choices, the K choices of a token are K
-    points at distance 1, and from token to token the points move by the golden ratio. So counts
-    come within a few of their shares without a random number.
-
-    Args:
-        num_tokens: T.
-        num_experts: E.
-        top_k: K.
-        skew: share of expert 0 over the mean share, in (1, E / K].
-        device: of the result.
-    """
-    E, K = num_experts, top_k
-    falling_E = torch.arange(E, dtype=torch.float64, device=device) * math.log(_ratio(E, skew))
-    ends_E = torch.exp(falling_E).cumsum(0)
-    ends_E = ends_E * (K / ends_E[-1])
-    # From 1: token 0's points would be whole numbers, and a first interval that rounding made a
-    # little longer than 1 would have two of them.
-    starts_T = torch.arange(1, num_tokens + 1, dtype=torch.float64, device=device) * GOLDEN % 1.0
-    points_TK = starts_T[:, None] + torch.arange(K, device=device)
-    return torch.searchsorted(ends_E, points_TK.contiguous(), right=True).clamp(max=E - 1)
-
-
-def _ratio(num_experts: int, skew: float) -> float:
-    """Return r with E * (1 - r) / (1 - r^E) = skew, the first term of r^e over the mean term."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        r = (low + high) / 2
-        first = num_experts * (1 - r) / (1 - r**num_experts)
-        low, high = (r, high) if first > skew else (low, r)
-    return max(high, 1e-30)
-
-
-def fixed_bias(num_experts: int, std: float, device: torch.device) -> Tensor:
-    """Return fp32 [E]: quantiles of N(0, std^2) in an order without a pattern."""
-    places_E = torch.arange(1, num_experts + 1, dtype=torch.float64, device=device) * GOLDEN % 1.0
-    return (torch.erfinv(2 * places_E - 1) * (std * math.sqrt(2))).float()
 
 
 def within_capacity(

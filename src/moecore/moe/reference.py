@@ -62,14 +62,10 @@ def moe_reference(
         training: the mode; it decides about capacity, Sinkhorn and jitter.
         padding_mask_BT: bool, True = padding; None = none.
         given_ids_NK: expert ids that are chosen instead, -1 = no choice; capacity still drops.
-            "skewed" needs them: its config fixes counts, not who goes where.
         jitter_ND: the factors that jitter drew; None = 1.
 
     Returns:
         The output; losses are those of training in both modes.
-
-    Raises:
-        ValueError: for "skewed" without `given_ids_NK`.
     """
     B, T, D = x_BTD.shape
     x_ND = x_BTD.reshape(B * T, D)

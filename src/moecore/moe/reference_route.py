@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -76,9 +75,6 @@ def route_reference(
         config: the layer.
         training: the mode.
         given_ids_NK: chosen ids, -1 = none; None = the config chooses.
-
-    Raises:
-        ValueError: for "skewed" without given ids.
     """
     dtype = getattr(torch, config.router_dtype)
     logits_NE = x_ND.to(dtype) @ params["router.weight"].to(dtype).T
@@ -168,26 +164,11 @@ def _choose(
     training: bool,
 ) -> list[list[bool]]:
     """Return chosen[n][e], whatever it is for padding."""
-    N, E = logits_NE.shape
-    if config.assignment == "skewed":
-        raise ValueError(
-            'given_ids_NK (None) must be given with assignment ("skewed"), which fixes counts '
-            "only: pass the ids of the run to compare with"
-        )
-    if config.assignment == "balanced":
-        K = config.top_k
-        first = max(1, 2 * E // (3 * K))  # 2/3 of all lie between a token's first and last
-        step = next(n for n in range(first, 2 * E + 1) if math.gcd(n, E) == 1)
-        picks = [[(n * K + k) * step % E for k in range(K)] for n in range(N)]
-        return [[e in row for e in range(E)] for row in picks]
     if config.assignment == "expert_choice":
         return _experts_choose(_scores(logits_NE, config).tolist(), real, config, training)
     if config.assignment == "sinkhorn" and training:
         ranked = _sinkhorn(logits_NE.tolist(), real)
     else:
-        if config.assignment == "biased":
-            bias_E = torch.tensor(fixed_bias_reference(config), device=logits_NE.device)
-            logits_NE = logits_NE + bias_E
         pre = config.score_order == "pre"
         ranked = (_scores(logits_NE, config) if pre else logits_NE).tolist()
         if bias is not None and training and config.balance.bias_per_micro_batch:
@@ -260,16 +241,6 @@ def _sinkhorn(logits: Rows, real: list[bool]) -> Rows:
             row = [v * len(rows) / E / s for v, s in zip(plan[n], sums, strict=True)]
             plan[n] = [v / sum(row) for v in row]
     return plan
-
-
-def fixed_bias_reference(config: MoEConfig) -> list[float]:
-    """Return what "biased" adds to the logits: the quantiles of N(0, std^2) at golden steps.
-
-    Args:
-        config: the layer.
-    """
-    normal, golden = NormalDist(0.0, config.assignment_std), (5**0.5 - 1) / 2
-    return [normal.inv_cdf((e + 1) * golden % 1.0) for e in range(config.num_experts)]
 
 
 # --------------------------------------------------------------------------- who stays

@@ -12,6 +12,7 @@ of mixed precision for the same reason. Among equal scores the lower expert id w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,13 +25,7 @@ from moecore.kernels.routing.route import RouteOptions, route
 from moecore.kernels.routing.route_weights import route_weights
 from moecore.kernels.routing.router_logits import router_logits, router_logits_ref
 from moecore.kernels.routing.scores import scores_ref
-from moecore.moe.assignment import (
-    expert_choice_ids,
-    fixed_bias,
-    sinkhorn_ids,
-    skewed_ids,
-    within_capacity,
-)
+from moecore.moe.assignment import expert_choice_ids, sinkhorn_ids, within_capacity
 from moecore.moe.micro_batch import MicroBatch, capacity_of, position_order
 from moecore.moe.params import init_normal_, local_param
 from moecore.moe.quantile import bias_of_micro_batch
@@ -62,6 +57,8 @@ class Router(nn.Module):
         self.config = config
         self.expert_bias_name = expert_bias_name
         self.tape: ChoiceTape | None = None
+        # (T, E, K, device) -> int32 ids [T, K], whatever the scores; see moe/forced.py.
+        self.forced_ids: Callable[[int, int, int, torch.device], Tensor] | None = None
         E, D = config.num_experts, config.dim
         self.weight = nn.Parameter(torch.empty(E, D, device=device, dtype=dtype))
         bias = torch.empty(E, device=device, dtype=dtype) if config.router_bias else None
@@ -150,7 +147,11 @@ class Router(nn.Module):
     def _own(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return int32 ids and fp32 weights [T, K], from the scores or by rule."""
         options, choice = _options(self.config), self.config.assignment
-        if choice in ("learned", "balanced") or (choice == "sinkhorn" and not self.training):
+        if self.forced_ids is not None:
+            T, E = logits_TE.shape
+            ids_TK = self.forced_ids(T, E, self.config.top_k, logits_TE.device)
+            return ids_TK, route_weights(logits_TE, ids_TK, options)
+        if choice == "learned" or (choice == "sinkhorn" and not self.training):
             return route(logits_TE, self._bias(logits_TE, micro_batch), options)
         with torch.no_grad():
             ids_TK = self._assign(logits_TE, micro_batch).to(torch.int32)
@@ -164,13 +165,8 @@ class Router(nn.Module):
         return bias_of_micro_batch(logits_TE, bias_E, self.config, micro_batch)
 
     def _assign(self, logits_TE: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Return the ids of the rules that compare tokens or ignore scores."""
+        """Return the ids of the rules that compare tokens."""
         config, E, K = self.config, self.config.num_experts, self.config.top_k
-        if config.assignment == "skewed":
-            return skewed_ids(logits_TE.shape[0], E, K, config.assignment_skew, logits_TE.device)
-        if config.assignment == "biased":
-            bias_E = fixed_bias(E, config.assignment_std, logits_TE.device)
-            return route(logits_TE + bias_E, self.selection_bias, _options(config))[0]
         logits_NE, padding_N = micro_batch.gather(logits_TE), micro_batch.gather_padding()
         if config.assignment == "sinkhorn":
             return micro_batch.own(sinkhorn_ids(logits_NE, K, padding_N))
@@ -227,7 +223,7 @@ def best_ids(logits_TE: Tensor, config: MoEConfig, padding_mask_T: Tensor | None
         config: the layer.
         padding_mask_T: bool, True = padding; None = none.
     """
-    options = replace(_options(config), num_groups=1, top_groups=1, balanced=False)
+    options = replace(_options(config), num_groups=1, top_groups=1)
     ids_TK, _ = route(logits_TE.detach(), None, options)
     return ids_TK if padding_mask_T is None else ids_TK.masked_fill(padding_mask_T[:, None], -1)
 
@@ -242,5 +238,4 @@ def _options(config: MoEConfig) -> RouteOptions:
         num_groups=config.num_groups,
         top_groups=config.top_groups,
         group_experts=config.group_experts,
-        balanced=config.assignment == "balanced",
     )

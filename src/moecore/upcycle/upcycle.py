@@ -14,7 +14,7 @@ chosen; had the shards' copies been neighbours (ids 0 and 1 both shard 0), the s
 be missing. Equal rows gave bitwise equal logits in every size tried on a CPU with E a multiple of
 4; elsewhere a matrix product may add up its last columns in another order, and a token whose best
 groups differ by less than that rounding (about 1e-7 of a logit) may get shards of both. Sinkhorn's
-iterations keep equal columns equal; "balanced" deals no neighbours, and is refused.
+iterations keep equal columns equal.
 
 Note [scale]. The members of group j have one weight w_j, and the group's shards add up to the
 dense output y, so the layer gives sum_j w_j * y over the T / G chosen groups. The weights of all T

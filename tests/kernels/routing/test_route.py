@@ -52,11 +52,9 @@ CASES = {
     "one-expert": (1, replace(BASE, top_k=1), False),
     "all-experts": (13, replace(SIGMOID, top_k=13), True),
     "many": (1024, replace(BASE, top_k=32), True),
-    "balanced": (13, replace(BASE, balanced=True, normalize=False), False),
-    "balanced-post": (5, replace(POST, balanced=True), False),
 }
 SLOW = ("deepseek", "many")  # for the interpreter
-ONE_CHOICE = ("one-expert", "all-experts", "balanced", "balanced-post")
+ONE_CHOICE = ("one-expert", "all-experts")
 
 
 def num_tokens(name: str, device: str) -> int:
@@ -231,7 +229,7 @@ def test_refuses_what_cannot_be() -> None:
 
 
 def test_reference_compiles_without_breaks() -> None:
-    for name in ("sigmoid-bias", "post-bias-groups", "balanced"):
+    for name in ("sigmoid-bias", "post-bias-groups"):
         logits, bias = inputs(name, "cpu")
         options = CASES[name][1]
         compiled = torch.compile(
@@ -283,7 +281,7 @@ def test_weights_and_gradient_against_fp64(name: str, grid: bool, device: str) -
     exact = with_gradient(logits.double(), bias, options, ref=True)
     differs, plain_differs = ((ids != exact[0]).any(-1) for ids in (found[0], plain[0]))
     assert differs.float().mean() <= 2 * plain_differs.float().mean() + 1e-3
-    assert options.balanced or is_possible(found[0], logits, bias, options).all()
+    assert is_possible(found[0], logits, bias, options).all()
     same = ~(differs | plain_differs)
     for a, b, e in zip(found[1:], plain[1:], exact[1:], strict=True):
         ours, theirs = row_errors(a, e)[same], row_errors(b, e)[same]

@@ -24,8 +24,9 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from moecore.adapters.base import swap_blocks
 from moecore.config import BalanceConfig
-from moecore.integrations.torchtitan.shared import dealt, load_weights
+from moecore.integrations.torchtitan.shared import load_weights
 from moecore.models.loss import linear_cross_entropy
+from moecore.moe.forced import force_even_load
 
 Source = Any  # a transformers PreTrainedConfig, or the path of a directory with a config.json
 PREFIX = "hf."  # of the names in torchtitan's checkpoints
@@ -124,8 +125,7 @@ def swap_hf(model: nn.Module, job: Any, balance: BalanceConfig | None) -> None:
         if balance is not None:
             layer.set_balance(balance)
         if job.debug.moe_force_load_balance:
-            layer.config = dealt(layer.config)
-            layer.set_balance(layer.config.balance)  # its parts follow
+            force_even_load(layer)
 
 
 def read_config(source: Source, field: str) -> Any:

@@ -18,7 +18,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from moecore._autograd import no_dispatch_modes
-from moecore.config import MoEConfig, ParallelConfig
+from moecore.config import ParallelConfig
 from moecore.fsdp import FSDPOptions
 from moecore.graphs import compile_blocks
 from moecore.integrations.torchtitan.options import moecore_options, nvlink_options
@@ -101,17 +101,6 @@ def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
 def compiles_model(job: Any) -> bool:
     """Return whether the job asks for torch.compile of the model."""
     return job.compile.enable and "model" in job.compile.components
-
-
-def dealt(config: MoEConfig) -> MoEConfig:
-    """Return the config with experts dealt out in turn, for `debug.moe_force_load_balance`.
-
-    That choice reads no selection bias, so none moves.
-    """
-    still = replace(
-        config.balance, bias_update_rate=0.0, bias_update="sign", bias_per_micro_batch=False
-    )
-    return replace(config, assignment="balanced", balance=still)
 
 
 def titan_meshes(parallel_dims: ParallelDims) -> Meshes:

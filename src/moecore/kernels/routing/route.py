@@ -10,7 +10,6 @@ choice.
 Notes [order], [columns] and [one warp] are in `route_kernel.py`.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +49,6 @@ class RouteOptions:
             `group_experts` best selection scores.
         group_experts: at most the experts of a group. 2 is DeepSeek-V3's rule, 1 DeepSeek-V2's,
             top_k / top_groups Megatron-Core's.
-        balanced: deal the experts out in turn, whatever the scores: all once before one comes
-            again (see `dealt_ids`); weights still come from the scores.
     """
 
     top_k: int
@@ -62,7 +59,6 @@ class RouteOptions:
     num_groups: int
     top_groups: int
     group_experts: int = 2
-    balanced: bool = False
 
 
 def route_ref(
@@ -86,36 +82,9 @@ def route_ref(
     return ids_TK.to(torch.int32), weights_TK * options.scale
 
 
-def dealt_ids(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
-    """Return the balanced choices, int64 [T, K]: the j-th choice of all is `j * step % E`.
-
-    Neighbours would live on one rank, and the token would travel to one rank where a learned
-    choice goes to several; see `deal_step`.
-
-    Example, E=8, K=2, step 3: [0, 3], [6, 1], [4, 7], [2, 5], and again.
-    """
-    order = torch.arange(num_tokens * top_k, device=device)
-    step = deal_step(num_experts, top_k)
-    return (order % num_experts * step % num_experts).view(num_tokens, top_k)
-
-
-def deal_step(num_experts: int, top_k: int) -> int:
-    """Return the first number from 2E / 3K on that has no divisor in common with E.
-
-    A token's experts then span two thirds of all, so it goes to about as many ranks as one with
-    random choices: E=128, K=8, 8 ranks: 5.5 and 5.3; 4 ranks: 3.4 and 3.6.
-    """
-    step = max(1, 2 * num_experts // (3 * top_k))
-    while math.gcd(step, num_experts) > 1:
-        step += 1
-    return step
-
-
 def _select(ranked_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> Tensor:
     """Return the ids [T, K] int64, best first; stable sorts keep lower ids first among equals."""
     (T, E), K = ranked_TE.shape, options.top_k
-    if options.balanced:
-        return dealt_ids(T, E, K, ranked_TE.device)
     if bias_E is not None:
         ranked_TE = ranked_TE + bias_E
     order_TE = _best_first(ranked_TE)
@@ -153,7 +122,6 @@ def _route(
     num_groups: int,
     top_groups: int,
     group_experts: int,
-    balanced: bool,
 ) -> tuple[Tensor, Tensor]:
     logits_TE = logits_TE.contiguous()
     T = logits_TE.shape[0]
@@ -169,7 +137,6 @@ def _route(
         num_groups=num_groups,
         top_groups=top_groups,
         group_experts=group_experts,
-        balanced=balanced,
     )
     launch_forward(logits_TE, bias_E, ids_TK, weights_TK, options, given=False)
     return ids_TK, weights_TK
@@ -207,7 +174,6 @@ def launch_forward(
             FUNCTION=options.score_function,
             POST=options.score_order == "post",
             NORMALIZE=options.normalize,
-            DEAL_STEP=deal_step(E, K) if options.balanced else 0,
             GIVEN=given,
             BT=BT,
             KP=KP,
@@ -283,7 +249,7 @@ def _backward(ctx: Any, _: Tensor | None, dweights_TK: Tensor | None) -> tuple[T
     dlogits_TE = None
     if ctx.needs_input_grad[0] and dweights_TK is not None:
         dlogits_TE = route_backward(*ctx.saved_tensors, dweights_TK, *ctx.options)
-    return (dlogits_TE, *(None,) * 10)
+    return (dlogits_TE, *(None,) * 9)
 
 
 _route_op = Op("route", _route, _route_fake, setup_context=_setup_context, backward=_backward)
@@ -341,5 +307,4 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, options: RouteOptions) -> tu
         options.num_groups,
         options.top_groups,
         options.group_experts,
-        options.balanced,
     )

@@ -122,7 +122,6 @@ def route_fwd_kernel(
     FUNCTION: tl.constexpr,
     POST: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    DEAL_STEP: tl.constexpr,  # of balanced choices; 0 = chosen by rank
     GIVEN: tl.constexpr,
     BT: tl.constexpr,
     KP: tl.constexpr,
@@ -150,8 +149,6 @@ def route_fwd_kernel(
     if GIVEN:
         chosen = tl.load(ids + rows * K + slots, mask=in_k, other=-1)
         in_k = in_k & (chosen >= 0)
-    elif DEAL_STEP:
-        chosen = ((rows * K + slots) % E * DEAL_STEP % E).to(tl.int32)
     else:
         if bias is not None:
             ranked += tl.load(bias + experts, mask=real, other=0.0)

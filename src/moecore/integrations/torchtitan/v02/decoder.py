@@ -10,7 +10,7 @@ passes it on. So the head and its loss run in chunks, and multi-token prediction
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ from torchtitan.protocols import BaseModelArgs
 from moecore.integrations.torchtitan.options import moecore_options
 from moecore.integrations.torchtitan.shared import (
     check_length,
-    dealt,
     load_weights,
     refuse,
     titan_meshes,
 )
 from moecore.integrations.torchtitan.v02.parallel import check_job, finish
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params, preset
+from moecore.moe.forced import force_even_load
 
 LABELS = "labels"  # key of a batch beside "input"
 
@@ -41,13 +41,15 @@ class TitanDecoderArgs(BaseModelArgs):
     Attributes:
         config: the decoder.
         hf_weights: the job's `moecore.hf_weights`.
+        even_load: the job's `debug.moe_force_load_balance`.
     """
 
     config: DecoderConfig = field(default_factory=lambda: preset("tiny"))
     hf_weights: str | None = None
+    even_load: bool = False
 
     def update_from_config(self, job_config: JobConfig, **_: Any) -> None:
-        """Follow the job: `debug.moe_force_load_balance` deals the experts out in turn.
+        """Follow the job.
 
         Raises:
             ValueError: for sequences that are too long.
@@ -56,9 +58,7 @@ class TitanDecoderArgs(BaseModelArgs):
         refuse([("validation.enable", True, job_config.validation.enable, "False")])
         check_length(job_config.training.seq_len, self.config.max_seq_len)
         self.hf_weights = moecore_options(job_config).hf_weights
-        moe = self.config.moe
-        if job_config.debug.moe_force_load_balance and moe is not None:
-            self.config = replace(self.config, moe=dealt(moe))
+        self.even_load = job_config.debug.moe_force_load_balance
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return the number of parameters and the FLOPs per token of forward and backward."""
@@ -75,6 +75,8 @@ class TitanDecoder(Decoder):
     def __init__(self, model_args: TitanDecoderArgs) -> None:
         super().__init__(model_args.config, device="meta")
         self.model_args = model_args
+        if model_args.even_load:
+            force_even_load(self)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """Load `moecore.hf_weights`, or fill from the seed that torchtitan gave every rank.

@@ -23,6 +23,7 @@ from moecore.adapters.adopt import adopt
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.integrations.torchtitan.layer import TitanLayer, check_class
 from moecore.moe.experts import ExpertLayout
+from moecore.moe.forced import force_even_load
 from moecore.moe.layer import LayerLayout
 
 BIAS = "expert_bias"
@@ -94,6 +95,8 @@ def titan_moe(block: nn.Module, model: nn.Module, *, update_bias: bool = True) -
     assert isinstance(layer, TitanMoE)
     if config.expert_bias:
         layer.adopt_bias(block.expert_bias)
+    if block.router._debug_force_load_balance:
+        force_even_load(layer)
     return layer
 
 
@@ -106,8 +109,7 @@ def _config(block: MoE, update_bias: bool) -> MoEConfig:
             "a token travels once, so it cannot be weighted for each expert apart"
         )
     num_groups = router.num_expert_groups or 1
-    forced = router._debug_force_load_balance  # its choice reads no bias: none is moved
-    rate = block.load_balance_coeff if update_bias and not forced else None
+    rate = block.load_balance_coeff if update_bias else None
     return MoEConfig(
         dim=dim,
         hidden_dim=hidden_dim,
@@ -120,7 +122,6 @@ def _config(block: MoE, update_bias: bool) -> MoEConfig:
         top_groups=router.num_limited_groups if router.num_expert_groups else 1,
         expert_bias=block.load_balance_coeff is not None,
         router_bias=router.gate.bias is not None,
-        assignment="balanced" if forced else "learned",
         weights_on_input=block.score_before_experts,
         balance=BalanceConfig(bias_update_rate=rate or 0.0),
     )

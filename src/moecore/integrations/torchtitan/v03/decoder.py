@@ -8,7 +8,7 @@ of all tokens never exist and multi-token prediction has its labels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.trainer import Trainer
 
 from moecore.integrations.torchtitan.options import moecore_options
-from moecore.integrations.torchtitan.shared import check_length, dealt, load_weights
+from moecore.integrations.torchtitan.shared import check_length, load_weights
 from moecore.models import Decoder, DecoderConfig, flops_per_token, num_params
+from moecore.moe.forced import force_even_load
 
 
 class TitanDecoder(Decoder, BaseModel):
@@ -35,22 +36,22 @@ class TitanDecoder(Decoder, BaseModel):
         Attributes:
             decoder: the decoder.
             hf_weights: the job's `moecore.hf_weights`.
+            even_load: the job's `debug.moe_force_load_balance`.
         """
 
         decoder: DecoderConfig
         hf_weights: str | None = None
+        even_load: bool = False
 
         def update_from_config(self, *, config: Trainer.Config, **_: Any) -> None:
-            """Follow the job: `debug.moe_force_load_balance` deals the experts out in turn.
+            """Follow the job.
 
             Raises:
                 ValueError: for sequences that are too long.
             """
             check_length(config.training.seq_len, self.decoder.max_seq_len)
             self.hf_weights = moecore_options(config).hf_weights
-            moe = self.decoder.moe
-            if config.debug.moe_force_load_balance and moe is not None:
-                self.decoder = replace(self.decoder, moe=dealt(moe))
+            self.even_load = config.debug.moe_force_load_balance
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Return the number of parameters and the FLOPs per token of forward and backward."""
@@ -59,6 +60,8 @@ class TitanDecoder(Decoder, BaseModel):
     def __init__(self, config: Config) -> None:
         super().__init__(config.decoder, device="meta")
         self.hf_weights = config.hf_weights
+        if config.even_load:
+            force_even_load(self)
 
     def verify_module_protocol(self) -> None:
         """Nothing to verify: moecore's modules are plain, and `init_weights` fills them all."""

@@ -29,6 +29,7 @@ from moecore.adapters.adopt import adopt
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.integrations.torchtitan.layer import TitanLayer, check_class, cut_dense_parts
 from moecore.moe.experts import ExpertLayout
+from moecore.moe.forced import force_even_load
 from moecore.moe.layer import LayerLayout
 
 BIAS = "expert_bias_E"
@@ -129,14 +130,15 @@ def titan_moe(block: nn.Module, model: nn.Module, *, update_bias: bool = True) -
     layer.fills = fills
     if config.expert_bias:
         layer.adopt_bias(block.expert_bias_E)
+    if block.router._debug_force_load_balance:
+        force_even_load(layer)
     return layer
 
 
 def _config(block: MoE, update_bias: bool) -> MoEConfig:
     router = block.router
     num_experts, hidden_dim, dim = block.routed_experts.inner_experts.w1_EFD.shape
-    forced = router._debug_force_load_balance  # its choice reads no bias: none is moved
-    rate = block.load_balance_coeff if update_bias and not forced else None
+    rate = block.load_balance_coeff if update_bias else None
     return MoEConfig(
         dim=dim,
         hidden_dim=hidden_dim,
@@ -149,6 +151,5 @@ def _config(block: MoE, update_bias: bool) -> MoEConfig:
         top_groups=router.num_limited_groups if router.num_expert_groups else 1,
         expert_bias=block.load_balance_coeff is not None,
         router_bias=router.gate.bias is not None,
-        assignment="balanced" if forced else "learned",
         balance=BalanceConfig(bias_update_rate=rate or 0.0),
     )
