@@ -1,17 +1,26 @@
 """Frozen records that say what a layer is and how the world is divided.
 
 `MoEConfig` describes one MoE layer, `BalanceConfig` its load balancing, `ParallelConfig` the
-parallel degrees. Every cross-field rule is checked at construction, before any GPU work: a wrong
-value is a one-line `ValueError` with the field, its value, the relation it breaks and the fix.
-Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never fields here.
+parallel degrees. Types, ranges and cross-field rules are checked at construction (`_fields.py`),
+before any GPU work. Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never
+fields here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+from moecore._fields import (
+    Bound,
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Rules,
+    check_fields,
+)
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 ScoreOrder = Literal["pre", "post"]
@@ -20,6 +29,10 @@ RouterDtype = Literal["float32", "float64"]
 Assignment = Literal["learned", "sinkhorn", "expert_choice"]
 BiasUpdate = Literal["sign", "quantile"]
 DropOrder = Literal["probability", "position"]
+
+# More than any expert count over top_k; an overflow is no capacity.
+CapacityFactor = Annotated[float, Bound(">", 0), Bound("<=", 1e6), "use 1.0 for no slack"]
+Jitter = Annotated[float, Bound(">=", 0), Bound("<", 1), "use about 0.01, or 0.0 for none"]
 
 GATED_ACTIVATIONS: tuple[Activation, ...] = ("swiglu", "geglu", "clamped_swiglu")
 
@@ -55,33 +68,29 @@ class BalanceConfig:
     one batch (arXiv:2502.15451).
     """
 
-    micro_batch_coef: float = 0.0
-    sequence_coef: float = 0.0
-    global_batch_coef: float = 0.0
-    z_loss_coef: float = 0.0
-    bias_update_rate: float = 0.0
+    micro_batch_coef: PositiveOrZero = 0.0
+    sequence_coef: PositiveOrZero = 0.0
+    global_batch_coef: PositiveOrZero = 0.0
+    z_loss_coef: PositiveOrZero = 0.0
+    bias_update_rate: PositiveOrZero = 0.0
     bias_update: BiasUpdate = "sign"
     bias_per_micro_batch: bool = False
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            if f.name not in ("bias_update", "bias_per_micro_batch"):
-                _finite("BalanceConfig", f.name, getattr(self, f.name))
-        _one_of("BalanceConfig", "bias_update", self.bias_update, get_args(BiasUpdate))
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
         if self.bias_update == "quantile" and not 0 < self.bias_update_rate <= 1:
-            raise ValueError(
-                f"BalanceConfig.bias_update_rate ({self.bias_update_rate}) must lie in (0, 1] "
-                'with bias_update ("quantile"), which goes that share of the way: use 1.0'
-            )
-        if not isinstance(self.bias_per_micro_batch, bool):
-            raise ValueError(
-                f"BalanceConfig.bias_per_micro_batch ({self.bias_per_micro_batch!r}) must be True "
-                "or False"
+            yield (
+                "bias_update_rate",
+                'lie in (0, 1] with bias_update ("quantile"), which goes that share of the way: '
+                "use 1.0",
             )
         if self.bias_per_micro_batch and self.bias_update != "quantile":
-            raise ValueError(
-                "BalanceConfig.bias_per_micro_batch (True) must go with bias_update "
-                f'({self.bias_update!r}) = "quantile", which it starts from: set it so'
+            yield (
+                "bias_per_micro_batch",
+                f'go with bias_update ({self.bias_update!r}) = "quantile", which it starts from: '
+                "set it so",
             )
 
     @property
@@ -123,18 +132,13 @@ class CapacityConfig:
     Source: GShard (arXiv:2006.16668), Switch Transformer (arXiv:2101.03961).
     """
 
-    factor: float
-    eval_factor: float | None = None
+    factor: CapacityFactor
+    eval_factor: CapacityFactor | None = None
     drop: DropOrder = "probability"
     pad: bool = False
 
     def __post_init__(self) -> None:
-        _finite("CapacityConfig", "factor", self.factor, positive=True)
-        if self.eval_factor is not None:
-            _finite("CapacityConfig", "eval_factor", self.eval_factor, positive=True)
-        _one_of("CapacityConfig", "drop", self.drop, get_args(DropOrder))
-        if not isinstance(self.pad, bool):
-            raise ValueError(f"CapacityConfig.pad ({self.pad!r}) must be True or False")
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,184 +195,163 @@ class MoEConfig:
         ValueError: when a field or a combination of fields is not possible.
     """
 
-    dim: int
-    hidden_dim: int
-    num_experts: int
-    top_k: int
+    dim: Count
+    hidden_dim: Count
+    num_experts: Count
+    top_k: Count
     score_function: ScoreFunction = "softmax"
     score_order: ScoreOrder = "pre"
     normalize_weights: bool | None = None
-    routed_scaling_factor: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    group_experts: int = 2
+    routed_scaling_factor: Positive = 1.0
+    num_groups: Count = 1
+    top_groups: Count = 1
+    group_experts: Count = 2
     expert_bias: bool = False
     router_bias: bool = False
     router_dtype: RouterDtype = "float32"
-    router_jitter: float = 0.0
+    router_jitter: Jitter = 0.0
     assignment: Assignment = "learned"
-    capacity: CapacityConfig | None = None
+    capacity: Annotated[CapacityConfig | None, "pass CapacityConfig(factor=1.25)"] = None
     weights_on_input: bool = False
-    latent_dim: int = 0
+    latent_dim: CountOrZero = 0
     activation: Activation = "swiglu"
-    activation_limit: float = 7.0
-    activation_alpha: float = 1.702
+    activation_limit: Positive = 7.0
+    activation_alpha: Positive = 1.702
     fc1_bias: bool = False
     fc2_bias: bool = False
-    shared_hidden_dim: int = 0
-    num_shared_experts: int = 1
+    shared_hidden_dim: CountOrZero = 0
+    num_shared_experts: Count = 1
     shared_gate: bool = False
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    balance: Annotated[BalanceConfig, "pass BalanceConfig(micro_batch_coef=0.01)"] = field(
+        default_factory=BalanceConfig
+    )
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            _whole("MoEConfig", name, getattr(self, name), 1)
-        for name in ("shared_hidden_dim", "latent_dim"):
-            _whole("MoEConfig", name, getattr(self, name), 0)
-        for name in ("routed_scaling_factor", "activation_limit", "activation_alpha"):
-            _finite("MoEConfig", name, getattr(self, name), positive=True)
-        _finite("MoEConfig", "router_jitter", self.router_jitter)
-        for name, choices in _MOE_CHOICES.items():
-            _one_of("MoEConfig", name, getattr(self, name), choices)
-        if self.top_k > self.num_experts:
-            raise ValueError(
-                f"MoEConfig.top_k ({self.top_k}) must be <= num_experts ({self.num_experts}): "
-                "lower top_k or add experts"
-            )
-        self._check_groups()
-        self._check_scores()
-        self._check_assignment()
-        self._check_experts()
-        self._check_balance()
+        check_fields(self, self._rules)
 
-    def _check_groups(self) -> None:
-        if self.num_experts % self.num_groups:
-            raise ValueError(
-                f"MoEConfig.num_groups ({self.num_groups}) must divide num_experts "
-                f"({self.num_experts}): choose a divisor"
+    def _rules(self) -> Rules:
+        yield from self._group_rules()
+        yield from self._score_rules()
+        yield from self._expert_rules()
+        if self.assignment != "learned":
+            yield from self._assignment_rules()
+        if self.balance.bias_update_rate:
+            yield from self._bias_rules()
+
+    def _group_rules(self) -> Rules:
+        E, G, top_groups = self.num_experts, self.num_groups, self.top_groups
+        size, ranks_groups = E // G, top_groups < G
+        if self.top_k > E:
+            yield "top_k", f"be <= num_experts ({E}): lower top_k or add experts"
+        if E % G:
+            yield "num_groups", f"divide num_experts ({E}): choose a divisor"
+        if top_groups > G:
+            yield "top_groups", f"be <= num_groups ({G}): lower top_groups"
+        if ranks_groups and size < self.group_experts:
+            yield (
+                "num_groups",
+                f"leave >= group_experts ({self.group_experts}) of num_experts ({E}) in a group, "
+                "because groups are ranked by so many of their best: use fewer groups",
             )
-        if self.top_groups > self.num_groups:
-            raise ValueError(
-                f"MoEConfig.top_groups ({self.top_groups}) must be <= num_groups "
-                f"({self.num_groups}): lower top_groups"
+        if not ranks_groups and self.group_experts != 2:
+            yield (
+                "group_experts",
+                f"go with top_groups ({top_groups}) < num_groups ({G}), where groups are ranked: "
+                "drop it",
             )
-        experts_per_group = self.num_experts // self.num_groups
-        if self.top_groups < self.num_groups and experts_per_group < self.group_experts:
-            raise ValueError(
-                f"MoEConfig.num_groups ({self.num_groups}) must leave >= group_experts "
-                f"({self.group_experts}) of num_experts ({self.num_experts}) in a group, because "
-                "groups are ranked by so many of their best: use fewer groups"
-            )
-        if self.top_groups == self.num_groups and self.group_experts != 2:
-            raise ValueError(
-                f"MoEConfig.group_experts ({self.group_experts}) must go with top_groups "
-                f"({self.top_groups}) < num_groups ({self.num_groups}), where groups are ranked: "
-                "drop it"
-            )
-        if self.top_k > self.top_groups * experts_per_group:
-            raise ValueError(
-                f"MoEConfig.top_k ({self.top_k}) must be <= the experts in top_groups "
-                f"({self.top_groups} x {experts_per_group}): raise top_groups or lower top_k"
+        if self.top_k > top_groups * size:
+            yield (
+                "top_k",
+                f"be <= the experts in top_groups ({top_groups} x {size}): raise top_groups or "
+                "lower top_k",
             )
 
-    def _check_scores(self) -> None:
+    def _score_rules(self) -> Rules:
         if self.score_order == "post" and self.score_function != "softmax":
-            raise ValueError(
-                'MoEConfig.score_order ("post") must be "pre" with score_function '
-                f'("{self.score_function}"), whose scores do not depend on the other experts: use '
-                "score_order='pre'"
+            yield (
+                "score_order",
+                f"be 'pre' with score_function ({self.score_function!r}), whose scores do not "
+                "depend on the other experts: use score_order='pre'",
             )
         if self.score_order == "post" and self.normalize_weights is False:
-            raise ValueError(
-                'MoEConfig.normalize_weights (False) must be True with score_order ("post"): a '
-                "softmax over the chosen logits always sums to 1, so drop normalize_weights=False"
+            yield (
+                "normalize_weights",
+                "be True with score_order ('post'), whose softmax over the chosen logits always "
+                "sums to 1: drop it",
             )
         if self.score_order == "post" and not self.normalizes:
-            raise ValueError(
-                f'MoEConfig.top_k ({self.top_k}) must be > 1 with score_order ("post") and '
-                f"normalize_weights ({self.normalize_weights}): a softmax over one logit is always "
-                'a weight of 1, from which the router learns nothing: use score_order="pre"'
-            )
-        if self.router_jitter >= 1:
-            raise ValueError(
-                f"MoEConfig.router_jitter ({self.router_jitter}) must be < 1, or factors turn "
-                "negative: use about 0.01"
+            yield (
+                "top_k",
+                "be > 1 with score_order ('post') and normalize_weights "
+                f"({self.normalize_weights}), where a softmax over one logit is always 1 and the "
+                "router learns nothing: use score_order='pre'",
             )
 
-    def _check_assignment(self) -> None:
-        choice = self.assignment
-        if choice in ("sinkhorn", "expert_choice"):
-            for field_name, used in (
-                ("expert_bias", self.expert_bias),
-                ("top_groups < num_groups", self.top_groups < self.num_groups),
-            ):
-                if used:
-                    raise ValueError(
-                        f"MoEConfig.{field_name} (True) must be False with assignment "
-                        f'("{choice}"), which evens the experts out itself: drop one of the two'
-                    )
-        if choice == "expert_choice" and self.capacity and self.capacity.drop != "probability":
-            raise ValueError(
-                f'MoEConfig.capacity.drop ("{self.capacity.drop}") must be "probability" with '
-                'assignment ("expert_choice"), where experts take their best tokens: drop it'
+    def _assignment_rules(self) -> Rules:
+        rule = f"assignment ({self.assignment!r})"
+        if self.expert_bias:
+            yield "expert_bias", f"be False with {rule}, which evens the experts out: drop one"
+        if self.top_groups < self.num_groups:
+            yield "top_groups", f"equal num_groups ({self.num_groups}) with {rule}: drop groups"
+        if self.assignment == "sinkhorn":
+            return
+        if self.capacity is not None and self.capacity.drop != "probability":
+            yield (
+                "capacity.drop",
+                f"be 'probability' with {rule}, where experts take their best tokens: drop it",
             )
-        if choice == "expert_choice" and self.score_order == "post":
-            raise ValueError(
-                'MoEConfig.score_order ("post") must be "pre" with assignment ("expert_choice"), '
-                "because experts compare scores of different tokens: use score_order='pre'"
+        if self.score_order == "post":
+            yield (
+                "score_order",
+                f"be 'pre' with {rule}, where experts compare scores of different tokens: use "
+                "score_order='pre'",
             )
-        if choice == "expert_choice" and self.balance.needs_counts_loss:
-            raise ValueError(
-                'MoEConfig.balance must have no loss on counts with assignment ("expert_choice"), '
-                "whose counts are always even: only z_loss_coef is possible"
+        if self.balance.needs_counts_loss:
+            yield (
+                "balance",
+                f"have no loss on counts with {rule}, whose counts are even: use z_loss_coef only",
             )
 
-    def _check_experts(self) -> None:
+    def _expert_rules(self) -> Rules:
         if self.weights_on_input and self.choices_per_token > 1:
-            raise ValueError(
-                "MoEConfig.weights_on_input (True) must go with one expert per token, not top_k "
-                f'({self.top_k}) and assignment ("{self.assignment}"), because a token travels '
-                "once: use top_k=1 and an assignment by tokens"
+            yield (
+                "weights_on_input",
+                f"go with one expert per token, not top_k ({self.top_k}) and assignment "
+                f"({self.assignment!r}), because a token travels once: use top_k=1 and an "
+                "assignment by tokens",
             )
         if self.latent_dim >= self.dim:
-            raise ValueError(
-                f"MoEConfig.latent_dim ({self.latent_dim}) must be < dim ({self.dim}): lower it, "
-                "or use 0 for none"
-            )
-        for field_name, used in (
+            yield "latent_dim", f"be < dim ({self.dim}): lower it, or use 0 for none"
+        for name, used in (
             ("shared_gate", self.shared_gate),
             ("num_shared_experts", self.num_shared_experts > 1),
         ):
             if used and not self.shared_hidden_dim:
-                raise ValueError(
-                    f"MoEConfig.{field_name} ({getattr(self, field_name)}) must go with "
-                    "shared_hidden_dim (0) > 0: set shared_hidden_dim or drop it"
-                )
+                yield name, "go with shared_hidden_dim (0) > 0: set shared_hidden_dim or drop it"
 
-    def _check_balance(self) -> None:
-        balance = self.balance
-        if balance.bias_update_rate and not self.expert_bias:
-            raise ValueError(
-                f"MoEConfig.balance.bias_update_rate ({balance.bias_update_rate}) must go "
-                "with expert_bias (False) = True: set expert_bias=True"
+    def _bias_rules(self) -> Rules:
+        if not self.expert_bias:
+            yield (
+                "balance.bias_update_rate",
+                "go with expert_bias (False) = True: set expert_bias=True",
             )
-        if balance.bias_update == "quantile":
-            for field_name, value, wanted in (
-                ("score_function", self.score_function, "sigmoid"),
-                ("assignment", self.assignment, "learned"),
-                ("top_groups", self.top_groups, self.num_groups),
-            ):
-                if value != wanted:
-                    raise ValueError(
-                        f'MoEConfig.balance.bias_update ("quantile") must go with {field_name} '
-                        f"({value!r}) = {wanted!r}, because it compares every token's best K + 1 "
-                        'scores in [0, 1]: use bias_update="sign"'
-                    )
-            if self.top_k == self.num_experts:
-                raise ValueError(
-                    'MoEConfig.balance.bias_update ("quantile") must go with top_k '
-                    f"({self.top_k}) < num_experts ({self.num_experts}): drop it"
+        if self.balance.bias_update == "sign":
+            return
+        for name, value, wanted in (
+            ("score_function", self.score_function, "sigmoid"),
+            ("top_groups", self.top_groups, self.num_groups),
+        ):
+            if value != wanted:
+                yield (
+                    "balance.bias_update",
+                    f"go with {name} ({value!r}) = {wanted!r}, because it compares every token's "
+                    'best K + 1 scores in [0, 1]: use bias_update="sign"',
                 )
+        if self.top_k == self.num_experts:
+            yield (
+                "balance.bias_update",
+                f"go with top_k ({self.top_k}) < num_experts ({self.num_experts}): drop it",
+            )
 
     @property
     def gated(self) -> bool:
@@ -404,23 +387,8 @@ class MoEConfig:
         return self.num_experts if self.assignment == "expert_choice" else self.top_k
 
 
-_COUNTS = (
-    "dim",
-    "hidden_dim",
-    "num_experts",
-    "top_k",
-    "num_groups",
-    "top_groups",
-    "group_experts",
-    "num_shared_experts",
-)
-_MOE_CHOICES: dict[str, tuple[str, ...]] = {
-    "score_function": get_args(ScoreFunction),
-    "score_order": get_args(ScoreOrder),
-    "router_dtype": get_args(RouterDtype),
-    "assignment": get_args(Assignment),
-    "activation": get_args(Activation),
-}
+# int >= 1, or what is left
+Degree = Annotated[Count | Literal[-1], "use -1 once per view, for what is left"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -442,34 +410,27 @@ class ParallelConfig:
         etp: expert tensor parallel ranks; each owns hidden_dim / etp of each expert.
     """
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = -1
-    cp: int = 1
-    tp: int = 1
-    edp_replicate: int = 1
-    edp_shard: int = -1
-    ep: int = 1
-    etp: int = 1
+    pp: Annotated[Count, "both views share it, so use pp=1 for none"] = 1
+    dp_replicate: Degree = 1
+    dp_shard: Degree = -1
+    cp: Degree = 1
+    tp: Degree = 1
+    edp_replicate: Degree = 1
+    edp_shard: Degree = -1
+    ep: Degree = 1
+    etp: Degree = 1
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
-                raise ValueError(
-                    f"ParallelConfig.{f.name} ({value!r}) must be a whole number >= 1, "
-                    "or -1 for what is left"
-                )
-        if self.pp == -1:
-            raise ValueError(
-                "ParallelConfig.pp (-1) must be given, because both views share it: use pp=1"
-            )
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
         for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
             open_names = [name for name in names if getattr(self, name) == -1]
             if len(open_names) > 1:
-                raise ValueError(
-                    f"ParallelConfig.{open_names[1]} (-1) must be given, because "
-                    f"{open_names[0]} (-1) already takes what is left of the {view} view"
+                yield (
+                    open_names[1],
+                    f"be given, because {open_names[0]} (-1) already takes what is left of the "
+                    f"{view} view: set one of them",
                 )
 
     def resolve(self, world_size: int) -> ParallelConfig:
@@ -506,23 +467,3 @@ class ParallelConfig:
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
-
-
-def _whole(record: str, name: str, value: int, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(
-            f"{record}.{name} ({value!r}) must be a whole number >= {minimum}: pass an int"
-        )
-
-
-def _finite(record: str, name: str, value: float, *, positive: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0 or (positive and value == 0):
-        relation = "> 0: keep the default if unsure" if positive else ">= 0: use 0.0 for none"
-        raise ValueError(f"{record}.{name} ({value!r}) must be a finite number {relation}")
-
-
-def _one_of(record: str, name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        shown = ", ".join(repr(c) for c in choices)
-        raise ValueError(f"{record}.{name} ({value!r}) must be one of {shown}: choose one")

@@ -66,11 +66,17 @@ def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be >= 1"),
+        (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be a whole number >= 1 or None"),
         (dict(capacity_factor=2.0, exact_rows=True), r"capacity_factor \(2.0\) must be None with"),
-        (dict(num_sms=1), r"NVLinkOptions.num_sms \(1\) must be >= 2"),
-        (dict(capacity_factor=0.0), r"NVLinkOptions.capacity_factor \(0.0\) must be > 0"),
-        (dict(timeout_s=float("inf")), r"NVLinkOptions.timeout_s \(inf\) must be > 0 and finite"),
+        (dict(num_sms=1), r"NVLinkOptions.num_sms \(1\) must be a whole number >= 2 or None"),
+        (
+            dict(capacity_factor=0.0),
+            r"NVLinkOptions.capacity_factor \(0.0\) must be a finite number > 0",
+        ),
+        (
+            dict(timeout_s=float("inf")),
+            r"NVLinkOptions.timeout_s \(inf\) must be a finite number > 0",
+        ),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:

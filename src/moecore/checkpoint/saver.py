@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore._distributed import default_timeout
+from moecore._fields import CountOrZero, check_value
 from moecore.checkpoint.directory import check_step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.lock import RunLock
@@ -45,7 +46,7 @@ from moecore.checkpoint.rank_agreement import check_rank_agreement
 from moecore.checkpoint.ranks import gather, on_every_rank, on_first_rank
 from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.checkpoint.state import Optimizers
-from moecore.checkpoint.store import begin, check_count, locals_of, write
+from moecore.checkpoint.store import begin, locals_of, write
 
 logger = logging.getLogger("moecore.checkpoint")
 
@@ -83,7 +84,7 @@ class Saver:
         config: object = None,
         progress: Progress | None = None,
     ) -> None:
-        check_count("keep", keep)
+        check_value("keep", keep, CountOrZero)
         self._model, self._optimizer = model, optimizer
         self._lock = RunLock(Path(root))
         self._scheduler, self._keep, self._config = scheduler, keep, config

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore._fields import CountOrZero, check_value
 from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.comparison import (
     Comparison,
@@ -97,7 +98,7 @@ def save(
             not write. Nothing changed for `latest` then.
     """
     check_step(step)
-    check_count("keep", keep)
+    check_value("keep", keep, CountOrZero)
     snapshot = on_every_rank(
         lambda: take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
     )
@@ -182,12 +183,6 @@ def _refresh_buffers(path: Path, model: nn.Module) -> None:
             buffer.copy_(value)
     except NotImplementedError as error:
         warnings.warn(f"path ({path}): {error}: left as it was", stacklevel=3)
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise ValueError unless it is a whole number >= 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} ({value!r}) must be a whole number >= 0")
 
 
 def begin(lock: RunLock, step: int, group: Group = None) -> Path:

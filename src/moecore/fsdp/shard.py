@@ -34,6 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Annotated
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from moecore._distributed import is_gloo
+from moecore._fields import Count, CountOrZero, OneOf, check_fields
 from moecore.fsdp.accumulate import STAYS_GATHERED
 from moecore.fsdp.gathered import watch_gathered
 from moecore.fsdp.together import gather_for_each
@@ -50,6 +52,8 @@ from moecore.mesh import Meshes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.moe.router import Router
+
+FLOATS = OneOf((torch.float32, torch.bfloat16))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,34 +76,18 @@ class FSDPOptions:
         ValueError: for a dtype or a number that is not among these.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype = torch.float32
+    param_dtype: (
+        Annotated[torch.dtype, FLOATS, "a loss scale for fp16 would not reach the auxiliary losses"]
+        | None
+    ) = None
+    reduce_dtype: Annotated[torch.dtype, FLOATS, "fp16 sums overflow"] = torch.float32
     reshard_after_forward: bool = True
     reshard_experts: bool | None = None
-    prefetch_blocks: int = 1
-    blocks_per_unit: int = 1
+    prefetch_blocks: Annotated[CountOrZero, "use 0 to leave the order to FSDP2"] = 1
+    blocks_per_unit: Annotated[Count, "use 1 for a unit per block"] = 1
 
     def __post_init__(self) -> None:
-        if self.param_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"FSDPOptions.param_dtype ({self.param_dtype}) must be None, torch.float32 or "
-                "torch.bfloat16: a loss scale for fp16 would not reach the auxiliary losses"
-            )
-        if self.reduce_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"FSDPOptions.reduce_dtype ({self.reduce_dtype}) must be torch.float32 or "
-                "torch.bfloat16: fp16 sums overflow"
-            )
-        if not isinstance(self.prefetch_blocks, int) or self.prefetch_blocks < 0:
-            raise ValueError(
-                f"FSDPOptions.prefetch_blocks ({self.prefetch_blocks}) must be a whole number "
-                ">= 0: use 0 to leave the order to FSDP2"
-            )
-        if not isinstance(self.blocks_per_unit, int) or self.blocks_per_unit < 1:
-            raise ValueError(
-                f"FSDPOptions.blocks_per_unit ({self.blocks_per_unit}) must be a whole number "
-                ">= 1: use 1 for a unit per block"
-            )
+        check_fields(self)
 
 
 def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss: str) -> None:

@@ -18,11 +18,12 @@ https://nullprogram.com/blog/2018/07/31/.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from moecore._fields import Bound, PositiveOrZero, check_fields
 from moecore.kernels.common import (
     INTERPRET,
     cdiv,
@@ -45,6 +46,9 @@ TRITON_DTYPES = {
 GOLDEN = 0x9E3779B9  # spreads steps and tensors over the hash's seeds
 
 
+Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWOptions:
     """What one update needs to know.
@@ -56,10 +60,13 @@ class AdamWOptions:
         weight_decay: times lr, the part of each weight that is taken off.
     """
 
-    lr: float | Tensor
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+    lr: PositiveOrZero | Tensor
+    betas: tuple[Decay, Decay]
+    eps: PositiveOrZero
+    weight_decay: PositiveOrZero
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

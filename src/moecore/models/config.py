@@ -1,16 +1,24 @@
 """DecoderConfig: one frozen record that says what a decoder is.
 
-Every cross-field rule is checked at construction: a wrong value is a one-line `ValueError` with
-the field, its value, the relation it breaks and the fix. Meshes and groups are arguments
-elsewhere, never fields here.
+Types, ranges and cross-field rules are checked at construction (`_fields.py`). Meshes and groups
+are arguments elsewhere, never fields here.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
+from moecore._fields import (
+    Bound,
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Rules,
+    check_fields,
+)
 from moecore.config import MoEConfig
 
 QKNorm = Literal["head", "full"]
@@ -36,29 +44,19 @@ class YarnConfig:
     Source: arXiv:2309.00071; the two mscales are DeepSeek-V2's (arXiv:2405.04434).
     """
 
-    factor: float
-    original_max_seq_len: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
+    factor: Annotated[float, Bound(">=", 1), "use yarn=None for sequences as in pretraining"]
+    original_max_seq_len: Count
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: PositiveOrZero = 1.0
+    mscale_all_dim: PositiveOrZero = 0.0
 
     def __post_init__(self) -> None:
-        _check_count("YarnConfig", "original_max_seq_len", self.original_max_seq_len, 1)
-        if not 1 <= self.factor < math.inf:
-            raise ValueError(
-                f"YarnConfig.factor ({self.factor!r}) must be a finite number >= 1: use yarn=None "
-                "for sequences as long as those of pretraining"
-            )
-        if not 0 < self.beta_slow < self.beta_fast < math.inf:
-            raise ValueError(
-                f"YarnConfig.beta_slow ({self.beta_slow!r}) must be > 0 and < beta_fast "
-                f"({self.beta_fast!r}): keep 1 and 32 if unsure"
-            )
-        for name in ("mscale", "mscale_all_dim"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"YarnConfig.{name} ({value!r}) must be a finite number >= 0")
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if not self.beta_slow < self.beta_fast:
+            yield "beta_slow", f"be < beta_fast ({self.beta_fast!r}): keep 1 and 32 if unsure"
 
     @property
     def table_scale(self) -> float:
@@ -93,25 +91,20 @@ class MLAConfig:
     Source: DeepSeek-V2 (arXiv:2405.04434).
     """
 
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int = 0
-    norm_eps: float = 1e-6
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+    q_lora_rank: CountOrZero = 0
+    norm_eps: Positive = 1e-6
     yarn: YarnConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            _check_count("MLAConfig", name, getattr(self, name), 1)
-        _check_count("MLAConfig", "q_lora_rank", self.q_lora_rank, 0)
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
         if self.qk_rope_head_dim % 2:
-            raise ValueError(
-                f"MLAConfig.qk_rope_head_dim ({self.qk_rope_head_dim}) must be even, because "
-                "rotary embedding turns pairs: use an even qk_rope_head_dim"
-            )
-        if not self.norm_eps > 0:
-            raise ValueError(f"MLAConfig.norm_eps ({self.norm_eps!r}) must be > 0")
+            yield "qk_rope_head_dim", "be even, because rotary embedding turns pairs: use even dims"
 
     @property
     def qk_head_dim(self) -> int:
@@ -155,134 +148,113 @@ class DecoderConfig:
         ValueError: when a field or a combination of fields is not possible.
     """
 
-    vocab_size: int
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    vocab_size: Count
+    dim: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
     moe: MoEConfig | None = None
-    dense_layers: tuple[int, ...] = ()
-    mlp_hidden_dim: int = 0
+    dense_layers: tuple[CountOrZero, ...] = ()
+    mlp_hidden_dim: CountOrZero = 0
     mla: MLAConfig | None = None
-    num_mtp_layers: int = 0
-    mtp_loss_coef: float = 0.0
+    num_mtp_layers: CountOrZero = 0
+    mtp_loss_coef: PositiveOrZero = 0.0
     qk_norm: QKNorm | None = None
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
+    rope_theta: Positive = 10_000.0
+    norm_eps: Positive = 1e-6
     tie_embeddings: bool = False
-    max_seq_len: int = 4096
-    ce_chunk_tokens: int = 2048
+    max_seq_len: Count = 4096
+    ce_chunk_tokens: Count = 2048
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            _check_count("DecoderConfig", name, getattr(self, name), 1)
-        _check_count("DecoderConfig", "num_mtp_layers", self.num_mtp_layers, 0)
-        for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"DecoderConfig.{name} ({getattr(self, name)!r}) must be > 0")
-        self._check_attention()
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        yield from self._attention_rules()
         if self.mla is not None:
-            self._check_mla(self.mla)
-        self._check_layers()
-        self._check_mtp()
+            yield from self._mla_rules(self.mla)
+        yield from self._layer_rules()
+        yield from self._mtp_rules()
         if self.moe is not None and self.moe.dim != self.dim:
-            raise ValueError(
-                f"DecoderConfig.moe.dim ({self.moe.dim}) must equal dim ({self.dim}): "
-                "build MoEConfig with the decoder's dim"
-            )
+            yield "moe.dim", f"equal dim ({self.dim}): build MoEConfig with the decoder's dim"
 
-    def _check_attention(self) -> None:
+    def _attention_rules(self) -> Rules:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"DecoderConfig.num_kv_heads ({self.num_kv_heads}) must divide num_heads "
-                f"({self.num_heads}): choose a divisor"
-            )
+            yield "num_kv_heads", f"divide num_heads ({self.num_heads}): choose a divisor"
         if self.head_dim % 2:
-            raise ValueError(
-                f"DecoderConfig.head_dim ({self.head_dim}) must be even, because rotary embedding "
-                "turns pairs: use an even head_dim"
-            )
-        if self.qk_norm is not None and self.qk_norm not in get_args(QKNorm):
-            choices = ", ".join(repr(c) for c in get_args(QKNorm))
-            raise ValueError(
-                f"DecoderConfig.qk_norm ({self.qk_norm!r}) must be one of {choices} or None"
-            )
+            yield "head_dim", "be even, because rotary embedding turns pairs: use an even head_dim"
 
-    def _check_mla(self, mla: MLAConfig) -> None:
+    def _mla_rules(self, mla: MLAConfig) -> Rules:
         if self.num_kv_heads != self.num_heads:
-            raise ValueError(
-                f"DecoderConfig.num_kv_heads ({self.num_kv_heads}) must equal num_heads "
-                f"({self.num_heads}) with mla, where every head has keys of its own: set it so"
+            yield (
+                "num_kv_heads",
+                f"equal num_heads ({self.num_heads}) with mla, where every head has keys of its "
+                "own: set it so",
             )
         if self.head_dim != mla.qk_head_dim:
-            raise ValueError(
-                f"DecoderConfig.head_dim ({self.head_dim}) must equal mla.qk_nope_head_dim + "
-                f"mla.qk_rope_head_dim ({mla.qk_head_dim}): set it so"
+            yield (
+                "head_dim",
+                f"equal mla.qk_nope_head_dim + mla.qk_rope_head_dim ({mla.qk_head_dim}): set it so",
             )
         if self.qk_norm is not None:
-            raise ValueError(
-                f"DecoderConfig.qk_norm ({self.qk_norm!r}) must be None with mla, which norms the "
-                "latents: drop qk_norm"
-            )
+            yield "qk_norm", "be None with mla, which norms the latents: drop qk_norm"
         yarn = mla.yarn
         if yarn is not None and self.rope_theta <= 1:
-            raise ValueError(
-                f"DecoderConfig.rope_theta ({self.rope_theta!r}) must be > 1 with mla.yarn, which "
-                "tells fast frequencies from slow ones: keep 10000.0 if unsure"
+            yield (
+                "rope_theta",
+                "be > 1 with mla.yarn, which tells fast frequencies from slow ones: keep 10000.0 "
+                "if unsure",
             )
         if yarn is not None and self.max_seq_len > yarn.factor * yarn.original_max_seq_len:
-            raise ValueError(
-                f"DecoderConfig.max_seq_len ({self.max_seq_len}) must be <= mla.yarn.factor * "
-                f"mla.yarn.original_max_seq_len ({yarn.factor} * {yarn.original_max_seq_len}): "
-                "raise the factor or lower max_seq_len"
+            yield (
+                "max_seq_len",
+                "be <= mla.yarn.factor * mla.yarn.original_max_seq_len "
+                f"({yarn.factor} * {yarn.original_max_seq_len}): raise the factor or lower it",
             )
 
-    def _check_mtp(self) -> None:
-        coef = self.mtp_loss_coef
-        if not 0 <= coef < math.inf:
-            raise ValueError(f"DecoderConfig.mtp_loss_coef ({coef!r}) must be a finite number >= 0")
-        if bool(coef) != bool(self.num_mtp_layers):
-            raise ValueError(
-                f"DecoderConfig.mtp_loss_coef ({coef!r}) must be > 0 with num_mtp_layers "
-                f"({self.num_mtp_layers}) > 0 and 0 without: DeepSeek-V3 uses 0.3, later 0.1"
+    def _mtp_rules(self) -> Rules:
+        if bool(self.mtp_loss_coef) != bool(self.num_mtp_layers):
+            yield (
+                "mtp_loss_coef",
+                f"be > 0 with num_mtp_layers ({self.num_mtp_layers}) > 0 and 0 without: "
+                "DeepSeek-V3 uses 0.3, later 0.1",
             )
         if self.num_mtp_layers >= self.max_seq_len:
-            raise ValueError(
-                f"DecoderConfig.num_mtp_layers ({self.num_mtp_layers}) must be < max_seq_len "
-                f"({self.max_seq_len}): nothing so far ahead can be a target"
+            yield (
+                "num_mtp_layers",
+                f"be < max_seq_len ({self.max_seq_len}), or no token so far ahead is a target: "
+                "lower it",
             )
 
-    def _check_layers(self) -> None:
+    def _layer_rules(self) -> Rules:
         dense = self.dense_layers
         if self.moe is None and dense:
-            raise ValueError(
-                f"DecoderConfig.dense_layers ({dense}) must be () with moe (None), where every "
-                "layer is dense: drop it or give moe"
+            yield (
+                "dense_layers",
+                "be () with moe (None), where every layer is dense: drop it or give moe",
             )
         if list(dense) != sorted(set(dense)):
-            raise ValueError(
-                f"DecoderConfig.dense_layers ({dense}) must rise without repeats: sort it"
-            )
-        if dense and not 0 <= dense[0] <= dense[-1] < self.num_layers:
-            raise ValueError(
-                f"DecoderConfig.dense_layers ({dense}) must lie in [0, num_layers "
-                f"({self.num_layers})): drop what lies outside"
-            )
+            yield "dense_layers", "rise without repeats: sort it"
+        if dense and dense[-1] >= self.num_layers:
+            yield "dense_layers", f"lie in [0, num_layers ({self.num_layers})): drop the others"
         if self.moe is not None and len(dense) == self.num_layers:
-            raise ValueError(
-                f"DecoderConfig.dense_layers ({dense}) must leave a layer of num_layers "
-                f"({self.num_layers}) to moe: shorten it or set moe=None"
+            yield (
+                "dense_layers",
+                f"leave a layer of num_layers ({self.num_layers}) to moe: shorten it or set "
+                "moe=None",
             )
-        if self.num_dense_layers and self.mlp_hidden_dim < 1:
-            raise ValueError(
-                f"DecoderConfig.mlp_hidden_dim ({self.mlp_hidden_dim}) must be >= 1 with "
-                f"{self.num_dense_layers} dense layers: set it"
+        if self.num_dense_layers and not self.mlp_hidden_dim:
+            yield (
+                "mlp_hidden_dim",
+                f"be >= 1 with {self.num_dense_layers} dense layers (dense_layers, or all with moe "
+                "None): set it",
             )
         if not self.num_dense_layers and self.mlp_hidden_dim:
-            raise ValueError(
-                f"DecoderConfig.mlp_hidden_dim ({self.mlp_hidden_dim}) must be 0 with "
-                "dense_layers (()), where nothing reads it: drop it or name dense layers"
+            yield (
+                "mlp_hidden_dim",
+                "be 0 with dense_layers (()), where no layer reads it: drop it or name dense "
+                "layers",
             )
 
     @property
@@ -298,20 +270,3 @@ class DecoderConfig:
     def is_dense(self, layer_idx: int) -> bool:
         """Whether this layer has a plain MLP."""
         return self.moe is None or layer_idx in self.dense_layers
-
-
-def _check_count(record: str, name: str, value: int, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{record}.{name} ({value!r}) must be a whole number >= {minimum}")
-
-
-_COUNTS = (
-    "vocab_size",
-    "dim",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_seq_len",
-    "ce_chunk_tokens",
-)

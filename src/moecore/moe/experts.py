@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from moecore._distributed import StridedShard
+from moecore._fields import Rules, check_fields
 from moecore.config import MoEConfig
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights, GradSink
 from moecore.kernels.experts.expert_mlp import expert_mlp
@@ -56,11 +57,14 @@ class ExpertLayout:
     gate_up: GateUp = "split"
 
     def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
         if self.transposed and self.gate_up in ("split", "separate"):
-            raise ValueError(
-                f"ExpertLayout.transposed (True) must go with gate_up ({self.gate_up!r}) = "
-                f"'concatenated' or 'interleaved': no model stores {self.gate_up} and transposed "
-                "matrices"
+            yield (
+                "transposed",
+                f"go with gate_up ({self.gate_up!r}) = 'concatenated' or 'interleaved', as models "
+                "store transposed matrices: use one of them",
             )
 
 

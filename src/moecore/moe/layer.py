@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore._fields import check_fields
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
@@ -42,6 +43,9 @@ class LayerLayout:
     shared_gate: str = ""
     expert_bias: str = "expert_bias"
     expert_layout: ExpertLayout = field(default_factory=ExpertLayout)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class MoELayer(nn.Module):

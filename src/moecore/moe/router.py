@@ -55,6 +55,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.options = _options(config)  # no field of it changes with `set_balance`
         self.expert_bias_name = expert_bias_name
         self.tape: ChoiceTape | None = None
         # (T, E, K, device) -> int32 ids [T, K], whatever the scores; see moe/forced.py.
@@ -141,12 +142,12 @@ class Router(nn.Module):
             logits = logits_TE.detach()
             ids_TK = self.tape.given(T, device, lambda: self._own(logits, micro_batch)[0])
             if ids_TK is not None:
-                return ids_TK, route_weights(logits_TE, ids_TK, _options(self.config))
+                return ids_TK, route_weights(logits_TE, ids_TK, self.options)
         return self._own(logits_TE, micro_batch)
 
     def _own(self, logits_TE: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return int32 ids and fp32 weights [T, K], from the scores or by rule."""
-        options, choice = _options(self.config), self.config.assignment
+        options, choice = self.options, self.config.assignment
         if self.forced_ids is not None:
             T, E = logits_TE.shape
             ids_TK = self.forced_ids(T, E, self.config.top_k, logits_TE.device)

@@ -7,16 +7,17 @@ way round, each optimizer with moments in the dtype that it keeps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from moecore._fields import OneOf, check_value
 from moecore.kernels.adamw import AdamWOptions, AdamWTensors, adamw_
 
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+MOMENT_DTYPE = Annotated[torch.dtype, OneOf((torch.float32, torch.bfloat16))]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -38,7 +39,7 @@ class AdamW(torch.optim.AdamW):
             (`kernels/adamw.py`). fp64 parameters have fp64 moments.
 
     Raises:
-        ValueError: for another `moment_dtype`.
+        ValueError: for a value of another type or range.
 
     Source: https://arxiv.org/abs/1711.05101.
     """
@@ -53,10 +54,9 @@ class AdamW(torch.optim.AdamW):
         *,
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if moment_dtype not in MOMENT_DTYPES:
-            raise ValueError(
-                f"moment_dtype ({moment_dtype}) must be torch.float32 or torch.bfloat16"
-            )
+        check_value("moment_dtype", moment_dtype, MOMENT_DTYPE)
+        pair = tuple(betas) if isinstance(betas, list) else betas
+        AdamWOptions(lr=lr, betas=pair, eps=eps, weight_decay=weight_decay)
         self.moment_dtype = moment_dtype
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
 

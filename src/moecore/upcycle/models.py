@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moecore._fields import check_fields
 from moecore.adapters.adopt import adopt
 from moecore.config import GATED_ACTIVATIONS, MoEConfig
 from moecore.models.config import DecoderConfig
@@ -159,6 +160,9 @@ class MLPNames:
     up: str = "up_proj"
     down: str = "down_proj"
     gate: str | None = "gate_proj"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def upcycle_modules(

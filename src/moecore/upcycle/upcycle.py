@@ -40,12 +40,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moecore._fields import Bound, Count, Rules, check_fields
 from moecore.config import MoEConfig
 from moecore.moe.params import init_normal_
 
@@ -71,35 +72,28 @@ class UpcycleOptions:
         ValueError: when a field or a combination of fields is not possible.
     """
 
-    expansion: int
-    granularity: int
-    top_k: int
-    router_std: float | None = None
-    seed: int = 0
+    expansion: Count
+    granularity: Count
+    top_k: Count
+    router_std: Annotated[float, Bound(">", 0), "use None for the default"] | None = None
+    seed: Annotated[int, Bound("<", 2**64)] = 0
 
     def __post_init__(self) -> None:
-        for name in ("expansion", "granularity", "top_k"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"UpcycleOptions.{name} ({value!r}) must be a whole number >= 1: pass an int"
-                )
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
         if self.top_k % self.granularity:
-            raise ValueError(
-                f"UpcycleOptions.top_k ({self.top_k}) must be a multiple of granularity "
-                f"({self.granularity}), because only all shards together give the dense output: "
-                f"use {-(-self.top_k // self.granularity) * self.granularity}"
+            yield (
+                "top_k",
+                f"be a multiple of granularity ({self.granularity}), because only all shards "
+                "together give the dense output: use "
+                f"{-(-self.top_k // self.granularity) * self.granularity}",
             )
         if self.top_k > self.num_experts:
-            raise ValueError(
-                f"UpcycleOptions.top_k ({self.top_k}) must be <= expansion * granularity "
-                f"({self.num_experts}): lower top_k or raise expansion"
-            )
-        std = self.router_std
-        if std is not None and not (math.isfinite(std) and std > 0):
-            raise ValueError(
-                f"UpcycleOptions.router_std ({std!r}) must be a finite number > 0, or all tokens "
-                "choose the same experts: use None for the default"
+            yield (
+                "top_k",
+                f"be <= expansion * granularity ({self.num_experts}): lower top_k or raise "
+                "expansion",
             )
 
     @classmethod

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from moecore._fields import check_fields
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
 
@@ -128,11 +129,7 @@ class ExpertMLPOptions:
     keep_h: bool = True
 
     def __post_init__(self) -> None:
-        if self.products not in get_args(ProductsName):
-            shown = ", ".join(repr(name) for name in get_args(ProductsName))
-            raise ValueError(
-                f"ExpertMLPOptions.products ({self.products!r}) must be one of {shown}"
-            )
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

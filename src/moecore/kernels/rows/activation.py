@@ -14,11 +14,13 @@ Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moecore._fields import OneOf, Positive, check_fields
 from moecore.kernels.common import (
     all_used,
     cdiv,
@@ -57,15 +59,13 @@ class ActivationOptions:
         ValueError: for an unknown kind.
     """
 
-    kind: str
-    limit: float = 7.0
-    alpha: float = 1.702
+    kind: Annotated[str, OneOf(KINDS)]
+    limit: Positive = 7.0
+    alpha: Positive = 1.702
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            shown = ", ".join(repr(k) for k in KINDS)
-            raise ValueError(f"ActivationOptions.kind ({self.kind!r}) must be one of {shown}")
+        check_fields(self)
 
     @property
     def gated(self) -> bool:

@@ -1,6 +1,9 @@
 """Options of the `nvlink` dispatcher; docs/dispatchers.md has what they cost."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from moecore._fields import Bound, Count, Positive, Rules, check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,27 +28,22 @@ class NVLinkOptions:
         timeout_s: seconds that a rank waits for another one before it is an error.
     """
 
-    max_tokens: int | None = None
-    capacity_factor: float | None = None
+    max_tokens: Count | None = None
+    capacity_factor: Positive | None = None
     exact_rows: bool = False
-    num_sms: int | None = None
+    num_sms: Annotated[int, Bound(">=", 2)] | None = None
     overlap_weight_grads: bool = True
     keep_rows: bool = True
     fp8_dispatch: bool = False
-    timeout_s: float = 300.0
+    timeout_s: Positive = 300.0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_tokens", 1), ("num_sms", 2)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"NVLinkOptions.{name} ({value}) must be >= {least}")
-        for name in ("capacity_factor", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"NVLinkOptions.{name} ({value}) must be > 0 and finite")
+        check_fields(self, self._rules)
 
+    def _rules(self) -> Rules:
         if self.exact_rows and self.capacity_factor is not None:
-            raise ValueError(
-                f"NVLinkOptions.capacity_factor ({self.capacity_factor}) must be None with "
-                "exact_rows (True), which needs no room beyond the rows: leave one of them out"
+            yield (
+                "capacity_factor",
+                "be None with exact_rows (True), which needs no room beyond the rows: leave one "
+                "of them out",
             )

@@ -1,0 +1,221 @@
+"""Checks a record's fields by their annotations, then its cross-field rules.
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Window:
+        size: Count
+        overlap: Annotated[int, Bound(">=", 0), "use 0 for none"] = 0
+        shape: Literal["flat", "hann"] | None = None
+
+        def __post_init__(self) -> None:
+            check_fields(self, self._rules)
+
+        def _rules(self) -> Rules:
+            if self.overlap >= self.size:
+                yield "overlap", f"be < size ({self.size}): lower it"
+
+`Window(size=True)` raises a ValueError of one line, "Window.size (True) must be a whole number
+>= 1: pass an int"; `Window(size=4, overlap=4)` "Window.overlap (4) must be < size (4): lower it".
+
+An annotation is a class (bool, int, float, str, torch.dtype, a record), a Literal, or a tuple or a
+union of these. `Annotated` adds bounds, the values of which it is one (`OneOf`), and a string, the
+fix. Numbers without a bound of their own stay within `MOST`, so that int32 and fp32 hold them. No
+value is converted, and a tensor or an array is no number.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterator
+from functools import cache, reduce
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+MOST: dict[type, float] = {int: 2**31 - 1, float: 1e38}
+NAMES = {
+    bool: ("True or False", "pass a bool"),
+    str: ("a string", "pass a str"),
+    torch.dtype: ("a torch.dtype", "pass one, like torch.bfloat16"),
+}
+
+Rules = Iterator[tuple[str, str]]  # (field, "<relation>: <fix>") of every broken rule
+
+
+class Bound(NamedTuple):
+    """A number must be `sign` ("<", "<=", ">" or ">=") `limit`."""
+
+    sign: str
+    limit: float
+
+
+class OneOf(NamedTuple):
+    """A value must be one of these."""
+
+    choices: tuple[Any, ...]
+
+
+Count = Annotated[int, Bound(">=", 1)]
+CountOrZero = Annotated[int, Bound(">=", 0)]
+Positive = Annotated[float, Bound(">", 0)]
+PositiveOrZero = Annotated[float, Bound(">=", 0)]
+
+
+class _Kind(NamedTuple):
+    """What an annotation takes: whether a value, how an error names it, and the fix."""
+
+    takes: Callable[[Any], bool]
+    name: Callable[[Any], str]
+    fix: str
+
+
+def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
+    """Raise for the first field of the wrong type or range, or the first broken rule.
+
+    Under torch.compile nothing is checked: what a compiled region builds, a checked record gave.
+
+    Args:
+        record: a dataclass.
+        rules: yields a field, dotted for one of a record inside, and the relation that it breaks.
+
+    Raises:
+        ValueError: of one line, with the field, its value, the relation and the fix.
+    """
+    if torch.compiler.is_compiling():
+        return
+    record_class: Any = type(record)
+    for name, kind in _kinds(record_class):
+        value = getattr(record, name)
+        if not kind.takes(value):
+            _refuse(record, name, f"be {kind.name(value)}: {kind.fix}")
+    for name, relation in rules() if rules is not None else ():
+        _refuse(record, name, relation)
+
+
+def check_value(name: str, value: object, annotation: Any) -> None:
+    """Raise a ValueError of one line when the value of an argument is not of its annotation."""
+    kind = _kind(annotation)
+    if not torch.compiler.is_compiling() and not kind.takes(value):
+        raise ValueError(f"{name} ({shown(value)}) must be {kind.name(value)}: {kind.fix}")
+
+
+def shown(value: object) -> str:
+    """Return a value as errors show it: one line, at most 80 characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # any object's own; ints of more than 4,300 digits have none
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _refuse(record: Any, name: str, relation: str) -> None:
+    value = reduce(getattr, name.split("."), record)
+    raise ValueError(f"{type(record).__name__}.{name} ({shown(value)}) must {relation}")
+
+
+@cache
+def _kinds(record: Any) -> list[tuple[str, _Kind]]:
+    hints = get_type_hints(record, include_extras=True)
+    return [(name, _kind(hints[name])) for name in record.__dataclass_fields__]
+
+
+@cache
+def _kind(hint: Any) -> _Kind:
+    """Return what an annotation takes."""
+    notes: list[Any] = []
+    if get_origin(hint) is Annotated:
+        hint, *notes = get_args(hint)
+    kind = _plain_kind(hint, [note for note in notes if isinstance(note, Bound)])
+    for note in notes:
+        if isinstance(note, OneOf):
+            kind = _one_of(note.choices)
+    for note in notes:
+        if isinstance(note, str):
+            kind = kind._replace(fix=note)
+    return kind
+
+
+def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in MOST:
+        return _number(hint, bounds)
+    if origin is Literal:
+        return _one_of(args)
+    if origin in (Union, types.UnionType):
+        return _any_of([_kind(arg) for arg in args])
+    if origin is tuple:
+        return _tuple_of(args)
+    if not isinstance(hint, type):
+        raise TypeError(f"annotation {hint!r} must be one that check_fields knows")
+    if hint is type(None):
+        return _Kind(lambda value: value is None, lambda value: "None", "pass None")
+    name, fix = NAMES.get(hint, (f"a {hint.__name__}", f"pass a {hint.__name__}"))
+    return _Kind(lambda value: isinstance(value, hint), lambda value: name, fix)
+
+
+def _number(base: type, bounds: list[Bound]) -> _Kind:
+    classes = (int, float) if base is float else (int,)
+    signs = {bound.sign[0] for bound in bounds}
+    implied = [
+        b for b in (Bound(">=", -MOST[base]), Bound("<=", MOST[base])) if b.sign[0] not in signs
+    ]
+    low = max(_inclusive(b, base) for b in bounds + implied if b.sign[0] == ">")
+    high = min(_inclusive(b, base) for b in bounds + implied if b.sign[0] == "<")
+
+    def is_number(value: object) -> bool:
+        return isinstance(value, classes) and not isinstance(value, bool)
+
+    def takes(value: Any) -> bool:  # no NaN; Python compares an int of any length with a float
+        return is_number(value) and low <= value <= high
+
+    def name(value: Any) -> str:
+        broken = is_number(value) and abs(value) > MOST[base]
+        limits = " and ".join(f"{b.sign} {b.limit!r}" for b in bounds + (implied if broken else []))
+        return f"{'a finite number' if base is float else 'a whole number'} {limits}".rstrip()
+
+    return _Kind(takes, name, f"pass {'a float' if base is float else 'an int'}")
+
+
+def _inclusive(bound: Bound, base: type) -> float:
+    """Return the first number within a bound."""
+    if bound.sign.endswith("="):
+        return bound.limit
+    direction = 1 if bound.sign == ">" else -1
+    return (
+        bound.limit + direction
+        if base is int
+        else math.nextafter(bound.limit, direction * math.inf)
+    )
+
+
+def _one_of(choices: tuple[Any, ...]) -> _Kind:
+    listed = ", ".join(repr(choice) for choice in choices)
+    name = f"one of {listed}" if len(choices) > 1 else listed
+    types_ = {type(choice) for choice in choices}  # an array has no truth, and True is no 1
+    fix = "choose one" if len(choices) > 1 else "use it"
+    return _Kind(lambda value: type(value) in types_ and value in choices, lambda value: name, fix)
+
+
+def _any_of(kinds: list[_Kind]) -> _Kind:
+    return _Kind(
+        lambda value: any(kind.takes(value) for kind in kinds),
+        lambda value: " or ".join(kind.name(value) for kind in kinds),
+        kinds[0].fix,
+    )
+
+
+def _tuple_of(args: tuple[Any, ...]) -> _Kind:
+    kinds = [_kind(arg) for arg in args if arg is not Ellipsis]
+    is_open = Ellipsis in args
+
+    def takes(value: Any) -> bool:
+        if not isinstance(value, tuple) or not (is_open or len(value) == len(kinds)):
+            return False
+        of_each = kinds * len(value) if is_open else kinds
+        return all(kind.takes(item) for kind, item in zip(of_each, value, strict=True))
+
+    def name(value: Any) -> str:
+        items = kinds[0].name(None)
+        return f"a tuple, each {items}" if is_open else f"a tuple of {len(kinds)}, each {items}"
+
+    return _Kind(takes, name, "pass a tuple")

@@ -1,0 +1,231 @@
+"""Types of every record's fields: hostile values end in one line, or in a layer that trains."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+import moecore
+from moecore import BalanceConfig, FSDPOptions, MoEConfig, MoELayer, ParallelConfig
+from moecore._fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
+from moecore.config import CapacityConfig
+from moecore.kernels.adamw import AdamWOptions
+from moecore.kernels.experts.contract import ExpertMLPOptions
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.moe.experts import ExpertLayout
+from moecore.moe.layer import LayerLayout
+from moecore.optim import AdamW
+from moecore.upcycle.models import MLPNames
+from moecore.upcycle.upcycle import UpcycleOptions
+
+# --------------------------------------------------------------------------- the checker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    size: Count
+    share: Annotated[float, Bound(">=", 0), Bound("<", 1), "use 0.5"] = 0.0
+    shape: Literal["flat", "hann"] | None = None
+    places: tuple[Count, ...] = ()
+    pair: tuple[float, float] = (0.0, 1.0)
+    dtype: Annotated[torch.dtype, OneOf((torch.float32, torch.bfloat16))] = torch.float32
+    name: str = ""
+    flag: bool = False
+    open: Annotated[Count | Literal[-1], "use -1 for the rest"] = -1
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.share > self.size / 8:
+            yield "share", f"be <= size ({self.size}) / 8: lower it"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": 0}, "size (0) must be a whole number >= 1: pass an int"),
+        ({"size": 2**31}, "size (2147483648) must be a whole number >= 1 and <= 2147483647: pass"),
+        ({"share": 1}, "share (1) must be a finite number >= 0 and < 1: use 0.5"),
+        ({"share": float("nan")}, "share (nan) must be a finite number >= 0 and < 1: use 0.5"),
+        ({"share": 0.5}, "share (0.5) must be <= size (2) / 8: lower it"),
+        ({"shape": "a\nb"}, r"shape ('a\nb') must be one of 'flat', 'hann' or None: choose one"),
+        ({"places": (1, 0)}, "places ((1, 0)) must be a tuple, each a whole number >= 1: pass"),
+        ({"pair": (0.0,)}, "pair ((0.0,)) must be a tuple of 2, each a finite number: pass"),
+        ({"dtype": "bf16"}, "dtype ('bf16') must be one of torch.float32, torch.bfloat16: choose"),
+        ({"name": 3}, "name (3) must be a string: pass a str"),
+        ({"flag": torch.ones(2, 2)}, "flag (tensor([[1., 1.], [1., 1.]])) must be True or False:"),
+        ({"flag": np.True_}, "must be True or False: pass a bool"),
+        ({"open": -2}, "open (-2) must be a whole number >= 1 or -1: use -1 for the rest"),
+    ],
+)
+def test_messages(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Window(**{"size": 2} | values)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("Window.")
+
+
+def test_what_is_taken() -> None:
+    Window(size=1, shape="flat", places=(1, 2), pair=(0, 1e30), name="a\nb", open=3)
+    check_value("rate", 1, float)
+    with pytest.raises(
+        ValueError, match=r"^rate \(-1\) must be a finite number > 0: pass a float$"
+    ):
+        check_value("rate", -1, Annotated[float, Bound(">", 0)])
+    with pytest.raises(TypeError, match="must be one that check_fields knows"):
+        check_value("f", 1, Callable[[], int])
+
+
+def test_a_value_is_shown_in_one_short_line() -> None:
+    assert shown("a\u2028b\n") == r"'a\u2028b\n'"
+    assert shown(10**5000) == "a value of type int"
+    assert len(shown(torch.ones(50, 50))) == 80 and "\n" not in shown(torch.ones(50, 50))
+
+
+# --------------------------------------------------------------------------- every record
+
+
+class Hostile:
+    """No truth, no equality, no text."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise RuntimeError("do not ask me")
+
+    __bool__ = __eq__ = __repr__ = __len__ = _refuse  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+LAYER: dict[str, Any] = dict(dim=16, hidden_dim=8, num_experts=8, top_k=2)
+MLA = MLAConfig(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+DECODER: dict[str, Any] = dict(
+    vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
+)
+RECORDS: list[tuple[type, dict[str, Any]]] = [
+    (MoEConfig, LAYER),
+    (MoEConfig, LAYER | dict(score_function="sigmoid", expert_bias=True, shared_hidden_dim=8)),
+    (MoEConfig, LAYER | dict(num_groups=4, top_groups=2, normalize_weights=False)),
+    (BalanceConfig, {}),
+    (CapacityConfig, {"factor": 1.0}),
+    (ParallelConfig, {}),
+    (FSDPOptions, {}),
+    (NVLinkOptions, {}),
+    (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),
+    (MLAConfig, {f.name: getattr(MLA, f.name) for f in fields(MLA)}),
+    (DecoderConfig, DECODER | dict(moe=MoEConfig(**LAYER))),
+    (DecoderConfig, DECODER | dict(mlp_hidden_dim=8)),
+    (ExpertLayout, {}),
+    (LayerLayout, {}),
+    (UpcycleOptions, dict(expansion=2, granularity=2, top_k=2)),
+    (MLPNames, {}),
+    (ActivationOptions, {"kind": "swiglu"}),
+    (ExpertMLPOptions, {"activation": ActivationOptions(kind="swiglu")}),
+    (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
+]
+VALUES: list[Any] = [
+    *(True, False, None, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 10**400, -(10**5000)),
+    *(0.0, -0.0, 0.5, 1.0, 2.5, -0.1, 1e-320, 1e18, 1e38, 1e39, 1e300),
+    *(float("nan"), float("inf"), 3 + 4j, 1e6, 1e-9),
+    *("", "False", "no", "2", "a\nb", "x" * 500, b"relu", "sigmoid", "post", "relu2", "quantile"),
+    *("clamped_swiglu", "sinkhorn", "expert_choice", "position", "float64", "interleaved"),
+    *(np.array([1, 2]), np.array([]), np.array(2), np.True_, np.int64(2), np.float64(0.5)),
+    *(torch.tensor(1), torch.tensor(True), torch.ones(2, 2), torch.tensor([]), torch.float32),
+    *((), (0,), (0, 1), (1, 0), (0.9, 1.0), [], [1], {}, set(), object(), int, len, Hostile()),
+    *(MoEConfig, CapacityConfig, CapacityConfig(factor=1.5, eval_factor=1e6), MLA),
+    *(CapacityConfig(factor=1e-300), CapacityConfig(factor=0.5, drop="position", pad=True)),
+    *(BalanceConfig(micro_batch_coef=1e38, sequence_coef=1e38, z_loss_coef=1e38),),
+    *(BalanceConfig(bias_update_rate=1e38), BalanceConfig(global_batch_coef=0.1)),
+    BalanceConfig(bias_update_rate=1.0, bias_update="quantile", bias_per_micro_batch=True),
+]
+
+
+def argument_sets() -> Iterator[tuple[type, dict[str, Any], set[str]]]:
+    """Yield record, arguments and those that were drawn: first each value of each field alone."""
+    for record, valid in RECORDS:
+        for field in fields(record):
+            for value in VALUES:
+                yield record, valid | {field.name: value}, {field.name}
+    draw = random.Random(0)
+    for _ in range(3000):
+        record, valid = RECORDS[
+            draw.randrange(6) % 3 if draw.random() < 0.7 else draw.randrange(len(RECORDS))
+        ]
+        names = [field.name for field in fields(record)]
+        drawn = {name: draw.choice(VALUES) for name in draw.sample(names, min(3, len(names)))}
+        yield record, valid | drawn, set(drawn)
+
+
+def trains(config: MoEConfig) -> None:
+    layer = MoELayer(config)
+    layer.init_weights(std=0.1, key="moe", seed=0)
+    layer.part("experts").set_backend("sequential")  # of any dims
+    x = torch.randn(2, 3, config.dim, requires_grad=True)
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer.eval()(x)
+
+
+def test_hostile_arguments_are_one_line_or_a_layer_that_trains() -> None:
+    torch.manual_seed(0)
+    problems, num_built, distinct = [], 0, set()
+    for record, arguments, drawn in argument_sets():
+        what = f"{record.__name__}({', '.join(f'{n}={shown(arguments[n])}' for n in drawn)})"
+        try:
+            built = record(**arguments)
+        except (ValueError, NotImplementedError) as error:
+            message = str(error)
+            if "\n" in message or len(message) > 500 or not any(n in message for n in drawn):
+                problems.append(f"{what}: {message!r}")
+            continue
+        except Exception as error:
+            problems.append(f"{what}: {error!r}")
+            continue
+        num_built += 1
+        if not isinstance(built, MoEConfig) or built in distinct:
+            continue
+        distinct.add(built)
+        if len(distinct) % 2:  # the others would take as long again
+            continue
+        try:
+            trains(built)
+        except Exception as error:
+            problems.append(f"{what}: forward: {error!r}")
+    assert not problems, f"{len(problems)}: " + "\n".join(problems[:20])
+    assert num_built > 500 and len(distinct) > 200, (num_built, len(distinct))
+
+
+def test_every_record_of_choices_is_checked() -> None:
+    """A record that takes choices and no tensors calls the checker, so that it is in the fuzz."""
+    found = set()
+    for file in Path(moecore.__file__).parent.rglob("*.py"):
+        classes = file.read_text().split("\n@dataclass")[1:]
+        found |= {c.split("class ")[1].split(":")[0] for c in classes if "check_fields(self" in c}
+    assert found == {record.__name__ for record, _ in RECORDS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": -1.0}, r"AdamWOptions.lr \(-1.0\) must be a finite number >= 0 or a Tensor"),
+        ({"lr": "x"}, r"AdamWOptions.lr \('x'\) must be a finite number >= 0"),
+        ({"betas": (0.9, 1.0)}, r"AdamWOptions.betas \(\(0.9, 1.0\)\) must be a tuple of 2"),
+        ({"betas": 3}, r"AdamWOptions.betas \(3\) must be a tuple of 2"),
+        ({"eps": None}, r"AdamWOptions.eps \(None\) must be a finite number >= 0"),
+        ({"weight_decay": float("nan")}, r"AdamWOptions.weight_decay \(nan\) must be a finite"),
+        ({"moment_dtype": torch.float16}, r"moment_dtype \(torch.float16\) must be one of torch.f"),
+        ({"moment_dtype": "bf16"}, r"moment_dtype \('bf16'\) must be one of torch.float32"),
+    ],
+)
+def test_arguments_of_the_optimizer(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdamW([torch.nn.Parameter(torch.ones(2))], **arguments)
+    AdamW([torch.nn.Parameter(torch.ones(2))], betas=[0.9, 0.95])  # type: ignore[arg-type]
