@@ -201,12 +201,12 @@ def bench_layer(
     x_TD = torch.randn(shape.tokens, shape.dim, **tokens)
     x_TD = (rounded(x_TD) if fp8 else x_TD).requires_grad_()
     dy_TD = torch.randn(shape.tokens, shape.dim, **tokens)
-    nvlinks = {"nvlink": nvlink_of(place, NVLinkOptions(capacity_factor=factor))}
+    nvlinks = {"nvlink": nvlink_of(place, NVLinkOptions(row_factor=factor))}
     if without_overlap:
-        options = NVLinkOptions(overlap_weight_grads=False, capacity_factor=factor)
+        options = NVLinkOptions(overlap_weight_grads=False, row_factor=factor)
         nvlinks["nvlink-none"] = nvlink_of(place, options)
     if fp8:
-        options = NVLinkOptions(fp8_dispatch=True, capacity_factor=factor)
+        options = NVLinkOptions(fp8_dispatch=True, row_factor=factor)
         nvlinks["nvlink-fp8"] = nvlink_of(place, options)
     dispatchers: dict[str, Dispatcher] = {**nvlinks, "alltoall": AllToAllDispatcher(place)}
 
@@ -327,7 +327,7 @@ def bench_degree(args: argparse.Namespace, ep: int, *, short: bool) -> None:
                 report(args, rows, shape=label, routing=routing)
         if layer:
             which = dict(without_overlap=args.without_overlap and not short, fp8=fp8)
-            rows = bench_layer(shape, meshes, args.capacity_factor, args.layer_rounds, **which)
+            rows = bench_layer(shape, meshes, args.row_factor, args.layer_rounds, **which)
             report(args, rows, shape=label, routing="learned")
 
 
@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--ep", nargs="+", type=int, help="first in full; default: all ranks")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layer-rounds", type=int, default=10)
-    parser.add_argument("--capacity-factor", type=float, default=2.0, help="of the layer")
+    parser.add_argument("--row-factor", type=float, default=2.0, help="of the layer")
     parser.add_argument("--without-overlap", action="store_true", help="a dispatcher more")
     parser.add_argument("--fp8-dispatch", action="store_true", help="a dispatcher more")
     parser.add_argument("--sweep", action="store_true")

@@ -1,7 +1,7 @@
 r"""A transformers model in an FSDP2 loop, as it is and after parallelize_moe: the same weights.
 
     torchrun --nproc-per-node 4 -m benchmarks.bench_hf --preset qwen3-30b-a3b --layers 24 \
-        --batch-size 2 --seq-len 4096 --capacity-factor 2
+        --batch-size 2 --seq-len 4096 --row-factor 2
 
     transformers    each layer compiled and an FSDP2 unit; experts by transformers' grouped_mm
     moecore         parallelize_moe(model, meshes, compile_dense=True, ...), experts over all ranks
@@ -118,7 +118,7 @@ def parse() -> argparse.Namespace:
     add("--warm-up", type=int, default=4, help="steps that do not count")
     add("--timed", type=int, default=8, help="steps that do")
     add("--lr", type=float, default=1e-5)
-    add("--capacity-factor", type=float, default=2.0, help="of nvlink, on GPUs")
+    add("--row-factor", type=float, default=2.0, help="of nvlink, on GPUs")
     add("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=VARIANTS)
     add("--results", type=Path, help="folder for the records")
     return parser.parse_args()
@@ -132,7 +132,7 @@ def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
         "num_gpus": dist.get_world_size(),
         "batch_size": args.batch_size,
         "seq_len": args.seq_len,
-        "capacity_factor": args.capacity_factor,
+        "row_factor": args.row_factor,
         "flops_per_token": flops_per_token(config, args.seq_len),
     }
 
@@ -189,7 +189,7 @@ def build_parallel(
     parallelize_moe(
         model,
         meshes,
-        nvlink=NVLinkOptions(capacity_factor=args.capacity_factor),  # the GPUs of a host take it
+        nvlink=NVLinkOptions(row_factor=args.row_factor),  # the GPUs of a host take it
         compile_dense=True,
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(meshes), reshard_after_forward=False, reshard_experts=True

@@ -88,7 +88,7 @@ def build_index(inputs: Inputs) -> Work:
 
     weights_TK, ids_TK = inputs.choice
     options: dict[str, Any] = dict(first=0, num_local=inputs.shape.num_experts)
-    plain = options | dict(multiple=1, capacity=inputs.shape.rows)
+    plain = options | dict(multiple=1, length=inputs.shape.rows)
     return Work(
         lambda: index.build_index(ids_TK, weights_TK, **options),
         lambda: index.build_index_ref(ids_TK, weights_TK, **plain),

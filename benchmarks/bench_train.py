@@ -1,7 +1,7 @@
 r"""A whole training step: tokens/s, TFLOP/s, share of the dense ceiling, memory, where time goes.
 
     torchrun --nproc-per-node 8 -m benchmarks.bench_train --preset qwen3-30b-a3b --compile \
-        --seq-len 4096 --batch-size 4 --dispatcher nvlink --capacity-factor 1.05 \
+        --seq-len 4096 --batch-size 4 --dispatcher nvlink --row-factor 1.05 \
         --routing balanced --tokens random
 
 It is the loop of examples/train.py with that script's arguments; `--routing`, `--warm-up`,
@@ -62,7 +62,7 @@ SHOWN = (
     "bias_per_micro_batch",
     "tokens",
     "dispatcher",
-    "capacity_factor",
+    "row_factor",
     "exact_rows",
     "experts",
     "compile",

@@ -79,7 +79,7 @@ def layout_of(shape: Shape, num_ranks: int, programs: int) -> ExchangeLayout:
     programs = programs or num_sms(torch.device("cuda"))
     return ExchangeLayout(
         num_ranks=num_ranks,
-        capacity=shape.tokens,
+        max_tokens=shape.tokens,
         row_bytes=shape.dim * torch.bfloat16.itemsize,
         top_k=shape.top_k,
         **divide(programs),

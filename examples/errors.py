@@ -59,18 +59,18 @@ def memory_advice(error: torch.OutOfMemoryError, rank: int) -> RuntimeError:
     reason = str(error).partition(". ")[0]
     return RuntimeError(
         f"rank {rank}: {reason}: lower --batch-size (and raise --grad-accum), add --recompute-fc1, "
-        "drop --gather-once and --keep-experts, lower --capacity-factor, or use more GPUs"
+        "drop --gather-once and --keep-experts, lower --row-factor, or use more GPUs"
     )
 
 
 def exchange_advice(error: ExchangeError, args: argparse.Namespace, rank: int) -> RuntimeError:
     """Return the error as one line with what helps."""
-    if error.capacity_factor is None:
+    if error.row_factor is None:
         return RuntimeError(f"rank {rank}: {error}: {again(args)}")
-    enough = math.ceil(100 * error.capacity_factor) / 100
+    enough = math.ceil(100 * error.row_factor) / 100
     return RuntimeError(
-        f"rank {rank}: --capacity-factor ({args.capacity_factor}) must be >= {enough} for its "
-        f"expert rows of one layer: {again(args)} with --capacity-factor {enough} or more"
+        f"rank {rank}: --row-factor ({args.row_factor}) must be >= {enough} for its "
+        f"expert rows of one layer: {again(args)} with --row-factor {enough} or more"
     )
 
 

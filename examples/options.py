@@ -47,9 +47,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--layers", type=whole, help="cut the preset to so many layers (None = all)")
     add("--tokens", default="text", choices=("text", "random"), help="random: over the vocabulary")
     add("--dispatcher", default="auto", choices=get_args(DispatcherName), help="how tokens travel")
-    add(
-        "--capacity-factor", type=positive, help="of nvlink: room over a balanced load (None = all)"
-    )
+    add("--row-factor", type=positive, help="of nvlink: room over a balanced load (None = all)")
     add("--exact-rows", action="store_true", help="nvlink: room for what comes, at a host sync")
     add("--recompute-fc1", action="store_true", help="less memory for one product more")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
@@ -207,12 +205,12 @@ def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     """Return the choices of the nvlink dispatcher; None = nothing was said of it."""
-    chosen = (args.capacity_factor, args.exact_rows, args.no_overlap)
+    chosen = (args.row_factor, args.exact_rows, args.no_overlap)
     if not any((*chosen, args.send_again, args.fp8_dispatch)):
         return None
     return NVLinkOptions(
         overlap_weight_grads=not args.no_overlap,
-        capacity_factor=args.capacity_factor,
+        row_factor=args.row_factor,
         exact_rows=args.exact_rows,
         keep_rows=not args.send_again,
         fp8_dispatch=args.fp8_dispatch,

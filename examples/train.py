@@ -11,7 +11,7 @@ first step; docs/performance.md has what it reaches:
 
     python examples/train.py --run-dir runs/qwen3 --preset qwen3-30b-a3b --compile --gather-once \
         --seq-len 4096 --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink \
-        --capacity-factor 1.5 --quantile --bias-per-micro-batch
+        --row-factor 1.5 --quantile --bias-per-micro-batch
 
 Started again with the same arguments, a run continues from its last whole checkpoint, bit for bit
 as if it had never stopped. `train` is the loop, `make_step` one optimizer step, `build_job` puts

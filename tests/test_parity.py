@@ -122,14 +122,14 @@ def nvlink(
     *,
     overlap: bool = True,
     keep_rows: bool = True,
-    capacity_factor: float | None = None,
+    row_factor: float | None = None,
     **options: Any,
 ) -> Case:
     """Read the options of `NVLinkOptions`, and what `case` reads."""
     choices = NVLinkOptions(
         overlap_weight_grads=overlap,
         keep_rows=keep_rows,
-        capacity_factor=capacity_factor,
+        row_factor=row_factor,
     )
     return case(world, dense, expert, dispatcher="nvlink", nvlink=choices, **options)
 
@@ -139,7 +139,7 @@ def both_overlaps(world: int, dense: str, expert: str, **options: Any) -> list[C
 
 
 NVLINK_CASES = [
-    *both_overlaps(2, "dp_shard=2", "ep=2 edp_shard=1", capacity_factor=1.33),
+    *both_overlaps(2, "dp_shard=2", "ep=2 edp_shard=1", row_factor=1.33),
     nvlink(2, "dp_shard=1 tp=2", "ep=2 edp_shard=1", model="sigmoid", accumulate=3),
     nvlink(
         2,
@@ -147,7 +147,7 @@ NVLINK_CASES = [
         "ep=2 edp_shard=1",
         model="biases",
         loss="sum",
-        capacity_factor=1.33,
+        row_factor=1.33,
     ),
     nvlink(
         2,
@@ -155,7 +155,7 @@ NVLINK_CASES = [
         "etp=2 edp_shard=1",
         model="top-1",
         meta=True,
-        capacity_factor=1.0,
+        row_factor=1.0,
     ),
     nvlink(
         2,
@@ -164,7 +164,7 @@ NVLINK_CASES = [
         model="gated-shared",
         recompute=True,
         keep_rows=False,
-        capacity_factor=1.33,
+        row_factor=1.33,
     ),
     nvlink(
         2,
@@ -172,7 +172,7 @@ NVLINK_CASES = [
         "ep=2 edp_shard=1",
         model="relu2",
         frozen=True,
-        capacity_factor=1.33,
+        row_factor=1.33,
     ),
     *both_overlaps(
         4,
@@ -180,7 +180,7 @@ NVLINK_CASES = [
         "ep=4 edp_shard=1",
         model="sigmoid",
         accumulate=3,
-        capacity_factor=2.6,
+        row_factor=2.6,
     ),
     nvlink(
         4,
@@ -197,7 +197,7 @@ NVLINK_CASES = [
         "dp_shard=4",
         "etp=4 edp_shard=1",
         model="relu2",
-        capacity_factor=1.0,
+        row_factor=1.0,
     ),
     nvlink(
         4,
@@ -205,7 +205,7 @@ NVLINK_CASES = [
         "ep=2 etp=2 edp_shard=1",
         model="gated-shared",
         recompute=True,
-        capacity_factor=1.33,
+        row_factor=1.33,
     ),
     nvlink(4, "dp_shard=2 tp=2", "ep=4 edp_shard=1", model="latent-capacity", accumulate=2),
     nvlink(
@@ -214,7 +214,7 @@ NVLINK_CASES = [
         "ep=2 edp_shard=2",
         model="biases",
         tied=True,
-        capacity_factor=2.0,
+        row_factor=2.0,
     ),
     nvlink(
         4,
@@ -222,7 +222,7 @@ NVLINK_CASES = [
         "edp_replicate=2 edp_shard=1 ep=2",
         model="top-1",
         meta=True,
-        capacity_factor=2.0,
+        row_factor=2.0,
     ),
     nvlink(8, "dp_shard=8", "ep=8 edp_shard=1", model="sigmoid", accumulate=2),
     nvlink(8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="biases"),
@@ -232,7 +232,7 @@ NVLINK_CASES = [
         "ep=4 edp_shard=2",
         model="gated-shared",
         recompute=True,
-        capacity_factor=2.6,
+        row_factor=2.6,
     ),
     nvlink(
         8,
@@ -241,14 +241,14 @@ NVLINK_CASES = [
         accumulate=3,
         loss="sum",
         keep_rows=False,
-        capacity_factor=5.3,
+        row_factor=5.3,
     ),
     nvlink(
         8,
         "dp_replicate=4 dp_shard=2",
         "edp_replicate=2 edp_shard=1 ep=2 etp=2",
         model="relu2",
-        capacity_factor=1.33,
+        row_factor=1.33,
     ),
 ]
 # moecore's own products; an expert has more than one of their tiles of rows, from many ranks. Not
@@ -256,21 +256,21 @@ NVLINK_CASES = [
 TRITON = dict(model="balanced", bf16=True, fsdp=BF16, expert_backend="triton", sequences=16)
 WIDE = TRITON | dict(model="balanced-wide")
 NVLINK_BF16_CASES = [
-    *both_overlaps(2, "dp_shard=2", "ep=2 edp_shard=1", capacity_factor=1.25, **TRITON),
+    *both_overlaps(2, "dp_shard=2", "ep=2 edp_shard=1", row_factor=1.25, **TRITON),
     nvlink(
         2,
         "dp_shard=2",
         "ep=2 edp_shard=1",
         keep_rows=False,
-        capacity_factor=1.25,
+        row_factor=1.25,
         **WIDE,
     ),
-    *both_overlaps(4, "dp_shard=4", "ep=4 edp_shard=1", capacity_factor=2.0, **WIDE),
+    *both_overlaps(4, "dp_shard=4", "ep=4 edp_shard=1", row_factor=2.0, **WIDE),
     nvlink(
         4,
         "dp_replicate=2 dp_shard=2",
         "ep=2 etp=2 edp_shard=1",
-        capacity_factor=1.25,
+        row_factor=1.25,
         **TRITON,
     ),
     nvlink(
@@ -280,7 +280,7 @@ NVLINK_BF16_CASES = [
         accumulate=3,
         recompute=True,
         keep_rows=False,
-        capacity_factor=1.25,
+        row_factor=1.25,
         **TRITON,
     ),
     nvlink(
@@ -290,16 +290,16 @@ NVLINK_BF16_CASES = [
         model="balanced",
         bf16=True,
         fsdp=BF16_TOGETHER,
-        capacity_factor=2.0,
+        row_factor=2.0,
     ),
     nvlink(8, "dp_shard=8", "ep=8 edp_shard=1", model="balanced", bf16=True, fsdp=BF16),
-    *both_overlaps(8, "dp_shard=8", "ep=8 edp_shard=1", capacity_factor=2.0, **WIDE),
+    *both_overlaps(8, "dp_shard=8", "ep=8 edp_shard=1", row_factor=2.0, **WIDE),
     nvlink(
         8,
         "dp_replicate=2 dp_shard=4",
         "ep=4 etp=2 edp_shard=1",
         keep_rows=False,
-        capacity_factor=2.0,
+        row_factor=2.0,
         **WIDE,
     ),
     nvlink(
@@ -307,7 +307,7 @@ NVLINK_BF16_CASES = [
         "dp_shard=8",
         "ep=4 edp_shard=2",
         accumulate=3,
-        capacity_factor=1.5,
+        row_factor=1.5,
         **TRITON,
     ),
 ]

@@ -77,7 +77,7 @@ def parallelize_moe(
             mesh, all else, and a model without any, over the dense mesh.
         meshes: from `build_meshes`.
         dispatcher: how tokens travel; "auto" is local without ep and etp; nvlink where the ep x
-            etp ranks are one host's GPUs with peer access and `nvlink` has a capacity factor
+            etp ranks are one host's GPUs with peer access and `nvlink` has a row factor
             (without one each layer keeps room for every routing: up to ep times the memory); else
             alltoall. Logged once, with why. See docs/dispatchers.md.
         nvlink: sizes and times of the nvlink dispatcher; with dispatcher "nvlink" or "auto".
@@ -220,10 +220,10 @@ def _open_exchanges(request: Request) -> ExchangePool | None:
 
 def _memory_problem(meshes: Meshes, options: NVLinkOptions) -> str | None:
     """Return why nvlink must be asked for by name: its shapes are static, so its room is too."""
-    if options.capacity_factor is not None or options.exact_rows:
+    if options.row_factor is not None or options.exact_rows:
         return None
     ep = meshes.parallel.ep
     return (
-        "must have NVLinkOptions.capacity_factor (None), or every layer keeps room for any "
+        "must have NVLinkOptions.row_factor (None), or every layer keeps room for any "
         f"routing, up to ep ({ep}) times the expert rows of a balanced one: set it, 2.0 say"
     )

@@ -15,7 +15,7 @@ from moecore.kernels.exchange.buffer import ExchangeLayout
 def test_a_sweep_tries_each_division_once_and_the_usual_one_first(programs: int) -> None:
     usual = ExchangeLayout(
         num_ranks=8,
-        capacity=4096,
+        max_tokens=4096,
         row_bytes=7168 * 2,
         top_k=8,
         num_push=programs // 2,

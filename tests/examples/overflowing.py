@@ -33,7 +33,7 @@ class Overflowing:
 
 
 def too_many_rows() -> ExchangeError:
-    return ExchangeError("NVLinkOptions.capacity_factor (1.05) must be >= 1.361", 1.3605)
+    return ExchangeError("NVLinkOptions.row_factor (1.05) must be >= 1.361", 1.3605)
 
 
 def run_rank(args: object) -> int:

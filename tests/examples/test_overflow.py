@@ -19,9 +19,9 @@ from tests.examples.overflowing import Overflowing, too_many_rows
 REPO = Path(__file__).parents[2]
 ARGUMENTS = (
     "--preset tiny-qwen3 --tokens random --layers 1 --batch-size 1 --seq-len 16 --steps 3"
-    " --capacity-factor 1.05 --sample-bytes 0"
+    " --row-factor 1.05 --sample-bytes 0"
 )
-NEEDED = r"--capacity-factor \(1.05\) must be >= 1.37 for its expert rows of one layer: start again"
+NEEDED = r"--row-factor \(1.05\) must be >= 1.37 for its expert rows of one layer: start again"
 
 
 def test_one_rank_overflows_and_both_end(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_one_rank_overflows_and_both_end(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    line = rf"rank 1: {NEEDED} from the last checkpoint with --capacity-factor 1.37 or more"
+    line = rf"rank 1: {NEEDED} from the last checkpoint with --row-factor 1.37 or more"
     errors = [text for text in done.stderr.splitlines() if "error" in text]
     assert len(errors) == 1 and re.fullmatch(rf".*train.py: error: {line}", errors[0]), done.stderr
     assert "Traceback" not in done.stderr
@@ -69,7 +69,7 @@ def test_the_benchmark_prints_the_line_and_no_row(
     monkeypatch.setattr(sys, "argv", ["bench_train", *own, *arguments(tmp_path)])
     assert bench_train.main() == 1
     out, err = capsys.readouterr()
-    assert re.search(rf"rank 0: {NEEDED} with --capacity-factor 1.37 or more\n", err)
+    assert re.search(rf"rank 0: {NEEDED} with --row-factor 1.37 or more\n", err)
     assert "tokens_per_second" not in out and not (tmp_path / "results").exists()
 
 

@@ -240,7 +240,7 @@ def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
 ERRORS = {
     "--layers 9": "--layers (9) must be <= num_layers (4) of --preset tiny",
     "--checkpoint-every -1": "argument --checkpoint-every: (-1) must be a whole number >= 0",
-    "--capacity-factor 0": "argument --capacity-factor: (0) must be a number > 0",
+    "--row-factor 0": "argument --row-factor: (0) must be a number > 0",
     "--steps 0": r"argument --steps: (0) must be a whole number >= 1",
     "--lr fast": r"argument --lr: (fast) must be a number > 0",
     "--dtype int8": "argument --dtype: invalid choice: 'int8'",

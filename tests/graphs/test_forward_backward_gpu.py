@@ -63,7 +63,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-ROOM = NVLinkOptions(capacity_factor=4.0)
+ROOM = NVLinkOptions(row_factor=4.0)
 CASES = {
     "all ranks": Case(ep=WORLD, nvlink=ROOM),
     "gathered once, casts kept": Case(
@@ -249,7 +249,7 @@ def failed_capture() -> str:
 
 def overflow() -> str:
     """Return what ranks say of a replay in which all tokens choose the first rank's experts."""
-    room = NVLinkOptions(capacity_factor=0.9 * WORLD)
+    room = NVLinkOptions(row_factor=0.9 * WORLD)
     job = Job(replace(CASES["all ranks"], nvlink=room, balance=LOSSES), graphed=True)
     for n in range(WARM_UP + 1):  # weights stay, so that all fits
         job.run(job.batch(n))
@@ -311,4 +311,4 @@ def test_what_can_not_be_replayed_is_refused(found: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")
 def test_rows_that_do_not_fit_in_a_replay_are_an_error(found: dict[str, Any]) -> None:
-    assert "capacity_factor" in found["overflow"]
+    assert "row_factor" in found["overflow"]

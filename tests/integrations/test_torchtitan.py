@@ -67,8 +67,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"dispatcher \('nvlink'\) must",
     ),
     "factor": (
-        {EP: 2, **CHOICES, "moecore__capacity_factor": 1.5},
-        r"moecore.capacity_factor \(1.5\) must go with moecore.dispatcher \('allgather'\) = 'nvl",
+        {EP: 2, **CHOICES, "moecore__row_factor": 1.5},
+        r"moecore.row_factor \(1.5\) must go with moecore.dispatcher \('allgather'\) = 'nvl",
     ),
     "async tp": ({"parallelism__enable_async_tensor_parallel": True}, r"enable_async_tensor_para"),
     "deepep": ({"parallelism__expert_parallel_comm_backend": "deepep"}, r"comm_backend \('deepep"),

@@ -57,8 +57,8 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "weights": ("qwen3", ["--moecore.hf_weights=x"], r"moecore.hf_weights \('x'\) must be absent"),
     "factor": (
         "qwen3",
-        ["--moecore.dispatcher=allgather", "--moecore.capacity_factor=1.5"],
-        r"moecore.capacity_factor \(1.5\) must go with moecore.dispatcher \('allgather'\) = 'nvl",
+        ["--moecore.dispatcher=allgather", "--moecore.row_factor=1.5"],
+        r"moecore.row_factor \(1.5\) must go with moecore.dispatcher \('allgather'\) = 'nvl",
     ),
     "validation": ("decoder", ["--validator.enable"], r"validator.enable \(True\) must be False"),
     "length": ("decoder", ["--training.seq_len=128"], r"seq_len \(128\) must be <= DecoderConfig."),

@@ -19,7 +19,7 @@ COUNTS = {
 }
 SIZES = [(24, 40), (64, 128), (136, 328), (320, 256)]  # K, N
 KINDS = ["swiglu", "geglu", "clamped_swiglu"]
-SPARE = 70  # rows of the capacity that belong to nobody
+SPARE = 70  # rows of an index that belong to nobody
 
 
 def make(counts: list[int]) -> tuple[Tensor, Tensor, Tensor, int]:

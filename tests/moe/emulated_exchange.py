@@ -112,7 +112,7 @@ class EmulatedExchange(Exchange):
     def _gather(self, tensor: Tensor, fill: float | None = None) -> Tensor:
         """Return [G, ...] of all ranks, padded to C tokens with `fill`."""
         if fill is not None:
-            padded = tensor.new_full((self.layout.capacity, *tensor.shape[1:]), fill)
+            padded = tensor.new_full((self.layout.max_tokens, *tensor.shape[1:]), fill)
             padded[: tensor.shape[0]] = tensor
             tensor = padded
         out = tensor.new_empty(self.layout.num_ranks, *tensor.shape)
@@ -128,7 +128,7 @@ class EmulatedExchangePool(ExchangePool):
         assert most is not None
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
-            capacity=most,
+            max_tokens=most,
             row_bytes=x_TD.shape[1] * x_TD.itemsize,
             top_k=top_k,
             num_push=1,

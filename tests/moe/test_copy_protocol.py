@@ -115,7 +115,7 @@ class NotedExchangePool(ExchangePool):
         self.rank, self.device = rank, device
 
     def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
-        sizes: dict[str, Any] = dict(num_ranks=RANKS, capacity=TOKENS, top_k=top_k)
+        sizes: dict[str, Any] = dict(num_ranks=RANKS, max_tokens=TOKENS, top_k=top_k)
         programs: Any = dict(num_push=1, num_receive=1, sums_slot=True)
         layout = ExchangeLayout(row_bytes=DIM * x_TD.itemsize, **sizes, **programs)
         words, number = torch.zeros(NUM_WORDS, dtype=torch.int32), len(self._entries)
@@ -191,7 +191,7 @@ class Program:
     """What one rank runs: micro-batches, kept until their backward, and graphs."""
 
     def __init__(self, model: Model, rank: int, device: Device) -> None:
-        room: Any = dict(exact_rows=True) if model.exact_rows else dict(capacity_factor=3.0)
+        room: Any = dict(exact_rows=True) if model.exact_rows else dict(row_factor=3.0)
         options = NVLinkOptions(max_tokens=TOKENS, keep_rows=model.keep_rows, **room)
         exchanges = NotedExchangePool(rank, device, options)
         self.model, self.rank, self.device = model, rank, device

@@ -270,7 +270,7 @@ def test_rows_past_num_rows_may_hold_anything(
 
 
 def test_dropped_rows_may_themselves_be_nan() -> None:
-    """A source row that no expert reads is never looked at, though its id may pad the capacity."""
+    """A source row that no expert reads is never looked at, though its id may pad the length."""
     module = make_experts(WITH_BIASES, ExpertLayout())
     x, ids, weights = random_routing(6, 2, 8)
     ids[0], x[0] = -1, float("nan")

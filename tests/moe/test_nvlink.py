@@ -67,11 +67,11 @@ def exchange_of(group: dist.ProcessGroup, **options: Any) -> EmulatedExchange:
     ("options", "message"),
     [
         (dict(max_tokens=0), r"NVLinkOptions.max_tokens \(0\) must be a whole number >= 1 or None"),
-        (dict(capacity_factor=2.0, exact_rows=True), r"capacity_factor \(2.0\) must be None with"),
+        (dict(row_factor=2.0, exact_rows=True), r"row_factor \(2.0\) must be None with"),
         (dict(num_sms=1), r"NVLinkOptions.num_sms \(1\) must be a whole number >= 2 or None"),
         (
-            dict(capacity_factor=0.0),
-            r"NVLinkOptions.capacity_factor \(0.0\) must be a finite number > 0",
+            dict(row_factor=0.0),
+            r"NVLinkOptions.row_factor \(0.0\) must be a finite number > 0",
         ),
         (
             dict(timeout_s=float("inf")),
@@ -116,7 +116,7 @@ def test_auto_says_what_it_chose_and_why(
     ("name", "factor", "chosen"),
     [("auto", None, "alltoall"), ("auto", 2.0, "nvlink"), ("nvlink", None, "nvlink")],
 )
-def test_auto_takes_nvlink_only_with_a_capacity_factor(
+def test_auto_takes_nvlink_only_with_a_row_factor(
     name: Any,
     factor: float | None,
     chosen: str,
@@ -129,14 +129,14 @@ def test_auto_takes_nvlink_only_with_a_capacity_factor(
     meshes: Any = SimpleNamespace(
         dispatch_group=dist.group.WORLD, device_type="cuda", parallel=ParallelConfig(ep=4)
     )
-    options = None if factor is None else NVLinkOptions(capacity_factor=factor)
+    options = None if factor is None else NVLinkOptions(row_factor=factor)
     with caplog.at_level(logging.INFO, logger="moecore"):
         assert parallelize._choose_dispatcher(meshes, name, options) == chosen
     lines = [r.getMessage() for r in caplog.records]
     if name == "nvlink":
         assert not lines
     elif factor is None:
-        assert "'auto' is 'alltoall': 'nvlink' must have NVLinkOptions.capacity_factor" in lines[0]
+        assert "'auto' is 'alltoall': 'nvlink' must have NVLinkOptions.row_factor" in lines[0]
         assert "up to ep (4) times the expert rows of a balanced one" in lines[0]
     else:
         assert lines == ["dispatcher 'auto' is 'nvlink': peer access among all GPUs of the group"]
@@ -197,15 +197,15 @@ def test_a_late_rank_is_an_error_until_closed(
 
 
 def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGroup) -> None:
-    exchange = exchange_of(group, capacity_factor=1.25)
+    exchange = exchange_of(group, row_factor=1.25)
     assert exchange.balanced_rows == 4 * 8 * 2 // 4
     offsets = exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
     assert offsets.tolist() == [9, 20] and int(exchange.buffer.state[NEEDED_WORD]) == 24
     with pytest.raises(
-        ExchangeError, match=r"capacity_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
+        ExchangeError, match=r"row_factor \(1.25\) must be >= 1.5 .*24 .*rank 1"
     ) as error:
         exchange.check()
-    assert error.value.capacity_factor == 1.5
+    assert error.value.row_factor == 1.5
     exchange.check()
 
 
@@ -219,7 +219,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
     meshes = build_meshes(ParallelConfig(ep=4), "cpu")
     config = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
     model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(2)))
-    options = NVLinkOptions(max_tokens=8, capacity_factor=1.25, timeout_s=2.0)
+    options = NVLinkOptions(max_tokens=8, row_factor=1.25, timeout_s=2.0)
     parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=options)
     state = moe_state(model)
     exchanges = state.exchanges
@@ -380,7 +380,7 @@ def fp8() -> dict[str, Any]:
         for options in (
             {},
             dict(overlap_weight_grads=False),
-            dict(capacity_factor=8 / 3),
+            dict(row_factor=8 / 3),
             dict(keep_rows=False),
         ):
             layer, operations = sharded_layer(folding, fp8_dispatch=True, **options)
@@ -456,12 +456,12 @@ def changed_gradient(layer: MoELayer, x: Tensor) -> str:
     return ""
 
 
-def capacity() -> dict[str, Any]:
+def room() -> dict[str, Any]:
     """Factor 8 / 3 is the worst case of 8 experts on 4 ranks and K = 3; a small one overflows."""
     x = ranks.tokens_of((20, 20, 20, 20), torch.float32)[dist.get_rank()]
     whole, _ = sharded_layer("ep4")
-    roomy, _ = sharded_layer("ep4", capacity_factor=2.0)
-    tight, _ = sharded_layer("ep4", capacity_factor=0.3)
+    roomy, _ = sharded_layer("ep4", row_factor=2.0)
+    tight, _ = sharded_layer("ep4", row_factor=0.3)
     same = equal(gradients(whole, [x], False), gradients(roomy, [x], False))
     rows = []
     for layer in (whole, roomy, tight):
@@ -523,7 +523,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     return {
         "errors": against_reference_and_alltoall(),
         "steps": recompute_and_accumulate(),
-        "capacity": capacity(),
+        "room": room(),
         "exact": exact(),
         "fp8": fp8(),
         "disagreements": disagreements(),
@@ -622,14 +622,14 @@ def test_fp8_rows_of_odd_sizes_are_refused(dim: int, group: dist.ProcessGroup) -
         dispatcher.dispatch(torch.zeros(3, dim), routing)
 
 
-def test_capacity_is_static_and_overflow_is_an_error(results: dict[str, Any]) -> None:
-    found = results["capacity"]
+def test_room_is_static_and_overflow_is_an_error(results: dict[str, Any]) -> None:
+    found = results["room"]
     assert found["same"]
     (whole, used), (roomy, also), (tight, cut) = found["rows"]
     assert (whole, roomy, tight) == (4 * 20 * 2, 4 * 20 * 3 // 4 * 2, 4 * 20 * 3 // 4 * 3 // 10)
     assert used == also > cut == tight
     factor = found["needed"] / (4 * 20 * 3 // 4)
     assert (
-        f"capacity_factor (0.3) must be >= {factor:.4g} for the {used} expert rows of rank 0"
+        f"row_factor (0.3) must be >= {factor:.4g} for the {used} expert rows of rank 0"
         in (found["message"])
     )

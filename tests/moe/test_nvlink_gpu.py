@@ -222,7 +222,7 @@ def fp8() -> dict[str, Any]:
 
 def fp8_layers() -> dict[str, Any]:
     """Kept and sent again the same bits; against wide rows a rounding of other products."""
-    place, room = place_of(NUM_RANKS, 1), dict(capacity_factor=3.0)
+    place, room = place_of(NUM_RANKS, 1), dict(row_factor=3.0)
     kept, again, wide = (make_layer(place) for _ in range(3))
     kept.dispatcher = nvlink_of(place, fp8_dispatch=True, **room)
     again.dispatcher = nvlink_of(place, fp8_dispatch=True, keep_rows=False, **room)
@@ -271,7 +271,7 @@ def stress() -> dict[str, Any]:
 
 def replays() -> bool:
     """Two layers in one graph; tokens and routing change between replays."""
-    return replay(nvlink_of(place_of(NUM_RANKS, 1), capacity_factor=3.0))
+    return replay(nvlink_of(place_of(NUM_RANKS, 1), row_factor=3.0))
 
 
 def replay(ours: NVLinkDispatcher) -> bool:
@@ -337,7 +337,7 @@ def absent_rank() -> tuple[str, float]:
 def overflow() -> list[str]:
     """Every token wants rank 0's experts; return each rank's error."""
     place = place_of(NUM_RANKS, 1)
-    ours = nvlink_of(place, capacity_factor=1.0)
+    ours = nvlink_of(place, row_factor=1.0)
     batch = batch_of(place, MAIN, MOST_TOKENS, 0)
     batch.ids_TK.copy_(torch.arange(MAIN.top_k, device="cuda").expand_as(batch.ids_TK))
     run(ours, batch)
@@ -368,7 +368,7 @@ def overlapped_layer() -> dict[str, bool]:
 
     Eager, and replayed from a graph; and with rows that come again instead of being kept.
     """
-    place, room = place_of(NUM_RANKS, 1), dict(capacity_factor=float(2 * NUM_RANKS))
+    place, room = place_of(NUM_RANKS, 1), dict(row_factor=float(2 * NUM_RANKS))
     late, early, light = (make_layer(place) for _ in range(3))
     late.dispatcher = nvlink_of(place, overlap_weight_grads=False, **room)
     early.dispatcher = nvlink_of(place, **room)
@@ -481,7 +481,7 @@ def test_never_syncs_with_the_host(results: dict[str, Any]) -> None:
 
 
 def test_whole_layer_agrees_with_alltoall(results: dict[str, Any]) -> None:
-    """Products may be tiled otherwise for another capacity: a rounding, not more."""
+    """Products may be tiled otherwise for another room: a rounding, not more."""
     found = results["whole_layer"]
     assert len(found) >= 5 and all(error < 5e-3 for error in found.values()), found
 

@@ -112,8 +112,8 @@ class HostCopies:
         for slab in self._slabs[pinned]:
             if slab.room() >= size:
                 return slab
-        capacity = _power_of_two(max(size, min(left, SLAB_BYTES)))
-        slab = _Slab(torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned))
+        num_bytes = _power_of_two(max(size, min(left, SLAB_BYTES)))
+        slab = _Slab(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned))
         self._slabs[pinned].append(slab)
         return slab
 

@@ -337,7 +337,7 @@ def _check_dispatchers(state: MoEState) -> None:
     if state.exchanges is not None and state.exchanges.options.exact_rows:
         raise ValueError(
             "NVLinkOptions.exact_rows (True) must be False for a CUDA graph, because it waits for "
-            "sizes on the host: set a capacity_factor"
+            "sizes on the host: set a row_factor"
         )
 
 

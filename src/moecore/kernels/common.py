@@ -60,9 +60,9 @@ def warn_plain(x: Tensor, what: str) -> None:
         warnings.warn(f"{what} has no kernel: plain PyTorch computes it, slower", stacklevel=2)
 
 
-def all_used(num_rows: Tensor, capacity: int) -> bool:
+def all_used(num_rows: Tensor, length: int) -> bool:
     """Return whether a reference on the CPU may skip its masks; False where looking would sync."""
-    return num_rows.device.type == "cpu" and not is_traced() and int(num_rows) >= capacity
+    return num_rows.device.type == "cpu" and not is_traced() and int(num_rows) >= length
 
 
 @functools.cache

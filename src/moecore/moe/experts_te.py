@@ -2,7 +2,7 @@
 
     moe_permute -> GroupedLinear -> activation x weight -> GroupedLinear -> moe_unpermute
 
-Legend: S source rows, R expert rows (capacity), Q expert rows that hold a choice (no padding),
+Legend: S source rows, R expert rows (length), Q expert rows that hold a choice (no padding),
 D model dim, F hidden dim, C columns of FC1 (2F with a gate, else F), I and O input and output dim
 of one linear, e local experts, K choices per source row.
 

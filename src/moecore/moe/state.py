@@ -162,7 +162,7 @@ class MoEState:
 
         Raises:
             ExchangeError: names the rank that did not come in time, or the rank whose expert rows
-                did not fit and the capacity factor that would have been enough.
+                did not fit and the row factor that would have been enough.
         """
         if self.exchanges is not None:
             self.exchanges.check()

@@ -78,7 +78,7 @@ def test_reduce_is_the_gradient_of_spread(blocks: int, etp: int, C: int, seed: i
 def test_layout_and_tiles() -> None:
     layout = ExchangeLayout(
         num_ranks=8,
-        capacity=4096,
+        max_tokens=4096,
         row_bytes=7168 * 2,
         top_k=8,
         num_push=66,
@@ -86,7 +86,7 @@ def test_layout_and_tiles() -> None:
     )
     assert (layout.source_rows, layout.chunk, layout.num_chunks) == (32768, 8, 512)
     assert replace(layout, num_push=12, num_receive=12).chunk == 64
-    assert replace(layout, capacity=3).num_chunks == 1 and replace(layout, rounds=4).chunk == 16
+    assert replace(layout, max_tokens=3).num_chunks == 1 and replace(layout, rounds=4).chunk == 16
     regions = [*layout.regions(1 << 40), (1 << 40) + layout.num_bytes]
     sizes = [b - a for a, b in itertools.pairwise(regions)]
     assert sizes[:3] == [2 * 32768 * 7168 * 2, 2 * 32768 * 8 * 4, 2 * 32768 * 8 * 4]
@@ -106,7 +106,7 @@ def test_layout_and_tiles() -> None:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     tokens: tuple[int, ...]  # of each rank
-    capacity: int
+    max_tokens: int
     etp: int = 1
     num_experts: int = 8
     top_k: int = 3
@@ -119,20 +119,20 @@ class Case:
 
 
 CASES = {
-    "uneven": Case(tokens=(13, 0, 5, 9), capacity=13, times=3),
-    "etp": Case(tokens=(3, 17, 0, 6), capacity=20, etp=2),
-    "more choices than local experts": Case(tokens=(7, 9), capacity=9, top_k=7),
+    "uneven": Case(tokens=(13, 0, 5, 9), max_tokens=13, times=3),
+    "etp": Case(tokens=(3, 17, 0, 6), max_tokens=20, etp=2),
+    "more choices than local experts": Case(tokens=(7, 9), max_tokens=9, top_k=7),
     "all experts are columns, few chosen": Case(
-        tokens=(5, 9), capacity=9, num_experts=40, top_k=40, dropped=0.96
+        tokens=(5, 9), max_tokens=9, num_experts=40, top_k=40, dropped=0.96
     ),
     "three ranks, odd columns": Case(
-        tokens=(6, 1, 8), capacity=8, num_experts=6, top_k=2, dim=104, dtype=torch.float16
+        tokens=(6, 1, 8), max_tokens=8, num_experts=6, top_k=2, dim=104, dtype=torch.float16
     ),
-    "several chunks": Case(tokens=(40, 64, 33, 50), capacity=65, programs=1, dim=264),
-    "four tiles at once": Case(tokens=(9, 20), capacity=20, dim=1536),
-    "one rank": Case(tokens=(11,), capacity=16),
-    "everything dropped": Case(tokens=(4, 4), capacity=4, dropped=1.1),
-    "no tokens": Case(tokens=(0, 0, 0, 0), capacity=1),
+    "several chunks": Case(tokens=(40, 64, 33, 50), max_tokens=65, programs=1, dim=264),
+    "four tiles at once": Case(tokens=(9, 20), max_tokens=20, dim=1536),
+    "one rank": Case(tokens=(11,), max_tokens=16),
+    "everything dropped": Case(tokens=(4, 4), max_tokens=4, dropped=1.1),
+    "no tokens": Case(tokens=(0, 0, 0, 0), max_tokens=1),
 }
 
 
@@ -148,7 +148,7 @@ class World:
         self.case, self.device, self.G = case, device, len(case.tokens)
         self.layout = ExchangeLayout(
             num_ranks=self.G,
-            capacity=case.capacity,
+            max_tokens=case.max_tokens,
             row_bytes=case.dim * case.dtype.itemsize,
             top_k=case.top_k,
             num_push=case.programs,
@@ -194,7 +194,7 @@ class World:
 
     def padded(self, tensors: list[Tensor], fill: float) -> Tensor:
         """Return [G, C, ...] with `fill` past each rank's tokens."""
-        shape = (self.G, self.case.capacity, *tensors[0].shape[1:])
+        shape = (self.G, self.case.max_tokens, *tensors[0].shape[1:])
         out = tensors[0].new_full(shape, fill)
         for row, tensor in zip(out, tensors, strict=True):
             row[: tensor.shape[0]] = tensor
@@ -215,7 +215,7 @@ def inputs_of(world: World, seed: int) -> Inputs:
         return torch.randn(*shape, generator=generator)
 
     # Other token counts in every round.
-    counts = [min(case.capacity, n + seed) if n else 0 for n in case.tokens]
+    counts = [min(case.max_tokens, n + seed) if n else 0 for n in case.tokens]
     ids = []
     for n in counts:
         choices = random(n, case.num_experts).argsort(1)[:, : case.top_k].to(torch.int32)
@@ -356,7 +356,7 @@ def test_kernels_equal_references(name: str, device: str) -> None:
 
 def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
     """Ranks 0 and 1 wait for 2, whose error word stays empty; the first error is kept."""
-    world = World(Case(tokens=(5, 4, 6), capacity=6, num_experts=6), device)
+    world = World(Case(tokens=(5, 4, 6), max_tokens=6, num_experts=6), device)
     buffers, inp = world.buffers, inputs_of(world, 0)
     sizes = dict(num_local=world.num_local, etp=1)
     tokens = list(zip(buffers, inp.x, inp.ids, inp.weights, strict=True))
@@ -367,7 +367,7 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
         found = 1 + 2 * 2  # spread, rank 2
         assert int(buffers[r].state[ERROR_WORD]) == int(buffers[r].report[ERROR_WORD]) == found
         assert int(buffers[r].state[ERROR_BEFORE_WORD]) == found
-        C = world.case.capacity
+        C = world.case.max_tokens
         assert (got.ids_SK[2 * C :] == -1).all() and (got.places_S[2 * C :] == -1).all()
         assert (got.places_S[: 2 * C] >= 0).any()
     where = (late[0].peers_T, late[0].places_S, late[0].places_S[:, None])
@@ -379,7 +379,7 @@ def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
 @pytest.mark.parametrize("kind", ["spread", "reduce"])
 def test_flags_of_a_late_rank_are_not_taken_for_later_ones(kind: str, device: str) -> None:
     """Rank 1 comes after the timeout; two operations on, in the same slot, it is late again."""
-    world = World(Case(tokens=(5, 4), capacity=5, num_experts=4, top_k=2), device)
+    world = World(Case(tokens=(5, 4), max_tokens=5, num_experts=4, top_k=2), device)
     inp, buffer = inputs_of(world, 0), world.buffers[0]
     ones = [torch.full((n,), 3, dtype=torch.int32, device=device) for n in (5, 4)]
     S = world.layout.source_rows
@@ -434,7 +434,7 @@ def test_ranks_that_run_at_once_wait_for_each_other(name: str) -> None:
         assert not any(p.report.any() for p in world.buffers)
 
 
-# --------------------------------------------------------------------------- capacity
+# --------------------------------------------------------------------------- max_tokens
 
 
 @pytest.mark.parametrize("where", ["reference", "kernel"])

@@ -31,7 +31,7 @@ def make(shape: tuple[Any, ...]) -> tuple[SymmetricBuffer, torch.Tensor]:
     G, C, D, K, dtype, push, receive = shape
     layout = ExchangeLayout(
         num_ranks=G,
-        capacity=C,
+        max_tokens=C,
         row_bytes=D * dtype.itemsize,
         top_k=K,
         num_push=push,

@@ -65,7 +65,7 @@ def test_worked_example() -> None:
     assert index.offsets_e.tolist() == [2, 6]
     dtypes = [t.dtype for t in index]
     assert dtypes == [torch.int32, torch.float32, torch.int32, torch.int32]
-    index = build_index(ids, weights, first=2, num_local=2, capacity=4)
+    index = build_index(ids, weights, first=2, num_local=2, length=4)
     assert index.row_ids_R.tolist() == [1, 0, 1, 2]
 
 
@@ -88,10 +88,10 @@ def test_properties(routed: Routed, spare: int) -> None:
     """Positions invert, counts sum, order is stable, unused rows are zero."""
     ids_SK, weights_SK, options = routed
     used = by_hand(ids_SK.tolist(), **options)[1][-1]
-    capacity = None if spare < 0 else used + spare
-    index = build_index(ids_SK, weights_SK, **options, capacity=capacity)
+    length = None if spare < 0 else used + spare
+    index = build_index(ids_SK, weights_SK, **options, length=length)
     R = index.row_ids_R.numel()
-    if capacity is None:
+    if length is None:
         assert used <= R and R % options["multiple"] == 0
     else:
         assert used + spare == R
@@ -128,7 +128,7 @@ def check_gradient(index: ExpertIndex, weights_SK: Tensor) -> None:
 def test_reference_passes_gradcheck() -> None:
     ids, weights = routing(5, 3, 6)
     weights = weights.double().requires_grad_()
-    options = dict(first=1, num_local=4, multiple=2, capacity=20)
+    options = dict(first=1, num_local=4, multiple=2, length=20)
     assert torch.autograd.gradcheck(lambda w: build_index_ref(ids, w, **options).weights_R, weights)
 
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(ValueError, match=r"multiple \(3\) must be a power of two"):
         build_index(ids, weights, **where, multiple=3)
     with pytest.raises(ValueError, match="split the batch"):
-        build_index(ids, weights, **where, capacity=2**31)
+        build_index(ids, weights, **where, length=2**31)
     many = ids[:1, :1].expand(1 << 16, 1 << 15)
     with pytest.raises(ValueError, match="split the batch"):
         build_index(many, weights[:1, :1].expand_as(many), **where)
@@ -210,7 +210,7 @@ def check_against_reference(device: str, case: tuple[int, ...], skew: float) -> 
     weights.requires_grad_()
     options = dict(first=first, num_local=num_local, multiple=multiple)
     index = build_index(ids, weights, **options)
-    expected = build_index_ref(ids, weights, **options, capacity=index.row_ids_R.numel())
+    expected = build_index_ref(ids, weights, **options, length=index.row_ids_R.numel())
     for found, wanted in zip(index, expected, strict=True):
         assert torch.equal(found, wanted) and found.dtype == wanted.dtype
     check_gradient(index, weights)
@@ -218,7 +218,7 @@ def check_against_reference(device: str, case: tuple[int, ...], skew: float) -> 
 
 @pytest.mark.parametrize("E", [8, 130])
 def test_kernel_of_expert_choice(device: str, E: int) -> None:
-    """K = E: column e holds e or -1, and the caller knows the capacity."""
+    """K = E: column e holds e or -1, and the caller knows the length."""
     S, chosen = 6, 2
     ids = torch.full((S, E), -1, dtype=torch.int32)
     for e in range(E):
@@ -226,7 +226,7 @@ def test_kernel_of_expert_choice(device: str, E: int) -> None:
     weights = torch.rand(S, E).masked_fill(ids < 0, float("nan"))
     options = dict(first=0, num_local=E, multiple=1)
     leaf = weights.clone().to(device).requires_grad_()
-    index = build_index(ids.to(device), leaf, **options, capacity=E * chosen)
+    index = build_index(ids.to(device), leaf, **options, length=E * chosen)
     assert index.offsets_e.tolist() == [chosen * (e + 1) for e in range(E)]
     check_by_hand(ExpertIndex(*(t.detach().cpu() for t in index)), ids, weights, **options)
     check_gradient(index, leaf)
@@ -246,18 +246,18 @@ def test_kernel_by_hand(device: str, routed: Routed) -> None:
     check_by_hand(on_cpu, ids, weights, **options)
 
 
-def test_kernel_reads_strided_input_and_respects_the_capacity(device: str) -> None:
+def test_kernel_reads_strided_input_and_respects_the_length(device: str) -> None:
     ids, weights = routing(50, 3, 6, device=device, dropped=0.0)
-    plain = build_index(ids, weights, first=0, num_local=6, capacity=200)
+    plain = build_index(ids, weights, first=0, num_local=6, length=200)
     strided = build_index(
-        ids.T.contiguous().T, weights.repeat(1, 2)[:, :3], first=0, num_local=6, capacity=200
+        ids.T.contiguous().T, weights.repeat(1, 2)[:, :3], first=0, num_local=6, length=200
     )
     for a, b in zip(plain, strided, strict=True):
         assert torch.equal(a, b)
-    cut = build_index(ids, weights, first=0, num_local=6, capacity=100)
+    cut = build_index(ids, weights, first=0, num_local=6, length=100)
     assert torch.equal(cut.row_ids_R, plain.row_ids_R[:100])
     assert torch.equal(cut.slots_SK, plain.slots_SK.where(plain.slots_SK < 100, -1))
-    assert int(cut.offsets_e[-1]) == 150, "the offsets tell that the capacity did not suffice"
+    assert int(cut.offsets_e[-1]) == 150, "the offsets tell that the length did not suffice"
 
 
 def test_ops_tell_the_truth_to_the_compiler(device: str) -> None:

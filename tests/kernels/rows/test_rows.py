@@ -184,7 +184,7 @@ def test_expert_choice(device: str, S: int, E: int) -> None:
     taken = torch.rand(S, E, generator=torch.Generator().manual_seed(E)) < 8 / E
     taken[3:4] = False
     ids = torch.where(taken, torch.arange(E, dtype=torch.int32), -1)
-    where = dict(first=0, num_local=E, multiple=1, capacity=int(taken.sum()) + 3)
+    where = dict(first=0, num_local=E, multiple=1, length=int(taken.sum()) + 3)
     index = build_index_ref(ids.to(device), torch.ones(S, E).to(device), **where)
     x = rows_of(S, D, device, torch.float32).requires_grad_()
     num_rows = index.offsets_e[-1]

@@ -5,7 +5,7 @@
 
     [moecore]
     dispatcher = "nvlink"
-    capacity_factor = 1.5
+    row_factor = 1.5
 
 Without the first two lines there is no such section, and every default holds. torchtitan builds its
 parser from the types of these fields, so this module has no postponed annotations.
@@ -24,7 +24,7 @@ class MoECore:
 
     Attributes:
         dispatcher: how tokens travel, see docs/dispatchers.md.
-        capacity_factor: `NVLinkOptions.capacity_factor`; "auto" takes nvlink only with one.
+        row_factor: `NVLinkOptions.row_factor`; "auto" takes nvlink only with one.
         expert_backend: how the experts' matrices are multiplied.
         recompute_fc1: keep only the experts' input for backward and run FC1 again there.
         prefetch_blocks: how many blocks ahead FSDP2 gathers parameters.
@@ -34,7 +34,7 @@ class MoECore:
     """
 
     dispatcher: Literal["auto", "local", "alltoall", "allgather", "nvlink"] = "auto"
-    capacity_factor: float | None = None
+    row_factor: float | None = None
     expert_backend: Literal["auto", "triton", "torch", "te", "sequential"] = "auto"
     recompute_fc1: bool = False
     prefetch_blocks: int = FSDPOptions().prefetch_blocks
@@ -63,14 +63,14 @@ def nvlink_options(options: MoECore) -> NVLinkOptions | None:
     """Return the nvlink dispatcher's options, None where nothing was chosen.
 
     Raises:
-        ValueError: for a capacity factor that is not positive, or with another dispatcher.
+        ValueError: for a row factor that is not positive, or with another dispatcher.
     """
-    factor = options.capacity_factor
+    factor = options.row_factor
     if factor is None:
         return None
     if options.dispatcher not in ("auto", "nvlink"):
         raise ValueError(
-            f"moecore.capacity_factor ({factor}) must go with moecore.dispatcher "
+            f"moecore.row_factor ({factor}) must go with moecore.dispatcher "
             f"({options.dispatcher!r}) = 'nvlink' or 'auto': drop it"
         )
-    return NVLinkOptions(capacity_factor=factor)
+    return NVLinkOptions(row_factor=factor)

@@ -7,7 +7,7 @@ Each rank owns one buffer that all ranks of the group can write: four regions, s
     weights  [2 slots, S, K]  fp32
     flags    [2 slots, G, chunks]  int32, zero at first
 
-Letters: G ranks, C capacity (most tokens of any rank), S = G * C source rows, K choices.
+Letters: G ranks, C max_tokens of any rank, S = G * C source rows, K choices.
 
 A buffer carries bytes: only sums know a dtype. Rows of fewer bytes lie closer together in a slot.
 """
@@ -39,7 +39,7 @@ class ExchangeLayout:
 
     Attributes:
         num_ranks: G.
-        capacity: C, most tokens of any rank; at least 1.
+        max_tokens: C, most tokens of any rank; at least 1.
         row_bytes: most bytes of a row, those of a sum; a multiple of `ROW_ALIGNMENT`.
         top_k: K.
         num_push, num_receive: programs of one launch.
@@ -50,7 +50,7 @@ class ExchangeLayout:
     """
 
     num_ranks: int
-    capacity: int
+    max_tokens: int
     row_bytes: int
     top_k: int
     num_push: int
@@ -62,7 +62,7 @@ class ExchangeLayout:
     @property
     def source_rows(self) -> int:
         """S."""
-        return self.num_ranks * self.capacity
+        return self.num_ranks * self.max_tokens
 
     @property
     def slot_bytes(self) -> int:
@@ -72,13 +72,13 @@ class ExchangeLayout:
     @property
     def chunk(self) -> int:
         """Tokens per flag."""
-        per_round = cdiv(self.capacity, self.rounds * self.num_push)
+        per_round = cdiv(self.max_tokens, self.rounds * self.num_push)
         return min(64, max(8, next_power_of_2(per_round)))
 
     @property
     def num_chunks(self) -> int:
         """Chunks of each rank."""
-        return -(-self.capacity // self.chunk)
+        return -(-self.max_tokens // self.chunk)
 
     @property
     def region_bytes(self) -> tuple[int, int, int, int]:
@@ -96,7 +96,7 @@ class ExchangeLayout:
             memory: uint8 [num_bytes], of the peer.
             rank: who copies.
         """
-        num_bytes = self.capacity * self.row_bytes
+        num_bytes = self.max_tokens * self.row_bytes
         return memory[SUMS_SLOT.value * self.slot_bytes :].narrow(0, rank * num_bytes, num_bytes)
 
     @property

@@ -1,7 +1,7 @@
-"""Offsets of expert rows cut at a capacity, and a record of how many rows were wanted.
+"""Offsets of expert rows cut at a length, and a record of how many rows were wanted.
 
-`build_index` drops the rows past its capacity, which only the last offset shows. Products must not
-read past the capacity, and no row may be lost unseen: so the offsets are cut, and the number of
+`build_index` drops the rows past its length, which only the last offset shows. Products must not
+read past the length, and no row may be lost unseen: so the offsets are cut, and the number of
 rows is kept where the host looks later. One launch of one program.
 """
 

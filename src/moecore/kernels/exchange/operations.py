@@ -16,7 +16,7 @@ others receive: they wait for a flag, then copy or add the chunk's rows out of t
 Slots, flags and memory order: `exchange/protocol.py`. Sums may also come by copy engines:
 `exchange/copies.py`.
 
-Letters: T local tokens, C capacity (most tokens of any rank), G ranks, S = G * C source rows, D
+Letters: T local tokens, C max_tokens of any rank, G ranks, S = G * C source rows, D
 columns, K choices per token, R expert rows, N slots per source row, one chunk is CHUNK tokens.
 Bytes moved, with P ranks per token and b bytes per element: P * T * D * b over the links, and the
 same read and written again by a receiver; expert rows on one side where the slots name them.
@@ -101,7 +101,7 @@ def reduce_ref(y_GSN: Tensor, peers_T: Tensor, rank: int) -> Tensor:
     return out_TN.to(y_GSN.dtype)
 
 
-UNSPECIALIZED = ["num_tokens", "capacity", "num_chunks", "rank", "timeout"]
+UNSPECIALIZED = ["num_tokens", "max_tokens", "num_chunks", "rank", "timeout"]
 
 
 # `partial` because jit with options, as a decorator, needs Triton to be installed.
@@ -121,7 +121,7 @@ def _spread_kernel(
     state_ptr,  # [NUM_WORDS] int32
     report_ptr,  # [NUM_WORDS] int32
     num_tokens,  # T
-    capacity,  # C
+    max_tokens,  # C
     num_chunks,
     rank,
     timeout,  # nanoseconds
@@ -155,20 +155,20 @@ def _spread_kernel(
 ):
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
-    slot = (operation % 2).to(tl.int64) * G * capacity
-    first = rank.to(tl.int64) * capacity
+    slot = (operation % 2).to(tl.int64) * G * max_tokens
+    first = rank.to(tl.int64) * max_tokens
     if PUSH:
         if pid < NUM_PUSH:
             for chunk in range(pid, num_chunks, NUM_PUSH):
                 if CHOICES:
                     sizes = (chunk, num_tokens, num_local)
                     find_peers(ids_ptr, peers_ptr, *sizes, G, ETP, K, CHUNK, BLOCK_K)
-                place = (chunk, num_tokens, capacity, first, rank)
+                place = (chunk, num_tokens, max_tokens, first, rank)
                 rows_ptrs = (x_ptr, peers_ptr, bases_ptr, slot * ROW_BYTES)
                 push_rows(*rows_ptrs, *place, False, G, D, CHUNK, PAIRS, PUSH_D, TILES)
                 if CHOICES:
                     from_ptrs = (ids_ptr, weights_ptr, peers_ptr, bases_ptr)
-                    place = (chunk, num_tokens, capacity, slot + first, rank)
+                    place = (chunk, num_tokens, max_tokens, slot + first, rank)
                     push_choices(*from_ptrs, *place, False, G, K, CHUNK, CHOICE_PAIRS, BLOCK_K)
                 flag = (operation % 2 * G + rank).to(tl.int64) * num_chunks + chunk
                 notify(bases_ptr, flag, operation, G, BLOCK_G)
@@ -181,7 +181,7 @@ def _spread_kernel(
             left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
             for item in range(pid - FIRST, num_chunks * G, NUM_RECEIVE):
                 chunk, source = item // G, (item + rank) % G
-                rows, exists = rows_of(source, chunk, capacity, CHUNK)
+                rows, exists = rows_of(source, chunk, max_tokens, CHUNK)
                 if not CHOICES:  # known before the rows come
                     marks_ptr = slots_ptr if N == 1 else places_ptr
                     to = tl.load(marks_ptr + rows, mask=exists, other=-1)
@@ -220,7 +220,7 @@ def _reduce_kernel(
     state_ptr,  # [NUM_WORDS] int32
     report_ptr,  # [NUM_WORDS] int32
     num_tokens,  # T
-    capacity,  # C
+    max_tokens,  # C
     num_chunks,
     rank,
     timeout,  # nanoseconds
@@ -252,21 +252,21 @@ def _reduce_kernel(
 ):
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
-    slot = (operation % 2).to(tl.int64) * G * capacity
+    slot = (operation % 2).to(tl.int64) * G * max_tokens
     if PUSH:
         if pid < NUM_PUSH:
-            first = slot + rank * capacity
+            first = slot + rank * max_tokens
             for chunk in range(pid, num_chunks, NUM_PUSH):
-                place = (chunk, num_tokens, capacity, first, rank)
+                place = (chunk, num_tokens, max_tokens, first, rank)
                 if N == 1 and not COPIED:
                     rows_ptrs = (y_ptr, slots_ptr, bases_ptr, 0)
                     push_rows(*rows_ptrs, *place, True, G, D, CHUNK, PAIRS, PUSH_D, TILES)
                 if N > 1:
                     list_ptr = lists_ptr + pid * LIST
-                    those = (slots_ptr, list_ptr, chunk, capacity, rank)
+                    those = (slots_ptr, list_ptr, chunk, max_tokens, rank)
                     list_pairs(*those, G, N, CHUNK, WIDTH, LIST_PAIRS, PAIRS, BLOCK_N)
                     sums_ptrs = (y_ptr, places_ptr, list_ptr, bases_ptr)
-                    there = (chunk, capacity, first, rank)
+                    there = (chunk, max_tokens, first, rank)
                     push_sums(*sums_ptrs, *there, G, D, CHUNK, WIDTH, PAIRS, PUSH_D)
                 if CHOICES:
                     from_ptrs = (choices_ptr, dweights_ptr, places_ptr, bases_ptr)
@@ -281,15 +281,15 @@ def _reduce_kernel(
             base = tl.multiple_of(base, 16)
             weights = tl.load(bases_ptr + AT_WEIGHTS * G + rank).to(tl.pointer_type(tl.float32))
             left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
-            first = SUMS_SLOT * G * capacity if COPIED else slot
+            first = SUMS_SLOT * G * max_tokens if COPIED else slot
             for chunk in range(pid - FIRST, num_chunks, NUM_RECEIVE):
                 ptrs, whose = (bases_ptr, state_ptr, report_ptr), (0, chunk, num_chunks, rank)
                 arrived = wait(*ptrs, operation, *whose, left, 1, G, G, THREADS, SPIN)
                 left = tl.where(arrived, left, 0)
-                place = (peers_ptr, chunk, num_tokens, first, capacity)
+                place = (peers_ptr, chunk, num_tokens, first, max_tokens)
                 add_parts(base, out_ptr, *place, G, D, CHUNK, TAKE_ROWS, TAKE_D)
                 if CHOICES:
-                    place = (peers_ptr, chunk, num_tokens, slot, capacity)
+                    place = (peers_ptr, chunk, num_tokens, slot, max_tokens)
                     add_parts(weights, out_dweights_ptr, *place, G, K, CHUNK, CHUNK, BLOCK_K)
         finish(state_ptr, operation)
 
@@ -303,7 +303,7 @@ def _common(buffer: SymmetricBuffer, num_tokens: int, num_slots: int) -> tuple[A
     layout = buffer.layout
     entries = (layout.num_push + layout.num_receive) * list_size(layout, num_slots)
     lists = torch.empty(entries, dtype=torch.int32, device=buffer.state.device) if entries else None
-    sizes = (num_tokens, layout.capacity, layout.num_chunks, buffer.rank, buffer.timeout_ns)
+    sizes = (num_tokens, layout.max_tokens, layout.num_chunks, buffer.rank, buffer.timeout_ns)
     return (lists, buffer.bases, buffer.state, buffer.report, *sizes)
 
 

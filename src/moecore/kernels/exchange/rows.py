@@ -3,7 +3,7 @@
 A tile is some rows and BLOCK_D of their columns. Holes of a tile are masked: to list the rows that
 are none costs more than they do (docs/dispatchers.md, Figures).
 
-Letters: T local tokens, C capacity, G ranks, S = G * C source rows, R rows, D columns, K choices
+Letters: T local tokens, C max_tokens, G ranks, S = G * C source rows, R rows, D columns, K choices
 per token. A pair is a token of the chunk and a rank.
 """
 
@@ -68,7 +68,7 @@ def push_rows(
     offset,  # int64, byte of the region where its row 0 is
     chunk,
     num_tokens,  # T
-    capacity,  # C
+    max_tokens,  # C
     first,  # int64, row of this rank's token 0 in every peer's slot
     rank,
     REDUCE: tl.constexpr,
@@ -83,14 +83,14 @@ def push_rows(
     element = rows_ptr.dtype.element_ty
     for start in range(0, CHUNK * G, PAIRS):
         tokens, peers, exists = pair_of(start + tl.arange(0, PAIRS), chunk, rank, G, CHUNK)
-        exists = exists & (tokens < capacity)
+        exists = exists & (tokens < max_tokens)
         if REDUCE:
-            rows = peers.to(tl.int64) * capacity + tokens
+            rows = peers.to(tl.int64) * max_tokens + tokens
             sources = tl.load(marks_ptr + rows, mask=exists, other=-1).to(tl.int64)
             send = sources >= 0
         else:
             sources = tokens.to(tl.int64)
-            send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, capacity, False)
+            send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, max_tokens, False)
         base = (tl.load(bases_ptr + AT_ROWS * G + peers) + offset).to(tl.pointer_type(element))
         to_ptrs = tl.multiple_of(base, 16) + (first + tokens) * D
         _move(rows_ptr + sources * D, to_ptrs, send, D, BLOCK_D, TILES, "")
@@ -100,12 +100,12 @@ def push_rows(
 def rows_of(
     source,  # rank whose rows they are
     chunk,
-    capacity,  # C
+    max_tokens,  # C
     CHUNK: tl.constexpr,
 ):
     """Return the source rows of a chunk [CHUNK], int64, and which of them there are."""
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    return source.to(tl.int64) * capacity + tokens, tokens < capacity
+    return source.to(tl.int64) * max_tokens + tokens, tokens < max_tokens
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def push_choices(
     bases_ptr,  # [4, G] int64
     chunk,
     num_tokens,  # T
-    capacity,  # C
+    max_tokens,  # C
     first,  # int64, row of this rank's token 0 in every peer's slot
     rank,
     REDUCE: tl.constexpr,
@@ -145,11 +145,11 @@ def push_choices(
     for start in range(0, CHUNK * G, PAIRS):
         pairs = start + tl.arange(0, PAIRS)
         tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK)
-        exists = exists & (tokens < capacity)
-        send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, capacity, REDUCE)
+        exists = exists & (tokens < max_tokens)
+        send = sent_to(marks_ptr, tokens, peers, exists, num_tokens, max_tokens, REDUCE)
         sources, targets = tokens.to(tl.int64), first + tokens
         if REDUCE:
-            sources = peers.to(tl.int64) * capacity + tokens
+            sources = peers.to(tl.int64) * max_tokens + tokens
         base = tl.load(bases_ptr + AT_WEIGHTS * G + peers).to(tl.pointer_type(tl.float32))
         to_weights = base + targets * K
         to_ids = tl.load(bases_ptr + AT_IDS * G + peers).to(tl.pointer_type(tl.int32))
@@ -175,12 +175,12 @@ def sent_to(
     peers,  # int32
     exists,  # bool
     num_tokens,  # T
-    capacity,  # C
+    max_tokens,  # C
     REDUCE: tl.constexpr,
 ):
     """Return for each pair whether something travels."""
     if REDUCE:
-        rows = peers.to(tl.int64) * capacity + tokens
+        rows = peers.to(tl.int64) * max_tokens + tokens
         return tl.load(marks_ptr + rows, mask=exists, other=-1) >= 0
     bits = tl.load(marks_ptr + tokens, mask=exists & (tokens < num_tokens), other=0)
     return ((bits >> peers) & 1) != 0
@@ -228,14 +228,14 @@ def _load_part(
     part,  # rank whose sums they are; zeros come back from G on
     bits,  # [TILE_ROWS] int32 ranks that hold a sum, by bit
     row,  # [TILE_ROWS] int, place of token in the part of rank 0
-    capacity,  # C
+    max_tokens,  # C
     columns,  # [BLOCK] int
     G: tl.constexpr,
     N: tl.constexpr,
 ):
     has = (((bits >> part) & 1) != 0) & (part < G)
     mask = has[:, None] & (columns < N)[None, :]
-    where = (row + part * capacity).to(tl.int64)[:, None] * N + columns[None, :]
+    where = (row + part * max_tokens).to(tl.int64)[:, None] * N + columns[None, :]
     return tl.load(base + where, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
 
 
@@ -247,7 +247,7 @@ def add_parts(
     chunk,
     num_tokens,  # T
     slot,  # first row of the slot
-    capacity,  # C
+    max_tokens,  # C
     G: tl.constexpr,
     N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -264,10 +264,10 @@ def add_parts(
             total = tl.zeros([TILE_ROWS, BLOCK], dtype=tl.float32)
             for part in range(0, G, 4):
                 # Four independent loads before the first add.
-                y0 = _load_part(base, part, bits, row, capacity, columns, G, N)
-                y1 = _load_part(base, part + 1, bits, row, capacity, columns, G, N)
-                y2 = _load_part(base, part + 2, bits, row, capacity, columns, G, N)
-                y3 = _load_part(base, part + 3, bits, row, capacity, columns, G, N)
+                y0 = _load_part(base, part, bits, row, max_tokens, columns, G, N)
+                y1 = _load_part(base, part + 1, bits, row, max_tokens, columns, G, N)
+                y2 = _load_part(base, part + 2, bits, row, max_tokens, columns, G, N)
+                y3 = _load_part(base, part + 3, bits, row, max_tokens, columns, G, N)
                 total = total + y0
                 total = total + y1
                 total = total + y2

@@ -8,7 +8,7 @@ the used ones of its chunk, all in one go, and finds them in its L1 when it move
 
 Example, two rows in one tile, slots [[-1, 7, 4], [-1, -1, 2]]: depth 2; [7, 2], [4, -1].
 
-Letters: C capacity, G ranks, S = G * C source rows, R expert rows, D columns, N slots per source
+Letters: C max_tokens, G ranks, S = G * C source rows, R expert rows, D columns, N slots per source
 row. WIDTH is the list's rows. A pair is a token of the chunk and a rank.
 """
 
@@ -59,7 +59,7 @@ def list_pairs(
     slots_ptr,  # [S, N] int32
     list_ptr,  # [1 + N, WIDTH] int32, out, of this program
     chunk,
-    capacity,  # C
+    max_tokens,  # C
     rank,
     G: tl.constexpr,
     N: tl.constexpr,
@@ -73,8 +73,8 @@ def list_pairs(
     tl.debug_barrier()  # the last list has been read
     for start in range(0, CHUNK * G, ROWS):
         tokens, peers, exists = pair_of(start + tl.arange(0, ROWS), chunk, rank, G, CHUNK)
-        rows = peers.to(tl.int64) * capacity + tokens
-        exists = exists & (tokens < capacity)
+        rows = peers.to(tl.int64) * max_tokens + tokens
+        exists = exists & (tokens < max_tokens)
         list_slots(slots_ptr, list_ptr, rows, exists, start, N, WIDTH, ROWS, TILE, BLOCK_N)
     tl.debug_barrier()
 
@@ -102,7 +102,7 @@ def push_sums(
     list_ptr,  # slots of the chunk's pairs
     bases_ptr,  # [4, G] int64
     chunk,
-    capacity,  # C
+    max_tokens,  # C
     first,  # int64, row of this rank's token 0 in every peer's slot
     rank,
     G: tl.constexpr,
@@ -117,8 +117,8 @@ def push_sums(
     for start in range(0, CHUNK * G, PAIRS):
         pairs = start + tl.arange(0, PAIRS)
         tokens, peers, exists = pair_of(pairs, chunk, rank, G, CHUNK)
-        rows = peers.to(tl.int64) * capacity + tokens
-        send = tl.load(places_ptr + rows, mask=exists & (tokens < capacity), other=-1) >= 0
+        rows = peers.to(tl.int64) * max_tokens + tokens
+        send = tl.load(places_ptr + rows, mask=exists & (tokens < max_tokens), other=-1) >= 0
         depth = tl.load(list_ptr + start // PAIRS)
         entries = list_ptr + WIDTH + pairs
         base = tl.load(bases_ptr + AT_ROWS * G + peers).to(tl.pointer_type(element))

@@ -3,7 +3,7 @@
     cooperative_gemm        out[r] = a[r] @ b[expert(r)]
     cooperative_activation  h[r] = x[r] @ w1[expert(r)]^T,  out[r] = act(h[r]) * weight[r]
 
-Letters: R expert rows (capacity), e experts, M N K the sizes of one product, D model dim, F hidden
+Letters: R expert rows (length), e experts, M N K the sizes of one product, D model dim, F hidden
 dim, C = 2F columns of h.
 
 One persistent program per multiprocessor. A warp of its own fills a ring of stages by TMA. Each

@@ -1,6 +1,6 @@
 """The kernel behind `grouped/cooperative.py`. Hopper only.
 
-Letters: R expert rows (capacity), e experts, M N K the sizes of one product, F hidden dim.
+Letters: R expert rows (length), e experts, M N K the sizes of one product, F hidden dim.
 
     loading warp      fills a ring of stages with blocks of a and b          (_produce)
     warp group 0, 1   multiply the upper and the lower half of every tile    (_consume)

@@ -5,7 +5,7 @@
 
 row(r) is row_ids[r] where the rows are gathered while they are loaded, else r itself.
 
-Letters: R expert rows (capacity), S source rows, e experts, M N K the sizes of one product
+Letters: R expert rows (length), S source rows, e experts, M N K the sizes of one product
 (M rows of an expert), D model dim, F hidden dim, C = 2F columns of a gated FC1.
 
 A persistent grid, one program per multiprocessor, walks over tiles of BLOCK_M x BLOCK_N. Row tiles

@@ -5,7 +5,7 @@
 
 row(r) is row_ids[r] where the rows are gathered while they are loaded, else r itself.
 
-Letters: S source rows, R expert rows (capacity), e experts, D model dim, F hidden dim, C = 2F
+Letters: S source rows, R expert rows (length), e experts, D model dim, F hidden dim, C = 2F
 columns of h.
 
 One persistent program per multiprocessor. Warps of their own fill a ring of stages: w2 and

@@ -1,6 +1,6 @@
 """The kernel behind `grouped/pingpong.py`, rows contiguous or gathered. Hopper only.
 
-Letters: S source rows, R expert rows (capacity), D model dim, F hidden dim; M N K the sizes of one
+Letters: S source rows, R expert rows (length), D model dim, F hidden dim; M N K the sizes of one
 product: R rows, F columns, D summed.
 
     loading warps     fill a ring of stages with blocks of dy and w2   (_produce)

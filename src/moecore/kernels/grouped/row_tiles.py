@@ -1,6 +1,6 @@
 """Which rows of which expert each row tile covers, in `cooperative.py` and `pingpong.py`.
 
-Letters: R expert rows (capacity), e experts.
+Letters: R expert rows (length), e experts.
 
 A map is int32 [1 + most row tiles, MAP_FIELDS] on the device. Its first word counts the row tiles;
 the others are a tile's expert, its first row, and the end of the rows that its expert has there.
@@ -67,7 +67,7 @@ def map_row_tiles(offsets_e: Tensor, num_rows: int) -> Tensor:
 
     Args:
         offsets_e: int32 on the device, running sum of the experts' rows.
-        num_rows: R, the capacity.
+        num_rows: R, the length.
 
     Returns:
         int32 [1 + most row tiles, MAP_FIELDS]; the first word counts the row tiles.

@@ -6,7 +6,7 @@ row(r) is row_ids[r] where the rows are gathered, else r itself.
 
 FC1's gradient has the source rows as x and dH as y, transposed; FC2's has dY and the activation.
 
-Letters: S source rows, R expert rows (capacity), e experts, M columns of x, N columns of y.
+Letters: S source rows, R expert rows (length), e experts, M columns of x, N columns of y.
 
 Hopper only; elsewhere a gather and torch's grouped product. One persistent program runs on each
 multiprocessor. Warps of its own fill a ring of stages: contiguous rows by TMA, rows that lie apart

@@ -1,6 +1,6 @@
 """The kernel behind `grouped/wgrad.py`: source rows contiguous or gathered. Hopper only.
 
-Letters: S source rows, R expert rows (capacity), e experts, M columns of x, N columns of y.
+Letters: S source rows, R expert rows (length), e experts, M columns of x, N columns of y.
 
     loading warps      fill a ring of stages with blocks of x and y     (_produce*)
     two warp groups    multiply a tile together, then store it          (_consume)

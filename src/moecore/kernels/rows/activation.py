@@ -6,7 +6,7 @@
     dh[r]      = da[r] * weight[r] * act'(h[r])
     dweight[r] = sum over f of da[r, f] * act(h[r])[f]
 
-Letters: R expert rows (capacity), F hidden dim, C columns of h (2F for gated activations, else F).
+Letters: R expert rows (length), F hidden dim, C columns of h (2F for gated activations, else F).
 An activation without a gate calls its only input "gate".
 
 Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R * F) * b, backward

@@ -11,14 +11,14 @@ Four launches, integer work only, no atomics, the same bits in every run:
     place   row of a pair = start of its expert + pairs in earlier blocks + earlier pairs in its own
 
 Letters: S source rows, K choices per source row, N = S * K pairs, e local experts, R expert rows
-(capacity), B = N / 128 blocks of pairs.
+(length), B = N / 128 blocks of pairs.
 
 Bytes moved: ids and weights 8 * N, slots 4 * N, row ids and weights 8 * R, and the [B, e] table
 written once, scanned in place and read once (16 * B * e).
 
 Any K works, K = E of expert choice too (column e holds e or -1). Then N is S * E and the table has
 S * E^2 / 128 entries: 2 MiB for 4096 source rows and 128 experts, 128 MiB for 1024. The default
-capacity is N rows; who knows that each expert has c of them gives e * c.
+length is N rows; who knows that each expert has c of them gives e * c.
 """
 
 from functools import partial
@@ -59,7 +59,7 @@ class ExpertIndex(NamedTuple):
 
 
 def build_index_ref(
-    ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, capacity: int
+    ids_SK: Tensor, weights_SK: Tensor, *, first: int, num_local: int, multiple: int, length: int
 ) -> ExpertIndex:
     """Return the index by a stable sort of the pairs; any float dtype of weights."""
     N, device = ids_SK.numel(), ids_SK.device
@@ -75,15 +75,15 @@ def build_index_ref(
     expert_N = local_N[order_N]
     row_N = torch.arange(N, device=device) + shift[expert_N]
     # Pairs without an expert here land in one spare row past the end.
-    row_N = torch.where(expert_N == num_local, capacity, row_N).clamp(max=capacity)
+    row_N = torch.where(expert_N == num_local, length, row_N).clamp(max=length)
     slot_N = torch.empty_like(row_N).scatter_(0, order_N, row_N)
     sources_N = torch.arange(N, device=device, dtype=torch.int32) // max(ids_SK.shape[1], 1)
-    spare_R = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
-    weights_R = weights_SK.new_zeros(capacity + 1).scatter(0, slot_N, weights_SK.flatten())
+    spare_R = torch.zeros(length + 1, dtype=torch.int32, device=device)
+    weights_R = weights_SK.new_zeros(length + 1).scatter(0, slot_N, weights_SK.flatten())
     return ExpertIndex(
-        row_ids_R=spare_R.scatter_(0, slot_N, sources_N)[:capacity],
-        weights_R=weights_R[:capacity],
-        slots_SK=slot_N.where(slot_N < capacity, -1).to(torch.int32).view(ids_SK.shape),
+        row_ids_R=spare_R.scatter_(0, slot_N, sources_N)[:length],
+        weights_R=weights_R[:length],
+        slots_SK=slot_N.where(slot_N < length, -1).to(torch.int32).view(ids_SK.shape),
         offsets_e=offsets_e.to(torch.int32),
     )
 
@@ -216,9 +216,9 @@ def _build_index_bwd_kernel(
 
 
 def _index(
-    ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, capacity: int
+    ids_SK: Tensor, weights_SK: Tensor, first: int, num_local: int, multiple: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    N, R, device = ids_SK.numel(), capacity, ids_SK.device
+    N, R, device = ids_SK.numel(), length, ids_SK.device
     row_ids_R, weights_R, slots_SK, offsets_e = _empty(ids_SK, weights_SK, num_local, R)
     B = cdiv(N, BLOCK_N)
     ids_SK, weights_SK = ids_SK.contiguous(), weights_SK.contiguous()
@@ -281,8 +281,8 @@ def _empty(ids_SK: Tensor, weights_SK: Tensor, num_local: int, R: int) -> tuple[
     return integers(R), weights_R, integers(tuple(ids_SK.shape)), integers(num_local)
 
 
-def _index_fake(ids_SK, weights_SK, first, num_local, multiple, capacity):  # type: ignore[no-untyped-def]
-    return _empty(ids_SK, weights_SK, num_local, capacity)
+def _index_fake(ids_SK, weights_SK, first, num_local, multiple, length):  # type: ignore[no-untyped-def]
+    return _empty(ids_SK, weights_SK, num_local, length)
 
 
 def _index_bwd_fake(dweights_R, slots_SK):  # type: ignore[no-untyped-def]
@@ -320,7 +320,7 @@ def build_index(
     first: int,
     num_local: int,
     multiple: int = 1,
-    capacity: int | None = None,
+    length: int | None = None,
 ) -> ExpertIndex:
     """Return which source row each expert row reads, and where each choice went.
 
@@ -334,7 +334,7 @@ def build_index(
         first: first global id owned here.
         num_local: number of experts owned here, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        capacity: R, when the caller knows that so many rows suffice: what lies past them is
+        length: R, when the caller knows that so many rows suffice: what lies past them is
             dropped, only offsets_e[-1] > R tells, and no experts may read it. Default is enough for
             every routing, S * K + e * (multiple - 1) rounded up to `multiple`.
 
@@ -361,7 +361,7 @@ def build_index(
     if multiple < 1 or multiple & (multiple - 1):
         raise ValueError(f"multiple ({multiple}) must be a power of two: use 1 for no padding")
     needed = -(-(ids_SK.numel() + num_local * (multiple - 1)) // multiple) * multiple
-    R = needed if capacity is None else capacity
+    R = needed if length is None else length
     if max(R, ids_SK.numel()) > MAX_ROWS:
         raise ValueError(
             f"expert rows ({R}) and choices ({ids_SK.numel()}) must be <= {MAX_ROWS}, what int32 "
@@ -370,5 +370,5 @@ def build_index(
     if weights_SK.dtype == torch.float32 and use_kernel(ids_SK, weights_SK):
         return ExpertIndex(*_build_index(ids_SK, weights_SK, first, num_local, multiple, R))
     return build_index_ref(
-        ids_SK, weights_SK, first=first, num_local=num_local, multiple=multiple, capacity=R
+        ids_SK, weights_SK, first=first, num_local=num_local, multiple=multiple, length=R
     )

@@ -298,7 +298,7 @@ def gather_rows(
 
 
 def gather_used_rows(x_SD: Tensor, row_ids_R: Tensor, slots_SK: Tensor, num_rows: Tensor) -> Tensor:
-    """Return what `gather_rows` does, with rows from num_rows on uninitialised: capacity is free.
+    """Return what `gather_rows` does, with rows from num_rows on uninitialised.
 
     For kernels of this package: S > 0, a GPU, 16-bit floats or fp32. No autograd, no host sync.
     """

@@ -62,7 +62,7 @@ class AllGatherDispatcher:
         weights_SK = gather_ranks(F.pad(routing.weights_TK, pad), p.group)
         ids_SK = gather_ranks(F.pad(routing.expert_ids_TK, pad, value=-1), p.group)
         index = build_index(
-            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, capacity=num_rows
+            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, length=num_rows
         )
         return ExpertInput(Rows(rows_SD), index, AllGatherPlan(T))
 

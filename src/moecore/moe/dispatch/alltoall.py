@@ -88,7 +88,7 @@ class AllToAllDispatcher:
             ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
         ids_SK, weights_SK = _SendChoices.apply(ids_MK, weights_MK, plan, p.group)
         index = build_index(
-            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, capacity=num_rows
+            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, length=num_rows
         )
         return ExpertInput(Rows(rows_SD), index, plan)
 

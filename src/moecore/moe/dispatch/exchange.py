@@ -40,13 +40,13 @@ class ExchangeError(RuntimeError):
     """An exchange went wrong on this rank.
 
     Attributes:
-        capacity_factor: the least that would have held this rank's expert rows; None = a rank did
+        row_factor: the least that would have held this rank's expert rows; None = a rank did
             not come in time.
     """
 
-    def __init__(self, message: str, capacity_factor: float | None = None) -> None:
+    def __init__(self, message: str, row_factor: float | None = None) -> None:
         super().__init__(message)
-        self.capacity_factor = capacity_factor
+        self.row_factor = row_factor
 
 
 class Exchange:
@@ -213,7 +213,7 @@ class Exchange:
     def _overflow(self, needed: int) -> str:
         me = dist.get_global_rank(self.group, self.buffer.rank)
         return (
-            f"NVLinkOptions.capacity_factor ({self.options.capacity_factor}) must be >= "
+            f"NVLinkOptions.row_factor ({self.options.row_factor}) must be >= "
             f"{needed / self.balanced_rows:.4g} for the {needed} expert rows of rank {me}: raise "
             "it, or leave it None; results since then are not valid"
         )
@@ -262,10 +262,10 @@ class ExchangePool:
         if exchange is None:
             exchange = self._entries[key] = self._make(x_TD, top_k)
         exchange.poll()
-        capacity = exchange.layout.capacity
-        if capacity < T:
+        max_tokens = exchange.layout.max_tokens
+        if max_tokens < T:
             raise ValueError(
-                f"number of tokens ({T}) must be <= the capacity of the exchange ({capacity}): set "
+                f"number of tokens ({T}) must be <= max_tokens of the exchange ({max_tokens}): set "
                 "NVLinkOptions.max_tokens to the most tokens of any rank"
             )
         return exchange
@@ -323,7 +323,7 @@ class ExchangePool:
         most = self._agree(x_TD, top_k, programs)
         layout = ExchangeLayout(
             num_ranks=self.group.size(),
-            capacity=max(1, most),
+            max_tokens=max(1, most),
             row_bytes=x_TD.shape[1] * x_TD.itemsize,
             top_k=top_k,
             **divide(programs),

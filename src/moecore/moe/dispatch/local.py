@@ -28,7 +28,7 @@ class LocalDispatcher:
             routing.weights_TK,
             first=0,
             num_local=self.num_experts,
-            capacity=min(
+            length=min(
                 routing.expert_ids_TK.numel(), self.num_experts * routing.most_rows_per_expert
             ),
         )

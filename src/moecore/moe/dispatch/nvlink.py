@@ -136,12 +136,12 @@ def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -
     """Return the index of the rows that came: room for any routing, or less if asked for."""
     owned = dict(first=place.first_local, num_local=place.num_local)
     num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_local)
-    factor = exchange.options.capacity_factor
+    factor = exchange.options.row_factor
     if exchange.options.exact_rows:
         num_rows = _count_rows(exchange, came.ids_SK, **owned)
     elif factor is not None:
         num_rows = min(num_rows, math.ceil(factor * exchange.balanced_rows))
-    index = build_index(came.ids_SK, came.weights_SK, **owned, capacity=num_rows)
+    index = build_index(came.ids_SK, came.weights_SK, **owned, length=num_rows)
     if factor is not None:
         index = index._replace(offsets_e=exchange.limit_rows(index.offsets_e, num_rows))
     return index
@@ -156,7 +156,7 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
     if exchange.is_capturing():
         raise RuntimeError(
             "NVLinkOptions.exact_rows (True) must be False while a CUDA graph is captured: set a "
-            "capacity_factor"
+            "row_factor"
         )
     return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
 

@@ -12,10 +12,10 @@ class NVLinkOptions:
 
     Attributes:
         max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
-        capacity_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
+        row_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
             rank would give; more rows than that are an error. None = room for every routing.
         exact_rows: room for exactly the expert rows that come, so that nothing overflows, at one
-            host sync per dispatch; not with a capacity_factor, not in CUDA graphs.
+            host sync per dispatch; not with a row_factor, not in CUDA graphs.
         num_sms: programs of one operation, of which half push and half receive; None = one per
             multiprocessor.
         overlap_weight_grads: copy engines bring the tokens' gradients home while the experts
@@ -29,7 +29,7 @@ class NVLinkOptions:
     """
 
     max_tokens: Count | None = None
-    capacity_factor: Positive | None = None
+    row_factor: Positive | None = None
     exact_rows: bool = False
     num_sms: Annotated[int, Bound(">=", 2)] | None = None
     overlap_weight_grads: bool = True
@@ -41,9 +41,9 @@ class NVLinkOptions:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
-        if self.exact_rows and self.capacity_factor is not None:
+        if self.exact_rows and self.row_factor is not None:
             yield (
-                "capacity_factor",
+                "row_factor",
                 "be None with exact_rows (True), which needs no room beyond the rows: leave one "
                 "of them out",
             )
