@@ -18,7 +18,7 @@ from torch import nn
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.agreement import check_equal_weights, check_same
 from moecore.config import BalanceConfig
-from moecore.fsdp.added import refuse_added
+from moecore.fsdp.late_parameters import refuse_added
 from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
 from moecore.graphs.regions import compile_blocks
 from moecore.hf.blocks import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache

@@ -30,7 +30,7 @@ from moecore import (
     moe_state,
     parallelize_moe,
 )
-from moecore.fsdp.gathered import GATHERED
+from moecore.fsdp.resident import GATHERED
 from moecore.graphs import GraphedForwardBackward
 from moecore.graphs import forward_backward as module
 from moecore.graphs.facts import facts_of

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from moecore._compat import fsdp_params
-from moecore.fsdp.gathered import GATHERED
+from moecore.fsdp.resident import GATHERED
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 

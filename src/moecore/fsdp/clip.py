@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore.fsdp.added import refuse_added
-from moecore.fsdp.gathered import call_before_backward, let_go
+from moecore.fsdp.late_parameters import refuse_added
+from moecore.fsdp.resident import call_before_backward, let_go
 
 FORGETS = "_moecore_forgets_clipping"
 TOLD = "_moecore_told"

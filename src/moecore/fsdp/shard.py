@@ -3,8 +3,8 @@
     gathered    root (embedding, final norm) -> blocks -> head
     reduced     head -> blocks, last to first -> root, when backward ends
 
-Experts that no other rank holds are left out (`fsdp/whole.py`): there is nothing to gather. Under
-mixed precision the routers of a list of blocks are a unit as well (`fsdp/together.py`): their
+Experts that no other rank holds are left out (`fsdp/local_weights.py`): there is nothing to gather.
+Under mixed precision the routers of a list of blocks are a unit as well (`fsdp/unshard.py`): their
 weights stay in their own dtype. A unit each would cost the host as much as the blocks do. They are
 gathered with the first block and reduced when backward has left it, or ended: until then their
 gradients are whole, 50 MB for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
@@ -45,9 +45,9 @@ from torch.distributed.tensor import Shard
 from moecore._distributed import is_gloo
 from moecore._fields import Count, CountOrZero, OneOf, check_fields
 from moecore.fsdp.accumulate import STAYS_GATHERED
-from moecore.fsdp.gathered import watch_gathered
-from moecore.fsdp.together import gather_for_each
-from moecore.fsdp.whole import WholeWeights
+from moecore.fsdp.local_weights import WholeWeights
+from moecore.fsdp.resident import watch_gathered
+from moecore.fsdp.unshard import gather_for_each
 from moecore.mesh import Meshes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
@@ -203,7 +203,7 @@ def _mark_gathered(unit: list[nn.Module]) -> None:
 
 
 def is_whole(meshes: Meshes) -> bool:
-    """Whether a rank's experts are no other rank's: see `fsdp/whole.py`."""
+    """Whether a rank's experts are no other rank's: see `fsdp/local_weights.py`."""
     return meshes.expert_fsdp.size() == 1
 
 

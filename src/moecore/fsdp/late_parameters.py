@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moecore._autograd import has_accumulate_hooks
 from moecore._compat import fsdp_params
-from moecore.fsdp.gathered import GATHERED
+from moecore.fsdp.resident import GATHERED
 
 
 def refuse_added(model: nn.Module) -> None:
