@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from moecore import (
     moe_state,
     parallelize_moe,
 )
-from moecore._compat import fsdp_params
 from moecore.fsdp import drop_step, start_micro_batch
 from moecore.models import Decoder, DecoderConfig
 from tests.ranks import run_ranks
@@ -180,16 +178,3 @@ def test_a_dropped_step_leaves_nothing(layout: str, told: str, found: dict[str, 
     tokens, wrong = found[f"{layout}, dropped, {told}"]
     assert tokens == [WORLD * MICRO_BATCHES * 2 * 12 * CONFIG.moe.top_k] * CONFIG.num_layers
     assert wrong == []
-
-
-def test_parameters_of_a_unit_in_either_spelling_of_fsdp2() -> None:
-    """2.11 has one group or None, later releases have a list of groups."""
-    one, two = (SimpleNamespace(fsdp_params=params) for params in (["a", "b"], ["c"]))
-    for state, params in (
-        (SimpleNamespace(_fsdp_param_group=None), []),
-        (SimpleNamespace(_fsdp_param_group=one), ["a", "b"]),
-        (SimpleNamespace(_fsdp_param_groups=[]), []),
-        (SimpleNamespace(_fsdp_param_groups=[one, two]), ["a", "b", "c"]),
-    ):
-        unit: Any = SimpleNamespace(_get_fsdp_state=lambda state=state: state)
-        assert fsdp_params(unit) == params

@@ -31,6 +31,7 @@ from moecore import (
     moe_state,
     parallelize_moe,
 )
+from moecore.fsdp.internals import Unit
 from moecore.fsdp.shard import find_blocks, find_heads
 from moecore.models import Decoder, DecoderConfig
 from tests.ranks import run_ranks
@@ -175,14 +176,14 @@ def events_of_a_step(config: DecoderConfig, rank: int) -> list[str]:
     return [e.name for e in events if e.name.startswith("FSDP::")]
 
 
-def loaded_while_gathered(rank: int) -> dict[str, Any]:
-    """A forward leaves the head gathered; a state dict is read and another loaded then."""
+def loaded_while_resident(rank: int) -> dict[str, Any]:
+    """A forward leaves the head resident; a state dict is read and another loaded then."""
     run = Run(config=MTP)
     model, other = make_parallel(run), Decoder(MTP)
     other.init_weights(seed=7)
     tokens, labels = batches(run, 0, rank)[0]
     model(tokens, labels)
-    gathered = not isinstance(model.lm_head.weight, DTensor)
+    resident = Unit(model.lm_head).is_unsharded
     state = model.state_dict()
     kinds = {type(t) for t in state.values()}
     new = other.state_dict()
@@ -190,14 +191,14 @@ def loaded_while_gathered(rank: int) -> dict[str, Any]:
         {n: distribute_tensor(new[n], t.device_mesh, t.placements) for n, t in state.items()}
     )
     losses = [m(tokens, labels).item() for m in (model, other)]
-    return {"gathered": gathered, "dtensors": kinds == {DTensor}, "losses": losses}
+    return {"resident": resident, "dtensors": kinds == {DTensor}, "losses": losses}
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {name: train(run, rank) for name, run in RUNS.items()}
     found["events"] = events_of_a_step(PLAIN, rank)
     found["mtp events"] = events_of_a_step(MTP, rank)
-    found["loaded"] = loaded_while_gathered(rank)
+    found["loaded"] = loaded_while_resident(rank)
     return found
 
 
@@ -263,7 +264,7 @@ def test_with_mtp_its_backward_gathers_what_ran_before_it(found: dict[str, Any])
 
 def test_a_state_dict_is_sharded_and_a_loaded_one_is_used(found: dict[str, Any]) -> None:
     loaded = found["loaded"]
-    assert loaded["gathered"] and loaded["dtensors"]
+    assert loaded["resident"] and loaded["dtensors"]
     assert loaded["losses"][0] == pytest.approx(loaded["losses"][1], rel=1e-5)
 
 

@@ -30,7 +30,7 @@ from moecore import (
     moe_state,
     parallelize_moe,
 )
-from moecore.fsdp.resident import GATHERED
+from moecore.fsdp.resident import RESIDENT
 from moecore.graphs import GraphedForwardBackward
 from moecore.graphs import forward_backward as module
 from moecore.graphs.facts import facts_of
@@ -123,7 +123,7 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.model.zero_grad()
-        no_hook = patch.object(getattr(self.model, GATHERED), "calls_before_backward", None)
+        no_hook = patch.object(getattr(self.model, RESIDENT), "calls_before_backward", None)
         with patch("moecore.moe.balance._is_capturing", lambda x: True), no_hook:
             self.outputs.copy_(self.function(*self.inputs))
         for param, grad in zip(self.model.parameters(), self.grads, strict=True):

@@ -13,14 +13,10 @@ holds have nothing to gather; those whose cast weights are kept cast them once.
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from moecore._compat import fsdp_params
-from moecore.fsdp.resident import GATHERED
+from moecore.fsdp.resident import resident_units
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
-
-STAYS_GATHERED = "_stays_gathered"  # attribute of units that forward leaves gathered
 
 
 def start_micro_batch(model: nn.Module, *, is_last: bool) -> None:
@@ -35,13 +31,11 @@ def start_micro_batch(model: nn.Module, *, is_last: bool) -> None:
 
     Example, three micro-batches: it is called with is_last False, False, True.
     """
-    gathered = getattr(model, GATHERED, None)
-    if gathered is not None:
-        gathered.start_micro_batch(is_last=is_last)
-    for unit in model.modules():
-        _reduce_next(unit, is_last)
-        if isinstance(unit, Experts):
-            unit.reader.start_micro_batch(is_last=is_last)
+    for resident in resident_units(model):
+        resident.start_micro_batch(is_last=is_last)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.reader.start_micro_batch(is_last=is_last)
 
 
 def drop_step(model: nn.Module) -> None:
@@ -59,25 +53,10 @@ def drop_step(model: nn.Module) -> None:
     Args:
         model: of `parallelize_moe`, or one that holds it; a plain one has less to forget.
     """
+    for resident in resident_units(model):
+        resident.drop_step()
     for module in model.modules():
-        gathered = getattr(module, GATHERED, None)
-        if gathered is not None:
-            gathered.drop_step()
-        if isinstance(module, FSDPModule):
-            _reduce_next(module, True)
-            for param in fsdp_params(module):
-                param.unsharded_accumulated_grad = None
-                unsharded = getattr(param, "_unsharded_param", None)  # made by the first forward
-                if unsharded is not None:
-                    unsharded.grad = None
         if isinstance(module, MoELayer):
             module.forget_step()
     for param in model.parameters():
         param.grad = None
-
-
-def _reduce_next(unit: nn.Module, is_last: bool) -> None:
-    """Say whether the next backward reduces the gradients of a unit that stays gathered."""
-    if isinstance(unit, FSDPModule) and getattr(unit, STAYS_GATHERED, False):
-        unit.set_requires_gradient_sync(is_last, recurse=False)
-        unit.set_reshard_after_backward(is_last, recurse=False)

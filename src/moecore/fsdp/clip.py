@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore.fsdp.late_parameters import refuse_added
-from moecore.fsdp.resident import call_before_backward, let_go
+from moecore.fsdp.resident import call_before_backward, free_units
 
 FORGETS = "_moecore_forgets_clipping"
 TOLD = "_moecore_told"
@@ -109,7 +109,7 @@ def clip_grad_norm_(
             "skip a step on the device: make it so, or leave it out"
         )
     refuse_added(model)
-    let_go(model)  # or modules may hold gathered copies, which have no gradient
+    free_units(model)  # of micro-batches without a backward
     # A parameter without a gradient counts 0: a rank that left it out would reduce another length.
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if optimizers:

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moecore._autograd import has_accumulate_hooks
-from moecore._compat import fsdp_params
-from moecore.fsdp.resident import GATHERED
+from moecore.fsdp.resident import resident_units
 
 
 def refuse_added(model: nn.Module) -> None:
@@ -38,7 +36,7 @@ def refuse_added(model: nn.Module) -> None:
         for param in module._parameters.values()
         if param is not None and param.requires_grad and not isinstance(param, DTensor)
     ]
-    if not plain or not any(hasattr(module, GATHERED) for module in model.modules()):
+    if not plain or not resident_units(model):
         return
     reduced = set(_reduced(model))
     added = {p for p in plain if p not in reduced and not has_accumulate_hooks(p)}
@@ -52,12 +50,7 @@ def refuse_added(model: nn.Module) -> None:
 
 
 def _reduced(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield parameters that are no DTensors, or not now, and are reduced nevertheless."""
+    """Yield parameters that are no DTensors and are reduced nevertheless."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for param in fsdp_params(module):
-                gathered = getattr(param, "_unsharded_param", None)  # made by the first forward
-                if gathered is not None:
-                    yield gathered
-        elif isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel):
             yield from module.parameters()

@@ -1,109 +1,156 @@
-"""Lets go of units that a forward has left gathered when no backward comes to do it.
+"""Units that stay resident between forward and backward, and when they are freed.
 
-Routers, heads, the root and what `FSDPOptions` keeps stay gathered from forward to backward, which
-frees them. After evaluation, generation or a micro-batch that is dropped they would stay so: an
-optimizer made then would hold gathered copies, clipping would miss their gradients, and the next
-forward would compute with the weights of before the last step. So they are let go
+Routers, heads, the root and what `FSDPOptions` keeps stay unsharded from forward to backward, whose
+end frees them. Outside of forward and backward every module holds its sharded parameters all the
+same: `parameters()` and `state_dict()` hand those out, free nothing and start no collective, so one
+rank alone may call them. The unsharded ones are registered while a forward or a backward runs.
 
-    after a forward without gradients,
-    before every forward, unless `start_micro_batch` has said that it shares what is gathered,
-    before `clip_grad_norm_` looks for gradients,
-    when the model's parameters are asked for by `parameters()`, `named_parameters()` or
-    `requires_grad_()`, such as for an optimizer. (Backward gathers them again.)
+No backward follows an evaluation, a generation or a micro-batch that is dropped, and the next
+forward would compute with the weights of before the last step. So all ranks free units
 
-A forward that leaves modules out, or ends in an exception, has gathered for modules that never ran:
-that goes with it, or a forward after later steps would compute with it.
+    after a forward without gradients, or that failed,
+    before every forward, unless `start_micro_batch` has announced that micro-batches share them,
+    in `clip_grad_norm_` and in `drop_step`.
+
+Note "several modules": FSDP2 gathers a unit of several modules before the first of them in a
+forward, and for backward at the output of the last one. That is enough where all modules run once,
+one after the other, and all outputs have gradients. It is not enough where a forward leaves modules
+out or recomputes some of them, or where a loss needs an inner block alone: the unit may be freed by
+then, and 2.11 would compute with this rank's shard. So every module gathers what has been freed,
+before its forward and at its output's gradient, as it would as a unit of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils._pytree import tree_leaves
 
-from moecore._autograd import continues, disable_dynamo, is_recomputing
-from moecore._compat import fsdp_groups
+from moecore._autograd import call_after_backward, continues, disable_dynamo, is_recomputing
+from moecore.fsdp.internals import Root, Unit, units_of
 
-GATHERED = "_moecore_gathered"
+RESIDENT = "_moecore_resident_units"
+BACKWARD = "backward"
 
 
-class Gathered:
-    """What the units of a model hold between forwards. Hooks the model's forward.
+class ResidentUnits:
+    """What the units of a model hold between forwards. Hooks the forwards of their modules.
 
     Args:
         root: an FSDP2 unit that holds all others.
+        kept: one module of each unit that forward leaves unsharded.
     """
 
-    def __init__(self, root: FSDPModule) -> None:
-        assert isinstance(root, nn.Module)
-        self._state = root._get_fsdp_state()
-        modules = [m for m in root.modules() if isinstance(m, FSDPModule)]
-        self._unit_of = {m._get_fsdp_state(): m for m in modules}  # state -> one of its modules
+    def __init__(self, root: nn.Module, kept: Sequence[nn.Module]) -> None:
+        self._units = units_of(root)
+        first = self._units[0]
+        assert isinstance(first, Root)
+        self._root = first
+        self._kept = [unit for unit in self._units if not set(unit.modules).isdisjoint(kept)]
         self._is_shared = False  # by the micro-batches of a step, until its last forward
         self._is_last = False
+        self._is_kept_in_state_dict = False
+        self._running: nn.Module | str | None = None  # the outermost module, or BACKWARD
         self.calls_before_backward: Callable[[], None] | None = None
-        root.register_forward_pre_hook(self._before_forward, prepend=True)
-        root.register_forward_hook(self._after_forward, always_call=True)
-        for state in self._unit_of:
-            before = partial(self._before_backward, state._pre_backward)
-            state._pre_backward = before  # type: ignore[method-assign]
-        self._named_parameters = root.named_parameters
-        root.named_parameters = self._own_parameters  # type: ignore[method-assign]
+        root.register_forward_pre_hook(self._before_root, prepend=True)
+        for unit in self._units:
+            for module in unit.modules:
+                module.register_forward_pre_hook(partial(self._before_forward, unit))
+                # Before FSDP2's: what is refused in backward must not have begun there.
+                after = partial(self._after_forward, unit)
+                module.register_forward_hook(after, prepend=True, always_call=True)
+        root.register_forward_hook(self._after_root, always_call=True)
 
-    def let_go(self) -> None:
-        """Free all gathered parameters: modules hold those that the optimizer knows."""
-        self._end_forward()  # FSDP2 keeps what a forward is in the middle of
-        for unit in self._unit_of.values():
-            for group in fsdp_groups(unit):
-                _drop_pending(group)
+    def free(self) -> None:
+        """Free all unsharded parameters. No communication."""
+        self._running = None
+        for unit in self._units:
+            unit.end_forward()  # FSDP2 keeps what a forward is in the middle of
             unit.reshard()
 
     def start_micro_batch(self, *, is_last: bool) -> None:
-        """Say that the next forward shares what is gathered with those of its step."""
+        """Announce a forward that shares what is unsharded with the others of its step."""
         if not self._is_shared:
-            self.let_go()
+            self.free()
         self._is_shared, self._is_last = True, is_last
+        self._reduce_next(is_last)
 
     def drop_step(self) -> None:
-        """Let go, and forget what was said of micro-batches."""
+        """Free all units, and drop their gradients and what was announced of micro-batches."""
         self._is_shared = self._is_last = False
-        self.let_go()
+        self.free()
+        self._reduce_next(True)
+        for unit in self._units:
+            unit.drop_gradients()
 
-    def _own_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Stand before `named_parameters` of the root, which all who want parameters go through."""
-        is_between = self._state._training_state == TrainingState.IDLE
-        if is_between and not self._is_shared and not is_recomputing():
-            self.let_go()
-        return self._named_parameters(*args, **kwargs)
+    def _reduce_next(self, is_last: bool) -> None:
+        """Set whether the next backward reduces and frees the units that are kept."""
+        for unit in self._kept:
+            unit.module.set_requires_gradient_sync(is_last, recurse=False)
+            unit.module.set_reshard_after_backward(is_last, recurse=False)
 
     @disable_dynamo
-    def _before_forward(self, *_: Any) -> None:
+    def _before_root(self, root: nn.Module, _args: Any) -> None:
         if is_recomputing():
             return
-        if torch.is_inference_mode_enabled() and self._state._is_root is None:
+        if torch.is_inference_mode_enabled() and not self._root.has_run:
             raise RuntimeError(
                 "the first forward must not run under torch.inference_mode(), whose tensors FSDP2 "
                 "could not train with later: evaluate under torch.no_grad()"
             )
-        if self._state._state_ctx.post_backward_final_callback_queued:
+        if self._root.is_in_backward:
             raise RuntimeError(
                 "the last backward ended in an exception: gradients, counts and gathered weights "
                 "are those of half a step, so start again from a checkpoint, in new processes"
             )
         self._end_forward()
         if not self._is_shared:
-            self.let_go()
+            self.free()
         if self._is_last and torch.is_grad_enabled():
             self._is_shared = self._is_last = False
+        self._enter(root)
 
-    def _before_backward(self, gather: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
-        """Stand before what FSDP2 does when backward comes to the output of a unit."""
+    @disable_dynamo
+    def _after_root(self, root: nn.Module, *_: Any) -> None:
+        if is_recomputing():
+            return
+        if self._root.has_run and not self._is_kept_in_state_dict:
+            self._is_kept_in_state_dict = True
+            for unit in self._units:
+                unit.keep_in_state_dict()
+        has_failed = self._root.is_in_forward
+        self._end_forward()
+        if has_failed:
+            for unit in self._units:
+                unit.drop_order()
+        if not torch.is_grad_enabled() or (has_failed and not self._is_shared):
+            self.free()
+        self._leave(root)
+
+    def _end_forward(self) -> None:
+        for unit in self._units:
+            unit.end_forward()
+
+    @disable_dynamo
+    def _before_forward(self, unit: Unit, module: nn.Module, _args: Any) -> None:
+        self._enter(module)
+        if len(unit.modules) > 1:
+            unit.unshard()
+
+    @disable_dynamo
+    def _after_forward(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(partial(self._before_backward, unit))
+        if module is not self._root.module:
+            self._leave(module)
+
+    def _before_backward(self, unit: Unit, grad: Tensor) -> Tensor:
         if torch.is_grad_enabled() and continues():
             raise NotImplementedError(
                 "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
@@ -112,69 +159,31 @@ class Gathered:
             )
         if self.calls_before_backward is not None:
             self.calls_before_backward()
-        return gather(grad)
+        if self._running is None:
+            self._enter(BACKWARD)  # for what is recomputed
+            call_after_backward(partial(self._leave, BACKWARD))
+        if len(unit.modules) > 1:
+            unit.unshard_for_backward(grad)
+        return grad
 
-    @disable_dynamo
-    def _after_forward(self, *_: Any) -> None:
-        if is_recomputing():
-            return
-        has_failed = self._state._training_state == TrainingState.FORWARD
-        self._end_forward()
-        if has_failed:
-            self._forget_order()
-        if not torch.is_grad_enabled() or (has_failed and not self._is_shared):
-            self.let_go()
+    def _enter(self, who: nn.Module | str) -> None:
+        """Register the unsharded parameters of resident units, until `who` leaves."""
+        if self._running is None:
+            self._running = who
+            for unit in self._units:
+                unit.register(sharded=False)
 
-    def _forget_order(self) -> None:
-        """Forget in which order a forward that has failed, on this rank alone perhaps, gathered."""
-        comm = self._state._comm_ctx
-        comm.post_forward_order.clear()
-        for unit in self._unit_of.values():
-            for group in fsdp_groups(unit):
-                group._post_forward_indices.clear()
-        last = comm.all_gather_state  # held for the next gather's sake
-        if last is not None:
-            comm.all_gather_copy_in_stream.wait_event(last.event)
-            comm.all_gather_stream.wait_event(last.event)
-            comm.all_gather_state = None
-
-    def _end_forward(self) -> None:
-        """End the forward of units that are in the middle of one.
-
-        Such are, after an exception or a call of a part of the model, units whose modules did not
-        all run. (2.13 ends them itself where the root has run.)
-        """
-        context = self._state._state_ctx
-        if context.iter_forward_root in self._unit_of:
-            context.iter_forward_root = None
-        for state, unit in self._unit_of.items():
-            state._modules_to_run_forward.clear()
-            for run in (state, *fsdp_groups(unit)):
-                if run._training_state == TrainingState.FORWARD:
-                    run._training_state = TrainingState.IDLE
+    def _leave(self, who: nn.Module | str) -> None:
+        if self._running is who:
+            self._running = None
+            for unit in self._units:
+                unit.register(sharded=True)
 
 
-def _drop_pending(group: Any) -> None:
-    """Forget what a unit has gathered for modules that did not run."""
-    pending = group._all_gather_result
-    if pending is None:
-        return
-    if pending.all_gather_event is not None:
-        torch.accelerator.current_stream().wait_event(pending.all_gather_event)
-    if isinstance(pending.all_gather_work, dist.Work):
-        pending.all_gather_work.wait()
-    group._all_gather_result = None
-
-
-def watch_gathered(root: FSDPModule) -> None:
-    """Let units of a model go in time from now on."""
-    setattr(root, GATHERED, Gathered(root))
-
-
-def let_go(model: nn.Module) -> None:
-    """Free what the units of a model hold gathered; nothing for a plain one."""
-    for gathered in _held(model):
-        gathered.let_go()
+def free_units(model: nn.Module) -> None:
+    """Free what the units of a model hold unsharded; nothing for a plain one."""
+    for resident in resident_units(model):
+        resident.free()
 
 
 def call_before_backward(model: nn.Module, function: Callable[[], None]) -> None:
@@ -184,18 +193,18 @@ def call_before_backward(model: nn.Module, function: Callable[[], None]) -> None
         model: of `parallelize_moe`, or one that holds it; nothing for any other.
         function: of which only the first call of a backward may find something to do.
     """
-    for gathered in _held(model):
-        gathered.calls_before_backward = function
+    for resident in resident_units(model):
+        resident.calls_before_backward = function
 
 
 def say_backward(model: nn.Module) -> None:
     """Call that function for a backward that runs no hooks."""
-    for gathered in _held(model):
-        if gathered.calls_before_backward is not None:
-            gathered.calls_before_backward()
+    for resident in resident_units(model):
+        if resident.calls_before_backward is not None:
+            resident.calls_before_backward()
 
 
-def _held(model: nn.Module) -> list[Gathered]:
-    """Return what watches the parallelized models that a model is or holds."""
-    found = (vars(module).get(GATHERED) for module in model.modules())
-    return [gathered for gathered in found if gathered is not None]
+def resident_units(model: nn.Module) -> list[ResidentUnits]:
+    """Return the records of the parallelized models that a model is or holds."""
+    found = (vars(module).get(RESIDENT) for module in model.modules())
+    return [resident for resident in found if resident is not None]

@@ -4,7 +4,7 @@
     reduced     head -> blocks, last to first -> root, when backward ends
 
 Experts that no other rank holds are left out (`fsdp/local_weights.py`): there is nothing to gather.
-Under mixed precision the routers of a list of blocks are a unit as well (`fsdp/unshard.py`): their
+Under mixed precision the routers of a list of blocks are a unit as well (`fsdp/resident.py`): their
 weights stay in their own dtype. A unit each would cost the host as much as the blocks do. They are
 gathered with the first block and reduced when backward has left it, or ended: until then their
 gradients are whole, 50 MB for Qwen3-30B-A3B, 430 MB for DeepSeek-V3.
@@ -44,10 +44,8 @@ from torch.distributed.tensor import Shard
 
 from moecore._distributed import is_gloo
 from moecore._fields import Count, CountOrZero, OneOf, check_fields
-from moecore.fsdp.accumulate import STAYS_GATHERED
 from moecore.fsdp.local_weights import WholeWeights
-from moecore.fsdp.resident import watch_gathered
-from moecore.fsdp.unshard import gather_for_each
+from moecore.fsdp.resident import RESIDENT, ResidentUnits
 from moecore.mesh import Meshes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
@@ -113,6 +111,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
     reshard_experts = options.reshard_experts
     if reshard_experts is None:
         reshard_experts = options.reshard_after_forward
+    kept: list[nn.Module] = [*heads, model]  # one of each unit that forward leaves unsharded
     for routers in found.routers:  # small: gathered once for forward and backward
         fully_shard(
             routers,
@@ -120,8 +119,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             mp_policy=router_policy,
             reshard_after_forward=False,
         )
-        _mark_gathered(routers)
-        gather_for_each(routers)
+        kept.append(routers[0])
     whole: set[nn.Parameter] = set()
     for experts in found.experts:
         if is_whole(meshes):
@@ -136,21 +134,18 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             shard_placement_fn=_expert_placement(experts, meshes),
         )
         if not reshard_experts:
-            _mark_gathered([experts])
+            kept.append(experts)
     shard_dense = partial(fully_shard, mesh=meshes.dense_fsdp, ignored_params=whole)
     for group in groups:
         if group != [model]:
             reshard = options.reshard_after_forward
             shard_dense(group, mp_policy=dense_policy, reshard_after_forward=reshard)
-            gather_for_each(group)
             if not reshard:
-                _mark_gathered(group)
+                kept.append(group[0])
     for head in heads:
         shard_dense(head, mp_policy=as_it_is, reshard_after_forward=False)
     shard_dense(model, mp_policy=dense_policy)
-    watch_gathered(model)  # type: ignore[arg-type]  # fully_shard has made it a unit
-    for single in (*heads, model):
-        _mark_gathered([single])
+    setattr(model, RESIDENT, ResidentUnits(model, kept))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             is_experts = isinstance(module, Experts)
@@ -195,11 +190,6 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
         experts=[m.part("experts") for m in layers],
         heads=find_heads(model, blocks),
     )
-
-
-def _mark_gathered(unit: list[nn.Module]) -> None:
-    """Remember that forward leaves a unit gathered, at the first of its modules."""
-    setattr(unit[0], STAYS_GATHERED, True)
 
 
 def is_whole(meshes: Meshes) -> bool:

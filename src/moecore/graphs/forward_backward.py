@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.fsdp.resident import let_go, say_backward
+from moecore.fsdp.resident import free_units, say_backward
 from moecore.graphs.facts import Facts, facts_of
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.state import MoEState, moe_state
@@ -128,7 +128,7 @@ class GraphedForwardBackward:
             RuntimeError: when capture fails: end the process, since FSDP2 is left inside a step.
             ExchangeError: see `MoEState.finish_step`.
         """
-        let_go(self._model)  # a replay does not: see the note
+        free_units(self._model)  # a replay does not: see the note
         _check_start(self._model, self._state)
         if self._captured is not None:
             say_backward(self._model)
@@ -208,7 +208,7 @@ def _capture(
             f"forward_backward could not be captured ({said}): it must launch the same work in "
             "every call and wait for none of it; start again without a graph"
         ) from error
-    let_go(model)  # what is gathered and cast lies in the graph's memory
+    free_units(model)  # what is gathered and cast lies in the graph's memory
     _forget_casts(state)
     return _Captured(
         graph=graph,
