@@ -27,6 +27,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,9 +45,8 @@ from moecore import (
     Meshes,
     NVLinkOptions,
     ParallelConfig,
+    TrainStep,
     build_meshes,
-    clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
 from moecore.graphs import GraphedForwardBackward
@@ -241,9 +241,11 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
     model.to_empty(device=device)
     init_hf(model.hf)
     model.train()
-    plain, forward_backward = name == "transformers", make_forward_backward(name, model)
+    plain = name == "transformers"
     own = AdamW if not plain else partial(torch.optim.AdamW, fused=True)
     optimizer = own(model.parameters(), lr=args.lr)
+    step = None if plain else TrainStep(model, optimizer, max_norm=MAX_NORM)
+    forward_backward = make_forward_backward(name, model, step)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -254,31 +256,29 @@ def train(name: str, args: argparse.Namespace, meshes: Meshes) -> Row:
         if device.type == "cuda":
             tokens_BT = tokens_BT.pin_memory()
         loss = forward_backward(tokens_BT.to(device, non_blocking=True))
-        if plain:
+        if step is None:
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
         else:
-            norm = clip_grad_norm_(model, MAX_NORM, optimizer=optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        if not plain:
-            moe_state(model).finish_step(skipped=norm.skipped)
+            step.finish()
         losses.append(loss)
         moments.append(Moment(device))
     moments[-1].wait()
-    if not plain:
-        state = moe_state(model)
-        state.check()
-        if state.exchanges is not None:
-            state.exchanges.close()
+    if step is not None:
+        step.close()
     return summary(args, moments, torch.stack(losses), device)
 
 
-def make_forward_backward(name: str, model: WithLoss) -> Callable[[Tensor], Tensor]:
-    """Return what runs a step of a variant: its loss."""
+def make_forward_backward(
+    name: str, model: WithLoss, step: TrainStep | None
+) -> Callable[[Tensor], Tensor]:
+    """Return what runs forward and backward of a variant: its loss."""
 
     def forward_backward(tokens_BT: Tensor) -> Tensor:
-        loss = model(tokens_BT)
-        loss.backward()
+        with step.micro_batch() if step is not None else nullcontext():
+            loss = model(tokens_BT)
+            loss.backward()
         return loss.detach()
 
     if name.endswith("+graph"):

@@ -36,7 +36,6 @@ from benchmarks import trace
 from benchmarks.gate import ROOT
 from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment
-from moecore import moe_state
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
 
@@ -55,7 +54,6 @@ SHOWN = (
     "batch_size",
     "seq_len",
     "grad_accum",
-    "reduce_once",
     "layers",
     "routing",
     "quantile",
@@ -144,7 +142,7 @@ def measure(job: train.Job, own: argparse.Namespace) -> Row:
     row = describe_run(job, seconds, metrics) | power
     if own.trace and job.device.type == "cuda":
         row |= traced(job, first_step=own.warm_up + own.timed + 1)
-    moe_state(job.model).check()  # no row of steps whose tokens got lost
+    job.owner.check()  # no row of steps whose tokens got lost
     return row
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from data import BatchShape, read_batches, read_corpus
 
-from moecore import BalanceConfig, ParallelConfig, build_meshes, moe_state, parallelize_moe
+from moecore import BalanceConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
 
 SHAPE = BatchShape(data_ranks=1, grad_accum=1, batch_size=8, seq_len=64)
@@ -106,14 +106,14 @@ def train(
     model.init_weights(seed=seed)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    owner = TrainStep(model, optimizer)
     curve = Curve()
     for step in range(steps):
         ((tokens, labels),) = read_batches(corpus, shape, seed=seed, step=step, data_rank=0)
-        loss = model(tokens, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        metrics = moe_state(model).finish_step()
+        with owner.micro_batch():
+            loss = model(tokens, labels)
+            loss.backward()
+        metrics = owner.finish().metrics
         curve.losses.append(float(loss.detach()))
         curve.loads.append(max(metrics.load_max_over_mean().values()))
     curve.eval_loss = eval_loss(model, corpus, seed=seed + 1)

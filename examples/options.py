@@ -52,7 +52,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--recompute-fc1", action="store_true", help="less memory for one product more")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
     add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
-    add("--reduce-once", action="store_true", help="of --grad-accum: reduce with the last one")
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
     add("--no-overlap", action="store_true", help="nvlink: gradients home after, not beside")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")

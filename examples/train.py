@@ -14,7 +14,7 @@ first step; docs/performance.md has what it reaches:
         --row-factor 1.5 --quantile --bias-per-micro-batch
 
 Started again with the same arguments, a run continues from its last whole checkpoint, bit for bit
-as if it had never stopped. `train` is the loop, `make_step` one optimizer step, `build_job` puts
+as if it had never stopped. `train` is the loop, `train_step` one optimizer step, `build_job` puts
 the model onto the ranks. The text is bytes: the Python standard library's own sources unless
 --data is given.
 
@@ -76,24 +76,21 @@ from moecore import (
     FSDPOptions,
     Meshes,
     MoELayer,
+    TrainStep,
     build_meshes,
-    clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
 from moecore.checkpoint import Saver, latest, load
 from moecore.checkpoint.ranks import on_first_rank
-from moecore.fsdp import GradientNorm, start_micro_batch
 from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, DecoderConfig, flops_per_token
-from moecore.moe.state import MoEMetrics
 from moecore.optim import AdamW
 
 CPU_RANKS = 2
 KEPT_CHECKPOINTS = 2
 WARMUP_SHARE = 0.05  # of the schedule's steps
 LAST_LR_SHARE = 0.1  # of the peak
-Step = Callable[[Tensor, Tensor], tuple[Tensor, GradientNorm, MoEMetrics]]
+ForwardBackward = Callable[[Tensor, Tensor], Tensor]
 
 
 def train(job: Job) -> None:
@@ -115,9 +112,9 @@ def train(job: Job) -> None:
             log(job, running, report, keep=0 if saved or last else 1)
             saver.check()  # a save that failed in the background ends the run here
             if saved:
-                moe_state(job.model).check()  # no checkpoint of a step whose tokens got lost
+                job.owner.check()  # no checkpoint of a step whose tokens got lost
                 saver.save(step, {"step": step, "seed": args.seed}, wait=False)
-        moe_state(job.model).check()  # the last step's
+        job.owner.check()  # the last step's
 
 
 def train_step(job: Job, step: int) -> Launched:
@@ -129,47 +126,37 @@ def train_step(job: Job, step: int) -> Launched:
         to_device(torch.stack(part), job.device)
         for part in zip(*batches_of(job, step), strict=True)
     )
-    total, norm, routed = job.step(tokens_ABT, labels_ABT)
+    total = job.forward_backward(tokens_ABT, labels_ABT)
+    done = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
     dist.all_reduce(total)  # tp ranks hold equal losses, so the mean over ranks is that over data
     loss = total / dist.get_world_size()
     return Launched(
         step=step,
         lr=lr,
-        layers=list(routed.tokens_per_expert),
-        values=torch.cat([loss.double()[None], of_routing(routed, job.meshes.parallel.ep)]),
-        norm=norm,
+        layers=list(done.metrics.tokens_per_expert),
+        values=torch.cat([loss.double()[None], of_routing(done.metrics, job.meshes.parallel.ep)]),
+        norm=done.norm,
         began=began,
         ended=Moment(job.device),
         reader=job.reader,
     )
 
 
-def make_step(model: Decoder, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> Step:
-    """Return one optimizer step of [A, B, T] tokens and labels: mean loss, norm, what it routed."""
-    moe_state(model).set_num_micro_batches(args.grad_accum)
+def make_forward_backward(
+    model: Decoder, owner: TrainStep, args: argparse.Namespace
+) -> ForwardBackward:
+    """Return what runs a step's micro-batches, [A, B, T] tokens and labels: their mean loss."""
 
     def forward_backward(tokens_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
         total = torch.zeros((), device=tokens_ABT.device)
-        for n, (tokens_BT, labels_BT) in enumerate(zip(tokens_ABT, labels_ABT, strict=True), 1):
-            if args.reduce_once:
-                start_micro_batch(model, is_last=n == args.grad_accum)
-            loss = model(tokens_BT, labels_BT) / args.grad_accum
-            loss.backward()
+        for tokens_BT, labels_BT in zip(tokens_ABT, labels_ABT, strict=True):
+            with owner.micro_batch():
+                loss = model(tokens_BT, labels_BT) / args.grad_accum
+                loss.backward()
             total += loss.detach()
         return total
 
-    if args.cuda_graph:
-        forward_backward = GraphedForwardBackward(forward_backward, model)
-
-    def step(tokens_ABT: Tensor, labels_ABT: Tensor) -> tuple[Tensor, GradientNorm, MoEMetrics]:
-        total = forward_backward(tokens_ABT, labels_ABT)
-        norm = clip_grad_norm_(model, 1.0, optimizer=optimizer)  # a nan skips the step everywhere
-        optimizer.step()
-        optimizer.zero_grad()
-        routed = moe_state(model).finish_step(skipped=norm.skipped)  # moves the expert biases
-        return total, norm, routed
-
-    return step
+    return GraphedForwardBackward(forward_backward, model) if args.cuda_graph else forward_backward
 
 
 def batches_of(job: Job, step: int) -> list[tuple[Tensor, Tensor]]:
@@ -223,7 +210,8 @@ class Job:
     """One rank's part of a run that is ready to train.
 
     Attributes:
-        step: see `make_step`.
+        owner: of the optimizer steps.
+        forward_backward: see `make_forward_backward`.
         start: steps that the loaded checkpoint has done; 0 = none was there.
         corpus_N: uint8 bytes.
         reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
@@ -235,7 +223,8 @@ class Job:
     meshes: Meshes
     device: torch.device
     model: Decoder
-    step: Step
+    owner: TrainStep
+    forward_backward: ForwardBackward
     optimizer: torch.optim.Optimizer
     corpus_N: Tensor
     shape: BatchShape
@@ -264,6 +253,7 @@ def build_job(args: argparse.Namespace) -> Job:
         weight_decay=0.1,
         moment_dtype=DTYPES[args.moment_dtype],
     )
+    owner = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=args.grad_accum)
     shape = BatchShape(
         data_ranks=meshes.data_ranks,
         grad_accum=args.grad_accum,
@@ -275,7 +265,8 @@ def build_job(args: argparse.Namespace) -> Job:
         meshes=meshes,
         device=device,
         model=model,
-        step=make_step(model, optimizer, args),
+        owner=owner,
+        forward_backward=make_forward_backward(model, owner, args),
         optimizer=optimizer,
         corpus_N=corpus_N,
         shape=shape,

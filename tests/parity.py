@@ -34,9 +34,8 @@ from moecore import (
     MoELayer,
     NVLinkOptions,
     ParallelConfig,
+    TrainStep,
     build_meshes,
-    clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
 from moecore.kernels.experts.products import GATHER_FIRST
@@ -326,30 +325,30 @@ def train(
 ) -> dict[str, Any]:
     """Two steps of each optimizer on this rank; returns whole tensors."""
     optimizers = {name: make_optimizer(model, name) for name in OPTIMIZERS}
-    state = moe_state(model)
-    state.set_num_micro_batches(case.accumulate)
+    owner = TrainStep(model, max_norm=0.7, num_micro_batches=case.accumulate)
     found: dict[str, Any] = {}
     for i, step in enumerate(batches):
         loss_of_rank = torch.zeros((), device=step[0][0][0].device)
         for n, micro in enumerate(step, start=1):
             tokens, labels = micro[meshes.data_rank]
-            if case.no_sync:
-                model.set_requires_gradient_sync(n == len(step))  # type: ignore[operator]
-            loss = model(tokens, labels, **loss_scale(case, step))
-            loss = loss / case.accumulate if case.loss == "mean" else loss
-            loss.backward()
+            with owner.micro_batch():
+                if case.no_sync:
+                    model.set_requires_gradient_sync(n == len(step))  # type: ignore[operator]
+                loss = model(tokens, labels, **loss_scale(case, step))
+                loss = loss / case.accumulate if case.loss == "mean" else loss
+                loss.backward()
             loss_of_rank += loss.detach()
         every = [torch.empty_like(loss_of_rank) for _ in range(dist.get_world_size())]
         dist.all_gather(every, loss_of_rank)
         stride = dist.get_world_size() // meshes.data_ranks
         found[f"loss/{i}"] = torch.stack(every)[::stride]
-        norm = clip_grad_norm_(model, 0.7)
+        norm = owner.clip()
         found[f"norm/{i}"] = torch.tensor(norm.total)
         if i == 0:
             scale = max(1.0, (norm.total + 1e-6) / 0.7)
             grads = {n: p.grad for n, p in named(model.named_parameters()) if p.requires_grad}
             found |= {f"grad/{n}": g * scale for n, g in whole(grads).items()}
-        metrics = state.finish_step()
+        metrics = owner.finish().metrics
         for name, counts in named(metrics.tokens_per_expert.items()):
             found[f"counts/{i}/{name}"] = counts.float()
         for name, losses in named(metrics.aux_losses.items()):
@@ -359,7 +358,7 @@ def train(
         if i in (1, 3):
             after = whole(dict(named(model.state_dict().items())))
             found |= {f"after/{OPTIMIZERS[i]}/{n}": t.clone() for n, t in after.items()}
-    state.check()
+    owner.check()
     return found
 
 

@@ -25,6 +25,7 @@ NAMES = [
     "Tensor._post_accumulate_grad_hooks",
     "Tensor._version",
     "autograd._get_sequence_nr",
+    "autograd._profiler_enabled",
     "autograd.Variable._execution_engine.queue_callback",
     "autograd.forward_ad._current_level",
     "utils._python_dispatch._disable_current_modes",

@@ -25,12 +25,12 @@ from moecore import (
     MoELayer,
     ParallelConfig,
     build_meshes,
-    moe_state,
 )
 from moecore import parallelize_moe as parallelize
 from moecore.fsdp.shard import find_blocks
 from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
+from moecore.moe.state import moe_state
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)

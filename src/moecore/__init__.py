@@ -9,9 +9,10 @@ from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
-from moecore.moe.state import MoEMetrics, MoEState, moe_state
+from moecore.moe.state import MoEMetrics
 from moecore.parallelize import parallelize_moe
 from moecore.request import DispatcherName, LossConvention, TensorParallelModel
+from moecore.step import StepResult, TrainStep
 
 __version__ = "0.1.0"
 
@@ -32,13 +33,13 @@ __all__ = [
     "MoEConfig",
     "MoELayer",
     "MoEMetrics",
-    "MoEState",
     "NVLinkOptions",
     "ParallelConfig",
     "Routing",
+    "StepResult",
     "TensorParallelModel",
+    "TrainStep",
     "build_meshes",
     "clip_grad_norm_",
-    "moe_state",
     "parallelize_moe",
 ]

@@ -7,6 +7,7 @@ torch that renames one fails there by name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +52,13 @@ def have_tangents(*tensors: Tensor) -> bool:
     if not in_forward_mode():
         return False
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def mark(name: str) -> AbstractContextManager[Any]:
+    """Return a context that a profile shows by this name; 0.5 us of a host without a profiler."""
+    if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(name)
 
 
 def is_recomputing() -> bool:

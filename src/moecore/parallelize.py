@@ -68,9 +68,9 @@ def parallelize_moe(
 
     Works on meta-device models (materialise with `to_empty` and an init or a checkpoint
     afterwards) and on real ones, whose weights must be equal on every rank. Parameter names and
-    global shapes stay: parameters become DTensors. Gradients of parameters added later are not
-    reduced: `clip_grad_norm_` and `finish_step` raise. With gradient accumulation call
-    `moe_state(model).set_num_micro_batches(n)`, or auxiliary losses have the wrong scale.
+    global shapes stay: parameters become DTensors. Gradients of parameters that are added later are
+    not reduced: `clip_grad_norm_` and `TrainStep` refuse them. `TrainStep(model, optimizer)` runs
+    the optimizer steps.
 
     Args:
         model: any module. MoELayers and MoE blocks with an adapter are sharded over the expert
@@ -99,7 +99,7 @@ def parallelize_moe(
             know.
 
     Returns:
-        The model. `moe_state(model)` gives its balance record.
+        The model.
 
     Raises:
         ValueError: when sizes and degrees do not fit, experts share a parameter with another

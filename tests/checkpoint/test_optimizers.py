@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, MultiStepLR
 
-from moecore import FSDPOptions, ParallelConfig, build_meshes, moe_state, parallelize_moe
+from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.checkpoint import Saver, load, read_manifest, save, verify
 from moecore.checkpoint.manifest import MANIFEST
-from moecore.fsdp import start_micro_batch
 from moecore.hf import export_hf, native_to_hf
 from moecore.models import Decoder, preset
+from moecore.moe.state import moe_state
 from tests.checkpoint.fuzz import write_signed
 from tests.ranks import run_ranks
 
@@ -288,16 +288,17 @@ def test_load_drops_a_half_done_step_of_all(tmp_path: Path, no_group_left: None)
         return model, optimizers_of(model, SGD)
 
     def step(model: nn.Module, optimizers: list[Optimizer]) -> None:
-        start_micro_batch(model, is_last=True)
-        train(model, optimizers)
-        moe_state(model).finish_step()
+        owner = TrainStep(model)
+        with owner.micro_batch():
+            train(model, optimizers)
+        owner.finish()
 
     model, optimizers = sharded()
     step(model, optimizers)
     path = save(tmp_path, 1, model, optimizers)
-    start_micro_batch(model, is_last=False)
     tokens = torch.arange(34).view(2, 17)
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    with TrainStep(model, num_micro_batches=2).micro_batch():
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
     load(path, model, optimizers)
     other, others = sharded()
     load(path, other, others)

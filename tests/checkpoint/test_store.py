@@ -23,15 +23,14 @@ from moecore import (
     MoEConfig,
     MoELayer,
     ParallelConfig,
+    TrainStep,
     build_meshes,
-    moe_state,
     parallelize_moe,
 )
 from moecore.checkpoint import latest, load, prune, read_manifest, save, set_latest
 from moecore.checkpoint.directory import POINTER, new_draft, publish, whole_directories
 from moecore.checkpoint.manifest import MANIFEST
 from moecore.checkpoint.state import split_halves
-from moecore.fsdp import start_micro_batch
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -418,21 +417,20 @@ def test_load_drops_a_half_done_step(
         return model, torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for is_last in (False, True):
-            start_micro_batch(model, is_last=is_last)
-            model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        moe_state(model).finish_step()
+        owner = TrainStep(model, optimizer, num_micro_batches=2)
+        for _ in range(2):
+            with owner.micro_batch():
+                model(x).square().mean().backward()
+        owner.finish()
 
     model, optimizer = sharded()
     step(model, optimizer)
     path = save(tmp_path, 1, model, optimizer)
     step(model, optimizer)
-    start_micro_batch(model, is_last=False)
-    y = model(-x)
-    if with_backward:
-        y.sum().backward()
+    with TrainStep(model, num_micro_batches=2).micro_batch():
+        y = model(-x)
+        if with_backward:
+            y.sum().backward()
     load(path, model, optimizer)
     other, other_optimizer = sharded()
     load(path, other, other_optimizer)

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import train
 
-from moecore import moe_state
 from moecore.moe.dispatch.exchange import ExchangeError
+from moecore.moe.state import moe_state
 
 
 class Overflowing:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from moecore import moe_state
 from moecore.moe.dispatch.exchange import ExchangeError
+from moecore.moe.state import moe_state
 from tests.examples.overflowing import Overflowing, too_many_rows
 
 REPO = Path(__file__).parents[2]

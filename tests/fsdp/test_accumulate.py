@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,16 +17,17 @@ from moecore import (
     FSDPOptions,
     MoEConfig,
     ParallelConfig,
+    TrainStep,
     build_meshes,
-    clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
-from moecore.fsdp import drop_step, start_micro_batch
+from moecore.fsdp.clip import clip_grad_norm_
 from moecore.models import Decoder, DecoderConfig
+from moecore.moe.state import moe_state
+from moecore.step import drop_step
 from tests.ranks import run_ranks
 
-WORLD, STEPS, MICRO_BATCHES = 4, 2, 3
+WORLD, STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 3, 0.1
 FP32_BOUND = 1e-5
 CONFIG = DecoderConfig(
     vocab_size=61,
@@ -55,8 +57,11 @@ def make(layout: str) -> Decoder:
     parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=options)
     model.to_empty(device="cpu")
     model.init_weights()
-    moe_state(model).set_num_micro_batches(MICRO_BATCHES)
     return model
+
+
+def owner_of(model: Decoder) -> TrainStep:
+    return TrainStep(model, max_norm=MAX_NORM, num_micro_batches=MICRO_BATCHES)
 
 
 def tokens_of(step: int, n: int, rank: int) -> Tensor:
@@ -64,41 +69,50 @@ def tokens_of(step: int, n: int, rank: int) -> Tensor:
     return torch.randint(0, CONFIG.vocab_size, (2, 13), generator=g)
 
 
-def run_step(model: Decoder, step: int, rank: int, *, once: bool) -> None:
+def loss_of(model: Decoder, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(tokens[:, :-1], tokens[:, 1:].contiguous()) / MICRO_BATCHES
+    return loss
+
+
+def run_step(model: Decoder, owner: TrainStep | None, step: int, rank: int) -> None:
+    """Run the micro-batches of a step, of which without an owner each gathers and reduces."""
     for n in range(MICRO_BATCHES):
-        if once:
-            start_micro_batch(model, is_last=n + 1 == MICRO_BATCHES)
-        tokens = tokens_of(step, n, rank)
-        (model(tokens[:, :-1], tokens[:, 1:].contiguous()) / MICRO_BATCHES).backward()
+        with owner.micro_batch() if owner else nullcontext():
+            loss_of(model, tokens_of(step, n, rank)).backward()
 
 
 def train(layout: str, rank: int, *, once: bool) -> dict[str, Tensor]:
     model = make(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2)
+    owner = owner_of(model) if once else None
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
-        run_step(model, step, rank, once=once)
+        run_step(model, owner, step, rank)
         for name, p in model.named_parameters():
             assert p.grad is not None
             found[f"{name}/{step}"] = p.grad.full_tensor().clone()  # type: ignore[attr-defined]
-        found[f"norm/{step}"] = torch.tensor(clip_grad_norm_(model, 0.1).total)
+        norm = owner.clip() if owner else clip_grad_norm_(model, MAX_NORM)
+        found[f"norm/{step}"] = torch.tensor(norm.total)
         optimizer.step()
         optimizer.zero_grad()
-        moe_state(model).finish_step()
+        owner.finish() if owner else drop_step(model)
     return found
 
 
 def after_a_dropped_step(layout: str, rank: int, *, once: bool) -> dict[str, Tensor]:
     """Gradients of the first step, and what it counted, after one that broke off."""
     model = make(layout)
+    owner = owner_of(model)
     for n, factor in enumerate((1.0, float("nan"))):
-        start_micro_batch(model, is_last=False)
-        tokens = tokens_of(9, n, rank)
-        (model(tokens[:, :-1], tokens[:, 1:].contiguous()) * factor).backward()
-    start_micro_batch(model, is_last=False)
-    model(tokens[:, :-1])
-    drop_step(model)
-    run_step(model, 0, rank, once=once)
+        with owner.micro_batch():
+            (loss_of(model, tokens_of(9, n, rank)) * factor).backward()
+    with owner.micro_batch():
+        model(tokens_of(9, 2, rank)[:, :-1])
+    owner.drop()
+    if not once:
+        owner = None
+        moe_state(model).set_num_micro_batches(MICRO_BATCHES)
+    run_step(model, owner, 0, rank)
     found = {f"{n}/0": p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore[union-attr]
     counts = moe_state(model).finish_step().tokens_per_expert
     return found | {"tokens": torch.stack(list(counts.values())).sum(1)}
@@ -107,9 +121,11 @@ def after_a_dropped_step(layout: str, rank: int, *, once: bool) -> dict[str, Ten
 def communication(layout: str, rank: int) -> dict[str, int]:
     """Count what FSDP2 does in the second step; and its units."""
     model = make(layout)
+    owner = owner_of(model)
     for step in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as prof:
-            run_step(model, step, rank, once=True)
+            run_step(model, owner, step, rank)
+        owner.drop()
     names = Counter(e.name.partition(" (")[0] for e in prof.events())
     states = {id(m._get_fsdp_state()) for m in model.modules() if isinstance(m, FSDPModule)}
     experts = sum(isinstance(m.mlp.experts, FSDPModule) for m in model.model.layers)  # type: ignore[union-attr]

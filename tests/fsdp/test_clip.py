@@ -5,29 +5,26 @@ That the norm equals one process's on every folding is part of tests/test_parity
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moecore import (
     MoEConfig,
     MoELayer,
     ParallelConfig,
+    TrainStep,
     build_meshes,
     clip_grad_norm_,
-    moe_state,
 )
 from moecore import parallelize_moe as parallelize
-from moecore.fsdp import drop_step
+from moecore.fsdp.clip import step_clipped
+from moecore.moe.state import moe_state
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
@@ -49,26 +46,26 @@ def step_with_bad_gradient(
 ) -> dict[str, Any]:
     model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
-    skipping = optimizer if fused else None
-    model(torch.randn(6, 16)).square().mean().backward()
-    clip_grad_norm_(model, 1.0, optimizer=skipping)
-    optimizer.step()  # so that AdamW has state that a bad step could damage
+    step = TrainStep(model, optimizer, max_norm=1.0)
+
+    def backward() -> None:
+        with step.micro_batch():
+            model(torch.randn(6, 16)).square().mean().backward()
+
+    backward()
+    step.finish()  # so that AdamW has state that a bad step could damage
     before = [p.to_local().clone() for p in model.parameters()]
     moments = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
-    optimizer.zero_grad()
-    model(torch.randn(6, 16)).square().mean().backward()
+    backward()
     if dist.get_rank() == bad_rank:
         model.get_parameter(name).grad.to_local().view(-1)[0] = value
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        norm = clip_grad_norm_(model, 1.0, optimizer=skipping)
-    optimizer.step()
+        norm = step.finish().norm
     after = [p.to_local().clone() for p in model.parameters()]
     kept = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
-    optimizer.zero_grad()
-    model(torch.randn(6, 16)).square().mean().backward()
-    clip_grad_norm_(model, 1.0, optimizer=skipping)
-    optimizer.step()
+    backward()
+    step.finish()
     return {
         "names": norm.non_finite,
         "warned": any(name in str(w.message) for w in caught),
@@ -129,53 +126,8 @@ def norm_when_one_rank_lacks_gradients() -> float:
     return clip_grad_norm_(model, 1.0).total
 
 
-def clear(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad = None
-
-
-DROPS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
-    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "optimizer, zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "model": lambda model, optimizer: model.zero_grad(),
-    "drop_step": lambda model, optimizer: drop_step(model),
-    "by hand": lambda model, optimizer: clear(model),
-}
-
-
-def weights_after_a_step_left_out(
-    model: nn.Module, drop: str | None, value: float = 1.0, *, fused: bool = True
-) -> list[Tensor]:
-    """Weights after one step without clipping, after one that was clipped and not taken."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1.0, fused=fused)
-    if drop is not None:
-        (loss_of(model) * value).backward()
-        clip_grad_norm_(model, 0.01, optimizer=optimizer)
-        DROPS[drop](model, optimizer)
-    loss_of(model).backward()
-    optimizer.step()
-    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-
-
-def unlike_a_step_alone() -> list[tuple[str, float]]:
-    """What a step that was left out, of a finite gradient or not, leaves to the next."""
-
-    def weights(drop: str | None, value: float = 1.0) -> list[Tensor]:
-        model = parallelize(make_model(), build_meshes(ParallelConfig(ep=2), "cpu"))
-        return weights_after_a_step_left_out(model, drop, value)
-
-    expected = weights(None)
-    return [
-        (drop, value)
-        for drop in DROPS
-        for value in (1.0, math.nan)
-        if not all(map(torch.equal, weights(drop, value), expected))
-    ]
-
-
 def worker(rank: int, device: torch.device) -> list[Any]:
     mine: dict[str, Any] = refusals() | {"lacking": norm_when_one_rank_lacks_gradients()}
-    mine["left out"] = unlike_a_step_alone()
     mine["collectives"] = collectives_of_a_step()
     for name, bad_rank in BAD.items():
         for value in (math.nan, math.inf):
@@ -247,58 +199,17 @@ def test_fused_optimizers_clip_in_their_steps(max_norm: float, split: int) -> No
     for step in range(3):
         for model in (host, device):
             loss_of(model).backward()
-        if step < 2:  # what a step was told is not left for the next
-            total = clip_grad_norm_(host, max_norm * 2**step).total
-            norm = clip_grad_norm_(
-                device, max_norm * 2**step, optimizer=fused if split else fused[0]
-            )
+        limit = max_norm * 2**step
+        if step < 2:
+            total = clip_grad_norm_(host, limit).total
+            norm = step_clipped(device, limit, fused)
             assert norm.total == pytest.approx(total, rel=1e-5)
-        for optimizer in optimizers:
+        for optimizer in optimizers[: None if step == 2 else 1]:  # without clipping at last
             optimizer.step()
-            optimizer.zero_grad()
+        host.zero_grad()
+        device.zero_grad()
     for a, b in zip(host.parameters(), device.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("value", [1.0, math.nan])
-@pytest.mark.parametrize("drop", [d for d in DROPS if d.startswith("optimizer")])
-def test_a_step_left_out_of_a_plain_model_leaves_nothing(drop: str, value: float) -> None:
-    found = weights_after_a_step_left_out(make_model(), drop, value)
-    expected = weights_after_a_step_left_out(make_model(), None, fused=False)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_a_step_left_out_leaves_nothing(ranks: list[Any]) -> None:
-    """Neither its factor nor that it was to be skipped."""
-    for rank in ranks:
-        assert rank["left out"] == []
-
-
-def test_a_clipped_optimizer_is_freed_and_copied_like_any_other() -> None:
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    clip_grad_norm_(model, 1.0, optimizer=optimizer)
-    assert "zero_grad" not in vars(copy.deepcopy(optimizer)), "the copy has its own"
-    gone = weakref.ref(optimizer)
-    del optimizer
-    assert gone() is None, "without the garbage collector"
-
-
-def test_a_zero_grad_of_somebody_else_is_called() -> None:
-    model, theirs = make_model(), []
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    optimizer.zero_grad = lambda set_to_none=True: theirs.append(set_to_none)  # type: ignore[method-assign]
-    clip_grad_norm_(model, 1.0, optimizer=optimizer)
-    optimizer.zero_grad(set_to_none=False)
-    assert theirs == [False]
-
-
-def test_an_optimizer_that_can_not_skip_is_refused() -> None:
-    device = make_model()
-    plain = torch.optim.AdamW(device.parameters(), foreach=True)
-    with pytest.raises(ValueError, match="fused=True"):
-        clip_grad_norm_(device, 0.1, optimizer=plain)
 
 
 def test_an_optimizer_of_a_part_is_refused() -> None:
@@ -309,6 +220,6 @@ def test_an_optimizer_of_a_part_is_refused() -> None:
         param.grad = torch.ones_like(param)
     part = torch.optim.AdamW([p for n, p in model.named_parameters() if n != name], fused=True)
     with pytest.raises(ValueError, match=rf"must hold {name} and all other .* \(1 are missing\)"):
-        clip_grad_norm_(model, 0.1, optimizer=part)
+        step_clipped(model, 0.1, [part])
     model.get_parameter(name).grad = None
-    clip_grad_norm_(model, 0.1, optimizer=part)
+    step_clipped(model, 0.1, [part])

@@ -26,9 +26,8 @@ from moecore import (
     MoEConfig,
     MoELayer,
     ParallelConfig,
+    TrainStep,
     build_meshes,
-    clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
 from moecore.fsdp.internals import Unit
@@ -121,22 +120,23 @@ def make_parallel(run: Run) -> Decoder:
 def train(run: Run, rank: int) -> dict[str, Tensor]:
     """Steps on the ranks, with generation and a look at the logits between them."""
     model = make_parallel(run)
-    optimizer, state = make_optimizer(model), moe_state(model)
-    state.set_num_micro_batches(run.accumulate)
+    optimizer = make_optimizer(model)
+    owner = TrainStep(model, max_norm=0.1, num_micro_batches=run.accumulate)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         for n, (tokens, labels) in enumerate(batches(run, step, rank), start=1):
-            model.set_requires_gradient_sync(n == run.accumulate)
-            loss = loss_of(model, run, tokens, labels) / run.accumulate
-            loss.backward()
+            with owner.micro_batch():
+                model.set_requires_gradient_sync(n == run.accumulate)
+                loss = loss_of(model, run, tokens, labels) / run.accumulate
+                loss.backward()
             found[f"loss/{step}/{n}"] = loss.detach()
         grads = {name: p.grad for name, p in model.named_parameters()}
         used = {n: g.full_tensor() for n, g in grads.items() if g is not None}
         found |= {f"grad/{step}/{n}": g.clone() for n, g in used.items()}
-        found[f"norm/{step}"] = torch.tensor(clip_grad_norm_(model, 0.1).total)
+        found[f"norm/{step}"] = torch.tensor(owner.clip().total)
         optimizer.step()
         optimizer.zero_grad()
-        state.finish_step()
+        owner.finish()
         prompt = batches(run, step, 0)[0][0][:, :3]
         found[f"generated/{step}"] = model.generate(prompt, 2, temperature=0)
     found |= {f"after/{n}": t.full_tensor() for n, t in model.state_dict().items()}

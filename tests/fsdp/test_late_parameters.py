@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from moecore import (
     MoEConfig,
     ParallelConfig,
+    TrainStep,
     build_meshes,
     clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
-from moecore.fsdp import start_micro_batch
 from moecore.models import Decoder, DecoderConfig
+from moecore.moe.state import moe_state
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 
@@ -137,9 +137,11 @@ def errors(model: nn.Module, x: Tensor) -> list[str]:
     model(x)
     found.append(error_of(moe_state(model).finish_step))
     found.append(error_of(lambda: clip_grad_norm_(model, 1.0)))
-    start_micro_batch(model, is_last=False)
-    model(x).square().mean().backward()
-    found.append(error_of(moe_state(model).finish_step))
+    step = TrainStep(model, num_micro_batches=2)
+    for _ in range(2):
+        with step.micro_batch():
+            model(x).square().mean().backward()
+    found.append(error_of(step.finish))
     return found
 
 

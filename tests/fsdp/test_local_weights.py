@@ -6,6 +6,7 @@ That gradients are right on every folding is part of tests/test_parity.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +23,10 @@ from moecore import (
     FSDPOptions,
     MoEConfig,
     ParallelConfig,
+    TrainStep,
     build_meshes,
-    moe_state,
     parallelize_moe,
 )
-from moecore.fsdp import start_micro_batch
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -207,11 +207,11 @@ def casts_of_three_micro_batches(rank: int, *, keep: bool, say: bool) -> tuple[i
     model = nn.Sequential(make_layer(CONFIG))
     options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=not keep)
     parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
+    micro_batch: Any = TrainStep(model, num_micro_batches=3).micro_batch if say else nullcontext
     with Casts() as casts:
         for n in range(3):
-            if say:
-                start_micro_batch(model, is_last=n == 2)
-            model(batch(3 * rank + n)).float().square().sum().backward()
+            with micro_batch():
+                model(batch(3 * rank + n)).float().square().sum().backward()
     return casts.count, [p.grad.to_local().clone() for p in model[0].experts.parameters()]
 
 
@@ -226,14 +226,13 @@ def output_after_an_unused_cast(rank: int) -> tuple[Tensor, Tensor]:
         options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=False)
         parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
         optimizer = torch.optim.AdamW(model[0].experts.parameters(), lr=0.1, fused=True)
-        if say:
-            start_micro_batch(model, is_last=False)
-        model(batch(rank)).float().square().sum().backward()
+        step = TrainStep(model, num_micro_batches=2 if say else 1)
+        with step.micro_batch():
+            model(batch(rank)).float().square().sum().backward()
         optimizer.step()
-        moe_state(model).finish_step()
-        if say:
-            start_micro_batch(model, is_last=False)
-        outputs.append(model(batch(rank)).detach())
+        step.drop()
+        with step.micro_batch():
+            outputs.append(model(batch(rank)).detach())
     return outputs[0], outputs[1]
 
 
@@ -244,13 +243,14 @@ def output_after_a_change(rank: int, *, of_part: bool) -> tuple[Tensor, Tensor]:
         model = nn.Sequential(make_layer(CONFIG))
         options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=False)
         parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
-        if say:
-            start_micro_batch(model, is_last=False)
-        model(batch(rank)).float().square().sum().backward()
+        micro_batch: Any = TrainStep(model, num_micro_batches=2).micro_batch if say else nullcontext
+        with micro_batch():
+            model(batch(rank)).float().square().sum().backward()
         with torch.no_grad():
             for param in model[0].experts.parameters():
                 (param.to_local() if of_part else param).mul_(2.0)
-        outputs.append(model(batch(rank)).detach())
+        with micro_batch():
+            outputs.append(model(batch(rank)).detach())
     return outputs[0], outputs[1]
 
 

@@ -14,8 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
-from moecore.fsdp import start_micro_batch
+from moecore import (
+    FSDPOptions,
+    MoEConfig,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.fsdp.internals import units_of
 from moecore.models import Decoder, DecoderConfig
 from tests.hf.hf_models import random_model
@@ -106,12 +112,12 @@ def gradients(model: Any, reader: Reader | None, *, accumulate: bool) -> list[Te
     with torch.no_grad():
         loss_of(model, 0)
     read("after an evaluation", zero_grad=True)
+    step = TrainStep(model, num_micro_batches=1 + accumulate)
     for n in range(1 + accumulate):
-        if accumulate:
-            start_micro_batch(model, is_last=n == 1)
-        loss = loss_of(model, n)
-        read("between forward and backward", zero_grad=n == 0)
-        loss.backward()
+        with step.micro_batch():
+            loss = loss_of(model, n)
+            read("between forward and backward", zero_grad=n == 0)
+            loss.backward()
         read("after backward")
     return [p.grad.to_local().clone() for p in model.parameters()]
 

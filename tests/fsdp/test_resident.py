@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,18 +16,19 @@ from moecore import (
     FSDPOptions,
     MoEConfig,
     ParallelConfig,
+    TrainStep,
     build_meshes,
     clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
-from moecore.fsdp import drop_step, start_micro_batch
+from moecore.step import drop_step
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 PARALLEL = {"sharded": ParallelConfig(ep=1, edp_shard=2), "ep": ParallelConfig(ep=2, edp_shard=1)}
 STEPS = 3
+BETWEEN = "evaluated in a step's micro-batches"
 
 
 class Block(nn.Module):
@@ -113,13 +115,14 @@ def train(layout: str, ids: Tensor, disturb: str, **options: Any) -> list[float]
     if disturb == "a forward without a backward before the optimizer is made":
         model(ids)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    owner = TrainStep(model, num_micro_batches=2) if disturb == BETWEEN else None
     for _ in range(STEPS):
         for n in range(2):
-            if disturb == "evaluated between announced micro-batches":
-                start_micro_batch(model, is_last=n == 1)
-                evaluate(model, ids)
-            loss = model((ids + 5 * n) % 32) / 2
-            loss.backward()
+            with owner.micro_batch() if owner else nullcontext():
+                if owner:
+                    evaluate(model, ids)
+                loss = model((ids + 5 * n) % 32) / 2
+                loss.backward()
             found.append(loss.item())
         if disturb.startswith("a micro-batch without a backward"):
             model(ids)
@@ -139,13 +142,13 @@ def train(layout: str, ids: Tensor, disturb: str, **options: Any) -> list[float]
             fail_behind(model.head, model, ids)
         optimizer.step()
         optimizer.zero_grad()
-        moe_state(model).finish_step()
+        owner.finish() if owner else drop_step(model)
     return found
 
 
 DISTURBED = (
     "evaluated before the optimizer is made",
-    "evaluated between announced micro-batches",
+    BETWEEN,
     "a micro-batch without a backward",
     "a micro-batch without a backward, and clipped in another",
     "evaluated before clipping",

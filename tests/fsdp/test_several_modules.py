@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,8 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
-from moecore.fsdp import start_micro_batch
+from moecore import (
+    FSDPOptions,
+    MoEConfig,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 
@@ -149,18 +156,19 @@ def failed_on_one_rank(*, announced: bool) -> Case:
             raise FloatingPointError
 
         models = make(options), make(options)
+        plain: Any = nullcontext
+        first = TrainStep(models[0], num_micro_batches=2).micro_batch if announced else plain
+        second = TrainStep(models[1]).micro_batch if announced else plain
         hook = models[0].head.register_forward_hook(fail) if dist.get_rank() == 0 else None
-        if announced:
-            start_micro_batch(models[0], is_last=False)
-        try:
-            models[0](ids())
-        except FloatingPointError:
-            assert hook is not None
-            hook.remove()
-        for model in models:  # ranks agree to leave it out
-            if announced:
-                start_micro_batch(model, is_last=True)
-            model(ids(1))[0].backward()
+        with first():
+            try:
+                models[0](ids())
+            except FloatingPointError:  # ranks agree to leave it out
+                assert hook is not None
+                hook.remove()
+        for micro_batch, model in zip((first, second), models, strict=True):
+            with micro_batch():
+                model(ids(1))[0].backward()
         return models
 
     return case

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore import Meshes, build_meshes, clip_grad_norm_, moe_state, parallelize_moe
-from moecore.fsdp import start_micro_batch
+from moecore import Meshes, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.optim import AdamW
 from tests.golden.paths import PATHS, Path
@@ -67,19 +66,18 @@ def train_step(
 ) -> tuple[float, float]:
     """One optimizer step; returns this rank's loss and the gradient's norm."""
     count, total = len(micro_batches), 0.0
-    state = moe_state(model)
-    state.set_num_micro_batches(count)
-    for n, batch in enumerate(micro_batches, start=1):
-        start_micro_batch(model, is_last=n == count)
-        loss = forward(model, batch)
-        loss = loss if path.sums else loss / count
-        loss.backward()
+    step = TrainStep(model, max_norm=1.0, num_micro_batches=count)
+    for batch in micro_batches:
+        with step.micro_batch():
+            loss = forward(model, batch)
+            loss = loss if path.sums else loss / count
+            loss.backward()
         total += loss.item()
-    norm = clip_grad_norm_(model, 1.0)
+    norm = step.clip()
     assert norm.finite, norm.non_finite
     optimizer.step()
     optimizer.zero_grad()
-    state.finish_step()
+    step.finish()
     return total, norm.total
 
 

@@ -25,15 +25,15 @@ from moecore import (
     FSDPOptions,
     MoEConfig,
     ParallelConfig,
+    TrainStep,
     build_meshes,
-    clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
-from moecore.fsdp.resident import RESIDENT
+from moecore.fsdp.resident import progress_of
 from moecore.graphs import GraphedForwardBackward
 from moecore.graphs import forward_backward as module
 from moecore.graphs.facts import facts_of
+from moecore.moe.state import moe_state
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 
@@ -123,9 +123,11 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.model.zero_grad()
-        no_hook = patch.object(getattr(self.model, RESIDENT), "calls_before_backward", None)
-        with patch("moecore.moe.balance._is_capturing", lambda x: True), no_hook:
+        progress = progress_of(self.model)
+        before, progress.done = progress.done, 0  # a graph's replay runs no Python
+        with patch("moecore.moe.balance._is_capturing", lambda x: True):
             self.outputs.copy_(self.function(*self.inputs))
+        progress.done = before
         for param, grad in zip(self.model.parameters(), self.grads, strict=True):
             grad.to_local().copy_(param.grad.to_local())
             param.grad = None  # a replay sets none
@@ -140,48 +142,48 @@ def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, 
 
 
 def make_forward_backward(fails: str = "") -> Any:
-    """Return a function with its `model` and the number of its `calls`."""
+    """Return a function with its `model`, the `owner` of its steps and how often it ran."""
     model = make(PADDED, fsdp=FSDPOptions(reshard_after_forward=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    owner = TrainStep(model, optimizer)
 
     def forward_backward(x: Tensor) -> Tensor:
         forward_backward.calls += 1
-        loss = model(x).square().mean()
-        loss.backward()
+        with owner.micro_batch():
+            loss = model(x).square().mean()
+            loss.backward()
         if fails == f"rank {dist.get_rank()}, call {forward_backward.calls}":
             raise FloatingPointError("broken")
         return loss.detach()
 
-    forward_backward.model, forward_backward.calls = model, 0
+    forward_backward.model, forward_backward.owner, forward_backward.calls = model, owner, 0
     return forward_backward
 
 
 def train(
-    model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, steps: range
+    owner: TrainStep, run: Callable[[Tensor], Tensor], x: Tensor, steps: range
 ) -> list[float]:
     """Return the losses of some steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for n in steps:
         losses.append(run(x + n))
-        optimizer.step()
-        optimizer.zero_grad()
-        moe_state(model).finish_step()
+        owner.finish()
     return [loss.item() for loss in losses]
 
 
 def train_graphed(x: Tensor) -> dict[str, Any]:
     """Losses, how often Python ran, and what was refused on the way."""
     function, found = make_forward_backward(), {}
-    model, state = function.model, moe_state(function.model)
+    model, owner, state = function.model, function.owner, moe_state(function.model)
     buffers = object()
     state.exchanges = SimpleNamespace(
         entries=(buffers,), poll=lambda: None, options=SimpleNamespace(exact_rows=False)
     )
     run = GraphedForwardBackward(function, model)
 
-    losses = train(model, run, x, range(2))
+    losses = train(owner, run, x, range(2))
     found["another shape at capture"] = error_of(lambda: run(x[:2]))
-    found["losses"] = losses + train(model, run, x, range(2, 6))
+    found["losses"] = losses + train(owner, run, x, range(2, 6))
     found["calls"] = function.calls
 
     run(x)
@@ -189,19 +191,8 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     model.zero_grad()
     found["another shape"] = error_of(lambda: run(x[:2]))
     run(x)
-    model.zero_grad()
-    found["two in a step"] = error_of(state.finish_step)
-
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    run(x)
-    clip_grad_norm_(model, 1.0, optimizer=optimizer)
-    model.zero_grad()  # the step is left out
-    state.finish_step(skipped=True)
-    found["told"] = [hasattr(optimizer, "found_inf")]
-    run(x)
-    found["told"].append(hasattr(optimizer, "found_inf"))
-    model.zero_grad()
-    state.finish_step()
+    found["two in a step"] = error_of(owner.finish)
+    owner.drop()
 
     model[1].part("router").tape = object()
     with pytest.raises(NotImplementedError, match="must not be recorded or replayed in a CUDA"):
@@ -210,8 +201,7 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
 
     state.exchanges.entries = (buffers, object())  # one of an evaluation
     run(x)
-    model.zero_grad()
-    state.finish_step()
+    owner.drop()
     state.exchanges.entries = (object(),)
     found["buffers"] = error_of(lambda: run(x))
     state.exchanges.entries = (buffers,)
@@ -223,11 +213,10 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
         run(x)
     model(x)  # leaves units gathered
     found["after a forward"] = error_of(lambda: run(x))
-    model.zero_grad()
-    state.finish_step()
+    owner.drop()
     run.close()
     function.calls = 0
-    train(model, run, x, range(4))
+    train(owner, run, x, range(4))
     found["calls after close"] = function.calls
     return found
 
@@ -238,7 +227,7 @@ def error_of_a_capture(x: Tensor) -> str:
     run = GraphedForwardBackward(function, function.model)
     for _ in range(2):
         run(x)
-        function.model.zero_grad()
+        function.owner.drop()
     return error_of(lambda: run(x))
 
 
@@ -253,7 +242,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "said": module._first_of_all("broken" if rank == 1 else ""),
     }
     eager = make_forward_backward()
-    found["eager"] = train(eager.model, eager, x, range(6))
+    found["eager"] = train(eager.owner, eager, x, range(6))
     fakes = dict(_gpu_of=lambda model: device, _watched=module._run, _graph_of=fake_graph_of)
     with patch.multiple(module, **fakes), patch("torch.cuda.synchronize", lambda device: None):
         found["graphed"] = train_graphed(x)
@@ -293,13 +282,9 @@ def test_what_can_not_be_replayed_is_refused(found: dict[str, Any]) -> None:
     for name in ("another shape at capture", "another shape"):
         assert graphed[name].startswith("inputs ([((2, 16), torch.float32)]) must be as in")
     assert graphed["gradients"].startswith("gradient of 0.weight must be None")
-    assert "saw 2: call" in graphed["two in a step"], "replays are counted"
+    assert "(1) micro-batches, but 2 are done" in graphed["two in a step"], "replays are counted"
     assert graphed["buffers"].startswith("the buffers of dispatcher ('nvlink') must be those of")
-    assert graphed["after a forward"] == "none", "what it has gathered is let go"
-
-
-def test_a_replay_forgets_clipping_of_a_step_left_out(found: dict[str, Any]) -> None:
-    assert found["graphed"]["told"] == [True, False]
+    assert graphed["after a forward"] == "none", "what it has left unsharded is freed"
 
 
 def test_all_ranks_raise_when_one_gives_up(found: dict[str, Any]) -> None:

@@ -27,14 +27,13 @@ from moecore import (
     Meshes,
     NVLinkOptions,
     ParallelConfig,
+    TrainStep,
     build_meshes,
-    clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
-from moecore.fsdp import start_micro_batch
 from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, preset
+from moecore.moe.state import moe_state
 from tests.ranks import RANKS_PER_GPU, run_ranks
 
 WORLD = next((n for n in (4, 2, 1) if n <= torch.cuda.device_count()), 0)
@@ -59,7 +58,6 @@ class Case:
     balance: BalanceConfig = QUANTILE
     fsdp: dict[str, Any] = field(default_factory=dict)
     nvlink: NVLinkOptions | None = None
-    reduce_once: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,7 +68,6 @@ CASES = {
         ep=WORLD,
         nvlink=ROOM,
         balance=LOSSES,
-        reduce_once=True,
         fsdp=dict(reshard_after_forward=False, reshard_experts=False),
     ),
     "gradients home late, compiled": Case(
@@ -116,19 +113,20 @@ class Job:
         )
         self.model.to_empty(device="cuda")
         self.model.init_weights(0)
-        moe_state(self.model).set_num_micro_batches(MICRO_BATCHES)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
+        self.owner = TrainStep(
+            self.model, self.optimizer, max_norm=0.5, num_micro_batches=MICRO_BATCHES
+        )
         self.run: Callable[..., Any] = self.forward_backward
         if graphed:
             self.run = GraphedForwardBackward(self.forward_backward, self.model, warm_up=WARM_UP)
 
     def forward_backward(self, tokens_ABT: Tensor) -> dict[str, Tensor]:
         losses = []
-        for n, tokens_BT in enumerate(tokens_ABT, start=1):
-            if self.case.reduce_once:
-                start_micro_batch(self.model, is_last=n == MICRO_BATCHES)
-            loss = self.model(tokens_BT, tokens_BT.roll(-1, 1)) / MICRO_BATCHES
-            loss.backward()
+        for tokens_BT in tokens_ABT:
+            with self.owner.micro_batch():
+                loss = self.model(tokens_BT, tokens_BT.roll(-1, 1)) / MICRO_BATCHES
+                loss.backward()
             losses.append(loss.detach())
         return {"losses": torch.stack(losses)}
 
@@ -143,11 +141,9 @@ class Job:
             with torch.no_grad():  # other shapes, eagerly
                 logits = self.model(self.batch(90 + step).cuda()[0, :1, :64])
                 found["evaluation"] = logits.sum().item()
-        norm = clip_grad_norm_(self.model, 0.5, optimizer=self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        routed = moe_state(self.model).finish_step(skipped=norm.skipped)
-        moe_state(self.model).check()
+        done = self.owner.finish()
+        norm, routed = done.norm, done.metrics
+        self.owner.check()
         if disturbed:
             self.drop_a_step()
         counts = torch.stack(list(routed.tokens_per_expert.values()))
@@ -160,9 +156,9 @@ class Job:
     def drop_a_step(self) -> None:
         """Run forward and backward of other shapes, eagerly, and use nothing of it."""
         for tokens_BT in self.batch(7).cuda()[:, :1, :64]:
-            self.model(tokens_BT, tokens_BT).backward()
-        self.optimizer.zero_grad()
-        moe_state(self.model).finish_step(skipped=True)
+            with self.owner.micro_batch():
+                self.model(tokens_BT, tokens_BT).backward()
+        self.owner.drop()
 
     def batch(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed * 100 + dist.get_rank())
@@ -208,16 +204,14 @@ def refusals() -> dict[str, str]:
     job = Job(case, graphed=True)
     for n in range(WARM_UP + 1):  # weights stay, so that all fits
         job.run(job.batch(n))
-        job.optimizer.zero_grad()
-        moe_state(job.model).finish_step()
+        job.owner.drop()
     attempt("shapes", lambda: job.run(job.batch(0)[:1]))
     job.run(job.batch(0))
     attempt("gradients", lambda: job.run(job.batch(0)))
-    job.optimizer.zero_grad()
-    moe_state(job.model).finish_step()
-    moe_state(job.model).set_num_micro_batches(1)
+    job.owner.drop()
+    job.owner.num_micro_batches = 1
     attempt("micro-batches", lambda: job.run(job.batch(0)))
-    moe_state(job.model).set_num_micro_batches(MICRO_BATCHES)
+    job.owner.num_micro_batches = MICRO_BATCHES
     job.step(4)
 
     waiting = Job(case, graphed=False)
@@ -243,7 +237,7 @@ def failed_capture() -> str:
     with pytest.raises(RuntimeError) as error:
         for n in range(WARM_UP + 1):
             graphed(job.batch(n))
-            job.optimizer.zero_grad()
+            job.owner.drop()
     return str(error.value)
 
 
@@ -253,14 +247,13 @@ def overflow() -> str:
     job = Job(replace(CASES["all ranks"], nvlink=room, balance=LOSSES), graphed=True)
     for n in range(WARM_UP + 1):  # weights stay, so that all fits
         job.run(job.batch(n))
-        job.optimizer.zero_grad()
-        moe_state(job.model).finish_step()
+        job.owner.drop()
     for layer in moe_state(job.model).layers.values():
         bias_E = layer.part("router").selection_bias
         bias_E.copy_(torch.arange(len(bias_E), 0, -1))
     try:
         job.run(job.batch(0))
-        moe_state(job.model).check()
+        job.owner.check()
         said = ""
     except ExchangeError as error:
         said = str(error)

@@ -20,9 +20,9 @@ from moecore import (
     MoELayer,
     ParallelConfig,
     build_meshes,
-    moe_state,
     parallelize_moe,
 )
+from moecore.moe.state import moe_state
 from tests.hf.hf_models import (
     ARCHITECTURES,
     COMMON,

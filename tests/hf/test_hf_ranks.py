@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore import ParallelConfig, build_meshes, moe_state, parallelize_moe
+from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore._distributed import HAS_SEPARATE_PIECES
 from moecore.fsdp.shard import FSDPOptions
+from moecore.moe.state import moe_state
 from tests.hf.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,

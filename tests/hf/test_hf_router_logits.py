@@ -18,12 +18,12 @@ from moecore import (
     MoELayer,
     ParallelConfig,
     build_meshes,
-    moe_state,
     parallelize_moe,
 )
 from moecore.adapters import adopt
 from moecore.adapters.base import swap_blocks
 from moecore.hf.blocks import STACKED
+from moecore.moe.state import moe_state
 from tests.hf.hf_models import (
     ARCHITECTURES,
     COMMON,

@@ -14,8 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore import BalanceConfig, FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
-from moecore.fsdp import start_micro_batch
+from moecore import (
+    BalanceConfig,
+    FSDPOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.hf import load as hf_load
 from moecore.hf.config import decoder_config_from_hf
 from moecore.hf.files import read_json
@@ -82,12 +88,13 @@ def test_casts_of_the_weights_before_are_dropped(tmp_path, no_group_left):
     for used in (True, False):
         model = fill_ones(random_model("qwen3-moe"))
         parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
+        step = TrainStep(model, num_micro_batches=2)
         if used:
-            start_micro_batch(model, is_last=False)
-            model(IDS)
+            with step.micro_batch():
+                model(IDS)
         load_hf(tmp_path, model)
-        start_micro_batch(model, is_last=False)
-        logits.append(model(IDS).logits)
+        with step.micro_batch():
+            logits.append(model(IDS).logits)
     assert torch.equal(*logits)
 
 

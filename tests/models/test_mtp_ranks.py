@@ -17,9 +17,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from moecore import FSDPOptions, ParallelConfig, build_meshes, moe_state, parallelize_moe
+from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import DecoderConfig
 from moecore.models.block import Block
+from moecore.moe.state import moe_state
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
 from tests.ranks import run_ranks

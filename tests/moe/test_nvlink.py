@@ -24,7 +24,6 @@ from moecore import (
     NVLinkOptions,
     ParallelConfig,
     build_meshes,
-    moe_state,
     parallelize,
     parallelize_moe,
 )
@@ -38,7 +37,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
-from moecore.moe.state import MoEState
+from moecore.moe.state import MoEState, moe_state
 from tests.moe import test_dispatch_ranks as ranks
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
 from tests.moe.rounded import RoundedDispatcher

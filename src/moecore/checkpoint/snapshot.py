@@ -268,7 +268,7 @@ def _check_finished(model: nn.Module) -> None:
             if tracker.num_micro_batches and (balance.bias_update_rate or balance.needs_loss):
                 raise ValueError(
                     f"{name}.tracker.num_micro_batches ({tracker.num_micro_batches}) must be 0 in "
-                    "a save, which comes between steps: call moe_state(model).finish_step() first"
+                    "a save, which comes between steps: call TrainStep.finish() first"
                 )
 
 

@@ -51,7 +51,7 @@ from moecore.checkpoint.snapshot import (
 from moecore.checkpoint.state import ModelView, Optimizers, restore_rng
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, check_how, verify_files
-from moecore.fsdp.accumulate import drop_step
+from moecore.step import drop_step
 
 logger = logging.getLogger("moecore.checkpoint")
 
@@ -128,7 +128,7 @@ def load(
     The layout may differ from the one that saved: every rank reads what it holds. A rank that the
     saving run did not have keeps its generators. Without an optimizer only the model is set, such
     as for inference, and generators stay as they are. Gradients and all else that a half-done step
-    has left are dropped (`moecore.fsdp.drop_step`). Buffers of transformers' modules that no
+    has left are dropped (`TrainStep.drop`). Buffers of transformers' modules that no
     checkpoint holds (rotary frequencies) are worked out anew: `to_empty` leaves them undefined.
 
     Args:

@@ -1,7 +1,6 @@
-"""FSDP2 on two meshes: units, gradient scale, prefetch, accumulation, clipping across meshes."""
+"""FSDP2 on two meshes: units, gradient scale, prefetch, clipping across meshes."""
 
-from moecore.fsdp.accumulate import drop_step, start_micro_batch
 from moecore.fsdp.clip import GradientNorm, clip_grad_norm_
 from moecore.fsdp.shard import FSDPOptions
 
-__all__ = ["FSDPOptions", "GradientNorm", "clip_grad_norm_", "drop_step", "start_micro_batch"]
+__all__ = ["FSDPOptions", "GradientNorm", "clip_grad_norm_"]

@@ -2,28 +2,23 @@
 
 Every element of every gradient is counted once, on whichever mesh it is sharded or replicated, so
 the norm equals that of one process. One all-reduce of one number per parameter; one host sync, or
-none with an optimizer that can skip a step by itself.
+none with optimizers that can skip a step by themselves.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore._autograd import mark
 from moecore.fsdp.late_parameters import refuse_added
-from moecore.fsdp.resident import call_before_backward, free_units
-
-FORGETS = "_moecore_forgets_clipping"
-TOLD = "_moecore_told"
 
 
 class GradientNorm:
@@ -58,6 +53,10 @@ class GradientNorm:
         named = zip(self._names, self._values, strict=True)
         return tuple(name for name, value in named if not math.isfinite(value))
 
+    def divisor(self, max_norm: float) -> Tensor:
+        """Return an fp32 scalar on the device: by what clipping divides the gradient."""
+        return ((self._squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
+
     @property
     def finite(self) -> bool:
         """Whether the step's gradient can be used."""
@@ -68,100 +67,107 @@ class GradientNorm:
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    model: nn.Module,
-    max_norm: float,
-    *,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-) -> GradientNorm:
-    """Scale all gradients so that their global L2 norm is at most `max_norm`.
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> GradientNorm:
+    """Scale all gradients so that their global L2 norm is at most `max_norm`. One host sync.
 
-    A nan or inf anywhere drops the step on every rank: `optimizer.step()` then changes nothing
-    anywhere, weights and state alike. Without `optimizer` all gradients are set to None, and a
-    warning has the parameters' names; that needs a host sync. With a fused optimizer its next step
-    scales the gradients while it reads them, or skips itself, and nothing waits: the names are in
-    the returned norm.
+    A nan or inf anywhere sets all gradients to None on every rank, so that an optimizer changes
+    nothing, and a warning names the parameters.
 
     Args:
         model: parallelized or plain; the same on every rank.
         max_norm: > 0; `math.inf` only measures.
-        optimizer: of the model, with fused=True, or several: `grad_scale` and `found_inf` are set
-            for the next step, as GradScaler would. Until then gradients are as backward left them.
-            A step that is left out is forgotten with its gradients: by `optimizer.zero_grad()`,
-            and by the next backward of a parallelized model if `model.zero_grad()`, `drop_step` or
-            a load has dropped them all.
 
     Returns:
-        The norm before clipping, the same on every rank. Give its `skipped` to `finish_step`.
+        The norm before clipping, the same on every rank.
 
     Raises:
-        ValueError: when `max_norm` is not positive, the optimizer can not skip a step or lacks a
-            parameter that has a gradient, or one was added after `parallelize_moe`, so that nobody
-            reduces its gradient.
+        ValueError: when `max_norm` is not positive, or a parameter was added after
+            `parallelize_moe`, so that its gradient is not reduced.
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
-    optimizers = [] if optimizer is None else _listed(optimizer)
-    unfit = [type(o).__name__ for o in optimizers if not _can_skip(o)]
-    if unfit:
-        raise ValueError(
-            f"optimizer ({unfit[0]}) must be one of torch's with fused=True to "
-            "skip a step on the device: make it so, or leave it out"
-        )
+    check_max_norm(max_norm)
     refuse_added(model)
-    free_units(model)  # of micro-batches without a backward
-    # A parameter without a gradient counts 0: a rank that left it out would reduce another length.
-    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if optimizers:
-        _check_holds(optimizers, params)
-    _lay_out_as_parameters(params)
-    squares = _squares([p for _, p in params])
-    norm = GradientNorm(tuple(n for n, _ in params), squares)
-    if optimizers:
-        # A nan divides nothing: found_inf skips all of the step.
-        divisor = ((squares.sum().sqrt() + 1e-6) / max_norm).clamp(min=1.0).float()
-        told = {"found_inf": norm.skipped.float()}
-        if max_norm < math.inf:
-            told["grad_scale"] = divisor
-        for one in optimizers:
-            _tell(one, **told)
-            _forget_in_time(one)
-        refs = [weakref.ref(one) for one in optimizers]
-        call_before_backward(model, partial(_forget_what_is_gone, refs))
-    elif norm.non_finite:
-        _drop_gradients(params, norm.non_finite)
-    elif norm.total > max_norm:
-        grads = [_local(p.grad) for _, p in params if p.grad is not None]
-        torch._foreach_mul_([g for g in grads if g.numel()], max_norm / (norm.total + 1e-6))
+    params = _trained(model)
+    norm = _measure(params)
+    _scale(params, norm, max_norm)
     return norm
 
 
-def _listed(optimizer: Any) -> list[torch.optim.Optimizer]:
-    found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    if not found:
-        raise ValueError("optimizer ([]) must be None or some of torch's: leave it out")
-    return found
+@torch.no_grad()
+def step_clipped(
+    model: nn.Module, max_norm: float, optimizers: Sequence[torch.optim.Optimizer]
+) -> GradientNorm:
+    """Clip, and step the optimizers. No host sync where all of them are fused.
+
+    Fused ones scale the gradients while they read them, or skip the step.
+
+    Args:
+        model: parallelized; the same on every rank.
+        max_norm: > 0; `math.inf` only measures.
+        optimizers: of the model.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+
+    Raises:
+        ValueError: when no optimizer holds a parameter that has a gradient.
+    """
+    signals: dict[str, Tensor] = {}
+    with mark("moecore::clip"):
+        params = _trained(model)
+        _check_holds(optimizers, params)
+        norm = _measure(params)
+        if all(map(_can_skip, optimizers)):
+            signals["found_inf"] = norm.skipped.float()  # a nan divides nothing: all is skipped
+            if max_norm < math.inf:
+                signals["grad_scale"] = norm.divisor(max_norm)
+        else:
+            _scale(params, norm, max_norm)
+    with mark("moecore::optimizer"):
+        for optimizer in optimizers:
+            vars(optimizer).update(signals)  # as GradScaler does
+            try:
+                optimizer.step()
+            finally:
+                for name in signals:
+                    delattr(optimizer, name)
+    return norm
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Raise for a norm that is not positive."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
 
 
 def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every step of it reads `found_inf`."""
+    """Whether every step of an optimizer reads `found_inf` and `grad_scale`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") for group in optimizer.param_groups
     )
 
 
 def _check_holds(
-    optimizers: list[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
+    optimizers: Sequence[torch.optim.Optimizer], params: list[tuple[str, nn.Parameter]]
 ) -> None:
-    """Raise for a gradient that another optimizer would use neither clipped nor skipped."""
+    """Raise for a gradient that no optimizer uses."""
     held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
     missing = [n for n, p in params if p.grad is not None and p not in held]
     if missing:
         raise ValueError(
             f"optimizer ({type(optimizers[0]).__name__}) must hold {missing[0]} and all other "
-            f"parameters with gradients ({len(missing)} are missing) to clip and skip them: leave "
-            "it out, or make it of model.parameters() after parallelize_moe"
+            f"parameters with gradients ({len(missing)} are missing): make it of "
+            "model.parameters() after parallelize_moe, or give all optimizers"
         )
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return what may have a gradient, the same on every rank: one without a gradient counts 0."""
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def _measure(params: list[tuple[str, nn.Parameter]]) -> GradientNorm:
+    _lay_out_as_parameters(params)
+    return GradientNorm(tuple(n for n, _ in params), _squares([p for _, p in params]))
 
 
 def _lay_out_as_parameters(params: list[tuple[str, nn.Parameter]]) -> None:
@@ -172,51 +178,6 @@ def _lay_out_as_parameters(params: list[tuple[str, nn.Parameter]]) -> None:
             continue
         if grad.placements != param.placements:
             param.grad = grad.redistribute(placements=param.placements)
-
-
-def _tell(optimizer: Any, **told: Tensor) -> None:
-    """Set what the next step of an optimizer reads."""
-    _forget(optimizer)
-    for name, value in told.items():
-        setattr(optimizer, name, value)
-    setattr(optimizer, TOLD, told)
-
-
-def _forget(optimizer: Any) -> None:
-    """Take back what it was told, unless a GradScaler has put its own there."""
-    for name, value in getattr(optimizer, TOLD, {}).items():
-        if getattr(optimizer, name, None) is value:
-            delattr(optimizer, name)
-    setattr(optimizer, TOLD, {})
-
-
-def _forget_in_time(optimizer: Any) -> None:
-    """From now on a step leaves nothing to the one after it, and neither does `zero_grad`."""
-    if hasattr(optimizer, FORGETS):
-        return
-    hook = optimizer.register_step_post_hook(lambda done, *_: _forget(done))
-    setattr(optimizer, FORGETS, hook)
-    theirs = vars(optimizer).get("zero_grad")  # somebody else may stand there already
-    optimizer.zero_grad = partial(_zero_grad, weakref.ref(optimizer), theirs)
-
-
-def _zero_grad(
-    optimizer: weakref.ref[Any], theirs: Callable[..., None] | None, *args: Any, **options: Any
-) -> None:
-    """Forget, then call what stood there; an optimizer in a cycle would keep its memory."""
-    told: Any = optimizer()
-    _forget(told)
-    zero_grad: Callable[..., None] = theirs or partial(type(told).zero_grad, told)
-    zero_grad(*args, **options)
-
-
-def _forget_what_is_gone(optimizers: list[weakref.ref[Any]]) -> None:
-    """Forget a step that was not taken, once no gradient that it was made for is left."""
-    for told in (optimizer() for optimizer in optimizers):
-        if told is None or not getattr(told, TOLD, None):
-            continue
-        if all(p.grad is None for group in told.param_groups for p in group["params"]):
-            _forget(told)
 
 
 def _squares(params: list[nn.Parameter]) -> Tensor:
@@ -264,8 +225,17 @@ def _num_copies(param: Tensor) -> int:
     return dist.get_world_size() // shards
 
 
+def _scale(params: list[tuple[str, nn.Parameter]], norm: GradientNorm, max_norm: float) -> None:
+    """Scale all gradients, or set them to None where one is not finite. One host sync."""
+    if norm.non_finite:
+        _drop_gradients(params, norm.non_finite)
+    elif norm.total > max_norm:
+        grads = [_local(p.grad) for _, p in params if p.grad is not None]
+        torch._foreach_mul_([g for g in grads if g.numel()], max_norm / (norm.total + 1e-6))
+
+
 def _drop_gradients(params: list[tuple[str, nn.Parameter]], non_finite: tuple[str, ...]) -> None:
     shown = ", ".join(non_finite[:5]) + (" and more" if len(non_finite) > 5 else "")
-    warnings.warn(f"step skipped: non-finite gradient in {shown}", stacklevel=3)
+    warnings.warn(f"step skipped: non-finite gradient in {shown}", stacklevel=4)
     for _, param in params:
         param.grad = None

@@ -9,8 +9,8 @@ No backward follows an evaluation, a generation or a micro-batch that is dropped
 forward would compute with the weights of before the last step. So all ranks free units
 
     after a forward without gradients, or that failed,
-    before every forward, unless `start_micro_batch` has announced that micro-batches share them,
-    in `clip_grad_norm_` and in `drop_step`.
+    before every forward, unless micro-batches of a step share them,
+    at the end of a step, and where one is dropped.
 
 Note "several modules": FSDP2 gathers a unit of several modules before the first of them in a
 forward, and for backward at the output of the last one. That is enough where all modules run once,
@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from moecore._autograd import call_after_backward, continues, disable_dynamo, is_recomputing
 from moecore.fsdp.internals import Root, Unit, units_of
+from moecore.fsdp.progress import Progress
 
 RESIDENT = "_moecore_resident_units"
 BACKWARD = "backward"
@@ -55,7 +56,7 @@ class ResidentUnits:
         self._is_last = False
         self._is_kept_in_state_dict = False
         self._running: nn.Module | str | None = None  # the outermost module, or BACKWARD
-        self.calls_before_backward: Callable[[], None] | None = None
+        self.progress: Callable[[], Progress | None] = lambda: None  # of the step that owns it
         root.register_forward_pre_hook(self._before_root, prepend=True)
         for unit in self._units:
             for module in unit.modules:
@@ -80,8 +81,11 @@ class ResidentUnits:
         self._reduce_next(is_last)
 
     def drop_step(self) -> None:
-        """Free all units, and drop their gradients and what was announced of micro-batches."""
+        """Free all units, and drop their gradients and their step's micro-batches."""
         self._is_shared = self._is_last = False
+        progress = self.progress()
+        if progress is not None:
+            progress.restart()
         self.free()
         self._reduce_next(True)
         for unit in self._units:
@@ -157,8 +161,12 @@ class ResidentUnits:
                 "weights are freed after backward: take second derivatives of a plain model, or "
                 "of what follows from its output alone"
             )
-        if self.calls_before_backward is not None:
-            self.calls_before_backward()
+        progress = self.progress()
+        if progress is not None and not progress.is_open:
+            raise ValueError(
+                "backward must run within `with step.micro_batch():` of the model's TrainStep: "
+                "finish() counts micro-batches and ends their communication"
+            )
         if self._running is None:
             self._enter(BACKWARD)  # for what is recomputed
             call_after_backward(partial(self._leave, BACKWARD))
@@ -186,25 +194,13 @@ def free_units(model: nn.Module) -> None:
         resident.free()
 
 
-def call_before_backward(model: nn.Module, function: Callable[[], None]) -> None:
-    """Call a function before each unit's backward from now on, in place of the one before.
-
-    Args:
-        model: of `parallelize_moe`, or one that holds it; nothing for any other.
-        function: of which only the first call of a backward may find something to do.
-    """
-    for resident in resident_units(model):
-        resident.calls_before_backward = function
-
-
-def say_backward(model: nn.Module) -> None:
-    """Call that function for a backward that runs no hooks."""
-    for resident in resident_units(model):
-        if resident.calls_before_backward is not None:
-            resident.calls_before_backward()
-
-
 def resident_units(model: nn.Module) -> list[ResidentUnits]:
     """Return the records of the parallelized models that a model is or holds."""
     found = (vars(module).get(RESIDENT) for module in model.modules())
     return [resident for resident in found if resident is not None]
+
+
+def progress_of(model: nn.Module) -> Progress | None:
+    """Return where the step of a model is; None for one without a `TrainStep`."""
+    found = (resident.progress() for resident in resident_units(model))
+    return next((progress for progress in found if progress is not None), None)

@@ -8,14 +8,13 @@ and copies run, as many tokens to as many experts as the routing of each batch s
     call warm_up + 1        captured, which computes nothing, then replayed
     calls after it          inputs copied in, replayed, outputs copied out
 
-Each call is a step's real gradients. The optimizer stays outside, so whatever changes from step to
-step there (learning rate, clipping) goes on as before.
+Each call is a step's real gradients. `TrainStep.finish` stays outside, so whatever changes there
+from step to step (learning rate, clipping) goes on as before.
 
 Note "what a graph does not see": Python runs at capture only. So a replay does here what matters
-between steps: what has gone wrong in exchanges is raised, units that something else has left
-gathered are let go, clipping of a step that was left out is forgotten, facts that the graph holds
-are compared with the present ones (`graphs/facts.py`), `.grad` is the captured gradient again, and
-micro-batches are counted.
+between steps: it raises what has gone wrong in exchanges, frees units that an evaluation has left
+unsharded, compares the facts that the graph holds with the present ones (`graphs/facts.py`), sets
+`.grad` to the captured gradient, and counts micro-batches.
 
 Note "together": captured collectives have no timeout. A rank that gives up before the first replay
 tells the others, and all of them raise. One that raises later leaves them waiting: end the job.
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore.fsdp.resident import free_units, say_backward
+from moecore.fsdp.resident import free_units, progress_of
 from moecore.graphs.facts import Facts, facts_of
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.state import MoEState, moe_state
@@ -68,18 +67,18 @@ class GraphedForwardBackward:
             sizes on the host.
 
     Example:
+        step = TrainStep(model, optimizer, max_norm=1.0)
+
         def forward_backward(tokens_BT, labels_BT):
-            loss = model(tokens_BT, labels_BT)
-            loss.backward()
+            with step.micro_batch():
+                loss = model(tokens_BT, labels_BT)
+                loss.backward()
             return loss.detach()
 
         forward_backward = GraphedForwardBackward(forward_backward, model)
         for tokens_BT, labels_BT in batches:
             loss = forward_backward(tokens_BT, labels_BT)
-            norm = clip_grad_norm_(model, 1.0, optimizer=optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            moe_state(model).finish_step(skipped=norm.skipped)
+            step.finish()
         forward_backward.close()
     """
 
@@ -126,12 +125,11 @@ class GraphedForwardBackward:
                 after the last warm-up call, whose gradients are good.
             NotImplementedError: while router choices are recorded or replayed.
             RuntimeError: when capture fails: end the process, since FSDP2 is left inside a step.
-            ExchangeError: see `MoEState.finish_step`.
+            ExchangeError: see `TrainStep.finish`.
         """
         free_units(self._model)  # a replay does not: see the note
         _check_start(self._model, self._state)
         if self._captured is not None:
-            say_backward(self._model)
             return self._captured.replay(inputs)
         own = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
         if self._num_warm < self._warm_up:
@@ -155,6 +153,7 @@ class _Captured:
         outputs: copied out after it.
         grads: parameter, the gradient that the graph writes.
         num_micro_batches: of each layer, by name.
+        num_in_step: micro-batches of a `TrainStep` that the call has run.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -165,6 +164,7 @@ class _Captured:
     outputs: Any
     grads: list[tuple[nn.Parameter, Tensor]]
     num_micro_batches: dict[str, int]
+    num_in_step: int
 
     def replay(self, inputs: Inputs) -> Any:
         """Return copies of the outputs for these inputs; nothing of the model is gathered."""
@@ -177,6 +177,9 @@ class _Captured:
             param.grad = grad
         for name, count in self.num_micro_batches.items():
             self.state.layers[name].tracker.num_micro_batches += count
+        progress = progress_of(self.model)
+        if progress is not None:
+            progress.done += self.num_in_step
         return _map_tensors(torch.clone, self.outputs)
 
 
@@ -198,6 +201,8 @@ def _capture(
     for tracker in trackers.values():
         tracker.num_captured = 0
     facts = facts_of(model, state)
+    progress = progress_of(model)
+    before = 0 if progress is None else progress.done
     graph, outputs, error = _graph_of(function, inputs)
     reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
     said = _first_of_all(reason)
@@ -208,7 +213,10 @@ def _capture(
             f"forward_backward could not be captured ({said}): it must launch the same work in "
             "every call and wait for none of it; start again without a graph"
         ) from error
-    free_units(model)  # what is gathered and cast lies in the graph's memory
+    num_in_step = 0
+    if progress is not None:  # the capture has computed nothing
+        progress.done, num_in_step = before, progress.done - before
+    free_units(model)  # what is unsharded and cast lies in the graph's memory
     _forget_casts(state)
     return _Captured(
         graph=graph,
@@ -219,6 +227,7 @@ def _capture(
         outputs=outputs,
         grads=[(p, p.grad) for p in model.parameters() if p.grad is not None],
         num_micro_batches={name: t.num_captured for name, t in trackers.items()},
+        num_in_step=num_in_step,
     )
 
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.config_differences import own_config
 from moecore.checkpoint.ranks import on_every_rank, on_first_rank
-from moecore.fsdp.accumulate import drop_step
 from moecore.hf.config_problems import config_problems
 from moecore.hf.files import (
     CONFIG,
@@ -47,6 +46,7 @@ from moecore.hf.target import (
 from moecore.hf.verify import copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.params import global_indices
+from moecore.step import drop_step
 
 CHUNK_BYTES = 64 << 20
 
@@ -105,7 +105,7 @@ def load_hf(
     published), in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4; the last two
     are dequantised into the dtype of the parameter. Buffers that are in no file, such as
     transformers' rotary frequencies, are worked out anew, because `to_empty` leaves them undefined.
-    What a half-done step has left is dropped (`moecore.fsdp.drop_step`).
+    What a half-done step has left is dropped (`TrainStep.drop`).
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore._autograd import mark
 from moecore._fields import check_fields
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
@@ -150,7 +151,8 @@ class MoELayer(nn.Module):
         routed_TD = x_TD
         if micro_batch.padding_mask_T is not None:  # 0 * NaN would reach the router's gradient
             routed_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
-        routing = self.part("router")(routed_TD, micro_batch)
+        with mark("moecore::router"):
+            routing = self.part("router")(routed_TD, micro_batch)
         y_TD = self._routed(_autocast(routed_TD), routing)
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait()
@@ -166,9 +168,12 @@ class MoELayer(nn.Module):
         rows_TL = self.latent.down(rows_TD) if self.config.latent_dim else rows_TD
         if self.config.weights_on_input:
             rows_TL, routing = weigh_input(rows_TL, routing)
-        expert_input = self.dispatcher.dispatch(rows_TL, routing)
-        y_SL = self.part("experts")(expert_input)
-        y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
+        with mark("moecore::dispatch"):
+            expert_input = self.dispatcher.dispatch(rows_TL, routing)
+        with mark("moecore::experts"):
+            y_SL = self.part("experts")(expert_input)
+        with mark("moecore::combine"):
+            y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
         return self.latent.up(y_TL) if self.config.latent_dim else y_TL
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:

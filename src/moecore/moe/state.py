@@ -117,7 +117,6 @@ class MoEState:
         for layer in self.layers.values():
             layer.tracker.gradient_scale = scale
 
-    @torch.no_grad()
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
         """Reduce the step's counts, move the expert biases, and start counting anew.
 
@@ -140,11 +139,25 @@ class MoEState:
                 without waiting; `check` waits. Before anything moves, and before the collective:
                 other ranks may not know, so let the process end.
         """
+        self.check_step()
+        return self.reduce_step(skipped=skipped)
+
+    def start_micro_batch(self, *, is_last: bool) -> None:
+        """Announce a micro-batch: those of a step share casts of expert weights."""
+        for layer in self.layers.values():
+            layer.part("experts").reader.start_micro_batch(is_last=is_last)
+
+    def check_step(self) -> None:
+        """Raise what makes a step wrong, as far as the host can see: see `finish_step`."""
         if self.exchanges is not None:
             self.exchanges.poll()
         if self._check_parameters is not None:
             self._check_parameters()
         self._check_micro_batches()
+
+    @torch.no_grad()
+    def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
+        """Do what follows in `finish_step`."""
         if not self.layers:
             return MoEMetrics()
         counts = {name: self._counts(layer) for name, layer in self.layers.items()}
@@ -176,9 +189,9 @@ class MoEState:
                 self._reset()
                 raise ValueError(
                     f"num_micro_batches ({self.num_micro_batches}) must equal the backwards of a "
-                    f"step, but {name} saw {count}: call moe_state(model).set_num_micro_batches"
-                    f"({count}), and finish_step() after every step; a layer that runs twice in "
-                    "one forward can have no auxiliary loss"
+                    f"step, but {name} saw {count}: set TrainStep.num_micro_batches, and run one "
+                    "forward and backward in each; a layer that runs twice in one forward can have "
+                    "no auxiliary loss"
                 )
 
     def _sum_over_ranks(self, counts: Mapping[str, LoadCounts]) -> MoEMetrics:

@@ -1,0 +1,300 @@
+"""TrainStep: the one owner of an optimizer step, from its first micro-batch to its metrics.
+
+    micro_batch() x n    forward and backward
+    finish()             errors of transport -> clip -> optimizer -> zero_grad -> counts -> biases
+
+Micro-batches of a step share their communication: units that `FSDPOptions` leaves unsharded from
+forward to backward are gathered once per step, and reduced with the last micro-batch. Until then
+they keep whole gradients in `FSDPOptions.reduce_dtype`, which `optimizer.zero_grad()` does not
+reach. Other units gather and reduce for every micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moecore._autograd import mark
+from moecore.fsdp.clip import GradientNorm, check_max_norm, clip_grad_norm_, step_clipped
+from moecore.fsdp.progress import Progress
+from moecore.fsdp.resident import resident_units
+from moecore.moe.layer import MoELayer
+from moecore.moe.state import MoEMetrics, moe_state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a finished step was. Tensors stay on the device until read.
+
+    Attributes:
+        norm: the gradient before clipping; None for a step without an optimizer and `clip()`.
+        skipped: whether the gradient was not finite, so that nothing has changed.
+        metrics: what the MoE layers routed.
+    """
+
+    norm: GradientNorm | None
+    skipped: bool | Tensor
+    metrics: MoEMetrics
+
+
+class TrainStep:
+    """Runs the optimizer steps of a parallelized model, one after another.
+
+    A nan or inf in the gradient of any rank leaves weights, optimizer state and expert biases as
+    they were on every rank. Fused optimizers (`moecore.optim.AdamW`, torch's with fused=True) skip
+    and clip on the device, while they read the gradients; with others the host waits for the norm.
+
+    Args:
+        model: of `parallelize_moe`, or several that are parts of one.
+        optimizer: of the model, or several, which together hold every parameter with a gradient.
+            None leaves the optimizer to the caller: see `clip`.
+        max_norm: of the gradient of all models together, > 0; `math.inf` only measures.
+        num_micro_batches: forwards and backwards of one step. The caller divides the loss by it, as
+            auxiliary losses are divided.
+
+    Raises:
+        ValueError: for a model that is not parallelized, or a number out of range.
+
+    Example:
+        step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=4)
+        for batch in data:
+            for tokens in batch.chunk(4):
+                with step.micro_batch():
+                    (model(tokens[:, :-1], tokens[:, 1:]) / 4).backward()
+            done = step.finish()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        max_norm: float = math.inf,
+        num_micro_batches: int = 1,
+    ) -> None:
+        check_max_norm(max_norm)
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        self._states = [moe_state(one) for one in models]
+        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self._optimizers = _listed(optimizer)
+        self._max_norm = max_norm
+        self._norm: GradientNorm | None = None
+        self._progress = Progress()
+        self._resident = resident_units(self._model)
+        for resident in self._resident:  # a later TrainStep of the same model takes over
+            resident.progress = weakref.ref(self._progress)
+        self.num_micro_batches = num_micro_batches
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step, which may be set between steps.
+
+        Raises:
+            ValueError: for a number less than 1, or in the middle of a step.
+        """
+        return self._num_micro_batches
+
+    @num_micro_batches.setter
+    def num_micro_batches(self, number: int) -> None:
+        self._progress.check_between("num_micro_batches")
+        if self._progress.done:
+            raise ValueError(
+                f"num_micro_batches ({number}) must be set between steps, because losses are "
+                f"divided by it: {self._progress.done} micro-batches of this step are done"
+            )
+        for state in self._states:
+            state.set_num_micro_batches(number)
+        self._num_micro_batches = number
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Return the context in which forward and backward of one micro-batch run.
+
+        Raises:
+            ValueError: within another, after an exception in the step, or when the step has all
+                its micro-batches.
+        """
+        progress = self._progress
+        progress.check_between("micro_batch()")
+        if progress.done >= self.num_micro_batches:
+            raise ValueError(
+                f"micro_batch() must come at most num_micro_batches ({self.num_micro_batches}) "
+                "times in a step: call finish()"
+            )
+        is_last = progress.done + 1 == self.num_micro_batches
+        for resident in self._resident:
+            resident.start_micro_batch(is_last=is_last)
+        for state in self._states:
+            state.start_micro_batch(is_last=is_last)
+        progress.is_open = progress.has_failed = True
+        try:
+            yield
+            progress.has_failed = False
+            progress.done += 1
+        finally:
+            progress.is_open = False
+
+    def clip(self) -> GradientNorm:
+        """Clip the gradient of a step whose optimizer is the caller's; one host sync.
+
+        A nan or inf on any rank sets all gradients to None, so that an optimizer changes nothing.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ValueError: where `finish` clips, before the last micro-batch, or as `clip_grad_norm_`.
+
+        Example:
+            step = TrainStep(model, max_norm=1.0)
+            with step.micro_batch():
+                model(inputs, labels).backward()
+            step.clip()
+            optimizer.step()
+            optimizer.zero_grad()
+            done = step.finish()
+        """
+        if self._optimizers:
+            raise ValueError(
+                f"optimizer ({type(self._optimizers[0]).__name__}) must be None for clip(): leave "
+                "clip() out, finish() does it"
+            )
+        self._check_complete("clip()")
+        with mark("moecore::clip"):
+            self._norm = clip_grad_norm_(self._model, self._max_norm)
+        return self._norm
+
+    def finish(self, *, skipped: bool | Tensor | None = None) -> StepResult:
+        """End the step: clip, optimizer steps, zero_grad, counts of all ranks, expert biases.
+
+        Call it on every rank. One collective for the norm and one for the counts of all layers, and
+        one more with quantile balancing. No host sync with fused optimizers, or without any.
+
+        Args:
+            skipped: whether the caller's own optimizer left the step out, so that biases stay too:
+                a bool, or a bool scalar on the device. None = what `clip()` found.
+
+        Returns:
+            The norm and the metrics.
+
+        Raises:
+            ValueError: before the last micro-batch; when a layer with auxiliary losses saw another
+                number of micro-batches; when an optimizer lacks a parameter that has a gradient;
+                when a parameter was added after `parallelize_moe`.
+            ExchangeError: when an exchange went wrong on this rank, as far as the host can see
+                without waiting (`check` waits): before anything moves and before any collective.
+                Other ranks may not know, so let the process end.
+        """
+        if skipped is not None and self._optimizers:
+            raise ValueError(
+                f"skipped ({skipped}) must be None for a TrainStep with an optimizer: leave it out"
+            )
+        self._check_complete("finish()")
+        self._progress.has_failed = True  # unless it gets to its end
+        with mark("moecore::finish"):
+            for resident in self._resident:
+                resident.free()  # where no backward has come
+            for state in self._states:
+                state.check_step()
+            if self._optimizers:
+                self._norm = step_clipped(self._model, self._max_norm, self._optimizers)
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+            norm, self._norm = self._norm, None
+            if skipped is None:
+                skipped = False if norm is None else norm.skipped
+            metrics = [state.reduce_step(skipped=skipped) for state in self._states]
+        self._progress.restart()
+        return StepResult(norm=norm, skipped=skipped, metrics=_joined(metrics))
+
+    def drop(self) -> None:
+        """Drop the step: its gradients, counts and micro-batches, as if they had never run.
+
+        Such as after an exception in a micro-batch, or for a loss that is not finite. No
+        communication, no host sync; call it on every rank. A backward that ended in an exception
+        leaves more behind: the next forward then raises.
+
+        Raises:
+            ValueError: within a micro-batch.
+        """
+        self._progress.check_closed("drop()")
+        drop_step(self._model)
+        self._norm = None
+
+    def check(self) -> None:
+        """Raise what went wrong on this rank while tokens traveled. One host sync per exchange.
+
+        Only dispatcher "nvlink" has something to find: with any other this returns at once.
+
+        Raises:
+            ExchangeError: names the rank that did not come in time, or the rank whose expert rows
+                did not fit and the capacity factor that would have been enough.
+        """
+        for state in self._states:
+            state.check()
+
+    def close(self) -> None:
+        """Free the buffers of dispatcher "nvlink"; collective. The next forward makes new ones.
+
+        Before `destroy_process_group`, or to go on after a rank came too late.
+
+        Raises:
+            ExchangeError: as `check`; the buffers are free then, too.
+        """
+        for state in self._states:
+            if state.exchanges is not None:
+                state.exchanges.close()
+
+    def _check_complete(self, what: str) -> None:
+        self._progress.check_between(what)
+        if self._progress.done != self.num_micro_batches:
+            raise ValueError(
+                f"{what} must follow num_micro_batches ({self.num_micro_batches}) micro-batches, "
+                f"but {self._progress.done} are done: run forward and backward of each in "
+                "`with step.micro_batch():`, set num_micro_batches before the step, or drop()"
+            )
+
+
+def drop_step(model: nn.Module) -> None:
+    """Drop the micro-batches since the last optimizer step: see `TrainStep.drop`.
+
+    Args:
+        model: of `parallelize_moe`, or one that holds it; a plain one has less to drop.
+    """
+    for resident in resident_units(model):
+        resident.drop_step()
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.forget_step()
+    for param in model.parameters():
+        param.grad = None
+
+
+def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not found:
+        raise ValueError("optimizer ([]) must be None or hold optimizers: leave it out")
+    return found
+
+
+def _joined(metrics: Sequence[MoEMetrics]) -> MoEMetrics:
+    """Return the metrics of several models as one; names begin with the model's number."""
+    if len(metrics) == 1:
+        return metrics[0]
+    of_fields = {
+        f.name: {
+            f"{i}.{name}": tensor
+            for i, one in enumerate(metrics)
+            for name, tensor in getattr(one, f.name).items()
+        }
+        for f in fields(MoEMetrics)
+    }
+    return MoEMetrics(**of_fields)
