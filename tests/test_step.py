@@ -127,12 +127,16 @@ def wrong_orders() -> dict[str, str]:
     found["too many"] = error_of(step.micro_batch().__enter__)
     step.finish()
     found["twice"] = error_of(step.finish)
-    found["skipped"] = error_of(lambda: step.finish(skipped=True))
     found["zero"] = error_of(lambda: setattr(step, "num_micro_batches", 0))
     found["plain"] = error_of(lambda: TrainStep(nn.Linear(2, 2)))
     found["norm"] = error_of(lambda: TrainStep(model, max_norm=0.0))
+    found["scheduler"] = error_of(lambda: TrainStep(model, schedule(optimizer)))
     found["part"] = error_of(lambda: without_one_parameter(model))
     return found
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, float)
 
 
 def without_one_parameter(model: Decoder) -> None:
@@ -253,9 +257,9 @@ def test_a_whole_step_is_its_pieces(found: dict[str, Any]) -> None:
         ("drop within", r"drop\(\) must not be within a micro_batch\(\)"),
         ("outside", "backward must run within `with step.micro_batch"),
         ("clip", r"optimizer \(AdamW\) must be None for clip\(\)"),
-        ("skipped", r"skipped \(True\) must be None"),
         ("number", r"num_micro_batches \(3\) must be set between steps"),
-        ("zero", r"num_micro_batches \(0\) must be >= 1"),
+        ("zero", r"num_micro_batches \(0\) must be a whole number >= 1"),
+        ("scheduler", r"optimizer \(LambdaLR\) must be an optimizer of torch.optim"),
         ("plain", r"model \(Linear\) must be parallelized"),
         ("norm", r"max_norm \(0.0\) must be > 0"),
         ("part", r"optimizer \(SGD\) must hold model.embed_tokens.weight"),

@@ -93,11 +93,7 @@ class TrainStep:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a step, which may be set between steps.
-
-        Raises:
-            ValueError: for a number less than 1, or in the middle of a step.
-        """
+        """Micro-batches of a step; it may be set between steps."""
         return self._num_micro_batches
 
     @num_micro_batches.setter
@@ -114,12 +110,7 @@ class TrainStep:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Return the context in which forward and backward of one micro-batch run.
-
-        Raises:
-            ValueError: within another, after an exception in the step, or when the step has all
-                its micro-batches.
-        """
+        """Return the context in which forward and backward of one micro-batch run."""
         progress = self._progress
         progress.check_between("micro_batch()")
         if progress.done >= self.num_micro_batches:
@@ -141,24 +132,16 @@ class TrainStep:
             progress.is_open = False
 
     def clip(self) -> GradientNorm:
-        """Clip the gradient of a step whose optimizer is the caller's; one host sync.
+        """Clip the gradient of a step whose optimizer is the caller's. One host sync.
 
         A nan or inf on any rank sets all gradients to None, so that an optimizer changes nothing.
+        The caller's step and zero_grad follow, then `finish`.
 
         Returns:
             The norm before clipping.
 
         Raises:
             ValueError: where `finish` clips, before the last micro-batch, or as `clip_grad_norm_`.
-
-        Example:
-            step = TrainStep(model, max_norm=1.0)
-            with step.micro_batch():
-                model(inputs, labels).backward()
-            step.clip()
-            optimizer.step()
-            optimizer.zero_grad()
-            done = step.finish()
         """
         if self._optimizers:
             raise ValueError(
@@ -170,31 +153,20 @@ class TrainStep:
             self._norm = clip_grad_norm_(self._model, self._max_norm)
         return self._norm
 
-    def finish(self, *, skipped: bool | Tensor | None = None) -> StepResult:
-        """End the step: clip, optimizer steps, zero_grad, counts of all ranks, expert biases.
+    def finish(self) -> StepResult:
+        """End the step: clip, optimizer, zero_grad, counts of all ranks, expert biases.
 
         Call it on every rank. One collective for the norm and one for the counts of all layers, and
         one more with quantile balancing. No host sync with fused optimizers, or without any.
 
-        Args:
-            skipped: whether the caller's own optimizer left the step out, so that biases stay too:
-                a bool, or a bool scalar on the device. None = what `clip()` found.
-
-        Returns:
-            The norm and the metrics.
-
         Raises:
             ValueError: before the last micro-batch; when a layer with auxiliary losses saw another
-                number of micro-batches; when an optimizer lacks a parameter that has a gradient;
+                number of micro-batches; when no optimizer holds a parameter that has a gradient;
                 when a parameter was added after `parallelize_moe`.
             ExchangeError: when an exchange went wrong on this rank, as far as the host can see
                 without waiting (`check` waits): before anything moves and before any collective.
                 Other ranks may not know, so let the process end.
         """
-        if skipped is not None and self._optimizers:
-            raise ValueError(
-                f"skipped ({skipped}) must be None for a TrainStep with an optimizer: leave it out"
-            )
         self._check_complete("finish()")
         self._progress.has_failed = True  # unless it gets to its end
         with mark("moecore::finish"):
@@ -207,8 +179,7 @@ class TrainStep:
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             norm, self._norm = self._norm, None
-            if skipped is None:
-                skipped = False if norm is None else norm.skipped
+            skipped = False if norm is None else norm.skipped
             metrics = [state.reduce_step(skipped=skipped) for state in self._states]
         self._progress.restart()
         return StepResult(norm=norm, skipped=skipped, metrics=_joined(metrics))
@@ -216,25 +187,17 @@ class TrainStep:
     def drop(self) -> None:
         """Drop the step: its gradients, counts and micro-batches, as if they had never run.
 
-        Such as after an exception in a micro-batch, or for a loss that is not finite. No
-        communication, no host sync; call it on every rank. A backward that ended in an exception
-        leaves more behind: the next forward then raises.
-
-        Raises:
-            ValueError: within a micro-batch.
+        For a loss that is not finite, or an exception in a forward; after one in a backward the
+        next forward raises. Call it on every rank. No communication, no host sync.
         """
         self._progress.check_closed("drop()")
         drop_step(self._model)
         self._norm = None
 
     def check(self) -> None:
-        """Raise what went wrong on this rank while tokens traveled. One host sync per exchange.
+        """Raise an ExchangeError for what went wrong with tokens on their way; one host sync.
 
         Only dispatcher "nvlink" has something to find: with any other this returns at once.
-
-        Raises:
-            ExchangeError: names the rank that did not come in time, or the rank whose expert rows
-                did not fit and the capacity factor that would have been enough.
         """
         for state in self._states:
             state.check()
@@ -242,10 +205,7 @@ class TrainStep:
     def close(self) -> None:
         """Free the buffers of dispatcher "nvlink"; collective. The next forward makes new ones.
 
-        Before `destroy_process_group`, or to go on after a rank came too late.
-
-        Raises:
-            ExchangeError: as `check`; the buffers are free then, too.
+        Also after an ExchangeError, which this raises like `check`, to go on in the same processes.
         """
         for state in self._states:
             if state.exchanges is not None:
@@ -279,9 +239,13 @@ def drop_step(model: nn.Module) -> None:
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     if optimizer is None:
         return []
-    found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    if not found:
-        raise ValueError("optimizer ([]) must be None or hold optimizers: leave it out")
+    found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not found or not all(isinstance(one, Optimizer) for one in found):
+        shown = ", ".join(type(one).__name__ for one in found)
+        raise ValueError(
+            f"optimizer ({shown}) must be an optimizer of torch.optim, several, or None: leave it "
+            "out to step yourself"
+        )
     return found
 
 

@@ -558,7 +558,7 @@ def test_sum_convention_divides_by_data_ranks() -> None:
     assert layer.tracker.gradient_scale == 0.125
     state = make_state(layer, groups={"data_ranks": 4}, loss="mean")
     assert layer.tracker.gradient_scale == 1.0
-    with pytest.raises(ValueError, match=r"num_micro_batches \(0\) must be >= 1"):
+    with pytest.raises(ValueError, match=r"num_micro_batches \(0\) must be a whole number >= 1"):
         state.set_num_micro_batches(0)
 
 

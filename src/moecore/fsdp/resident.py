@@ -111,8 +111,9 @@ class ResidentUnits:
                 "the last backward ended in an exception: gradients, counts and gathered weights "
                 "are those of half a step, so start again from a checkpoint, in new processes"
             )
-        self._end_forward()
-        if not self._is_shared:
+        if self._is_shared:
+            self._end_forward()
+        else:
             self.free()
         if self._is_last and torch.is_grad_enabled():
             self._is_shared = self._is_last = False

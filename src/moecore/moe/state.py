@@ -97,18 +97,14 @@ class MoEState:
         self.set_num_micro_batches(1)
 
     def set_num_micro_batches(self, num_micro_batches: int) -> None:
-        """Say how many micro-batches one optimizer step accumulates (1 until told otherwise).
+        """Set how many micro-batches one optimizer step accumulates.
 
-        The auxiliary losses are divided by it, as the user divides the main loss; no other factor
-        on the main loss reaches them.
-
-        Raises:
-            ValueError: when it is less than 1.
+        Auxiliary losses are divided by it; no other factor on the main loss reaches them.
         """
-        if num_micro_batches < 1:
+        if not isinstance(num_micro_batches, int) or num_micro_batches < 1:
             raise ValueError(
-                f"num_micro_batches ({num_micro_batches}) must be >= 1: use the number of "
-                "backwards per optimizer step"
+                f"num_micro_batches ({num_micro_batches}) must be a whole number >= 1: use the "
+                "number of backwards per optimizer step"
             )
         self.num_micro_batches = num_micro_batches
         scale = 1.0 / num_micro_batches
@@ -120,24 +116,8 @@ class MoEState:
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
         """Reduce the step's counts, move the expert biases, and start counting anew.
 
-        Call once per optimizer step on every rank. One collective for all layers, and one more for
-        those with quantile balancing; no host sync.
-
-        Args:
-            skipped: the step was dropped (`clip_grad_norm_(...).skipped`): biases stay too. A bool,
-                or a bool scalar on the device, for which nothing waits.
-
-        Returns:
-            The metrics of the step; all zero when nothing was counted since the last call, empty
-            for a model without MoE layers.
-
-        Raises:
-            ValueError: when a layer with auxiliary losses saw another number of micro-batches than
-                `set_num_micro_batches` said, so that their gradient had the wrong scale; when a
-                parameter was added after `parallelize_moe`.
-            ExchangeError: when an exchange went wrong on this rank, as far as the host can see
-                without waiting; `check` waits. Before anything moves, and before the collective:
-                other ranks may not know, so let the process end.
+        `TrainStep.finish` does it in two parts. Biases stay in a step that was `skipped`: a bool,
+        or a bool scalar on the device, for which nothing waits.
         """
         self.check_step()
         return self.reduce_step(skipped=skipped)
@@ -148,7 +128,7 @@ class MoEState:
             layer.part("experts").reader.start_micro_batch(is_last=is_last)
 
     def check_step(self) -> None:
-        """Raise what makes a step wrong, as far as the host can see: see `finish_step`."""
+        """Raise what is wrong with a step, as far as the host can see: see `TrainStep.finish`."""
         if self.exchanges is not None:
             self.exchanges.poll()
         if self._check_parameters is not None:
@@ -157,7 +137,7 @@ class MoEState:
 
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
-        """Do what follows in `finish_step`."""
+        """Return what all ranks counted, move the biases, and start counting anew."""
         if not self.layers:
             return MoEMetrics()
         counts = {name: self._counts(layer) for name, layer in self.layers.items()}
@@ -169,14 +149,7 @@ class MoEState:
         return metrics
 
     def check(self) -> None:
-        """Raise what went wrong on this rank while tokens traveled. One host sync per exchange.
-
-        Only dispatcher "nvlink" has something to find: with any other this returns at once.
-
-        Raises:
-            ExchangeError: names the rank that did not come in time, or the rank whose expert rows
-                did not fit and the row factor that would have been enough.
-        """
+        """Raise what went wrong on this rank while tokens traveled; waits for the device."""
         if self.exchanges is not None:
             self.exchanges.check()
 
