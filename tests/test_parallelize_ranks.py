@@ -30,11 +30,11 @@ from moecore import (
     ParallelConfig,
     build_meshes,
     clip_grad_norm_,
-    moe_state,
     parallelize_moe,
 )
 from moecore.checkpoint import load, save
 from moecore.models import Decoder, DecoderConfig
+from moecore.moe.state import moe_state
 from tests.ranks import run_ranks
 
 WORLD = 4
