@@ -25,10 +25,16 @@ def register(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     mutates_args: tuple[str, ...] = (),
+    schema: str | None = None,
 ) -> Callable[..., Any]:
-    """Return the custom op `moecore::<name>`; arguments as for `Op`."""
+    """Return the custom op `moecore::<name>`; arguments as for `Op`.
+
+    A `schema` says what the annotations of a forward with `*args` cannot.
+    """
     assert not (mutates_args and backward), name
-    custom = torch.library.custom_op(f"moecore::{name}", forward, mutates_args=mutates_args)
+    custom = torch.library.custom_op(
+        f"moecore::{name}", forward, mutates_args=mutates_args, schema=schema
+    )
     custom.register_fake(fake)
     if backward is not None:
         custom.register_autograd(backward, setup_context=setup_context)

@@ -153,7 +153,14 @@ class MoELayer(nn.Module):
             routed_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
         with mark("moecore::router"):
             routing = self.part("router")(routed_TD, micro_batch)
-        y_TD = self._routed(_autocast(routed_TD), routing)
+        rows_TL, routing = self._rows(_autocast(routed_TD), routing)
+        with mark("moecore::dispatch"):
+            expert_input = self.dispatcher.dispatch(rows_TL, routing)
+        with mark("moecore::experts"):
+            y_SL = self.part("experts")(expert_input)
+        with mark("moecore::combine"):
+            y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
+        y_TD = self.latent.up(y_TL) if self.config.latent_dim else y_TL
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait()
         y = y_TD.to(x.dtype).view(x.shape)
@@ -163,18 +170,10 @@ class MoELayer(nn.Module):
             return y
         return self.tracker.attach(y, routing, micro_batch, self.part("router").selection_bias)
 
-    def _routed(self, rows_TD: Tensor, routing: Routing) -> Tensor:
-        """Return the sum over each token's routed experts, [T, D]."""
+    def _rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """Return the rows that travel, [T, L], and the routing that their experts see."""
         rows_TL = self.latent.down(rows_TD) if self.config.latent_dim else rows_TD
-        if self.config.weights_on_input:
-            rows_TL, routing = weigh_input(rows_TL, routing)
-        with mark("moecore::dispatch"):
-            expert_input = self.dispatcher.dispatch(rows_TL, routing)
-        with mark("moecore::experts"):
-            y_SL = self.part("experts")(expert_input)
-        with mark("moecore::combine"):
-            y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
-        return self.latent.up(y_TL) if self.config.latent_dim else y_TL
+        return weigh_input(rows_TL, routing) if self.config.weights_on_input else (rows_TL, routing)
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         """Return what every token gets, [T, D]; None without shared experts."""

@@ -187,7 +187,7 @@ def expert_mlp(
     handle_RD = None if unsummed is None else unsummed.handle_RD
     if not is_plain_eager():
         wide = (rows.widen().contiguous(), *tensors[1:])
-        return traced_expert_mlp(*wide, handle_RD, index, options, name)
+        return traced_expert_mlp(wide, handle_RD, index, options, name)
     if rows.scales is None:
         rows = Rows(rows.values.contiguous())
     if name != options.products:

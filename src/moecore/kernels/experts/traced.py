@@ -1,9 +1,11 @@
 """The experts' operation as a custom op: what compilers, fake tensors and dispatch modes see.
 
-Schemas are flat, so each op has a record of its arguments; nothing is taken by position.
+Schemas are flat; each op has a record of its arguments, so that nothing is taken by position.
 
 Letters: as in `contract.py`.
 """
+
+from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -18,9 +20,21 @@ from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
 
+_INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
+_ACTIVATION = "str kind, float limit, float alpha, bool interleaved"
+_FORWARD = (
+    f"(Tensor x_SD, Tensor w1_eCD, Tensor w2_eDF, Tensor weights_R, Tensor? handle_RD, {_INDEX}, "
+    f"{_ACTIVATION}, str products, bool keep_h) -> (Tensor, Tensor)"
+)
+_BACKWARD = (
+    f"(Tensor dy, Tensor x_SD, Tensor h_RC, Tensor w1_eCD, Tensor w2_eDF, Tensor weights_R, "
+    f"{_INDEX}, {_ACTIVATION}, str products, bool unsummed, bool[] wants) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
 
 class _Inputs(NamedTuple):
-    """The custom op's arguments; `handle_RD` and those before it may have gradients."""
+    """Arguments of the forward op; `handle_RD` and those before it may have gradients."""
 
     x_SD: Any = None
     w1_eCD: Any = None
@@ -38,93 +52,89 @@ class _Inputs(NamedTuple):
     keep_h: Any = None
 
 
-def _forward(
-    x_SD: Tensor,
-    w1_eCD: Tensor,
-    w2_eDF: Tensor,
-    weights_R: Tensor,
-    handle_RD: Tensor | None,
-    row_ids_R: Tensor,
-    slots_SK: Tensor,
-    offsets_e: Tensor,
-    kind: str,
-    limit: float,
-    alpha: float,
-    interleaved: bool,
-    products: str,
-    keep_h: bool,
-) -> tuple[Tensor, Tensor]:
+class _BackwardInputs(NamedTuple):
+    """Arguments of the backward op; h_RC is [0] where FC1 runs again."""
+
+    dy: Tensor
+    x_SD: Tensor
+    h_RC: Tensor
+    w1_eCD: Tensor
+    w2_eDF: Tensor
+    weights_R: Tensor
+    row_ids_R: Tensor
+    slots_SK: Tensor
+    offsets_e: Tensor
+    kind: str
+    limit: float
+    alpha: float
+    interleaved: bool
+    products: str
+    unsummed: bool
+    wants: list[bool]
+
+
+def _activation(args: _Inputs | _BackwardInputs) -> ActivationOptions:
+    return ActivationOptions(
+        kind=args.kind, limit=args.limit, alpha=args.alpha, interleaved=args.interleaved
+    )
+
+
+def _index(args: _Inputs | _BackwardInputs) -> ExpertIndex:
+    return ExpertIndex(args.row_ids_R, args.weights_R, args.slots_SK, args.offsets_e)
+
+
+def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
     """Return y_SD, or y_RD with a handle, and h_RC (empty unless kept)."""
-    index = ExpertIndex(row_ids_R, weights_R, slots_SK, offsets_e)
-    act = ActivationOptions(kind=kind, limit=limit, alpha=alpha, interleaved=interleaved)
-    made = make_products(products, index, act, hidden_dim=w2_eDF.shape[2])
-    h_RC, a_RF = made.fc1(made.source(Rows(x_SD), "fc1"), w1_eCD, weights_R)
-    y = made.rows(a_RF, w2_eDF.transpose(1, 2))
-    if handle_RD is None:
-        y = sum_rows_plain(y, *made.where)
-    return y, h_RC if keep_h else h_RC.new_empty(0)
+    args = _Inputs(*flat)
+    hidden_dim = args.w2_eDF.shape[2]
+    products = make_products(args.products, _index(args), _activation(args), hidden_dim)
+    x = products.source(Rows(args.x_SD), "fc1")
+    h_RC, a_RF = products.fc1(x, args.w1_eCD, args.weights_R)
+    y = products.rows(a_RF, args.w2_eDF.transpose(1, 2))
+    if args.handle_RD is None:
+        y = sum_rows_plain(y, *products.where)
+    return y, h_RC if args.keep_h else h_RC.new_empty(0)
 
 
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs = _Inputs(*args)
-    (S, D), R, C = inputs.x_SD.shape, inputs.weights_R.shape[0], inputs.w1_eCD.shape[1]
-    rows = S if inputs.handle_RD is None else R
-    h_shape = (R, C) if inputs.keep_h else (0,)
-    return inputs.x_SD.new_empty(rows, D), inputs.x_SD.new_empty(h_shape)
+def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
+    args = _Inputs(*flat)
+    (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
+    h_shape = (R, C) if args.keep_h else (0,)
+    y_shape = (S if args.handle_RD is None else R, D)
+    return args.x_SD.new_empty(y_shape), args.x_SD.new_empty(h_shape)
 
 
-def _backward(
-    dy: Tensor,
-    x_SD: Tensor,
-    h_RC: Tensor,
-    w1_eCD: Tensor,
-    w2_eDF: Tensor,
-    weights_R: Tensor,
-    row_ids_R: Tensor,
-    slots_SK: Tensor,
-    offsets_e: Tensor,
-    kind: str,
-    limit: float,
-    alpha: float,
-    interleaved: bool,
-    products: str,
-    unsummed: bool,
-    wants: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dx, dw1, dw2 and dweights, empty where not wanted; h_RC is [0] where not kept."""
-    kept_h = None if h_RC.ndim == 1 else h_RC
-    index = (row_ids_R, weights_R, slots_SK, offsets_e)
-    saved = Saved(x_SD, None, w1_eCD, w2_eDF, *index, kept_h)
-    act = ActivationOptions(kind=kind, limit=limit, alpha=alpha, interleaved=interleaved)
-    made = make_products(products, saved.expert_index, act, hidden_dim=w2_eDF.shape[2])
-    grads = differentiate(made, act, saved, dy.contiguous(), Wants(*wants), unsummed=unsummed)
-    dx, dw1, dw2, dweights_R = (dy.new_empty(0) if g is None else g for g in grads)
-    return dx, dw1, dw2, dweights_R
+def _backward(*flat: Any) -> tuple[Tensor, ...]:
+    """Return dx, dw1, dw2 and dweights, empty where not wanted."""
+    args = _BackwardInputs(*flat)
+    kept_h = None if args.h_RC.ndim == 1 else args.h_RC
+    saved = Saved(args.x_SD, None, args.w1_eCD, args.w2_eDF, *_index(args), kept_h)
+    activation, hidden_dim = _activation(args), args.w2_eDF.shape[2]
+    products = make_products(args.products, saved.expert_index, activation, hidden_dim)
+    wants, dy = Wants(*args.wants), args.dy.contiguous()
+    grads = differentiate(products, activation, saved, dy, wants, unsummed=args.unsummed)
+    return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _backward_fake(dy, x_SD, h_RC, w1_eCD, w2_eDF, weights_R, *rest):  # type: ignore[no-untyped-def]
-    *_, wants = rest
-    likes = zip((dy, w1_eCD, w2_eDF, weights_R), wants, strict=True)
-    return tuple(like.new_empty(like.shape if want else (0,)) for like, want in likes)
-
-
-_bwd = register("expert_mlp_bwd", _backward, _backward_fake)
+def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
+    args = _BackwardInputs(*flat)
+    likes = (args.dy, args.w1_eCD, args.w2_eDF, args.weights_R)
+    wanted = zip(likes, args.wants, strict=True)
+    return tuple(like.new_empty(like.shape if want else (0,)) for like, want in wanted)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     args, h_RC = _Inputs(*inputs), output[1]
-    index = (args.row_ids_R, args.weights_R, args.slots_SK, args.offsets_e)
-    ctx.save_for_backward(*Saved(args.x_SD, None, args.w1_eCD, args.w2_eDF, *index, h_RC))
-    act = ActivationOptions(
-        kind=args.kind, limit=args.limit, alpha=args.alpha, interleaved=args.interleaved
+    ctx.save_for_backward(*Saved(args.x_SD, None, args.w1_eCD, args.w2_eDF, *_index(args), h_RC))
+    ctx.options = ExpertMLPOptions(
+        activation=_activation(args), products=args.products, keep_h=args.keep_h
     )
-    ctx.options = ExpertMLPOptions(activation=act, products=args.products, keep_h=args.keep_h)
     ctx.is_unsummed = args.handle_RD is not None
     ctx.mark_non_differentiable(h_RC)
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> _Inputs:
     if dy is None:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)
@@ -135,7 +145,15 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None,
     return grads._replace(**{"handle_RD" if ctx.is_unsummed else "x_SD": found.x})
 
 
-_fwd = register("expert_mlp", _forward, _forward_fake, setup_context=_save, backward=_differentiate)
+_bwd = register("expert_mlp_bwd", _backward, _backward_fake, schema=_BACKWARD)
+_fwd = register(
+    "expert_mlp",
+    _forward,
+    _forward_fake,
+    schema=_FORWARD,
+    setup_context=_save,
+    backward=_differentiate,
+)
 
 
 def traced_backward(
@@ -143,54 +161,27 @@ def traced_backward(
 ) -> Grads:
     """Return the gradients by the custom op; None where not wanted."""
     h_RC = saved.w1_eCD.new_empty(0) if saved.h_RC is None else saved.h_RC
-    act = options.activation
-    found = _bwd(
-        dy,
-        saved.rows.widen(),
-        h_RC,
-        saved.w1_eCD,
-        saved.w2_eDF,
-        saved.weights_R,
-        saved.row_ids_R,
-        saved.slots_SK,
-        saved.offsets_e,
-        act.kind,
-        act.limit,
-        act.alpha,
-        act.interleaved,
-        options.products,
-        unsummed,
-        list(wants),
-    )
-    return Grads(*(g if want else None for g, want in zip(found, wants, strict=True)))
+    weights = (saved.w1_eCD, saved.w2_eDF, saved.weights_R)
+    index = (saved.row_ids_R, saved.slots_SK, saved.offsets_e)
+    how: Any = (*_flat(options.activation), options.products, unsummed, list(wants))
+    args = _BackwardInputs(dy, saved.rows.widen(), h_RC, *weights, *index, *how)
+    found = zip(_bwd(*args), wants, strict=True)
+    return Grads(*(grad if want else None for grad, want in found))
 
 
 def traced_expert_mlp(
-    x_SD: Tensor,
-    w1_eCD: Tensor,
-    w2_eDF: Tensor,
-    weights_R: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     handle_RD: Tensor | None,
     index: ExpertIndex,
     options: ExpertMLPOptions,
     products: ProductsName,
 ) -> Tensor:
-    """Return what `expert_mlp` returns, by the custom op."""
-    act = options.activation
-    y, _ = _fwd(
-        x_SD,
-        w1_eCD,
-        w2_eDF,
-        weights_R,
-        handle_RD,
-        index.row_ids_R,
-        index.slots_SK,
-        index.offsets_e,
-        act.kind,
-        act.limit,
-        act.alpha,
-        act.interleaved,
-        products,
-        options.keep_h,
-    )
+    """Return what `expert_mlp` returns, by the custom op, of wide x, w1, w2 and weights_R."""
+    places = (index.row_ids_R, index.slots_SK, index.offsets_e)
+    how = (*_flat(options.activation), products, options.keep_h)
+    y, _ = _fwd(*_Inputs(*tensors, handle_RD, *places, *how))
     return y
+
+
+def _flat(activation: ActivationOptions) -> tuple[str, float, float, bool]:
+    return activation.kind, activation.limit, activation.alpha, activation.interleaved
