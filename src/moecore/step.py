@@ -231,7 +231,7 @@ def drop_step(model: nn.Module) -> None:
         resident.drop_step()
     for module in model.modules():
         if isinstance(module, MoELayer):
-            module.forget_step()
+            module.drop_step()
     for param in model.parameters():
         param.grad = None
 

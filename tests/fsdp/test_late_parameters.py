@@ -1,4 +1,4 @@
-"""Parameters that come after parallelize_moe are refused where nobody reduces their gradients."""
+"""Parameters that come after parallelize_moe are refused where nothing reduces their gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Parameters that FSDP2 could not shard and train, found before anything is sharded.
 
-FSDP2 finds them in the first forward or backward, and does not say which they are.
+FSDP2 finds them in the first forward or backward, and does not name them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def check_parameters(model: nn.Module, meshes: Meshes, options: FSDPOptions) -> 
     Args:
         model: its MoE blocks are MoELayers, whose experts are whole tensors still.
         meshes: both views.
-        options: say which modules are a unit.
+        options: they set which modules are a unit.
 
     Raises:
         ValueError: names the parameters.

@@ -19,7 +19,7 @@ from moecore.fsdp.resident import resident_units
 def refuse_added(model: nn.Module) -> None:
     """Raise for trainable parameters whose gradients stay those of one rank.
 
-    Not for those that somebody reduces: FSDP2, DistributedDataParallel, or a hook of their own
+    Not where something else reduces them: FSDP2, DistributedDataParallel, or a hook of their own
     (`register_post_accumulate_grad_hook`). No communication; 0.6 ms of a host for 531 parameters.
 
     Args:
@@ -44,7 +44,7 @@ def refuse_added(model: nn.Module) -> None:
         names = [name for name, param in model.named_parameters() if param in added]
         raise ValueError(
             f"{names[0]} (and {len(names) - 1} more) must be in the model before parallelize_moe, "
-            "or nobody reduces its gradient and every rank trains its own: add it before, freeze "
+            "or its gradient is not reduced and every rank trains its own: add it before, freeze "
             "it, or reduce it in a hook (register_post_accumulate_grad_hook)"
         )
 

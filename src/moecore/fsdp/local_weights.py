@@ -69,10 +69,10 @@ class WholeWeights(ParamReader):
         return Sink(param, matrices.shape, node, 1.0 / self.divisor)
 
     def start_micro_batch(self, *, is_last: bool) -> None:
-        """Say whether an optimizer step follows the next forward and backward."""
+        """Announce a forward and backward, and whether an optimizer step follows them."""
         self._shares = self.keep and not is_last
 
-    def finish_step(self) -> None:
+    def drop_casts(self) -> None:
         """Forget casts that no last micro-batch has used up."""
         self._shared.clear()
         self._shares = False
@@ -81,7 +81,7 @@ class WholeWeights(ParamReader):
         """Return the cast of all micro-batches of a step; None = every micro-batch has its own."""
         found = self._shared.get(param) if self._shares else self._shared.pop(param, None)
         # An operation on a DTensor counts at the DTensor, one on its part at the part, one of a
-        # fused or foreach optimizer nowhere: `finish_step` forgets.
+        # fused or foreach optimizer nowhere: `drop_casts` ends a step.
         made_of = (local.data_ptr(), version(local), version(param))
         if found is not None and found.made_of == made_of:
             return found.cast
@@ -95,7 +95,7 @@ class WholeWeights(ParamReader):
     def reading(self) -> Iterator[None]:
         """Within, what is saved for backward holds parameters in place of their casts.
 
-        Not where somebody else decides what is saved (activation checkpointing, offload): torch
+        Not where other hooks decide what is saved (activation checkpointing, offload): torch
         asks the innermost hooks alone, so all of the experts' activations would be kept.
         """
         if has_saved_tensor_hooks():

@@ -2,7 +2,7 @@
 
 The host launches one graph where it would launch thousands of kernels, each of which costs it more
 time than a small batch costs the GPU. Nothing of the journey changes: the same kernels, collectives
-and copies run, as many tokens to as many experts as the routing of each batch says.
+and copies run, as many tokens to as many experts as the routing of each batch demands.
 
     calls 1 .. warm_up      run as they are; the last one is watched for what a graph can not hold
     call warm_up + 1        captured, which computes nothing, then replayed
@@ -196,7 +196,7 @@ def _capture(
         RuntimeError: when it can not be captured on some rank.
         OutOfMemoryError, ExchangeError: for these, on the rank that has them.
     """
-    _forget_casts(state)
+    _drop_casts(state)
     trackers = {name: layer.tracker for name, layer in state.layers.items()}
     for tracker in trackers.values():
         tracker.num_captured = 0
@@ -205,19 +205,19 @@ def _capture(
     before = 0 if progress is None else progress.done
     graph, outputs, error = _graph_of(function, inputs)
     reason = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-    said = _first_of_all(reason)
+    failure = _first_of_all(reason)
     if isinstance(error, torch.OutOfMemoryError | ExchangeError):
         raise error
-    if said:
+    if failure:
         raise RuntimeError(
-            f"forward_backward could not be captured ({said}): it must launch the same work in "
+            f"forward_backward could not be captured ({failure}): it must launch the same work in "
             "every call and wait for none of it; start again without a graph"
         ) from error
     num_in_step = 0
     if progress is not None:  # the capture has computed nothing
         progress.done, num_in_step = before, progress.done - before
     free_units(model)  # what is unsharded and cast lies in the graph's memory
-    _forget_casts(state)
+    _drop_casts(state)
     return _Captured(
         graph=graph,
         model=model,
@@ -236,7 +236,7 @@ def _graph_of(
 ) -> tuple[torch.cuda.CUDAGraph, Any, Exception | None]:
     """Return a graph, what the function returned, and what went wrong."""
     graph, outputs, first = torch.cuda.CUDAGraph(), None, None
-    gc.collect()  # a model that nobody uses any more may wait for the GPU when it is freed
+    gc.collect()  # a dead model may wait for the GPU when it is freed
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -275,9 +275,9 @@ def _watched(function: Callable[..., Any], inputs: Inputs) -> Any:
     for other in caught:
         if other not in waits and WATCH_WARNING not in str(other.message):
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-    said = _first_of_all(_problem(waits, outputs))
-    if said:
-        raise ValueError(said)
+    problem = _first_of_all(_problem(waits, outputs))
+    if problem:
+        raise ValueError(problem)
     return outputs
 
 
@@ -296,12 +296,12 @@ def _problem(waits: list[warnings.WarningMessage], outputs: Any) -> str:
     return ""
 
 
-def _first_of_all(said: str) -> str:
-    """Return what the first rank says that says something. Collective over all ranks."""
+def _first_of_all(problem: str) -> str:
+    """Return the problem of the first rank that has one. Collective over all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return said
+        return problem
     of_ranks = [""] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, said)
+    dist.all_gather_object(of_ranks, problem)
     return next((f"rank {r}: {text}" for r, text in enumerate(of_ranks) if text), "")
 
 
@@ -360,9 +360,9 @@ def _gpu_of(model: nn.Module) -> torch.device:
     return device
 
 
-def _forget_casts(state: MoEState) -> None:
+def _drop_casts(state: MoEState) -> None:
     for layer in state.layers.values():
-        layer.part("experts").reader.finish_step()
+        layer.part("experts").reader.drop_casts()
 
 
 def _check_output(output: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from moecore.moe.layer import MoELayer
 def compile_blocks(blocks: list[nn.Module], **options: Any) -> None:
     """Compile each block but for its MoE layers. In place; parameter names stay.
 
-    A block, or a module in it, says with `compile_regions` which of its methods hold no MoE layer.
+    `compile_regions` of a block, or of a module in it, names its methods that hold no MoE layer.
     In any other block forward is compiled up to each MoE layer and from there on, which costs more
     host time. Blocks of one class share their code. FSDP2's hooks stay outside of it.
 
@@ -29,11 +29,11 @@ def compile_blocks(blocks: list[nn.Module], **options: Any) -> None:
     for block in blocks:
         if isinstance(block, MoELayer):
             continue
-        telling = [m for m in block.modules() if hasattr(m, "compile_regions")]
-        for owner in telling:
+        owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
+        for owner in owners:
             for name in cast(Any, owner).compile_regions:
                 setattr(owner, name, torch.compile(getattr(owner, name), **options))
-        if telling:
+        if owners:
             continue
         for layer in (m for m in block.modules() if isinstance(m, MoELayer)):
             cast(Any, layer).forward = torch.compiler.disable(layer.forward)

@@ -117,10 +117,10 @@ class MoELayer(nn.Module):
         for owner in (self.part("router"), self.part("experts")):
             owner.config = self.config
 
-    def forget_step(self) -> None:
-        """Forget the counts since the last optimizer step, and weights that were cast for it."""
+    def drop_step(self) -> None:
+        """Drop the counts since the last optimizer step, and weights that were cast for it."""
         self.tracker.reset()
-        self.part("experts").reader.finish_step()
+        self.part("experts").reader.drop_casts()
 
     def part(self, role: str) -> Any:
         """Return the child that plays "router", "experts" or "shared", whatever its name."""

@@ -1,7 +1,7 @@
 """How the layer reads a parameter that may be sharded, and fills it the same on every layout.
 
 Layers keep activations as plain local tensors; what a parameter is (whole, sharded over ep, etp or
-tp, replicated over tp) is told by its DTensor placements alone.
+tp, replicated over tp) follows from its DTensor placements alone.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class ParamReader:
         return None
 
     def start_micro_batch(self, *, is_last: bool) -> None:
-        """Say whether an optimizer step follows the next forward and backward."""
+        """Announce a forward and backward, and whether an optimizer step follows them."""
 
-    def finish_step(self) -> None:
-        """Say that the weights may have changed."""
+    def drop_casts(self) -> None:
+        """Drop what was made of the weights, which may change now."""
 
 
 @torch.no_grad()

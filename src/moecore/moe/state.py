@@ -183,7 +183,7 @@ class MoEState:
         if self.groups.global_batch is not None:
             dist.all_reduce(packed, group=self.groups.global_batch)
         all_chosen, all_losses, *all_kept = packed.split([len(part) for part in parts])
-        # As told, not as seen: replays of a CUDA graph are not seen, and the rest is checked.
+        # As set, not as counted: replays of a CUDA graph run no Python, and the rest is checked.
         shares = self.num_micro_batches * self.groups.data_ranks
         metrics = MoEMetrics(
             tokens_per_expert=_split(all_chosen.long(), chosen),
@@ -222,7 +222,7 @@ class MoEState:
 
     def _reset(self) -> None:
         for layer in self.layers.values():
-            layer.forget_step()
+            layer.drop_step()
 
     def _counts(self, layer: Any) -> LoadCounts:
         """The layer's counts of this step; zeros when it has none."""
