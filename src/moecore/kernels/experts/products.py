@@ -35,7 +35,7 @@ from moecore.kernels.rows.record import Rows
 
 Use = Literal["fc1", "fc1_again", "dy", "wgrad"]
 
-# Smallest F for which rows are gathered before a product: "gather first" in docs/log.md.
+# Smallest F for which rows are gathered before a product: "gather first", docs/findings/kernels.md
 GATHER_FIRST: dict[Use, int] = {
     "fc1": 512,  # X, for FC1 and its gated activation
     "dy": 1024,  # dY, for FC2's input gradient under a gated activation and its weight gradient

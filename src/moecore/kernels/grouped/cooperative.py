@@ -13,7 +13,7 @@ the next tile is multiplied, TMA stores this one and two more warps compute its 
 once each.
 
 Tiles of this size read a quarter less through the L2 cache than those of `pingpong.py`, which costs
-power: a step of training runs at the limit of it (docs/performance.md). The Triton kernels of
+power: a training step is bound by power (docs/findings/measuring.md). The Triton kernels of
 `gemm.py` compute the same; these run where they are faster.
 """
 

@@ -97,7 +97,7 @@ class TileConfig:
     epilogue_parts: int = 1
 
 
-# H200: see "grouped GEMM tiles" in docs/log.md. Interpreted programs want few and small tiles.
+# H200: "grouped GEMM tiles" in docs/findings/kernels.md. The interpreter wants few, small tiles.
 CONTIGUOUS = TileConfig(flatten=True, epilogue_parts=2)
 GATHERED = TileConfig()
 SMALL = TileConfig(block_m=16, block_n=32, block_k=16, group_m=2, num_warps=4)

@@ -12,8 +12,8 @@ Hopper only; elsewhere a gather and torch's grouped product. One persistent prog
 multiprocessor. Warps of its own fill a ring of stages: contiguous rows by TMA, rows that lie apart
 by asynchronous copies. Two warp groups multiply a tile of BLOCK_M x BLOCK_N. Rows of x past the
 expert's last one are made 0, so what y holds there is multiplied by 0. x takes the narrow side of
-the tile: copies of 256 columns take longer than the product of a stage ("wgrad gather" in
-docs/log.md). 2 * R * M * N floating-point operations.
+the tile: copies of 256 columns take longer than the product of a stage ("weight gradients with
+gathered rows" in docs/findings/kernels.md). 2 * R * M * N floating-point operations.
 """
 
 import torch
