@@ -165,7 +165,9 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        assert grad is not None, name
+        assert (grad is not None) == parameter.requires_grad, name
+        if grad is None:
+            continue
         found[f"grad/{name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return found
 

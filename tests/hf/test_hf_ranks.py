@@ -33,8 +33,8 @@ FOLDINGS = {
     "ep2-etp2": dict(ep=2, etp=2),
     "etp2-replicate2": dict(dp_replicate=2, dp_shard=2, edp_replicate=2, edp_shard=1, etp=2),
 }
-# Plain training; transformers' own checkpointing; loss="sum"; compile_dense=True.
-Variant = Literal["", "checkpointing", "sum", "compile"]
+# Plain training; transformers' own checkpointing; loss="sum"; LoRA on attention; compile_dense.
+Variant = Literal["", "checkpointing", "sum", "lora", "compile"]
 CASES: list[tuple[str, str, Variant]] = [
     (name, folding, "")
     for name in ARCHITECTURES
@@ -42,6 +42,7 @@ CASES: list[tuple[str, str, Variant]] = [
     if HAS_SEPARATE_PIECES or "etp" not in folding or name == "gpt-oss"
 ]
 CASES += [("qwen2-moe", "ep2-edp2", "checkpointing"), ("mixtral", "ep2-edp2", "sum")]
+CASES += [("qwen3-moe", "ep2-edp2", "lora")]
 GPU_CASES: list[tuple[str, str, Variant]] = [
     *CASES,
     ("qwen3-moe", "ep4", "compile"),
@@ -51,6 +52,28 @@ GPU_CASES: list[tuple[str, str, Variant]] = [
 
 def name_of(case: tuple[str, str, Variant]) -> str:
     return "/".join(case).rstrip("/")
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer with a trained update of rank 2, as peft wraps one."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def add_lora(model: nn.Module) -> None:
+    """Freeze everything and train an update of each query and value projection."""
+    model.requires_grad_(False)
+    torch.manual_seed(5)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, LoRA(getattr(layer.self_attn, name)))
 
 
 def batches(device: torch.device) -> list[dict[str, Tensor]]:
@@ -145,24 +168,46 @@ def mixed_precision_errors(device: torch.device) -> dict[str, tuple[float, float
     }
 
 
+def generated(device: torch.device) -> list[tuple[list[int], list[int]]]:
+    """What each rank generates, each another number of tokens, and what one process does."""
+    model = random_model("qwen3-moe").to(device).eval()
+    plain = copy.deepcopy(model)
+    meshes = build_meshes(ParallelConfig(**FOLDINGS["ep4"]), device.type)
+    parallelize_moe(model, meshes)
+    rank = dist.get_rank()
+    prompt = batches(device)[rank]["input_ids"][:1]
+    options = {"max_new_tokens": 2 + 2 * rank, "do_sample": False, "eos_token_id": None}
+    found = model.generate(prompt, synced_gpus=True, **options)
+    expected = plain.generate(prompt, **options)
+    every: list[Any] = [None] * 4
+    dist.all_gather_object(every, (found[0].tolist(), expected[0].tolist()))
+    return every
+
+
 def worker(
     rank: int, device: torch.device, cases: list[tuple[str, str, Variant]]
 ) -> dict[str, Any]:
     errors: dict[str, tuple[float, str]] = {}
-    expected: dict[tuple[str, bool], dict[str, Tensor]] = {}
+    expected: dict[tuple[str, Variant], dict[str, Tensor]] = {}
     for case in cases:
         name, folding, variant = case
         own_loss = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
         model = random_model(name, **own_loss if name in WITH_BALANCE_LOSS else {}).to(device)
+        if variant == "lora":
+            add_lora(model)
         plain = copy.deepcopy(model)
         found = run_sharded(model, folding, variant, device)
         assert ("value/0/2" in found) == (name in WITH_BALANCE_LOSS)
         if rank == 0:
-            key = (name, variant == "sum")
+            key = (name, variant if variant in ("sum", "lora") else "")
             if key not in expected:
                 expected[key] = run_plain(plain, variant)
             errors[name_of(case)] = worst(found, expected[key])
-    return {"fp32": errors, "bf16": mixed_precision_errors(device)}
+    return {
+        "fp32": errors,
+        "bf16": mixed_precision_errors(device),
+        "generated": generated(device),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +242,18 @@ def test_mixed_precision(results: dict[str, Any]) -> None:
     check_mixed_precision(results)
 
 
+def check_generated(results: dict[str, Any]) -> None:
+    lengths = set()
+    for found, expected in results["generated"]:
+        assert found == expected
+        lengths.add(len(found))
+    assert len(lengths) == 4
+
+
+def test_generate_with_ranks_that_end_at_different_lengths(results: dict[str, Any]) -> None:
+    check_generated(results)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=name_of)
 def test_equals_one_process_on_gpus(
@@ -208,3 +265,8 @@ def test_equals_one_process_on_gpus(
 @pytest.mark.gpu
 def test_mixed_precision_on_gpus(gpu_results: dict[str, Any]) -> None:
     check_mixed_precision(gpu_results)
+
+
+@pytest.mark.gpu
+def test_generate_on_gpus(gpu_results: dict[str, Any]) -> None:
+    check_generated(gpu_results)
