@@ -38,25 +38,26 @@ Without a GPU `pytest benchmarks` is a smoke test of the harness and keeps no re
 
 How to read the rows:
 
-- Everything is bf16, and one GPU where no number of them is named. `fwd` is a training forward,
-  `fwd+bwd` adds gradients of input, weights and router. Times are medians; variants and baselines
+- All rows are bf16, and of one GPU where no number of GPUs is named. `fwd` is a training forward,
+  `fwd+bwd` adds gradients of input, weights and router. Times are medians. Variants and baselines
   run in the same rounds, in changing order.
 - `two` and `six grouped_mm` are the bare grouped matmuls of a forward, and of forward and backward,
   on the layer's own routing with rows already gathered. The ratio to them is the layer's overhead.
 - TFLOP/s count 6 T K D F for a forward and 18 T K D F for both: matrix products alone.
-- `saved` is what the forward keeps for backward, parameters left out; beside it the ratio to the
-  least, X and FC1's output: (2D + 4KF) T bytes. `peak` is the most allocated during fwd+bwd above
-  weights and input, gradients of the weights included.
-- `launches` are kernels of a forward; `syncs` how often the host waits for the GPU in fwd+bwd.
+- `saved` is what the forward keeps for backward without parameters. The column beside it is its
+  ratio to X and FC1's output, (2D + 4KF) T bytes. `peak` is the most allocated during fwd+bwd above
+  weights and input; gradients of the weights are in it.
+- `launches` counts kernels of a forward, `syncs` the waits of the host in fwd+bwd.
 - Routing: `learned` is a random router on random tokens, `even` deals tokens out in turn, `skewed`
   biases the router until the hottest expert has {SKEW:g} times the mean load, or {SKEW_ROOM} E / K
-  times it where that is less (no expert can have more than E / K). `hottest` is what was reached.
+  times it where that is less. `hottest` is the load that was reached; E / K is the most possible.
 - `te` and `transformers` are measured with `learned` alone.
 - A `transformers` row is the Qwen3-MoE block of transformers with its grouped_mm experts.
 """
 
 BACKENDS = ("triton", "torch", "te", "transformers")
 MOVES = ("dispatch", "combine")
+REMOVED = ("nvlink-experts",)  # lost: "tokens that arrive" in docs/findings/dispatch.md
 SHAPE_HEADER = ("shape", "T", "D", "F", "E", "K")
 
 
@@ -160,7 +161,7 @@ def _skew(records: list[Record]) -> str:
                 _quotient(skewed.get("baseline_ms"), even.get("baseline_ms")),
             ]
         )
-    note = "-: learned and even routing were not measured in one run.\n\n"
+    note = "`-`: learned and even routing were not measured in one run.\n\n"
     return note + table(header, rows) if rows else ""
 
 
@@ -188,12 +189,12 @@ def _kernels(records: list[Record]) -> str:
         ]
         for r in sorted(found, key=lambda r: (order.index(r["op"]), _position(r)))
     ]
-    note = "GB/s count the fewest bytes that the op must move; the formulas are in "
-    note += "`benchmarks/bench_kernels.py`.\n`of ceiling` is over the rates of the next table, "
-    note += (
-        "which a product reaches that runs until\nthe GPU is at its power limit: a short kernel "
+    note = (
+        "GB/s count the fewest bytes that the op must move; the formulas are in "
+        "`benchmarks/bench_kernels.py`.\n`of ceiling` is the share of a rate of the next table. "
+        "That product runs until the GPU is\nat its power limit, so a short kernel on a cool GPU "
+        "may exceed it.\n\n"
     )
-    note += "on a cool GPU may have more.\n\n"
     return note + table(header, rows) if rows else ""
 
 
@@ -202,6 +203,7 @@ def _expert_parallel(records: list[Record]) -> str:
     header = ("shape", "routing", "op", "backend", "ms (p20-p80)", "GB/s", "TFLOP/s", "against")
     header += ("its ms", "ratio", "saved GiB", "peak GiB", "syncs")
     found = [r for r in records if r["op"] in MOVES or r["op"].startswith("ep_")]
+    found = [r for r in found if r["backend"] not in REMOVED]
     order = list(dict.fromkeys(r["shape"] for r in found))
     rows = [
         [
@@ -223,7 +225,7 @@ def _expert_parallel(records: list[Record]) -> str:
         "dsv3 is T 4096, D 7168, F 2048, E 256, K 8 and qwen3-30b T 16384, D 2048, F 768, E 128,\n"
         "K 8, with T tokens per rank; `-epN` is over N GPUs.\n"
     )
-    note += "Of each round the slowest rank counts, for GB/s the rank that sends or gets most.\n\n"
+    note += "The slowest rank of each round counts; GB/s are of the rank that moves most.\n\n"
     return note + table(header, rows) if rows else ""
 
 
