@@ -1,4 +1,4 @@
-"""The README's code runs as it stands there, in a fresh process."""
+"""The code of the README and of pages without tests of their own runs, in a fresh process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+CHECKS = {
+    "README.md": "done.norm.finite and len(done.metrics.tokens_per_expert) == 2",
+    "docs/from_transformers.md": "done.norm.finite and latest(root).name == 'step-000004'",
+}
 
 
-def test_the_example_runs() -> None:
+@pytest.mark.parametrize("page", CHECKS)
+def test_the_example_runs(page: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    code = README.read_text().split("```python\n")[1].split("```")[0]
-    code += "\nassert norm.finite and float(norm) > 0 and len(load) == 2, (norm, load)\n"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    code = (ROOT / page).read_text().split("```python\n")[1].split("```")[0]
+    code += f"\nassert {CHECKS[page]}\n"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr[-2000:]
+    assert "model.layers.1.mlp" in result.stdout
