@@ -125,7 +125,7 @@ def parse() -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace, config: DecoderConfig) -> Row:
-    """Return what tells two rows apart beside the variant."""
+    """Return what distinguishes two rows beside the variant."""
     return {
         "preset": args.preset,
         "layers": config.num_layers,

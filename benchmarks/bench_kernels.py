@@ -1,7 +1,7 @@
 """Each op of kernels/ alone, against its plain PyTorch reference and the machine's ceiling.
 
 GB/s count the fewest bytes that the op must move (every input read once, every output written
-once), so `fraction` of the copy's bandwidth says how far the op is from the floor, re-reads
+once), so `fraction` of the copy's bandwidth is the op's distance from the floor, re-reads
 included. The formulas stand beside the ops below; b is 2 bytes (bf16), indices and logits have 4.
 
 Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K.

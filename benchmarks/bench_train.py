@@ -49,7 +49,7 @@ CEILING_SIDE = 8192
 CEILING_SECONDS = 2.0
 GRAPH_WARM_UP = 3
 Row = dict[str, Any]
-# What tells two runs apart, beside preset and number of GPUs.
+# What distinguishes two runs, beside preset and number of GPUs.
 SHOWN = (
     "batch_size",
     "seq_len",

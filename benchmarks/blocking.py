@@ -10,7 +10,7 @@ written meanwhile is waited for outside it and removed.
 The plain copy brings the same tensors into pinned memory in one go and waits once. Its memory is a
 ring of 2 GiB, larger than any cache, so that it needs no second set of host copies.
 
-Rows go to benchmarks/results/checkpoint/<day>-<gpu>.jsonl; without a GPU to no file, unless told.
+Rows go to benchmarks/results/checkpoint/<day>-<gpu>.jsonl; without a GPU to no file by default.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def routing_of(shape: Shape, *, skewed: bool = False) -> Routing:
 
 
 def poisoned(rows_SD: Tensor, slots_SK: Tensor) -> Tensor:
-    """NaN in holes: nobody may read them."""
+    """NaN in holes, which must not be read."""
     return rows_SD.masked_fill((slots_SK < 0).all(1, keepdim=True), float("nan"))
 
 

@@ -63,7 +63,7 @@ class FixedExchangePool(ExchangePool):
 
 
 def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) -> Iterator[str]:
-    """Yield the lines of the table; `*` marks what the dispatcher does unasked.
+    """Yield the lines of the table; `*` marks the dispatcher's default.
 
     Args:
         shape: the tokens.
@@ -90,7 +90,7 @@ def sweep(shape: Shape, meshes: Meshes, programs: tuple[int, ...], rounds: int) 
         calls[f"dispatch {i}"] = lambda d=dispatcher: d.dispatch(x_TD, routing)
         calls[f"combine {i}"] = lambda d=dispatcher, n=inp: d.combine(n.rows.values, n.plan)
     times = {name: timing_of(values).ms for name, values in time_in_turn(calls, rounds).items()}
-    dist.barrier(place.group)  # nobody frees what another rank still writes
+    dist.barrier(place.group)  # no rank frees what another one still writes
 
     yield f"{shape.name}, EP{place.ep}: ms and ratio to NCCL ({times['nccl']:.3f} ms)"
     yield "  SMs  push rounds chunk warps   dispatch         of all   combine          of all"

@@ -1,4 +1,4 @@
-"""No number without green tests: runs the test files of an op and says what failed.
+"""No number without green tests: runs the test files of an op and names what failed.
 
 All files that a session needs run once, before its first benchmark, in processes of their own, so
 that a crash takes no benchmark with it. Green files are remembered under a key of everything that

@@ -17,7 +17,7 @@ FIELDS = ("power.draw", "power.limit", "clocks.sm")  # W, W, MHz
 
 
 class PowerLog:
-    """Samples one GPU from `with` to its end; says nothing where there is no nvidia-smi.
+    """Samples one GPU from `with` to its end; has no samples where there is no nvidia-smi.
 
     Args:
         device: the GPU; another device is not sampled.

@@ -1,7 +1,7 @@
 """One JSON line per row: what was measured, and in which environment.
 
 `benchmarks/results/<day>-<gpu>.jsonl` is appended to and committed; docs/benchmarks.md is made
-from it. All rows of one session carry the same date, so rows of one run can be told.
+from it. All rows of one session carry the same date, so rows of one run can be found.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
-    """Return a layer whose expert bias moves; by quantiles all the way if nothing else is said."""
+    """Return a layer whose expert bias moves; by quantiles all the way by default."""
     rate = args.bias_rate
     if rate is None:
         rate = 1.0 if args.quantile else moe.balance.bias_update_rate
@@ -203,7 +203,7 @@ def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
 
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
-    """Return the choices of the nvlink dispatcher; None = nothing was said of it."""
+    """Return the choices of the nvlink dispatcher; None = none is set."""
     chosen = (args.row_factor, args.exact_rows, args.no_overlap)
     if not any((*chosen, args.send_again, args.fp8_dispatch)):
         return None

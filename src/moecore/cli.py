@@ -1,6 +1,6 @@
 """The command line: look at checkpoints, check them, convert them, remove old ones.
 
-Exit codes: 0 all is well; 1 a problem was found, one line on stderr says which; 2 wrong usage.
+Exit codes: 0 no problem; 1 a problem was found, named in one line on stderr; 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     remove = _command(commands, "prune", _prune, "remove old checkpoints of a run")
     remove.add_argument("path", type=Path, help="the run")
     remove.add_argument("--keep", type=int, required=True, help="how many of the newest stay, >= 1")
-    remove.add_argument("--dry-run", action="store_true", help="only say which would go")
+    remove.add_argument("--dry-run", action="store_true", help="only print which would go")
     return parser
 
 
 def _add_readers(commands: Any) -> None:
-    inspect = _command(commands, "inspect", _inspect, "say what a checkpoint holds")
+    inspect = _command(commands, "inspect", _inspect, "print what a checkpoint holds")
     inspect.add_argument("path", type=Path, help="step directory, run or Hugging Face directory")
     inspect.add_argument("--json", action="store_true", help="print one JSON object, all tensors")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")

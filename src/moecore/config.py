@@ -1,4 +1,4 @@
-"""Frozen records that say what a layer is and how the world is divided.
+"""Frozen records of a layer, its balancing and the parallel degrees.
 
 `MoEConfig` describes one MoE layer, `BalanceConfig` its load balancing, `ParallelConfig` the
 parallel degrees. Types, ranges and cross-field rules are checked at construction (`_fields.py`),

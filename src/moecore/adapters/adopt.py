@@ -29,14 +29,14 @@ def adopt(
         layout: the names under which the model knows its parts.
         router: "weight" [E, D], and "bias" [E] and the selection bias buffer if the config has
             them.
-        experts: parameter name -> stacked tensor, as `expert_shapes(config, layout)` says.
+        experts: parameter name -> stacked tensor, by `expert_shapes(config, layout)`.
         shared: any module that maps [T, D] to [T, D], kept as it is.
         shared_gate: any module that maps [T, D] to [T, 1], kept as it is; the sigmoid of what it
             returns multiplies the shared output. Its name is `layout.shared_gate`.
         layer_class: a subclass whose forward returns what the model expects of its block.
 
     Raises:
-        ValueError: when a tensor is missing or has another shape than the config says; when a
+        ValueError: when a tensor is missing or has another shape than the config's; when a
             shared gate comes without its name, without `shared`, or the other way round.
         NotImplementedError: for latent experts.
     """

@@ -198,7 +198,7 @@ def _compare_optimizers(
         kind = saved[name][0] if name in saved else None
         # All slots of a parameter or none: an optimizer cannot step with some of them.
         if kind is not None and kind not in kinds:
-            pass  # said above, once for all parameters
+            pass  # reported above, once for all parameters
         elif name not in mine:
             fit.left_out.append(f"optimizer state of {name} is of no parameter of the optimizer")
         elif name not in fit.model:

@@ -1,6 +1,6 @@
 """Whether two configs of a model give the same numbers from the same weights.
 
-Names and shapes do not tell: another top_k, score function or rope_theta fits every tensor. What
+Names and shapes do not suffice: another top_k, score function or rope_theta fits every tensor. What
 only training reads may differ, because it changes between runs that go on from each other.
 
 Note "transformers": its configs are compared field by field where both name one, but for those in
@@ -21,7 +21,7 @@ from torch import nn
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
-# num_mtp_layers is here because names tell of it.
+# num_mtp_layers is here because names differ with it.
 TRAINING = frozenset(
     {
         *("num_mtp_layers", "mtp_loss_coef", "ce_chunk_tokens", "max_seq_len"),
@@ -45,7 +45,7 @@ BOOKKEEPING = frozenset(
 THETA, LENGTH = "rope_theta", "max_position_embeddings"
 ROPE = (THETA, "partial_rotary_factor", "rope_scaling", "rope_parameters")
 ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
-# None is worked out from others, and shapes tell of it.
+# None is computed from others, and shapes differ with it.
 DERIVED = ("head_dim", "num_key_value_heads")
 Config = DecoderConfig | dict[str, Any]
 
@@ -195,7 +195,7 @@ def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Where rotary options are -> those that are on; {} where a config tells of none.
+    """Where rotary options are -> those that are on; {} where a config has none.
 
     There may be some for each kind of layer: rope_parameters.full_attention. and its like.
     """

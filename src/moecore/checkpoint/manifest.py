@@ -15,7 +15,7 @@ what the format allows is neither written nor read.
 
 The text must be byte for byte what Python's `json` makes of it, so one flipped bit anywhere is
 found: in a value by the digest, elsewhere by the comparison. The digest finds damage; it is no
-signature, so every field is checked as if somebody had forged it.
+signature, so every field is checked as if it were forged.
 
 Note "grid": the chunks of a tensor must be the cells of a grid (each dim cut at some places, every
 cell there once). DTensor shards always are, and it makes "no gap, no overlap" a linear check.

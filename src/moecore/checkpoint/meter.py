@@ -19,7 +19,7 @@ class Meter:
 
     Args:
         progress: called with (bytes done, bytes expected so far) on this rank, from the thread that
-            moves them; None = nobody looks.
+            moves them; None = none.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:

@@ -9,7 +9,7 @@
     saver.close()                            waits for the last save
 
 Note "errors": a background save succeeds or fails on all ranks together, but ranks learn of it at
-slightly different times. `check` communicates with nobody, so a rank that catches its error and
+slightly different times. `check` does not communicate, so a rank that catches its error and
 goes on stays in step with the others. `save` and `close` wait for the save before and agree: when
 any rank has not seen its error yet, all of them raise it.
 
@@ -209,7 +209,7 @@ class Saver:
         error = running.exception() if running is not None else None
         try:
             errors = gather(error, self._group)
-        except RuntimeError:  # such as when a rank has ended, which may be what the error says
+        except RuntimeError:  # such as when a rank has ended, which may be that error
             if error is None:
                 raise
             errors = [error]

@@ -83,7 +83,7 @@ class ShardWriter:
         path: must not exist.
         header: the first bytes.
         pinned: whether tensors come from a CUDA device.
-        meter: is told of each write.
+        meter: counts each write.
     """
 
     def __init__(self, path: Path, header: bytes, *, pinned: bool, meter: Meter) -> None:
@@ -95,7 +95,7 @@ class ShardWriter:
         self._filled = 0
         try:
             self._write(memoryview(header))
-        except BaseException:  # nobody else can: there is no object yet
+        except BaseException:  # no other code can: there is no object yet
             self.__exit__()
             raise
 
@@ -173,7 +173,7 @@ class ShardReader:
         path: the file.
         layout: what is in it.
         buffer: uint8 host memory, for slices that are not contiguous.
-        meter: is told of each read.
+        meter: counts each read.
     """
 
     def __init__(self, path: Path, layout: Layout, buffer: Tensor, meter: Meter) -> None:
@@ -259,10 +259,10 @@ def check_file(
 
     Args:
         path: the file.
-        layout: what the manifest says that it holds.
-        stored: size and digest that the manifest says.
+        layout: its content by the manifest.
+        stored: size and digest by the manifest.
         full: hash all of it; else only its size and header are looked at.
-        meter: is told of what was hashed.
+        meter: counts what was hashed.
 
     Raises:
         OSError: when it cannot be read.

@@ -284,7 +284,7 @@ def _meshes(view: ModelView) -> list[dict[str, int]]:
 
 
 def versions() -> dict[str, str]:
-    """Return what a manifest says of the software that wrote it."""
+    """Return a manifest's facts about the software that wrote it."""
     try:
         own = version("moecore")
     except PackageNotFoundError:  # run from a checkout
@@ -308,5 +308,5 @@ def _config_values(config: object) -> dict[str, Any] | None:
 
 
 def _copy(values: Any) -> Any:
-    """Return what JSON makes of it, so that nobody changes it while it is being written."""
+    """Return what JSON makes of it, so that no change reaches it while it is written."""
     return json.loads(json.dumps(values))

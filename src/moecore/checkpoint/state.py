@@ -7,7 +7,7 @@ Legend: E experts, D model dim, F expert hidden dim.
     rng.<device>.<rank>       generator state of one rank, uint8
     extra.<name>              the caller's tensors
 
-All are plain tensors or DTensors, whose placements tell torch.distributed.checkpoint where a shard
+All are plain tensors or DTensors, whose placements give torch.distributed.checkpoint where a shard
 lies in the global tensor.
 
 Note "gate and up": a gated FC1 that is kept as [E, 2F, D], all of gate above all of up, gives each

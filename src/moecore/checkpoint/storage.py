@@ -70,7 +70,7 @@ class Writer(StorageWriter):
         rank: this process; names its file.
         facts: of the manifest.
         keep: how many of the newest checkpoints stay; 0 = all.
-        meter: is told what this rank writes.
+        meter: counts what this rank writes.
     """
 
     def __init__(self, draft: Path, rank: int, facts: Facts, *, keep: int, meter: Meter) -> None:
@@ -191,7 +191,7 @@ class Reader(StorageReader):
     Args:
         path: the checkpoint.
         manifest: of it.
-        meter: is told what this rank reads.
+        meter: counts what this rank reads.
     """
 
     def __init__(self, path: Path, manifest: Manifest, meter: Meter) -> None:
@@ -264,7 +264,7 @@ def checked_io(verb: str, path: Path, action: Callable[[], object]) -> None:
 
     Raises:
         OSError: on every rank, with the first failing rank and its error; or, when a rank has ended
-            meanwhile, with what the process group says.
+            meanwhile, with the process group's error.
     """
     try:
         if not dist.is_initialized():

@@ -227,7 +227,7 @@ def write(
         snapshot: what to keep; of its tensors only the layout is read.
         locals_: name -> their contents on this rank.
         keep: how many of the newest checkpoints stay; 0 = all.
-        meter: is told what this rank writes.
+        meter: counts what this rank writes.
         group: all ranks; None = the default group.
 
     Raises:

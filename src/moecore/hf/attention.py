@@ -18,8 +18,8 @@ NEEDS_MASK = ("sliding_window", "s_aux", "softcap")
 def use_causal_attention(model: nn.Module) -> None:
     """Make a transformers model (>= 5) attend by `scaled_dot_product_attention` without a mask.
 
-    In place. From then on batches have neither padding nor several sequences in a row, and nobody
-    passes masks or positions.
+    In place. From then on batches have neither padding nor several sequences in a row, and masks
+    or positions are refused.
 
     Args:
         model: a causal language model of transformers, before or after `parallelize_moe`.

@@ -3,7 +3,7 @@
 Who holds what is exchanged once. Then each tensor takes one message per sender: of the ranks with
 the same part (replicas) one sends, and the writer itself if it is among them.
 
-Note "errors": a rank that cannot go on (no memory, say) must still send and receive, or the others
+Note "errors": a rank with an error (such as no memory) must still send and receive, or the others
 wait for it for ever. So messages have their memory before the first of them, and what a rank does
 with one is kept apart from its way: the error is kept, and `check` raises it when ranks agree.
 """
@@ -64,7 +64,7 @@ class InFlight:
         self.peak = max(self.peak, self.now)
 
     def release(self, num_bytes: int) -> None:
-        """Count memory that was let go."""
+        """Count memory that was freed."""
         self.now -= num_bytes
 
 
@@ -76,7 +76,7 @@ class Collector(Protocol):
         ...
 
     def done(self, whole: Tensor | None) -> None:
-        """Note that the writer has let go of a tensor."""
+        """Note that the writer has freed a tensor."""
         ...
 
     def check(self) -> None:
@@ -141,7 +141,7 @@ class RankCollector:
         return whole
 
     def done(self, whole: Tensor | None) -> None:
-        """Note that the writer has let go of a tensor."""
+        """Note that the writer has freed a tensor."""
         if whole is not None:
             self.in_flight.release(whole.nbytes)
 

@@ -26,7 +26,7 @@ HFConfig = str | os.PathLike[str] | Mapping[str, Any]
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # published; transformers'
 MTP_LOSS_COEF = 0.3  # DeepSeek-V3 (arXiv:2412.19437), section 4.2
 PLAIN = ("default", None)
-MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, somebody wrote nonsense, and lists would not end
+MAX_COUNT, MAX_LAYERS = 2**31, 10**5  # above, a config is wrong, and lists would not end
 
 
 def _count(least: int, most: int = MAX_COUNT) -> Callable[[Any], bool]:

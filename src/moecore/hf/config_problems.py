@@ -1,7 +1,7 @@
 """Whether a config.json describes the model whose tensors go with it, as far as can be known.
 
 Where the native decoder can be both models, their native configs are compared, so it does not
-matter how a config.json spells them. Other transformers models (gpt-oss, say) are compared field
+matter how a config.json spells them. Other transformers models (such as gpt-oss) are compared field
 by field where both name one.
 """
 

@@ -152,8 +152,8 @@ def hf_to_native(
         progress: called with (bytes written, bytes expected).
 
     Raises:
-        ValueError: for a wrong argument, a run that has begun, a broken directory, or one that does
-            not hold what its config says; in a job of several ranks.
+        ValueError: for a wrong argument, a run that has begun, a broken directory, or one whose
+            tensors differ from its config; in a job of several ranks.
         NotImplementedError: when the native decoder cannot express the model.
         OSError: when a file could not be read or written; `latest` did not change then.
     """
@@ -231,7 +231,7 @@ def _dtype_problems(
         parts = [sources[piece.name] for piece in recipe.pieces]
         odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
         problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
-        if name.endswith(KEPT_FP32):  # kept in fp32 whatever `dtype` says, so no leave to round it
+        if name.endswith(KEPT_FP32):  # stays fp32 whatever `dtype` is: not rounded
             problems += [
                 f"{source.name} ({source.dtype}) must fit into fp32, which is how the router's "
                 "selection bias is kept: store it as fp32"

@@ -2,7 +2,7 @@
 
 Every rank knows which tensor lies in which shard, and who writes it (shards go round robin over
 the ranks). A tensor is put together on its writer from the ranks that hold a part of it, one
-sender per replica, appended to the shard, and let go. So beside the model a rank holds one Hugging
+sender per replica, appended to the shard, and freed. So beside the model a rank holds one Hugging
 Face tensor (one expert's matrix with "per_expert"), what it sends or receives, and a buffer of 16
 MiB; never a shard, never the model.
 
@@ -141,7 +141,7 @@ def write_directory(
         shards: from `fill_shards`.
         config: of config.json; its dtype is set.
         collector: gives the tensors.
-        meter: is told what this rank writes.
+        meter: counts what this rank writes.
 
     Raises:
         OSError: on every rank, when one could not write; nothing is left behind.
@@ -257,7 +257,7 @@ class _Output:
     A context manager, which ends the file; it keeps errors of that too, for `check`.
 
     Args:
-        meter: is told what is written.
+        meter: counts what is written.
     """
 
     def __init__(self, meter: Meter) -> None:

@@ -26,7 +26,7 @@ ARCHITECTURES = {
 
 
 def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
-    """Return what config.json is to say, without dtypes.
+    """Return the content of config.json, without dtypes.
 
     Args:
         model: a native decoder or a transformers model.

@@ -84,7 +84,7 @@ class HFFiles:
             box: one slice with start and stop per dim.
 
         Raises:
-            OSError: when the file is gone, or no longer what its header said.
+            OSError: when the file is gone, or differs from its header.
         """
         entry = self.tensors[name]
         try:

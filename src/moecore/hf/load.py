@@ -162,7 +162,7 @@ def _first_rank_reads(path: Path) -> tuple[dict[str, StoredTensor], dict[str, An
 def _config_problems(
     path: Path, model: nn.Module, config: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    """What config.json says of another model than this one; without `strict` only a warning."""
+    """How config.json describes another model than this one; without `strict` only a warning."""
     known = own_config(model) if "model_type" in config else None
     try:
         problems = config_problems(_as_model_writes(config, model), known)
@@ -181,7 +181,7 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     Releases spell fields in other ways and fill in what a file leaves out.
 
     Raises:
-        ValueError: with the first line of what transformers says of a field of the wrong type.
+        ValueError: with the first line of transformers' error about a field of the wrong type.
     """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)

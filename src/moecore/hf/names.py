@@ -2,7 +2,7 @@
 
 Legend: E experts, D model dim, F hidden dim of an expert.
 
-`hf_plan` says for each native tensor of which Hugging Face tensors it is made; nothing is read, so
+`hf_plan` has the Hugging Face tensors of which each native tensor is made; nothing is read, so
 a reader of files can follow it one tensor at a time. `from_hf` and `to_hf` follow it on whole state
 dicts of plain tensors. Only MoE layers and multi-token prediction differ in names:
 
@@ -141,7 +141,7 @@ def from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Ten
         others are new.
 
     Raises:
-        ValueError: naming a tensor that is missing, left over (an expert too many, say), of the
+        ValueError: naming a tensor that is missing, left over (such as an expert too many), of the
             wrong shape, or a copy that differs from its original.
         NotImplementedError: for a quantised checkpoint.
     """

@@ -1,12 +1,12 @@
-"""Tells a transformers MoE block as it was released from one whose maths somebody changed.
+"""Whether a transformers MoE block computes what it did when it was released.
 
-An adapter takes a block's tensors along and computes what transformers' own classes compute. A
+An adapter takes a block's tensors and computes what transformers' own classes compute. A
 subclass, a wrapper, a patched method or one more child would so become the stock maths without a
 word: `refuse_customised` finds them.
 
 Note "origin": a method is transformers' own when its code, and that of all it wraps, stands in a
-module of transformers or torch, whose decorators wrap forwards. A function's globals tell; its
-`__module__` does not, since `functools.wraps` copies it.
+module of transformers or torch, whose decorators wrap forwards. Its globals identify a
+function; its `__module__` does not, because `functools.wraps` copies it.
 """
 
 from __future__ import annotations

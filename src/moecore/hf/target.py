@@ -13,8 +13,8 @@ for Mixtral's block:
 | mlp.experts.gate_up_proj[3, F:] | the same | ...3.up_proj.weight | ...3.w3.weight |
 | mlp.experts.down_proj[3] | the same | ...3.down_proj.weight | ...3.w2.weight |
 
-`overlaps` says which box of a piece a rank's shard holds, and where; loading and export both follow
-it, in opposite directions.
+`overlaps` returns the part of a piece that a rank's shard holds, and where. Loading and export both
+follow it, in opposite directions.
 """
 
 from __future__ import annotations

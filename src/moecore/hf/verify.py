@@ -1,4 +1,4 @@
-"""Whether a Hugging Face directory is whole; `verify_hf` says it from headers alone.
+"""Whether a Hugging Face directory is whole, from headers alone.
 
 The format has no digests, so a flipped bit in the data is not seen; a missing shard, a cut file, an
 index that disagrees, a missing expert, layer or scale, and a wrong shape are.
@@ -69,7 +69,7 @@ def content_problems(
 
     Args:
         sources: what files hold, or will hold.
-        config: what config.json says.
+        config: the content of config.json.
         described: the same, or the directory, where the files count multi-token prediction.
     """
     try:

@@ -29,7 +29,7 @@ def register(
 ) -> Callable[..., Any]:
     """Return the custom op `moecore::<name>`; arguments as for `Op`.
 
-    A `schema` says what the annotations of a forward with `*args` cannot.
+    A `schema` replaces the annotations of a forward with `*args`.
     """
     assert not (mutates_args and backward), name
     custom = torch.library.custom_op(

@@ -1,4 +1,4 @@
-"""DecoderConfig: one frozen record that says what a decoder is.
+"""DecoderConfig: one frozen record that describes a decoder.
 
 Types, ranges and cross-field rules are checked at construction (`_fields.py`). Meshes and groups
 are arguments elsewhere, never fields here.

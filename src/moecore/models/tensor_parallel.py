@@ -40,7 +40,7 @@ from moecore.moe.params import shard_parameter
 class TensorParallel:
     """This rank's place among the tp ranks, and the exchanges between them.
 
-    Every method is a collective unless it says otherwise.
+    Every method is a collective unless its docstring excludes it.
 
     Attributes:
         group: the tp ranks.

@@ -99,9 +99,9 @@ class LoadTracker:
 
     `counts` is allocated by the first backward, None before it, and its tensors are changed in
     place from then on. So a CUDA graph that captured a forward and backward counts at every replay.
-    What a replay can not do lives in Python, and `graphs.GraphedForwardBackward` does it:
+    A replay runs no Python. `graphs.GraphedForwardBackward` does what needs it:
 
-    - Run one forward and backward before capture, and `reset()` to forget the warm-up.
+    - Run one forward and backward before capture, and `reset()` to drop the warm-up's counts.
     - Add `num_captured` to `num_micro_batches` at every replay, or nothing checks their number.
     - `set_num_micro_batches` must come before capture, which keeps its factor on the gradient.
 
@@ -125,7 +125,7 @@ class LoadTracker:
             tensor.zero_()
 
     def set_config(self, config: MoEConfig) -> None:
-        """Follow another balance config from the next step on; forgets the counts."""
+        """Follow another balance config from the next step on; drops the counts."""
         self.config = config
         self.counts = None
         self.reset()
@@ -316,7 +316,7 @@ def balance_losses(
         prior_counts_E: this rank's counts of the like in earlier micro-batches of the step.
     """
     balance, E, K = config.balance, config.num_experts, config.top_k
-    # Only "sequence" tells sequences apart; to the other scopes the tokens are one.
+    # Only "sequence" separates sequences; to the other scopes the tokens are one.
     B = num_sequences if balance.sequence_coef else 1
     padding_mask_T = routing.padding_mask_T
     counts_BX = count_experts_and_tokens(ids_TK, B, E, padding_mask_T)

@@ -96,7 +96,7 @@ def supports(spec: ExpertSpec) -> str | None:
             "expert_backend ('te') must be another one where Transformer Engine is missing: pip "
             "install '.[te]' or use expert_backend='auto'"
         )
-    if spec.dtypes != {torch.bfloat16}:  # fp32 it would multiply in TF32, unasked
+    if spec.dtypes != {torch.bfloat16}:  # it multiplies fp32 in TF32 by default
         shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
         return (
             f"dtype of the experts ({shown}) must be torch.bfloat16 for expert_backend ('te'): "

@@ -41,7 +41,7 @@ class RouterReplay:
         model: a model with MoELayers, parallelized or not, or one pipeline stage. Call this module
             itself, not a part of it, where checkpointed forwards are replayed: see Note [pairing]
             in `rl/tapes.py`.
-        layers: names of the layers that take part; None = all. The others route as ever.
+        layers: names of the layers that take part; None = all. The others route by their scores.
 
     Raises:
         ValueError: when the model has no MoELayer, or a name is not one of them.
@@ -179,7 +179,7 @@ class RouterReplay:
         """Say which entry forwards use from now on, until `replay` ends; None = the next one.
 
         For schedules that run forwards in another order than they were recorded, or repeat one. A
-        recompute whose forward autograd does not tell uses it too, else it is refused.
+        recompute whose forward autograd cannot identify uses it too, else it is refused.
 
         Args:
             forward: index into each layer's list.
@@ -246,7 +246,7 @@ class RouterReplay:
 
 
 def _on_devices(choices: Mapping[str, Sequence[Tensor]], layers: Mapping[str, MoELayer]) -> Choices:
-    """Copies that nobody else can change, where the layers are."""
+    """Copies that no other code can change, where the layers are."""
     return {
         name: [
             ids.to(layer.part("router").weight.device, torch.int32, copy=True).contiguous()

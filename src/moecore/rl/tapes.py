@@ -11,7 +11,7 @@ node. That holds for either kind of checkpointing and any order of backwards. Nu
 comparable for nodes that this thread's forwards made. A backward that enters through the output of
 a replayed forward walks such nodes; a backward inside a recompute (nested reentrant checkpointing)
 does not. Hence a hook on the outputs notes which backwards enter there, and what the rule cannot
-tell is refused.
+identify is refused.
 
 Note [late backward]. A backward may run after `with replay.replay(...)` has ended. The same hook
 then puts the choices back into the routers for as long as that backward runs.
@@ -135,7 +135,7 @@ class Replay:
             name: of the layer.
 
         Raises:
-            NotImplementedError: when autograd does not tell and nothing is selected.
+            NotImplementedError: when autograd cannot identify the forward and nothing is selected.
         """
         if is_recomputing():
             return self._of_recompute(name)

@@ -175,9 +175,9 @@ def upcycle_modules(
 ) -> nn.Module:
     """Replace dense MLPs of any model by MoE layers with the same output, in place.
 
-    Each MLP is first compared, on random tokens, with what `names` and the activation say it
-    computes: a wrong activation, a missed matrix or a factor in its forward is an error, not
-    another model. An MLP that is used in two places stays one layer.
+    Each MLP is first run on random tokens and compared with `names` and the activation: a wrong
+    activation, a missed matrix or a factor in its forward is an error, not another model. An MLP
+    that is used in two places stays one layer.
 
     Args:
         model: any module with values, before it is parallelized.
@@ -192,8 +192,8 @@ def upcycle_modules(
         `model`.
 
     Raises:
-        ValueError: when an MLP is not found, not of the form that `names` and the activation say,
-            or can not be upcycled. The model is then unchanged.
+        ValueError: when an MLP is not found, has another form than `names` and the activation,
+            or cannot be upcycled. The model is then unchanged.
     """
     names = names or MLPNames()
     layers: dict[nn.Module, MoELayer] = {}
@@ -296,7 +296,7 @@ def _joined(name: str, parts: Sequence[Tensor], gated: bool) -> Tensor:
 def _check_same_output(
     name: str, block: nn.Module, dense: Mapping[str, Tensor], config: MoEConfig
 ) -> None:
-    """Raise unless the MLP computes what its tensors and the activation say."""
+    """Raise unless the MLP computes what its tensors and the activation give."""
     w1, w2_DF = dense["w1"].flatten(0, -2), dense["w2"]
     b1 = dense["b1"].flatten() if "b1" in dense else None
     generator = torch.Generator().manual_seed(0)

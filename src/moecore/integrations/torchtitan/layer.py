@@ -31,7 +31,7 @@ from moecore.moe.router import Router
 
 
 class TitanLayer(MoELayer):
-    """A MoELayer under torchtitan's names; a version's subclass says which, and fills it.
+    """A MoELayer under torchtitan's names; a version's subclass has them, and fills it.
 
     Args:
         config: the layer.

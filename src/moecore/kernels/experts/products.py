@@ -99,7 +99,7 @@ class Products(Protocol):
     def weight_grad(
         self, source: Source, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """Return the gradient of a matrix [e, M, N], or transposed, where the target says."""
+        """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
         ...
 
 
@@ -145,7 +145,7 @@ class TorchProducts:
     def weight_grad(
         self, source: Source, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """Return the gradient of a matrix [e, M, N], or transposed, where the target says."""
+        """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
         left, right = (y_RN, source.rows) if transposed else (source.rows, y_RN)
         if source.rows.shape[0]:
             grad = grouped_mm(left.t(), right, offs=self.offsets_e)
@@ -213,7 +213,7 @@ class TritonProducts(TorchProducts):
     def weight_grad(
         self, source: Source, y_RN: Tensor, transposed: bool, target: GradTarget
     ) -> Tensor:
-        """Return the gradient of a matrix [e, M, N], or transposed, where the target says."""
+        """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
         return grouped_wgrad(
             source.rows,
             y_RN,

@@ -215,8 +215,8 @@ def _consume(
     for tile in range(first, num_tiles, 2 * gl.num_programs(0)):
         _, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
-        # Not before the other group has read its last stage: a barrier tells even phases from odd
-        # ones only, so a group that waits too early takes the other's data for its own.
+        # Not before the other group has read its last stage: a barrier distinguishes even and
+        # odd phases only, so a group that waits too early reads the other's data as its own.
         hopper.mbarrier.wait(turn.index(GROUP), parity)
         parity = 1 - parity
         for i in range(num_k):

@@ -34,7 +34,7 @@ MAX_EXPERTS = 1024  # of a row, which one warp holds; more use the references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteOptions:
-    """How logits become a choice and weights; `MoEConfig` says which values go together.
+    """How logits become a choice and weights; `MoEConfig` checks which values go together.
 
     Attributes:
         top_k: experts per token K.

@@ -98,8 +98,8 @@ def route_weights(logits_TE: Tensor, ids_TK: Tensor, options: RouteOptions) -> T
         logits_TE: [T, E], fp32 or fp64 (others are widened to fp32). fp64 takes the plain PyTorch
             path on every device.
         ids_TK: int32, distinct in a row; -1 = no choice.
-        options: scores, weights and groups (whose layout orders the sums); what else it says about
-            choosing is not read.
+        options: scores, weights and groups, whose layout orders the sums; its other fields of the
+            choice are not read.
 
     Returns:
         [T, K] fp32, differentiable in the logits; no host sync.

@@ -318,7 +318,7 @@ def _router_logits_fake(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) 
 def _router_logits_bwd(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return dx and dweight; an empty tensor for the one that nobody needs."""
+    """Return dx and dweight; an empty tensor for one that is not needed."""
     weight_ED, x_TD = weight_ED.contiguous(), x_TD.contiguous()
     dx_TD, dweight_ED = _empty_gradients(dlogits_TE, x_TD, weight_ED, need_dx, need_dweight)
     if x_TD.shape[0] == 0:
@@ -409,7 +409,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None)
 
     bf16 tokens with a bf16 or fp32 weight run on tensor cores, and no setting of torch changes
     their precision. Any other dtype, and any CPU tensor, is widened to fp32 and multiplied by
-    torch (on CUDA: as `torch.backends.cuda.matmul.allow_tf32` says). No host sync; bit-identical
+    torch (on CUDA: by `torch.backends.cuda.matmul.allow_tf32`). No host sync; bit-identical
     between runs.
 
     Args:

@@ -159,7 +159,7 @@ def weighted_activation_ref(
     """Return act(h) * weight rounded once, zero from `num_rows` on."""
     used_R1 = _used(h_RC, num_rows)
     if used_R1 is not None:
-        # On both sides: 0 * NaN would reach the gradient of rows that nobody uses.
+        # On both sides: 0 * NaN would reach the gradient of unused rows.
         h_RC = torch.where(used_R1, h_RC, 0)
     a_RF = activation(h_RC, options)
     if weights_R is not None:

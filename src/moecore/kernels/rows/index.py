@@ -334,9 +334,9 @@ def build_index(
         first: first global id owned here.
         num_local: number of experts owned here, e.
         multiple: each expert's rows are padded up to a multiple of this, a power of two.
-        length: R, when the caller knows that so many rows suffice: what lies past them is
-            dropped, only offsets_e[-1] > R tells, and no experts may read it. Default is enough for
-            every routing, S * K + e * (multiple - 1) rounded up to `multiple`.
+        length: R, when the caller knows that so many rows suffice. Rows past them are dropped: then
+            offsets_e[-1] > R, and experts may not read the index. Default is enough for every
+            routing, S * K + e * (multiple - 1) rounded up to `multiple`.
 
     Returns:
         The index. Padding rows and all rows past offsets_e[-1] have row id 0 and weight 0.

@@ -105,7 +105,7 @@ class TitanDecoder(Decoder):
 def parallelize_decoder(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
-    """Shard a TitanDecoder as the job says; a parallelize_fn.
+    """Shard a TitanDecoder by the job's config; a parallelize_fn.
 
     Raises:
         ValueError, NotImplementedError: see `check_job` and `parallelize_moe`.

@@ -90,7 +90,7 @@ def parallelize_hf(
     *,
     balance: BalanceConfig | None = None,
 ) -> nn.Module:
-    """Swap the MoE blocks of a TitanHF and shard it as the job says; a parallelize_fn.
+    """Swap the MoE blocks of a TitanHF and shard it by the job's config; a parallelize_fn.
 
     `debug.moe_force_load_balance` deals the experts out in turn.
 

@@ -73,7 +73,7 @@ def parallelize_hf(
     balance: BalanceConfig | None,
     **_: Any,
 ) -> nn.Module:
-    """Swap the MoE blocks of a TitanHF and shard it as the job says; a parallelize_fn.
+    """Swap the MoE blocks of a TitanHF and shard it by the job's config; a parallelize_fn.
 
     Args:
         model: on meta.

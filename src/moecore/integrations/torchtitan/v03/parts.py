@@ -158,7 +158,7 @@ def parallelize_titan(
 def parallelize_own_loss(
     model: nn.Module, *, parallel_dims: ParallelDims, job: MoETrainer.Config, **_: Any
 ) -> nn.Module:
-    """Shard a model that makes its own loss as the job says; a parallelize_fn.
+    """Shard a model that makes its own loss by the job's config; a parallelize_fn.
 
     Raises:
         ValueError, NotImplementedError: see `check_job` and `parallelize_moe`.
