@@ -186,7 +186,7 @@ class Router(nn.Module):
         N = ids_TK.shape[0] * micro_batch.num_ranks
         most, capacity = capacity_of(factor, N, K, config.num_experts, padding_N)
         if config.assignment == "expert_choice" and self.tape is None:
-            return ids_TK, most  # experts took no more; in a choice that was given they may have
+            return ids_TK, most  # experts took no more than that; a replayed choice may have
         tokens_N = position_order(N, micro_batch.num_sequences, padding_N, ids_TK.device)
         stays_NK = within_capacity(
             micro_batch.gather(ids_TK),
