@@ -338,7 +338,7 @@ def missing(c: Case, device_type: str) -> str | None:
         return None
     if num_gpu_ranks() < c.world:
         return f"needs {c.world} GPUs, this host has {torch.cuda.device_count()}"
-    if c.experts == "triton" and not has_hopper_kernels(torch.device("cuda")):
+    if c.expert_backend == "triton" and not has_hopper_kernels(torch.device("cuda")):
         return "needs Hopper GPUs for experts 'triton'"
     return None
 

@@ -229,11 +229,11 @@ def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
-    model = "--preset tiny-qwen3 --layers 1 --tokens random --routing balanced --bias-rate 0"
+    model = "--preset tiny-qwen3 --layers 1 --tokens random"
     printed = run_in_forks(tmp_path, f"{model} --checkpoint-every 0 --sample-bytes 0 --steps 2")
     assert "random tokens" in printed and "sample after" not in printed
     lines = metrics(tmp_path)
-    assert [line["expert_load_max_over_mean"] for line in lines] == [1.0, 1.0]
+    assert len(lines) == 2
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
 
 

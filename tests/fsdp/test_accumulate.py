@@ -131,7 +131,7 @@ def communication(layout: str, rank: int) -> dict[str, int]:
     experts = sum(isinstance(m.mlp.experts, FSDPModule) for m in model.model.layers)  # type: ignore[union-attr]
     return dict(
         units=len(states),
-        expert_backend=experts,
+        experts=experts,
         gathers=names["FSDP::all_gather"],
         reductions=names["c10d::_reduce_scatter_base_"],
     )

@@ -56,7 +56,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "tp": {EP: 2, TP: 2, "training__global_batch_size": 4},
     "fsdp": {},
     "compiled": {EP: 2, "compile__enable": True, "compile__backend": "aot_eager"},
-    "choices": {EP: 2, **CHOICES, **TOGETHER, "moecore__experts": "sequential"},
+    "choices": {EP: 2, **CHOICES, **TOGETHER, "moecore__expert_backend": "sequential"},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tp alone": ({TP: 2}, r"expert_parallel_degree \(1\) must be > 1 with tensor_parallel_degree"),

@@ -65,7 +65,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "validation": ({"validation__enable": True}, r"validation.enable \(True\) must be False"),
     "own loss": ({FLAVOR: "own loss"}, r"output_router_logits \(True\) of the model's config must"),
     "tied": ({FLAVOR: "tied"}, r"tie_word_embeddings \(True\) of the model's config must be False"),
-    "dense": ({FLAVOR: "dense"}, r"must hold at least one MoELayer or known MoE block"),
     "kind": ({FLAVOR: "kind"}, r"flavor \(dict\) must be a transformers config or a directory"),
     "no config": (
         {FLAVOR: "assets", "model__hf_assets_path": "nowhere"},

@@ -30,7 +30,6 @@ CONFIGS |= {
     "tiny": config("qwen3-moe", attn_implementation="sdpa"),
     "own loss": config("qwen3-moe", output_router_logits=True),
     "tied": config("qwen3-moe", tie_word_embeddings=True),
-    "dense": config("qwen3-moe", mlp_only_layers=[0, 1]),
     "assets": None,
     "kind": {"model_type": "qwen3_moe"},
 }

@@ -128,9 +128,11 @@ def test_auto_takes_nvlink_only_with_a_row_factor(
     meshes: Any = SimpleNamespace(
         dispatch_group=dist.group.WORLD, device_type="cuda", parallel=ParallelConfig(ep=4)
     )
+    monkeypatch.setattr(parallelize, "ExchangePool", lambda *args, **kwargs: "nvlink")
     options = None if factor is None else NVLinkOptions(row_factor=factor)
     with caplog.at_level(logging.INFO, logger="moecore"):
-        assert parallelize._choose_dispatcher(meshes, name, options) == chosen
+        request: Any = SimpleNamespace(meshes=meshes, dispatcher=name, nvlink=options)
+        assert (parallelize._open_exchanges(request) or "alltoall") == chosen
     lines = [r.getMessage() for r in caplog.records]
     if name == "nvlink":
         assert not lines

@@ -86,6 +86,8 @@ class MoEMetricsProcessor(MetricsProcessor):
 def load_metrics(metrics: MoEMetrics) -> dict[str, float]:
     """Return the numbers that `MoEMetricsProcessor` logs."""
     loads = list(metrics.load_max_over_mean().values())
+    if not loads:  # a dense model
+        return {}
     numbers = {
         "moe/load_max_over_mean": max(loads),
         "moe/load_max_over_mean_avg": sum(loads) / len(loads),
