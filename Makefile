@@ -26,6 +26,14 @@ test: $(READY)  ## run the CPU tests (those for GPUs: .venv/bin/python -m pytest
 golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CONTRIBUTING.md)
 	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)
 
+# What most changes break: records, the layer, the experts' operation, a step, two golden paths.
+QUICK := tests/test_fields.py tests/test_api.py tests/test_autograd.py tests/test_distributed.py \
+	tests/test_pages.py tests/test_step.py tests/fsdp/test_internals.py tests/kernels/experts \
+	tests/moe/test_layer.py tests/moe/test_router.py tests/moe/test_experts.py tests/golden
+
+quick: $(READY)  ## run the tests that most changes break, in about a minute
+	CUDA_VISIBLE_DEVICES= $(ONE_THREAD) $(PY) -m pytest -q $(WORKERS) $(QUICK) $(ARGS)
+
 demo: $(READY)  ## train the tiny preset into runs/demo
 	$(PY) examples/train.py --preset tiny --run-dir runs/demo $(ARGS)
 

@@ -410,7 +410,7 @@ def test_no_gradient_where_none_is_asked_for(device: str) -> None:
 def test_custom_op_contract(device: str) -> None:
     logits, bias = inputs("deepseek", device)
     logits = logits[:2].requires_grad_()
-    args = (logits, bias, 6, "sigmoid", "pre", True, 2.5, 8, 3, 2, False)
+    args = (logits, bias, 6, "sigmoid", "pre", True, 2.5, 8, 3, 2)
     # Not its AOT dispatch check, which cannot add up an int and a float output: see the next test.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.moecore.route.default, args, test_utils=utils)
