@@ -16,19 +16,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import harness, layers, records
+from benchmarks import harness, layers, records, te_experts
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
 from moecore import MoELayer
 from moecore.kernels.common import has_hopper_kernels
-from moecore.moe import experts_te
 
-TESTS = layers.GPU_TESTS if torch.cuda.is_available() else layers.CPU_TESTS
+TESTS = list(layers.GPU_TESTS if torch.cuda.is_available() else layers.CPU_TESTS)
+if te_experts.is_available():
+    TESTS.append("tests/benchmarks/test_te_experts.py")
 
 # Backends must agree with "torch" to a few bf16 roundings: a fast wrong one gets no row.
 AGREEMENT = 0.02
-COMPETITOR = "transformers"
+COMPETITOR, TRANSFORMER_ENGINE = "transformers", "te"
 
 
 class Contender:
@@ -36,7 +37,7 @@ class Contender:
 
     Args:
         layer: the layer; all contenders share its weights.
-        backend: of its experts, or `COMPETITOR`.
+        backend: of its experts, `TRANSFORMER_ENGINE` or `COMPETITOR`.
         x_TD: tokens.
         dy_TD: gradient of the output.
     """
@@ -44,15 +45,19 @@ class Contender:
     def __init__(self, layer: MoELayer, backend: str, x_TD: Tensor, dy_TD: Tensor) -> None:
         self.layer, self.backend = layer, backend
         self.module: nn.Module = layer
+        self.experts = layer.part("experts")
+        if backend == TRANSFORMER_ENGINE:
+            self.experts = te_experts.TEExperts.over(self.experts)
         self.x, self.dy = x_TD, dy_TD
         if backend == COMPETITOR:
             self.module = layers.transformers_block(layer)
             self.x, self.dy = x_TD.detach()[None].requires_grad_(), dy_TD[None]
 
     def prepare(self) -> None:
-        """Choose the backend and drop all gradients."""
-        if self.backend != COMPETITOR:
-            self.layer.part("experts").set_backend(self.backend)
+        """Put the experts into the layer, choose their backend and drop all gradients."""
+        self.layer.experts = self.experts
+        if self.backend not in (COMPETITOR, TRANSFORMER_ENGINE):
+            self.experts.set_backend(self.backend)
         for tensor in (self.x, *self.module.parameters()):
             tensor.grad = None
 
@@ -76,8 +81,8 @@ def backends_here(device: torch.device) -> Iterator[str]:
     if has_hopper_kernels(device):
         yield "triton"
     yield "torch"
-    if device.type == "cuda" and experts_te.is_available():
-        yield "te"
+    if device.type == "cuda" and te_experts.is_available():
+        yield TRANSFORMER_ENGINE
     if layers.has_transformers():
         yield COMPETITOR
 
@@ -97,7 +102,7 @@ def test_layer(shape: Shape, routing: str, session: Session, ceilings: Ceilings)
         name: Contender(layer, name, x_TD, dy_TD)
         for name in backends_here(session.device)
         if (not session.backends or name in session.backends)
-        and (routing == "learned" or name not in (COMPETITOR, "te"))
+        and (routing == "learned" or name not in (COMPETITOR, TRANSFORMER_ENGINE))
     }
     if not contenders:
         pytest.skip(f"no backend of {', '.join(session.backends)} runs here with this routing")

@@ -51,7 +51,8 @@ How to read the rows:
 - Routing: `learned` is a random router on random tokens, `even` deals tokens out in turn, `skewed`
   biases the router until the hottest expert has {SKEW:g} times the mean load, or {SKEW_ROOM} E / K
   times it where that is less. `hottest` is the load that was reached; E / K is the most possible.
-- `te` and `transformers` are measured with `learned` alone.
+- `te` and `transformers` are measured with `learned` alone. `te` is moecore's layer with experts of
+  Transformer Engine (`pip install 'transformer-engine[pytorch]'`).
 - A `transformers` row is the Qwen3-MoE block of transformers with its grouped_mm experts.
 """
 

@@ -64,11 +64,6 @@ def test_keeping_only_the_input_of_experts_is_a_choice() -> None:
         parallelize(meta_model(), meshes, expert_backend="sequential", recompute_fc1=True)
 
 
-def test_te_is_refused_before_any_collective() -> None:
-    with pytest.raises(ValueError, match=r"\('te'\) must be another one|GPU|bfloat16"):
-        parallelize(meta_model(), world(8, ep=8), expert_backend="te")
-
-
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_refuses_hooks_that_sharded_parameters_would_not_have(hook: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32), MoELayer(CONFIG))

@@ -81,10 +81,10 @@ def parallelize_moe(
             (without one each layer keeps room for every routing: up to ep times the memory); else
             alltoall. Logged once, with why. See docs/dispatchers.md.
         nvlink: sizes and times of the nvlink dispatcher; with dispatcher "nvlink" or "auto".
-        expert_backend: how the experts' matrices are multiplied: "auto", "triton", "torch", "te" or
+        expert_backend: how the experts' matrices are multiplied: "auto", "triton", "torch" or
             "sequential", the oracle (see `moe/backends.py`).
         recompute_fc1: keep only the experts' input for backward and run FC1 again there: one
-            product more for 4KF bytes per token less (bf16). Not with "te", "sequential" or biases.
+            product more for 4KF bytes per token less (bf16). Not with "sequential" or biases.
         overlap_shared: on GPUs run shared experts on a stream of their own while tokens travel to
             the routed ones. Other devices have no streams: there it is refused. Experimental: no
             measurement yet.

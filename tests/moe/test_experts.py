@@ -20,7 +20,7 @@ from moecore._distributed import HAS_SEPARATE_PIECES
 from moecore.kernels.experts import products as expert_products
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe import backends, experts_te
+from moecore.moe import backends
 from moecore.moe.experts import ExpertLayout, Experts, expert_shapes
 from moecore.moe.params import global_indices
 from moecore.moe.records import ExpertInput
@@ -467,17 +467,9 @@ def test_triton_refuses_other_devices_and_dtypes() -> None:
         module.bfloat16()(make_input(x.bfloat16(), ids, weights, 8))
 
 
-def test_te_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_te, "is_available", lambda: False)
-    module = Experts(BASE, backend="te")
-    with pytest.raises(ValueError, match=r"expert_backend \('te'\) must be another one"):
-        module(make_input(*random_routing(5, 2, 8), 8))
-
-
-@pytest.mark.parametrize("backend", ["te", "sequential"])
-def test_recompute_is_refused_where_there_is_none(backend: Any) -> None:
+def test_recompute_is_refused_where_there_is_none() -> None:
     with pytest.raises(ValueError, match=r"recompute_fc1 \(True\) must go with expert_backend"):
-        Experts(BASE).set_backend(backend, recompute_fc1=True)
+        Experts(BASE).set_backend("sequential", recompute_fc1=True)
     with pytest.raises(ValueError, match=r"without biases \(True\)"):
         Experts(WITH_BIASES).set_backend("torch", recompute_fc1=True)
 

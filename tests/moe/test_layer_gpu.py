@@ -13,7 +13,6 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.kernels.common import has_hopper_kernels
-from moecore.moe.experts_te import is_available
 from moecore.moe.reference import moe_reference
 
 pytestmark = pytest.mark.gpu
@@ -132,8 +131,6 @@ def test_fp32_equals_reference(name: str, num_tokens: int, backend: str) -> None
 IN_BF16 = [(name, "torch") for name in CONFIGS]
 if torch.cuda.is_available() and has_hopper_kernels(torch.device("cuda")):
     IN_BF16 += [(name, "triton") for name in CONFIGS if name != "biases"]
-if is_available():
-    IN_BF16 += [(name, "te") for name in CONFIGS]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 37, 512, 2111])
@@ -159,10 +156,7 @@ def syncs_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-WITHOUT_SYNC = [case for case in IN_BF16 if case[1] != "te"]
-
-
-@pytest.mark.parametrize(("name", "backend"), WITHOUT_SYNC)
+@pytest.mark.parametrize(("name", "backend"), IN_BF16)
 def test_local_layer_never_syncs_with_the_host(name: str, backend: str) -> None:
     layer, x = make(CONFIGS[name], 512, torch.bfloat16)
     layer.experts.set_backend(backend)
@@ -174,7 +168,7 @@ def test_local_layer_never_syncs_with_the_host(name: str, backend: str) -> None:
         layer(x).backward(grad)
 
 
-REPRODUCIBLE = [case for case in WITHOUT_SYNC if case[0] != "biases"]
+REPRODUCIBLE = [case for case in IN_BF16 if case[0] != "biases"]
 
 
 @pytest.mark.parametrize(("name", "backend"), REPRODUCIBLE)
@@ -185,7 +179,7 @@ def test_repeats_are_bit_identical(name: str, backend: str) -> None:
             assert torch.equal(value, other[key]), key
 
 
-@pytest.mark.parametrize(("name", "backend"), WITHOUT_SYNC)
+@pytest.mark.parametrize(("name", "backend"), IN_BF16)
 def test_replayed_graph_equals_eager_though_the_routing_changes(name: str, backend: str) -> None:
     layer, x = make(CONFIGS[name], 512, torch.bfloat16)
     layer.experts.set_backend(backend)

@@ -3,7 +3,6 @@
 "triton"      moecore's kernels for Hopper; keeps X and H; no host sync
 "torch"       torch's grouped product, moecore's row movers; keeps X and H; no host sync in bf16
               on Hopper and datacenter Blackwell, where that product has none
-"te"          Transformer Engine's grouped linear; keeps what that keeps; one host sync
 "sequential"  one product per expert, the oracle; keeps what autograd keeps; one host sync
 "auto"        "triton" for gated experts that it can multiply, else "torch": it was faster at every
               shape of docs/benchmarks.md
@@ -30,18 +29,16 @@ from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
 from moecore.kernels.experts.products import TorchProducts, TritonProducts
 from moecore.kernels.rows.activation import ActivationOptions, activation
 from moecore.kernels.rows.move import gather_rows, sum_rows
-from moecore.moe import experts_te
 from moecore.moe.plain_rows import gather_plain, sum_plain
 from moecore.moe.records import ExpertInput, summed_input
 
-ExpertBackend = Literal["auto", "triton", "torch", "te", "sequential"]
+ExpertBackend = Literal["auto", "triton", "torch", "sequential"]
 Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
 
 _SUPPORTS: dict[str, Callable[[ExpertSpec], str | None]] = {
     "auto": TorchProducts.supports,
     "triton": TritonProducts.supports,
     "torch": TorchProducts.supports,
-    "te": experts_te.supports,
     "sequential": lambda spec: None,
 }
 
@@ -65,13 +62,7 @@ def separate_computation(name: str, *, biased: bool) -> Computation | None:
     """Return what computes the experts in place of `expert_mlp`; None = nothing does."""
     if name == "sequential":
         return _sequential
-    if name == "te":
-        return _te
     return _with_biases if biased else None
-
-
-def _te(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
-    return experts_te.te_experts(summed_input(inp), weights, options)
 
 
 def _with_biases(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:

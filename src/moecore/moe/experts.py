@@ -127,7 +127,7 @@ class Experts(nn.Module):
         """Raise what `set_backend` raises; change nothing."""
         check_backend(backend, self.spec())
         biased = self._is_biased
-        if recompute_fc1 and (backend in ("te", "sequential") or biased):
+        if recompute_fc1 and (backend == "sequential" or biased):
             raise ValueError(
                 f"recompute_fc1 (True) must go with expert_backend ({backend!r}) = 'auto', "
                 f"'triton' or 'torch', without biases ({biased}): use activation checkpointing "

@@ -162,7 +162,7 @@ def summed_input(inp: ExpertInput) -> ExpertInput:
     if inp.unsummed.refetch is not None:
         raise ValueError(
             "NVLinkOptions.keep_rows (False) must be True for experts that keep their rows "
-            "('sequential', 'te' or with biases): set it, or use 'triton' or 'torch' without biases"
+            "('sequential' or with biases): set it, or use 'triton' or 'torch' without biases"
         )
     rows_SD = _HandleRows.apply(inp.unsummed.handle_RD, inp.rows.widen(), inp.index.slots_SK)
     return ExpertInput(Rows(rows_SD), inp.index, inp.plan)

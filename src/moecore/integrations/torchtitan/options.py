@@ -35,7 +35,7 @@ class MoECore:
 
     dispatcher: Literal["auto", "local", "alltoall", "allgather", "nvlink"] = "auto"
     row_factor: float | None = None
-    expert_backend: Literal["auto", "triton", "torch", "te", "sequential"] = "auto"
+    expert_backend: Literal["auto", "triton", "torch", "sequential"] = "auto"
     recompute_fc1: bool = False
     prefetch_blocks: int = FSDPOptions().prefetch_blocks
     blocks_per_unit: int = FSDPOptions().blocks_per_unit
