@@ -1,8 +1,8 @@
 """moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name."""
 
-from moecore.config import BalanceConfig, CapacityConfig, MoEConfig, ParallelConfig
+from moecore.config import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.fsdp import FSDPOptions, GradientNorm, clip_grad_norm_
-from moecore.mesh import Meshes, build_meshes
+from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions

@@ -1,14 +1,11 @@
-"""Frozen records of a layer, its balancing and the parallel degrees.
+"""Frozen records of a layer: `MoEConfig`, with `BalanceConfig` and `CapacityConfig` inside.
 
-`MoEConfig` describes one MoE layer, `BalanceConfig` its load balancing, `ParallelConfig` the
-parallel degrees. Types, ranges and cross-field rules are checked at construction (`_fields.py`),
-before any GPU work. Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never
-fields here.
+Types, ranges and cross-field rules are checked at construction (`_fields.py`), before any GPU work.
+Runtime handles (meshes, groups, dispatchers) are arguments elsewhere, never fields here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -385,85 +382,3 @@ class MoEConfig:
     def choices_per_token(self) -> int:
         """Columns of a routing decision: top_k, or all experts where the experts choose."""
         return self.num_experts if self.assignment == "expert_choice" else self.top_k
-
-
-# int >= 1, or what is left
-Degree = Annotated[Count | Literal[-1], "use -1 once per view, for what is left"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
-    """Parallel degrees of the dense and of the expert view of one world.
-
-    World = pp * dp_replicate * dp_shard * cp * tp = pp * edp_replicate * edp_shard * ep * etp.
-    Only `pp` must agree. -1 means "what is left" and may stand once in each view.
-
-    Attributes:
-        pp: pipeline stages, shared by both views.
-        dp_replicate: data ranks that hold full copies of a dense shard (HSDP).
-        dp_shard: data ranks over which dense parameters are sharded (FSDP2).
-        cp: context parallel ranks; they too shard dense parameters.
-        tp: tensor parallel ranks of attention and dense MLPs.
-        edp_replicate: ranks that hold full copies of an expert shard.
-        edp_shard: ranks over which one expert's parameters are sharded (FSDP2).
-        ep: expert parallel ranks; each owns num_experts / ep experts.
-        etp: expert tensor parallel ranks; each owns hidden_dim / etp of each expert.
-    """
-
-    pp: Annotated[Count, "both views share it, so use pp=1 for none"] = 1
-    dp_replicate: Degree = 1
-    dp_shard: Degree = -1
-    cp: Degree = 1
-    tp: Degree = 1
-    edp_replicate: Degree = 1
-    edp_shard: Degree = -1
-    ep: Degree = 1
-    etp: Degree = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
-    def _rules(self) -> Rules:
-        for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
-            open_names = [name for name in names if getattr(self, name) == -1]
-            if len(open_names) > 1:
-                yield (
-                    open_names[1],
-                    f"be given, because {open_names[0]} (-1) already takes what is left of the "
-                    f"{view} view: set one of them",
-                )
-
-    def resolve(self, world_size: int) -> ParallelConfig:
-        """Return the same config with every -1 replaced, checked against the world size.
-
-        Args:
-            world_size: number of ranks.
-
-        Raises:
-            ValueError: when a view's degrees do not multiply to `world_size`.
-        """
-        updates: dict[str, int] = {}
-        for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
-            degrees = {name: getattr(self, name) for name in names}
-            given = 1
-            for value in degrees.values():
-                given *= max(value, 1)
-            shown = " * ".join(f"{n}={v}" for n, v in degrees.items() if v != 1) or "1"
-            if world_size % given:
-                raise ValueError(
-                    f"ParallelConfig {view} view ({shown} = {given}) must divide the world size "
-                    f"({world_size}): change one of the degrees or the number of ranks"
-                )
-            open_names = [n for n, v in degrees.items() if v == -1]
-            if open_names:
-                updates[open_names[0]] = world_size // given
-            elif given != world_size:
-                raise ValueError(
-                    f"ParallelConfig {view} view ({shown} = {given}) must equal the world size "
-                    f"({world_size}): set one degree to -1 to take what is left"
-                )
-        return dataclasses.replace(self, **updates)
-
-
-DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")

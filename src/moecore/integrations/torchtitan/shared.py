@@ -18,11 +18,10 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from moecore._autograd import no_dispatch_modes
-from moecore.config import ParallelConfig
 from moecore.fsdp import FSDPOptions
 from moecore.graphs import compile_blocks
 from moecore.integrations.torchtitan.options import moecore_options, nvlink_options
-from moecore.mesh import Meshes, build_meshes
+from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.state import moe_state
 from moecore.parallelize import parallelize_moe
 
