@@ -19,10 +19,10 @@ from moecore.checkpoint.directory import latest
 from moecore.checkpoint.manifest import read_manifest
 from moecore.hf.convert import hf_to_native, native_to_hf
 from moecore.hf.export import export_hf
-from moecore.hf.names import from_hf
 from moecore.models import Decoder, preset
 from tests.hf.dirs import write_directory
 from tests.hf.hf_models import random_model
+from tests.hf.states import native_state
 from tests.hf.test_config import TINY_JSON
 from tests.hf.test_load import assert_state, deepseek_files
 from tests.models.hf_pairs import make_pair
@@ -299,7 +299,7 @@ def test_a_narrow_selection_bias_is_widened_exactly(narrow, tmp_path):
     path = hf_to_native(tmp_path / "hf", tmp_path / "run")
     decoder = Decoder(CONFIG)
     load(path, decoder)
-    assert_state(decoder, {k: v.float() for k, v in from_hf(state, CONFIG).items()})
+    assert_state(decoder, {k: v.float() for k, v in native_state(state, CONFIG).items()})
     assert torch.equal(decoder.model.layers[1].mlp.router.expert_bias, state[BIAS].float())
 
 

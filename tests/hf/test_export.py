@@ -17,12 +17,12 @@ from moecore.hf import export as hf_export
 from moecore.hf.config import decoder_config_from_hf
 from moecore.hf.export import export_hf
 from moecore.hf.load import load_hf
-from moecore.hf.names import from_hf, to_hf
 from moecore.hf.verify import verify_hf
 from moecore.models import Decoder, preset
 from moecore.upcycle.models import upcycle_modules
 from moecore.upcycle.upcycle import UpcycleOptions
 from tests.hf.hf_models import ARCHITECTURES, random_model, transformers
+from tests.hf.states import hf_state, native_state
 from tests.hf.test_config import TINY_JSON
 from tests.hf.test_load import assert_state
 from tests.models.hf_pairs import make_pair
@@ -71,7 +71,7 @@ def test_a_native_decoder_becomes_a_transformers_model(name, tmp_path):
     with torch.no_grad():
         want, found = decoder(IDS), again(IDS).logits
     assert (found - want).abs().max() <= 1e-5 * want.abs().max()
-    assert_state(decoder, from_hf(again.state_dict(), config))
+    assert_state(decoder, native_state(again.state_dict(), config))
     loaded = Decoder(config)
     loaded.init_weights(seed=5)
     load_hf(tmp_path / "out", loaded)
@@ -126,7 +126,7 @@ def test_multi_token_prediction_and_its_copies_are_written(tmp_path):
     decoder = Decoder(config)
     export_hf(decoder, tmp_path / "out", config=TINY_JSON)
     found = read_all(tmp_path / "out")
-    want = to_hf(decoder.state_dict(), config, layout="per_expert")
+    want = hf_state(decoder.state_dict(), config, layout="per_expert")
     assert found.keys() == want.keys()
     assert all(torch.equal(found[n], want[n]) for n in want)
     assert "model.layers.3.shared_head.head.weight" in found

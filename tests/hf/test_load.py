@@ -26,10 +26,11 @@ from moecore.hf import load as hf_load
 from moecore.hf.config import decoder_config_from_hf
 from moecore.hf.files import read_json
 from moecore.hf.load import load_hf
-from moecore.hf.names import find_layout, from_hf, to_hf
+from moecore.hf.names import find_layout
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.hf.dirs import fp8_state, mxfp4_state, write_directory
 from tests.hf.hf_models import ARCHITECTURES, random_model, transformers
+from tests.hf.states import hf_state, native_state
 from tests.hf.test_config import TINY_JSON
 from tests.models.hf_pairs import make_pair
 
@@ -109,7 +110,7 @@ def test_native_decoders_load_them_too(name, stacked, tmp_path):
         write_directory(tmp_path, state, model.config.to_dict(), num_shards=2)
     decoder = fill_nan(Decoder(decoder_config_from_hf(tmp_path))).eval()
     load_hf(tmp_path, decoder)
-    assert_state(decoder, from_hf(model.state_dict(), config))
+    assert_state(decoder, native_state(model.state_dict(), config))
     with torch.no_grad():
         want, found = model.eval()(IDS).logits, decoder(IDS)
     assert (found - want).abs().max() <= 1e-5 * want.abs().max()
@@ -123,7 +124,7 @@ def test_qwen2_without_biases_loads_into_the_native_decoder(tmp_path):
     with torch.no_grad():
         want, found = model(IDS).logits, decoder(IDS)
     assert (found - want).abs().max() <= 1e-5 * want.abs().max()
-    state = to_hf(decoder.state_dict(), decoder.config, layout="fused")
+    state = hf_state(decoder.state_dict(), decoder.config, layout="fused")
     assert_state(model, state)
 
 
@@ -136,7 +137,7 @@ def deepseek_files(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, 
     g = torch.Generator().manual_seed(1)
     state = {n: torch.randn(t.shape, generator=g) for n, t in Decoder(config).state_dict().items()}
     state = {n: t if "expert_bias" in n else t.to(dtype).float() for n, t in state.items()}
-    stored, truth = fp8_state(to_hf(state, config, layout="per_expert"), BLOCK)
+    stored, truth = fp8_state(hf_state(state, config, layout="per_expert"), BLOCK)
     keep = ("_scale_inv", "e_score_correction_bias")
     stored = {
         n: t if n.endswith(keep) or t.dtype == torch.float8_e4m3fn else t.to(dtype)
@@ -144,7 +145,7 @@ def deepseek_files(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, 
     }
     quantization = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     write_directory(path, stored, {"quantization_config": quantization}, num_shards=4)
-    return from_hf(truth, config)
+    return native_state(truth, config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -346,14 +347,14 @@ def test_not_strict_loads_what_both_have(tmp_path):
 )
 def test_files_of_another_decoder_of_the_same_shapes(values, message, tmp_path):
     config = preset("tiny-deepseek-v3")
-    state = to_hf(Decoder(config).state_dict(), config, layout="per_expert")
+    state = hf_state(Decoder(config).state_dict(), config, layout="per_expert")
     write_directory(tmp_path, state, TINY_JSON | values)
     with pytest.raises(ValueError, match=message):
         load_hf(tmp_path, fill_nan(Decoder(config)))
     loaded = fill_nan(Decoder(config))
     with pytest.warns(UserWarning, match=message):
         load_hf(tmp_path, loaded, strict=False)
-    assert_state(loaded, from_hf(state, config))
+    assert_state(loaded, native_state(state, config))
     write_directory(tmp_path, state, TINY_JSON | dict(max_position_embeddings=64))
     moe = replace(config.moe, balance=BalanceConfig(z_loss_coef=1e-3))
     load_hf(tmp_path, Decoder(replace(config, moe=moe, mtp_loss_coef=0.1)))
@@ -433,7 +434,7 @@ def test_a_config_that_is_no_file_or_nests_deep(kind, tmp_path):
 
 def test_copies_must_equal_their_originals(tmp_path):
     config = preset("tiny-deepseek-v3")
-    state = to_hf(Decoder(config).state_dict(), config, layout="fused")
+    state = hf_state(Decoder(config).state_dict(), config, layout="fused")
     copy = "model.layers.3.shared_head.head.weight"
     write_directory(tmp_path, state | {copy: state[copy] + 1}, {})
     with pytest.raises(ValueError, match=rf"{copy} must equal lm_head.weight, because the model"):

@@ -23,11 +23,11 @@ from moecore.hf import files as hf_files
 from moecore.hf.convert import native_to_hf
 from moecore.hf.export import export_hf
 from moecore.hf.load import load_hf
-from moecore.hf.names import from_hf, to_hf
 from moecore.models import Decoder, preset
 from moecore.moe.params import global_indices
 from tests.hf.dirs import fp8_state, mxfp4_state, write_directory
 from tests.hf.hf_models import random_model
+from tests.hf.states import hf_state, native_state
 from tests.hf.test_config import TINY_JSON
 from tests.ranks import run_ranks
 
@@ -64,11 +64,11 @@ def write_sources(root: Path) -> None:
     """Write each model's directory, and beside it the state dict that it must give."""
     g = torch.Generator().manual_seed(3)
     state = {n: torch.randn(t.shape, generator=g) for n, t in Decoder(CONFIG).state_dict().items()}
-    stored, truth = fp8_state(to_hf(state, CONFIG, layout="per_expert"), BLOCK)
+    stored, truth = fp8_state(hf_state(state, CONFIG, layout="per_expert"), BLOCK)
     quantization = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     config = TINY_JSON | {"quantization_config": quantization}
     write_directory(root / "native", stored, config, num_shards=3)
-    save(root, "native", from_hf(truth, CONFIG))
+    save(root, "native", native_state(truth, CONFIG))
 
     model = gpt_oss()
     stored, truth = mxfp4_state(model.state_dict())

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moecore.hf.names import from_hf
 from moecore.models import PRESETS, Decoder, preset
 from moecore.moe.layer import MoELayer
+from tests.hf.states import native_state
 from tests.models.hf_pairs import PAIRS, gradients, make_pair
 
 TINY = ("tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3")
@@ -22,7 +22,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(name):
     pytest.importorskip("transformers")
     hf, config = make_pair(name)
     ours = Decoder(config)
-    ours.load_state_dict(from_hf(hf.state_dict(), config))
+    ours.load_state_dict(native_state(hf.state_dict(), config))
 
     tokens = torch.randint(0, 97, (3, 29))
     want = hf(tokens).logits
@@ -37,7 +37,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(name):
     torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=0)
     loss.backward()
     want_loss.backward()
-    expected = from_hf(gradients(hf), config)
+    expected = native_state(gradients(hf), config)
     for name, param in ours.named_parameters():
         scale = expected[name].abs().max()
         assert scale > 0, name

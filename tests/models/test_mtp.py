@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig
-from moecore.hf.names import to_hf
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.models.mtp import shift_left
 from moecore.moe.layer import MoELayer
+from tests.hf.states import hf_state
 from tests.models.hf_pairs import YARN, deepseek, randomize
 from tests.models.plain_decoder import PlainLosses, plain_losses
 
@@ -205,7 +205,7 @@ def test_the_coefficient_may_follow_a_schedule():
 
 @pytest.mark.parametrize("yarn", [None, YARN])
 def test_modules_equal_those_of_transformers(tmp_path, monkeypatch, yarn):
-    """transformers reads what `to_hf` writes, and its modules return the same hidden states."""
+    """transformers reads files named by `hf_plan`; its modules return the same hidden states."""
     pytest.importorskip("transformers")
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
@@ -217,7 +217,7 @@ def test_modules_equal_those_of_transformers(tmp_path, monkeypatch, yarn):
     randomize(hf)
     hf.save_pretrained(tmp_path)
     ours = make(config)
-    files = to_hf(ours.state_dict(), config, layout="per_expert")
+    files = hf_state(ours.state_dict(), config, layout="per_expert")
     save_file({n: t.clone() for n, t in files.items()}, tmp_path / "model.safetensors")
     # It looks for the modules of the published 61 layers.
     ignored = [r"model\.layers\.[34]\..*"]

@@ -1,10 +1,9 @@
-"""Native decoder <-> Hugging Face: the same numbers under other names, bit for bit both ways.
+"""hf_plan: the Hugging Face tensors that each native tensor is made of, the same numbers.
 
 Legend: E experts, D model dim, F hidden dim of an expert.
 
-`hf_plan` has the Hugging Face tensors of which each native tensor is made; nothing is read, so
-a reader of files can follow it one tensor at a time. `from_hf` and `to_hf` follow it on whole state
-dicts of plain tensors. Only MoE layers and multi-token prediction differ in names:
+Readers and writers of files follow the plan one tensor at a time. Only MoE layers and multi-token
+prediction differ in names:
 
 | native | "fused" | "per_expert" | "mixtral" |
 | --- | --- | --- | --- |
@@ -14,19 +13,16 @@ dicts of plain tensors. Only MoE layers and multi-token prediction differ in nam
 | mlp.experts.w2[3] | ...down_proj[3] | ...3.down_proj.weight | ...3.w2.weight |
 
 "fused" is what transformers >= 5 holds in memory; the other two are what is published: Mixtral's,
-and that of everybody else. DeepSeek-V3 keeps multi-token prediction behind its last layer
+and that of all other families. DeepSeek-V3 keeps multi-token prediction behind its last layer
 (mtp.0 is model.layers.61), with copies of embedding and head.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
-
-import torch
-from torch import Tensor
 
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
@@ -67,31 +63,6 @@ class Recipe:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
-    def assemble(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the native tensor: a view of its only piece, or a new tensor.
-
-        Args:
-            state: Hugging Face tensors by name; only this recipe's are read, one after the other.
-
-        Raises:
-            ValueError: naming a piece of the wrong shape or dtype.
-        """
-        if len(self.pieces) == 1:
-            return _read(state, self.pieces[0]).view(self.shape)
-        whole: Tensor | None = None
-        for piece in self.pieces:
-            part = _read(state, piece)
-            if whole is None:
-                whole = part.new_empty(self.shape)
-            if part.dtype != whole.dtype:
-                raise ValueError(
-                    f"{piece.name} ({part.dtype}) must have the dtype of {self.pieces[0].name} "
-                    f"({whole.dtype}): convert one of them"
-                )
-            whole[piece.region] = part
-        assert whole is not None, "a recipe has pieces"
-        return whole
-
 
 def hf_plan(config: DecoderConfig, layout: HFLayout) -> dict[str, Recipe]:
     """Return native name -> how it is made of Hugging Face tensors, in model order.
@@ -126,73 +97,6 @@ def hf_copies(config: DecoderConfig) -> dict[str, str]:
         copies[f"{prefix}embed_tokens.weight"] = EMBEDDING
         copies[f"{prefix}shared_head.head.weight"] = head
     return copies
-
-
-def from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """Return the native state dict of a Hugging Face one, in the dtype of each tensor.
-
-    Args:
-        state: parameters and buffers of a whole model, in any layout; a lazy mapping is read one
-            tensor at a time. Not changed.
-        config: the decoder.
-
-    Returns:
-        What `Decoder(config).load_state_dict` takes. A tensor with one source is a view of it,
-        others are new.
-
-    Raises:
-        ValueError: naming a tensor that is missing, left over (such as an expert too many), of the
-            wrong shape, or a copy that differs from its original.
-        NotImplementedError: for a quantised checkpoint.
-    """
-    names = set(state)  # looking a name up in a lazy mapping may read its tensor
-    plan, copies = hf_plan(config, find_layout(names)), hf_copies(config)
-    wanted = {piece.name for recipe in plan.values() for piece in recipe.pieces}
-    _check_hf_names(names, wanted, copies.keys(), config)
-    for copy, original in copies.items():
-        if copy in names and not _same(state[copy], state[original]):
-            raise ValueError(
-                f"{copy} must equal {original}, because the decoder has one tensor for both: "
-                "set tie_embeddings=False, or drop the copy"
-            )
-    return {name: recipe.assemble(state) for name, recipe in plan.items()}
-
-
-def to_hf(
-    state: Mapping[str, Tensor], config: DecoderConfig, *, layout: HFLayout
-) -> dict[str, Tensor]:
-    """Return the Hugging Face state dict of a native one, in the dtype of each tensor.
-
-    Args:
-        state: whole plain tensors by native name. Not changed.
-        config: the decoder.
-        layout: "fused" loads into transformers' modules; "per_expert" ("mixtral" for Mixtral) is
-            what published checkpoints look like.
-
-    Returns:
-        Views of the native tensors. DeepSeek-V3's copies for multi-token prediction are included
-        and share memory with their originals; a tied head is left out, as transformers saves it.
-
-    Raises:
-        ValueError: naming a tensor that is missing, left over or of the wrong shape.
-        NotImplementedError: when the layout has no name for a tensor of this decoder.
-    """
-    plan = hf_plan(config, layout)
-    for wrong, relation in (
-        ([n for n in plan if n not in state], "must be in the native state dict"),
-        ([n for n in state if n not in plan], "must be a tensor of this decoder"),
-    ):
-        if wrong:
-            raise ValueError(f"{_first(wrong)} {relation}: give the config that the state is of")
-    result: dict[str, Tensor] = {}
-    for name, recipe in plan.items():
-        _check_shape(name, state[name], recipe.shape)
-        for piece in recipe.pieces:
-            result[piece.name] = state[name][piece.region].reshape(piece.shape)
-    for copy, original in hf_copies(config).items():
-        if copy != HEAD:
-            result[copy] = result[original]
-    return result
 
 
 def find_layout(names: Collection[str]) -> HFLayout:
@@ -278,51 +182,3 @@ def _shared_pieces(
         Piece(f"{name}.gate_proj.weight", (slice(0, F_),), (F_, D)),
         Piece(f"{name}.up_proj.weight", (slice(F_, 2 * F_),), (F_, D)),
     )
-
-
-def _check_hf_names(
-    found: Collection[str], wanted: Collection[str], copies: Collection[str], config: DecoderConfig
-) -> None:
-    left_over = [n for n in sorted(found) if n not in wanted and n not in copies]
-    quantised = [n for n in left_over if n.endswith("weight_scale_inv")]
-    if quantised:
-        raise NotImplementedError(
-            f"{_first(quantised)} must not be there: the checkpoint is quantised, use load_hf, "
-            "which dequantises files"
-        )
-    experts = 0 if config.moe is None else config.moe.num_experts
-    sizes = f"num_layers={config.num_layers}, num_experts={experts}"
-    sizes += f", num_mtp_layers={config.num_mtp_layers}"
-    if left_over:
-        raise ValueError(
-            f"{_first(left_over)} must be a tensor of the decoder ({sizes}): correct the config, "
-            "or drop it from the state dict"
-        )
-    missing = [n for n in sorted(wanted) if n not in found]
-    if missing:
-        raise ValueError(
-            f"{_first(missing)} must be in the Hugging Face state dict of a decoder with {sizes}: "
-            "correct the config, or give the whole checkpoint"
-        )
-
-
-def _read(state: Mapping[str, Tensor], piece: Piece) -> Tensor:
-    tensor = state[piece.name]
-    _check_shape(piece.name, tensor, piece.shape)
-    return tensor
-
-
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name} {tuple(tensor.shape)} must have the shape {shape} that the config gives: "
-            "correct the config"
-        )
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.is_meta or torch.equal(a, b)
-
-
-def _first(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

@@ -1,0 +1,31 @@
+"""State dicts by the names of `hf_plan`: what files and loaders are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from moecore.hf.names import HEAD, HFLayout, find_layout, hf_copies, hf_plan
+from moecore.models.config import DecoderConfig
+
+
+def native_state(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """Return the native state dict of a Hugging Face one in any layout, in each tensor's dtype."""
+    native: dict[str, Tensor] = {}
+    for name, recipe in hf_plan(config, find_layout(state.keys())).items():
+        native[name] = whole = state[recipe.pieces[0].name].new_empty(recipe.shape)
+        for piece in recipe.pieces:
+            assert state[piece.name].shape == piece.shape, piece.name
+            whole[piece.region].copy_(state[piece.name].reshape(whole[piece.region].shape))
+    return native
+
+
+def hf_state(
+    state: Mapping[str, Tensor], config: DecoderConfig, *, layout: HFLayout
+) -> dict[str, Tensor]:
+    """Return the Hugging Face state dict of a native one; a tied head is left out."""
+    pieces = [(n, p) for n, recipe in hf_plan(config, layout).items() for p in recipe.pieces]
+    theirs = {p.name: state[n][p.region].reshape(p.shape) for n, p in pieces}
+    copies = {copy: theirs[n] for copy, n in hf_copies(config).items() if copy != HEAD}
+    return theirs | copies
