@@ -31,7 +31,7 @@ loss is already divided by the global token count, and every unit's divisor is 1
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Annotated
@@ -87,6 +87,13 @@ class FSDPOptions:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def reshards_experts(self) -> bool:
+        """`reshard_experts`, or what the others do."""
+        if self.reshard_experts is None:
+            return self.reshard_after_forward
+        return self.reshard_experts
+
 
 def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss: str) -> None:
     """Apply FSDP2: experts on the expert mesh, all else on the dense mesh. In place.
@@ -98,65 +105,51 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
         options: FSDP2 choices.
         loss: "mean" or "sum"; see the note "gradient scale".
     """
-    found = find_units(model, options)
-    groups, heads = found.groups, found.heads
-    dense_policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
+    units = find_units(model, options)
+    divisor = float(meshes.data_ranks) if loss == "mean" else 1.0
+    policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     # The experts' inputs hold fp32 routing weights that a cast would round; a head's are as the
     # blocks left them.
-    as_it_is = MixedPrecisionPolicy(
-        options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
-    )
-    router_policy = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
-    divisor = float(meshes.data_ranks) if loss == "mean" else 1.0
-    reshard_experts = options.reshard_experts
-    if reshard_experts is None:
-        reshard_experts = options.reshard_after_forward
-    kept: list[nn.Module] = [*heads, model]  # one of each unit that forward leaves unsharded
-    for routers in found.routers:  # small: gathered once for forward and backward
-        fully_shard(
-            routers,
-            mesh=meshes.dense_fsdp,
-            mp_policy=router_policy,
-            reshard_after_forward=False,
-        )
-        kept.append(routers[0])
+    uncast = replace(policy, cast_forward_inputs=False)
+    router_policy = replace(uncast, param_dtype=None, reduce_dtype=torch.float32)
     whole: set[nn.Parameter] = set()
-    for experts in found.experts:
+    shard_dense = partial(fully_shard, mesh=meshes.dense_fsdp, ignored_params=whole)
+    for routers in units.routers:  # small: gathered once for forward and backward
+        shard_dense(routers, mp_policy=router_policy, reshard_after_forward=False)
+    for experts in units.experts:
+        reshard = options.reshards_experts
         if is_whole(meshes):
-            experts.reader = WholeWeights(options.param_dtype, divisor, keep=not reshard_experts)
+            experts.reader = WholeWeights(options.param_dtype, divisor, keep=not reshard)
             whole.update(experts.parameters())
             continue
         fully_shard(
             experts,
             mesh=meshes.expert_fsdp,
-            mp_policy=as_it_is,
-            reshard_after_forward=reshard_experts,
+            mp_policy=uncast,
+            reshard_after_forward=reshard,
             shard_placement_fn=_expert_placement(experts, meshes),
         )
-        if not reshard_experts:
-            kept.append(experts)
-    shard_dense = partial(fully_shard, mesh=meshes.dense_fsdp, ignored_params=whole)
-    for group in groups:
+    for group in units.groups:
         if group != [model]:
-            reshard = options.reshard_after_forward
-            shard_dense(group, mp_policy=dense_policy, reshard_after_forward=reshard)
-            if not reshard:
-                kept.append(group[0])
-    for head in heads:
-        shard_dense(head, mp_policy=as_it_is, reshard_after_forward=False)
-    shard_dense(model, mp_policy=dense_policy)
-    setattr(model, RESIDENT, ResidentUnits(model, kept))
+            shard_dense(
+                group, mp_policy=policy, reshard_after_forward=options.reshard_after_forward
+            )
+    for head in units.heads:
+        shard_dense(head, mp_policy=uncast, reshard_after_forward=False)
+    shard_dense(model, mp_policy=policy)
+    setattr(model, RESIDENT, ResidentUnits(model, _find_kept(model, units, meshes, options)))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             is_experts = isinstance(module, Experts)
             _set_divisor(module, divisor, meshes.expert_fsdp if is_experts else meshes.dense_fsdp)
     if options.prefetch_blocks:
-        first_routers = {unit[0] for unit in found.routers}
-        units = [
+        first_routers = {unit[0] for unit in units.routers}
+        blocks = [
             [group[0], *_parts(group, first_routers, whole_experts=is_whole(meshes))]
-            for group in groups
+            for group in units.groups
         ]
-        _set_prefetch(model, units, heads, -(-options.prefetch_blocks // options.blocks_per_unit))
+        ahead = -(-options.prefetch_blocks // options.blocks_per_unit)
+        _set_prefetch(model, blocks, units.heads, ahead)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +183,18 @@ def find_units(model: nn.Module, options: FSDPOptions) -> Units:
         experts=[m.part("experts") for m in layers],
         heads=find_heads(model, blocks),
     )
+
+
+def _find_kept(
+    model: nn.Module, units: Units, meshes: Meshes, options: FSDPOptions
+) -> list[nn.Module]:
+    """Return one module of each unit that forward leaves unsharded."""
+    kept = [*units.heads, model, *(routers[0] for routers in units.routers)]
+    if not options.reshards_experts and not is_whole(meshes):
+        kept += units.experts
+    if not options.reshard_after_forward:
+        kept += [group[0] for group in units.groups if group != [model]]
+    return kept
 
 
 def is_whole(meshes: Meshes) -> bool:
