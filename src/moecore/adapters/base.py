@@ -36,6 +36,25 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
 
     Warns of experts that are sharded as dense modules: see `_routes_densely`.
     """
+    found = _find_blocks(model, adapters)
+    used = {type(model.get_submodule(name)) for name in found}
+    for cls in adapters:
+        if cls not in used:
+            warnings.warn(
+                f"adapter of {cls.__name__} is not used: no block is of this very class",
+                stacklevel=3,
+            )
+    # All adapters before any swap: one may raise.
+    swaps = {model.get_submodule(n): _make_layer(n, model, adapter) for n, adapter in found.items()}
+    for parent in list(model.modules()):
+        for child, module in parent._modules.items():
+            if module in swaps:
+                parent._modules[child] = swaps[module]
+    return {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+
+
+def _find_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, Adapter]:
+    """Return qualified name -> adapter of each block to swap; refuse or warn of look-alikes."""
     found: dict[str, Adapter] = {}
     unknown: list[str] = []
     dense: list[str] = []
@@ -62,38 +81,29 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
             f"{dense[0]}{_more(dense)} looks like a router and a list of experts without an "
             "adapter, so every rank computes all of them: pass parallelize_moe(..., adapters={...})"
             ", see docs/adapters.md",
-            stacklevel=3,
+            stacklevel=4,
         )
     if "" in found:
         raise ValueError(
             "model (a MoE block itself) must be held by a parent module to be swapped: wrap it in "
             "nn.Sequential, or build a MoELayer"
         )
-    used = {type(model.get_submodule(name)) for name in found}
-    for cls in adapters:
-        if cls not in used:
-            warnings.warn(
-                f"adapter of {cls.__name__} is not used: no block is of this very class",
-                stacklevel=3,
-            )
-    swaps: dict[nn.Module, MoELayer] = {}
-    for name, adapter in found.items():  # all adapters before any swap: one may raise
-        block = model.get_submodule(name)
-        layer = adapter(block, model)
-        if not isinstance(layer, MoELayer):
-            raise ValueError(
-                f"adapter of {name} ({type(block).__name__}) must return a MoELayer, not a "
-                f"{type(layer).__name__}: see docs/adapters.md"
-            )
-        _refuse_hooks(name, block, layer)
-        swaps[block] = layer
-        layer.train(block.training)
-        _keep_order(layer, block)
-    for parent in list(model.modules()):
-        for child, module in parent._modules.items():
-            if module in swaps:
-                parent._modules[child] = swaps[module]
-    return {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+    return found
+
+
+def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> MoELayer:
+    """Return the layer that takes a block's place; the model is unchanged."""
+    block = model.get_submodule(name)
+    layer = adapter(block, model)
+    if not isinstance(layer, MoELayer):
+        raise ValueError(
+            f"adapter of {name} ({type(block).__name__}) must return a MoELayer, not a "
+            f"{type(layer).__name__}: see docs/adapters.md"
+        )
+    _refuse_hooks(name, block, layer)
+    layer.train(block.training)
+    _keep_order(layer, block)
+    return layer
 
 
 def _refuse_hooks(name: str, block: nn.Module, layer: MoELayer) -> None:
