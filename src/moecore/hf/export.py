@@ -104,12 +104,7 @@ def export_hf(
         check_arguments(path, dtype, max_shard_bytes, layout)
         values = export_config(model, config)
         tensors = model_tensors(model)
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        check_complete(model, shapes)
-        recipes = model_plan(model, shapes, names_of(layout, values))
-        for name in recipes:
-            if tensors[name].is_meta:
-                raise ValueError(f"{name} (meta) must have storage to be written: load it first")
+        recipes = _complete_plan(model, tensors, names_of(layout, values))
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         items = list(make_items(dtypes, recipes, model_copies(model), dtype))
         return tensors, recipes, fill_shards(items, max_shard_bytes), values
@@ -125,6 +120,19 @@ def export_hf(
         peak_bytes=collector.in_flight.peak,
         seconds=time.monotonic() - started,
     )
+
+
+def _complete_plan(
+    model: nn.Module, tensors: Mapping[str, Tensor], layout: HFLayout
+) -> dict[str, Recipe]:
+    """Return what a model's files are made of; refuse a part of a model, and one on meta."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_complete(model, shapes)
+    recipes = model_plan(model, shapes, layout)
+    for name in recipes:
+        if tensors[name].is_meta:
+            raise ValueError(f"{name} (meta) must have storage to be written: load it first")
+    return recipes
 
 
 def write_directory(
