@@ -125,11 +125,10 @@ def load(
 ) -> dict[str, Any]:
     """Set model, optimizer and generators as they were saved, in place. Collective.
 
-    The layout may differ from the one that saved: every rank reads what it holds. A rank that the
-    saving run did not have keeps its generators. Without an optimizer only the model is set, such
-    as for inference, and generators stay as they are. Gradients and all else that a half-done step
-    has left are dropped (`TrainStep.drop`). Buffers of transformers' modules that no
-    checkpoint holds (rotary frequencies) are worked out anew: `to_empty` leaves them undefined.
+    Layouts may differ: every rank reads what it holds. A rank that the saving run did not have
+    keeps its generators, and without an optimizer (for inference) every rank does. What a half-done
+    step has left, such as gradients, is dropped (`TrainStep.drop`). Buffers that no checkpoint
+    holds (transformers' rotary frequencies) are computed again: `to_empty` leaves them undefined.
 
     Args:
         path: a whole checkpoint, such as from `latest`.
