@@ -64,50 +64,31 @@ def parallelize_moe(
     loss: LossConvention = "mean",
     adapters: Mapping[type, Adapter] | None = None,
 ) -> nn.Module:
-    """Shard a model over both meshes, in place, and return it.
+    """Shard a model over both meshes, in place, and return it: see docs/parallelize.md.
 
-    Works on meta-device models (materialise with `to_empty` and an init or a checkpoint
-    afterwards) and on real ones, whose weights must be equal on every rank. Parameter names and
-    global shapes stay: parameters become DTensors. Gradients of parameters that are added later are
-    not reduced: `clip_grad_norm_` and `TrainStep` refuse them. `TrainStep(model, optimizer)` runs
-    the optimizer steps.
+    Parameters become DTensors of the same names and global shapes. A model may be on meta, to be
+    materialised afterwards, or real, with equal weights on every rank.
 
     Args:
-        model: any module. MoELayers and MoE blocks with an adapter are sharded over the expert
-            mesh, all else, and a model without any, over the dense mesh.
+        model: any; its MoE layers and blocks with an adapter go to the expert mesh, all else to the
+            dense mesh.
         meshes: from `build_meshes`.
-        dispatcher: how tokens travel; "auto" is local without ep and etp; nvlink where the ep x
-            etp ranks are one host's GPUs with peer access and `nvlink` has a row factor
-            (without one each layer keeps room for every routing: up to ep times the memory); else
-            alltoall. Logged once, with why. See docs/dispatchers.md.
-        nvlink: sizes and times of the nvlink dispatcher; with dispatcher "nvlink" or "auto".
-        expert_backend: how the experts' matrices are multiplied: "auto", "triton", "torch" or
-            "sequential", the oracle (see `moe/backends.py`).
-        recompute_fc1: keep only the experts' input for backward and run FC1 again there: one
-            product more for 4KF bytes per token less (bf16). Not with "sequential" or biases.
-        overlap_shared: on GPUs run shared experts on a stream of their own while tokens travel to
-            the routed ones. Other devices have no streams: there it is refused. Experimental: no
-            measurement yet.
-        compile_dense: run attention, norms and residual adds of each block through torch.compile,
-            at static shapes; MoE layers have kernels of their own and stay as they are.
-        balance: replaces the balance config of every MoE layer; None keeps each one's own.
-        fsdp: FSDP2 choices.
-        loss: "mean": each rank's loss is the mean over its own tokens, and gradients are the mean
-            over data ranks. "sum": each rank's loss is a sum over its tokens divided by the global
-            token count, and gradients are summed (exact for uneven token counts).
-        adapters: block class -> `(block, model) -> MoELayer`, for blocks that moecore does not
-            know.
-
-    Returns:
-        The model.
+        dispatcher: how tokens travel; "auto" chooses by the hardware, see docs/dispatchers.md.
+        nvlink: sizes and times of the nvlink dispatcher, for "nvlink" and "auto".
+        expert_backend: which kernels multiply the experts' matrices; see `moe/backends.py`.
+        recompute_fc1: run FC1 again in backward, for 4KF bytes per token less (bf16).
+        overlap_shared: on GPUs, run shared experts on a stream of their own. Experimental.
+        compile_dense: run attention, norms and residual adds through torch.compile.
+        balance: of every MoE layer; None keeps each one's own.
+        fsdp: FSDP2 choices; None = the defaults.
+        loss: each rank's is a "mean" over its tokens, or a "sum" over the global token count.
+        adapters: block class -> `(block, model) -> MoELayer`, before moecore's own.
 
     Raises:
-        ValueError: when sizes and degrees do not fit, experts share a parameter with another
-            module, or trainable parameters of one FSDP2 unit have several dtypes or no values,
-            before any collective (MoE blocks may then be swapped for MoELayers already); when
-            blocks have hooks; on every rank when ranks differ in model, arguments or versions.
-        NotImplementedError: for cp > 1, pp > 1, and tp > 1 on models that are neither cut over tp
-            nor a `TensorParallelModel`; for blocks of transformers that were customised.
+        ValueError: for what does not fit, before any collective (blocks may be swapped already); on
+            every rank when ranks differ in model, arguments or versions.
+        NotImplementedError: for cp > 1, pp > 1, a model without tensor parallelism under tp > 1,
+            and customised blocks of transformers.
     """
     request = Request(
         meshes=meshes,
