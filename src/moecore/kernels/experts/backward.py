@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from moecore.kernels.experts.contract import GradientSender, GradTarget
-from moecore.kernels.experts.products import Products, Source
+from moecore.kernels.experts.products import Source, TorchProducts
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
@@ -68,7 +68,7 @@ class Saved(NamedTuple):
 
 
 def differentiate(
-    products: Products,
+    products: TorchProducts,
     activation: ActivationOptions,
     saved: Saved,
     dy: Tensor,

@@ -10,7 +10,7 @@ Letters: as in `contract.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -51,8 +51,11 @@ class Source:
     row_ids_R: Tensor | None
 
 
-class Products(Protocol):
+class TorchProducts:
     """The two matrices' products and the activation between them.
+
+    Here they are torch's grouped product around gathers in memory: any strides, any device. A
+    subclass has kernels.
 
     Args:
         index: which source row each expert row reads, and its weight.
@@ -63,49 +66,6 @@ class Products(Protocol):
         where: row_ids_R, slots_SK and the number of used rows, as row movers take them.
     """
 
-    where: tuple[Tensor, Tensor, Tensor]
-
-    def __init__(
-        self, index: ExpertIndex, activation: ActivationOptions, hidden_dim: int
-    ) -> None: ...
-
-    @staticmethod
-    def supports(spec: ExpertSpec) -> str | None:
-        """Return why such experts cannot be multiplied, one line; None = they can."""
-        ...
-
-    def source(self, rows: Rows, use: Use) -> Source:
-        """Return rows for the verbs below; quantised ones come out wide."""
-        ...
-
-    def fc1(self, x: Source, w1_eCD: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Return H and the weighted activation."""
-        ...
-
-    def activation_bwd(
-        self, dy: Source, w2_eDF: Tensor, h_RC: Tensor, weights_R: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dh, dweights and the weighted activation again."""
-        ...
-
-    def product(self, source: Source, b_eKN: Tensor) -> Tensor:
-        """Return each expert row's source row times its expert's matrix."""
-        ...
-
-    def rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
-        """Return each expert row times its expert's matrix."""
-        ...
-
-    def weight_grad(
-        self, source: Source, y_RN: Tensor, transposed: bool, target: GradTarget
-    ) -> Tensor:
-        """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
-        ...
-
-
-class TorchProducts:
-    """torch's grouped product around gathers in memory: any strides, any device."""
-
     def __init__(self, index: ExpertIndex, activation: ActivationOptions, hidden_dim: int) -> None:
         self.activation, self.hidden_dim = activation, hidden_dim
         self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
@@ -113,11 +73,11 @@ class TorchProducts:
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        """Return why such experts cannot be multiplied; None = they can."""
+        """Return why such experts cannot be multiplied, one line; None = they can."""
         return spec.misaligned()
 
     def source(self, rows: Rows, use: Use) -> Source:
-        """Return gathered rows, whatever they are for."""
+        """Return rows for the verbs below, gathered here; quantised ones come out wide."""
         return Source(gather_rows_plain(rows.widen(), *self.where), None)
 
     def fc1(self, x: Source, w1_eCD: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,7 +225,7 @@ class HopperProducts(TritonProducts):
         return cooperative_gemm(a_RK, b_eKN, self.tiles)
 
 
-NAMED: dict[str, type[Products]] = {"triton": TritonProducts, "torch": TorchProducts}
+NAMED: dict[str, type[TorchProducts]] = {"triton": TritonProducts, "torch": TorchProducts}
 
 
 def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
@@ -287,7 +247,7 @@ def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
 
 def make_products(
     name: str, index: ExpertIndex, activation: ActivationOptions, hidden_dim: int
-) -> Products:
+) -> TorchProducts:
     """Return the products of a name that `choose_products` gave."""
     kind = NAMED[name]
     if name == "triton" and index.row_ids_R.shape[0] and has_hopper_kernels(index.row_ids_R.device):
