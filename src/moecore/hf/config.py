@@ -203,8 +203,20 @@ def _plain_rope(fields: Fields) -> None:
     fields.refuse("rope_type", kind not in PLAIN, kind)
 
 
-def _balance(fields: Fields, default: float) -> BalanceConfig:
-    return BalanceConfig(micro_batch_coef=float(fields.get("router_aux_loss_coef", default)))
+def _softmax_moe(
+    fields: Fields, hidden_dim: str, normalizes: bool, coef: float, *, shared_hidden_dim: int = 0
+) -> MoEConfig:
+    """The MoE layers of families that route by softmax; `coef` is transformers' default."""
+    return MoEConfig(
+        dim=fields.need("hidden_size"),
+        hidden_dim=fields.need(hidden_dim),
+        num_experts=fields.need("num_experts"),
+        top_k=fields.need("num_experts_per_tok"),
+        normalize_weights=normalizes,
+        shared_hidden_dim=shared_hidden_dim,
+        shared_gate=shared_hidden_dim > 0,
+        balance=BalanceConfig(micro_batch_coef=float(fields.get("router_aux_loss_coef", coef))),
+    )
 
 
 def _qwen3(fields: Fields) -> DecoderConfig:
@@ -226,27 +238,16 @@ def _qwen(fields: Fields, *, qk_norm: Any = None, shared_hidden_dim: int = 0) ->
     dense |= {i for i in range(num_layers) if (i + 1) % step}
     if not fields.need("num_experts"):
         dense = set(range(num_layers))
-    common = _common(fields)
+    common = _common(fields) | dict(qk_norm=qk_norm)
     if len(dense) >= num_layers:
-        return DecoderConfig(
-            **common, qk_norm=qk_norm, mlp_hidden_dim=fields.need("intermediate_size")
-        )
-    return DecoderConfig(
-        **common,
-        qk_norm=qk_norm,
-        dense_layers=tuple(sorted(dense)),
-        mlp_hidden_dim=fields.need("intermediate_size") if dense else 0,
-        moe=MoEConfig(
-            dim=common["dim"],
-            hidden_dim=fields.need("moe_intermediate_size"),
-            num_experts=fields.need("num_experts"),
-            top_k=fields.need("num_experts_per_tok"),
-            normalize_weights=fields.get("norm_topk_prob", False),
-            shared_hidden_dim=shared_hidden_dim,
-            shared_gate=shared_hidden_dim > 0,
-            balance=_balance(fields, 0.001),
-        ),
+        return DecoderConfig(**common, mlp_hidden_dim=fields.need("intermediate_size"))
+    dense_dim = fields.need("intermediate_size") if dense else 0
+    normalizes = fields.get("norm_topk_prob", False)
+    moe = _softmax_moe(
+        fields, "moe_intermediate_size", normalizes, 0.001, shared_hidden_dim=shared_hidden_dim
     )
+    dense_layers = tuple(sorted(dense))
+    return DecoderConfig(**common, dense_layers=dense_layers, mlp_hidden_dim=dense_dim, moe=moe)
 
 
 def _mixtral(fields: Fields) -> DecoderConfig:
@@ -255,28 +256,13 @@ def _mixtral(fields: Fields) -> DecoderConfig:
     fields.refuse("sliding_window", window is not None and window < length)
     fields.refuse("router_jitter_noise", fields.get("router_jitter_noise", 0) > 0)
     common = _common(fields)
-    moe = MoEConfig(
-        dim=common["dim"],
-        hidden_dim=fields.need("intermediate_size"),
-        num_experts=fields.need("num_experts"),
-        top_k=fields.need("num_experts_per_tok"),
-        normalize_weights=True,
-        balance=_balance(fields, 0.001),
-    )
-    return DecoderConfig(**common, moe=moe)
+    return DecoderConfig(**common, moe=_softmax_moe(fields, "intermediate_size", True, 0.001))
 
 
 def _olmoe(fields: Fields) -> DecoderConfig:
     _plain_rope(fields)
-    common = _common(fields)
-    moe = MoEConfig(
-        dim=common["dim"],
-        hidden_dim=fields.need("intermediate_size"),
-        num_experts=fields.need("num_experts"),
-        top_k=fields.need("num_experts_per_tok"),
-        normalize_weights=fields.get("norm_topk_prob", False),
-        balance=_balance(fields, 0.01),
-    )
+    common, normalizes = _common(fields), fields.get("norm_topk_prob", False)
+    moe = _softmax_moe(fields, "intermediate_size", normalizes, 0.01)
     return DecoderConfig(**common, qk_norm="full", moe=moe)
 
 
