@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from moecore.config import MoEConfig
+from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import shard_parameter
 from moecore.moe.router import Router
@@ -129,3 +129,33 @@ def check_class(name: str, part: Any, *known: type) -> None:
             f"MoE {name} ({type(part).__name__}) must be {known[0].__name__} for a moecore model: "
             "drop the subclass, converter or comm backend that replaced it"
         )
+
+
+def block_config(
+    block: Any, shape: torch.Size, *, update_bias: bool, weights_on_input: bool = False
+) -> MoEConfig:
+    """Return the config of a torchtitan MoE block.
+
+    Args:
+        block: torchtitan's `MoE`, of any version.
+        shape: of its w1.
+        update_bias: move the selection bias by the block's `load_balance_coeff` after every step.
+        weights_on_input: whether the block weights tokens before its experts.
+    """
+    (num_experts, hidden_dim, dim), router = shape, block.router
+    rate = block.load_balance_coeff if update_bias else None
+    return MoEConfig(
+        dim=dim,
+        hidden_dim=hidden_dim,
+        num_experts=num_experts,
+        top_k=router.top_k,
+        score_function=router.score_func,
+        normalize_weights=router.route_norm,
+        routed_scaling_factor=router.route_scale,
+        num_groups=router.num_expert_groups or 1,
+        top_groups=router.num_limited_groups if router.num_expert_groups else 1,
+        expert_bias=block.load_balance_coeff is not None,
+        router_bias=router.gate.bias is not None,
+        weights_on_input=weights_on_input,
+        balance=BalanceConfig(bias_update_rate=rate or 0.0),
+    )

@@ -20,8 +20,7 @@ from torchtitan.models.moe.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.models.utils import trunc_normal_
 
 from moecore.adapters.adopt import adopt
-from moecore.config import BalanceConfig, MoEConfig
-from moecore.integrations.torchtitan.layer import TitanLayer, check_class
+from moecore.integrations.torchtitan.layer import TitanLayer, block_config, check_class
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.forced import force_even_load
 from moecore.moe.layer import LayerLayout
@@ -79,9 +78,19 @@ def titan_moe(block: nn.Module, model: nn.Module, *, update_bias: bool = True) -
     assert isinstance(block, MoE)
     check_class("router", block.router, TokenChoiceTopKRouter)
     check_class("experts", block.experts, GroupedExperts)
+    if block.score_before_experts and block.router.top_k > 1:
+        raise NotImplementedError(
+            f"MoEArgs.score_before_experts (True) must be False with top_k ({block.router.top_k}) "
+            "> 1: a token travels once, so it cannot be weighted for each expert apart"
+        )
     gate = block.router.gate
     router = {"weight": gate.weight} | ({} if gate.bias is None else {"bias": gate.bias})
-    config = _config(block, update_bias)
+    config = block_config(
+        block,
+        block.experts.w1.shape,
+        update_bias=update_bias,
+        weights_on_input=block.score_before_experts,
+    )
     if config.expert_bias:
         router[BIAS] = block.expert_bias
     layer = adopt(
@@ -98,30 +107,3 @@ def titan_moe(block: nn.Module, model: nn.Module, *, update_bias: bool = True) -
     if block.router._debug_force_load_balance:
         force_even_load(layer)
     return layer
-
-
-def _config(block: MoE, update_bias: bool) -> MoEConfig:
-    router = block.router
-    num_experts, hidden_dim, dim = block.experts.w1.shape
-    if block.score_before_experts and router.top_k > 1:
-        raise NotImplementedError(
-            f"MoEArgs.score_before_experts (True) must be False with top_k ({router.top_k}) > 1: "
-            "a token travels once, so it cannot be weighted for each expert apart"
-        )
-    num_groups = router.num_expert_groups or 1
-    rate = block.load_balance_coeff if update_bias else None
-    return MoEConfig(
-        dim=dim,
-        hidden_dim=hidden_dim,
-        num_experts=num_experts,
-        top_k=router.top_k,
-        score_function=router.score_func,
-        normalize_weights=router.route_norm,
-        routed_scaling_factor=router.route_scale,
-        num_groups=num_groups,
-        top_groups=router.num_limited_groups if router.num_expert_groups else 1,
-        expert_bias=block.load_balance_coeff is not None,
-        router_bias=router.gate.bias is not None,
-        weights_on_input=block.score_before_experts,
-        balance=BalanceConfig(bias_update_rate=rate or 0.0),
-    )

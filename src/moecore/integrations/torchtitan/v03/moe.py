@@ -26,8 +26,12 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 from torchtitan.protocols.module import Module
 
 from moecore.adapters.adopt import adopt
-from moecore.config import BalanceConfig, MoEConfig
-from moecore.integrations.torchtitan.layer import TitanLayer, check_class, cut_dense_parts
+from moecore.integrations.torchtitan.layer import (
+    TitanLayer,
+    block_config,
+    check_class,
+    cut_dense_parts,
+)
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.forced import force_even_load
 from moecore.moe.layer import LayerLayout
@@ -113,7 +117,7 @@ def titan_moe(block: nn.Module, model: nn.Module, *, update_bias: bool = True) -
         role: {name: part._param_init[name] for name in tensors[role]}
         for role, part in parts.items()
     }
-    config = _config(block, update_bias)
+    config = block_config(block, inner.w1_EFD.shape, update_bias=update_bias)
     if config.expert_bias:
         tensors["router"][BIAS] = block.expert_bias_E
     layer = cast(
@@ -133,23 +137,3 @@ def titan_moe(block: nn.Module, model: nn.Module, *, update_bias: bool = True) -
     if block.router._debug_force_load_balance:
         force_even_load(layer)
     return layer
-
-
-def _config(block: MoE, update_bias: bool) -> MoEConfig:
-    router = block.router
-    num_experts, hidden_dim, dim = block.routed_experts.inner_experts.w1_EFD.shape
-    rate = block.load_balance_coeff if update_bias else None
-    return MoEConfig(
-        dim=dim,
-        hidden_dim=hidden_dim,
-        num_experts=num_experts,
-        top_k=router.top_k,
-        score_function=router.score_func,
-        normalize_weights=router.route_norm,
-        routed_scaling_factor=router.route_scale,
-        num_groups=router.num_expert_groups or 1,
-        top_groups=router.num_limited_groups if router.num_expert_groups else 1,
-        expert_bias=block.load_balance_coeff is not None,
-        router_bias=router.gate.bias is not None,
-        balance=BalanceConfig(bias_update_rate=rate or 0.0),
-    )
