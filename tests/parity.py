@@ -46,7 +46,7 @@ from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.forced import force_even_load
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.reference import ReferenceOutput, moe_reference
+from tests.moe.reference import ReferenceOutput, moe_reference
 
 OPTIMIZERS = ("sgd", "sgd", "adamw", "adamw")  # one per step
 ALL_LOSSES = BalanceConfig(

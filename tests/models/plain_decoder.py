@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.models import DecoderConfig, MLAConfig
-from moecore.moe.reference import moe_reference
+from tests.moe.reference import moe_reference
 
 Params = Mapping[str, Tensor]
 

@@ -13,8 +13,8 @@ from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.config import CapacityConfig
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import LayerLayout
-from moecore.moe.reference import ReferenceOutput, moe_reference
 from moecore.moe.state import MoEState
+from tests.moe.reference import ReferenceOutput, moe_reference
 
 ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01

@@ -23,9 +23,9 @@ from moecore.moe.balance import (
 )
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Routing
-from moecore.moe.reference import moe_reference
 from moecore.moe.state import MoEState
 from tests.moe.moe_cases import BASE, CONFIGS, assert_equal_to_scale, leaves, make_layer
+from tests.moe.reference import moe_reference
 
 FIELDS = {
     "micro_batch": "micro_batch_coef",

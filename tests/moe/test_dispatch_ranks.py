@@ -22,7 +22,7 @@ from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher, Routing
-from moecore.moe.reference import moe_reference
+from tests.moe.reference import moe_reference
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(

@@ -24,7 +24,6 @@ from moecore.moe import backends
 from moecore.moe.experts import ExpertLayout, Experts, expert_shapes
 from moecore.moe.params import global_indices
 from moecore.moe.records import ExpertInput
-from moecore.moe.reference import moe_reference
 from tests.moe.moe_cases import (
     BASE,
     assert_equal_to_scale,
@@ -33,6 +32,7 @@ from tests.moe.moe_cases import (
     leaves,
     make_layer,
 )
+from tests.moe.reference import moe_reference
 
 ACTIVATIONS = ["swiglu", "geglu", "relu2", "clamped_swiglu"]
 LAYOUTS = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
-from moecore.moe.reference import moe_reference
 from tests.moe.moe_cases import ALL_LOSSES, BASE, CONFIGS, assert_equal_to_scale, leaves, make_layer
+from tests.moe.reference import moe_reference
 
 
 def compare_with_reference(layer: MoELayer, x: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
 from moecore.kernels.common import has_hopper_kernels
-from moecore.moe.reference import moe_reference
+from tests.moe.reference import moe_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,6 @@ from moecore import BalanceConfig, MoELayer
 from moecore.config import CapacityConfig
 from moecore.moe.balance import LOSS_NAMES, BalanceGroups
 from moecore.moe.forced import force_even_load
-from moecore.moe.reference_route import capacity_reference
 from moecore.moe.state import MoEState
 from tests.moe.moe_cases import (
     ALL_LOSSES,
@@ -25,6 +24,7 @@ from tests.moe.moe_cases import (
     padding,
     tokens,
 )
+from tests.moe.reference_route import capacity_reference
 
 # --------------------------------------------------------------------------- capacity
 

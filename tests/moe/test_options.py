@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from moecore import MoELayer
 from moecore.config import CapacityConfig
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.reference import moe_reference
 from tests.moe.moe_cases import (
     BASE,
     OPTIONS,
@@ -30,6 +29,7 @@ from tests.moe.moe_cases import (
     tokens,
     with_losses,
 )
+from tests.moe.reference import moe_reference
 
 # --------------------------------------------------------------------------- against the oracle
 

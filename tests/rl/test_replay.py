@@ -11,10 +11,10 @@ from torch import Tensor
 from moecore import BalanceConfig, MoEConfig
 from moecore.adapters.base import swap_blocks
 from moecore.config import CapacityConfig
-from moecore.moe.reference import moe_reference
 from moecore.rl import RouterReplay
 from tests.hf.hf_models import MODELS as HF_MODELS
 from tests.moe.moe_cases import ALL_LOSSES, leaves, make_layer
+from tests.moe.reference import moe_reference
 from tests.rl.replay_cases import (
     CONFIGS,
     MODES,

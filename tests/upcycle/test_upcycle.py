@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from moecore import BalanceConfig, MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.config import CapacityConfig
-from moecore.moe.reference import moe_reference
 from moecore.upcycle.upcycle import UpcycleOptions, check_upcycle, upcycle_mlp, weight_sum
 from tests.moe.moe_cases import assert_equal_to_scale, assert_twice_as_good, error
+from tests.moe.reference import moe_reference
 
 NAMES = ("E8G1T1", "E8G1T2", "E4G2T2", "E8G2T4", "E2G4T8", "E4G3T6")
 D, F_, T = 64, 96, 256

@@ -2,7 +2,7 @@
 
 Nothing here is shared with the production path: every expert runs on every token, a mask picks
 what counts, and nothing is sorted, gathered or grouped. Memory E times that of a dense layer.
-Who chooses whom is decided on the host, token by token: `moe/reference_route.py`.
+Who chooses whom is decided on the host, token by token: `reference_route.py`.
 
 Legend: B sequences, T tokens, N = B T, D model dim, L dim of the routed experts (D, or the latent
 dim), F hidden dim, E experts, K experts per token, n shared experts.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moecore.config import MoEConfig
-from moecore.moe.reference_route import ReferenceRouting, route_reference
+from tests.moe.reference_route import ReferenceRouting, route_reference
 
 
 @dataclass(frozen=True, slots=True)
