@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore._fields import shown
+
 
 def check_same(entries: Mapping[str, Any], device_type: str) -> None:
     """Raise on every rank when an entry is not the same on all of them. Collective, a host sync.
@@ -39,7 +41,7 @@ def check_same(entries: Mapping[str, Any], device_type: str) -> None:
         name, value, more = f"{name} of {inner[0]}", value[inner[0]], more + len(inner) - 1
     others = f" and {more} more" if more else ""
     raise ValueError(
-        f"{name} ({_shown(value)} on rank {dist.get_rank()}){others} must be the same on every "
+        f"{name} ({shown(value)} on rank {dist.get_rank()}){others} must be the same on every "
         "rank: build the model and call moecore alike everywhere"
     )
 
@@ -93,11 +95,6 @@ def _where_different(values: Tensor) -> list[int]:
 
 def _has_others() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore._autograd import has_gradient_hooks
 from moecore._distributed import HAS_SEPARATE_PIECES
+from moecore._fields import check_value
 from moecore.agreement import fields_of
 from moecore.config import BalanceConfig
 from moecore.fsdp.check import check_parameters
@@ -137,18 +138,15 @@ def check_layers(model: nn.Module, layers: Mapping[str, MoELayer], request: Requ
 
 def _check_arguments(request: Request) -> None:
     p, dispatcher, nvlink = request.meshes.parallel, request.dispatcher, request.nvlink
-    for name, value, choices in (
-        ("dispatcher", dispatcher, get_args(DispatcherName)),
-        ("loss", request.loss, get_args(LossConvention)),
-        ("expert_backend", request.expert_backend, get_args(ExpertBackend)),
+    for name, annotation in (
+        ("dispatcher", DispatcherName),
+        ("loss", LossConvention),
+        ("expert_backend", ExpertBackend),
+        ("nvlink", NVLinkOptions | None),
+        ("balance", BalanceConfig | None),
+        ("fsdp", FSDPOptions | None),
     ):
-        if value not in choices:
-            shown = ", ".join(repr(c) for c in choices)
-            raise ValueError(f"{name} ({value!r}) must be one of {shown}")
-    for name, cls in (("nvlink", NVLinkOptions), ("balance", BalanceConfig), ("fsdp", FSDPOptions)):
-        record = getattr(request, name)
-        if record is not None and not isinstance(record, cls):
-            raise ValueError(f"{name} ({record!r}) must be a {cls.__name__} or None: make one")
+        check_value(name, getattr(request, name), annotation)
     if nvlink is not None and dispatcher not in ("auto", "nvlink"):
         raise ValueError(
             f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink' or 'auto': "
