@@ -347,50 +347,17 @@ def grouped_wgrad_kernel(
     num_tiles = num_m * num_n * num_experts
     ring = (x_smem, y_smem, full, empty)
     tiles = (num_m, num_n, num_tiles)
+    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)
+    gathers: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PRODUCER_WARPS)
+    options: gl.constexpr = (GATHER, ADD, WIDE, TRANSPOSED) + sizes
     if GATHER:
         gl.warp_specialize(
             [
                 (
                     _consume,
-                    (
-                        offsets_ptr,
-                        ring,
-                        tiles,
-                        out_smem,
-                        out_desc,
-                        out_ptr,
-                        M,
-                        N,
-                        scale,
-                        GATHER,
-                        ADD,
-                        WIDE,
-                        TRANSPOSED,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        GROUP_M,
-                        STAGES,
-                    ),
+                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale) + options,
                 ),
-                (
-                    _produce,
-                    (
-                        x_ptr,
-                        y_desc,
-                        row_ids_ptr,
-                        offsets_ptr,
-                        ring,
-                        tiles,
-                        M,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        GROUP_M,
-                        STAGES,
-                        PRODUCER_WARPS,
-                    ),
-                ),
+                (_produce, (x_ptr, y_desc, row_ids_ptr, offsets_ptr, ring, tiles, M) + gathers),
             ],
             [PRODUCER_WARPS],
             [PRODUCER_REGISTERS],
@@ -400,42 +367,9 @@ def grouped_wgrad_kernel(
             [
                 (
                     _consume,
-                    (
-                        offsets_ptr,
-                        ring,
-                        tiles,
-                        out_smem,
-                        out_desc,
-                        out_ptr,
-                        M,
-                        N,
-                        scale,
-                        GATHER,
-                        ADD,
-                        WIDE,
-                        TRANSPOSED,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        GROUP_M,
-                        STAGES,
-                    ),
+                    (offsets_ptr, ring, tiles, out_smem, out_desc, out_ptr, M, N, scale) + options,
                 ),
-                (
-                    _produce_contiguous,
-                    (
-                        x_desc,
-                        y_desc,
-                        offsets_ptr,
-                        ring,
-                        tiles,
-                        BLOCK_M,
-                        BLOCK_N,
-                        BLOCK_K,
-                        GROUP_M,
-                        STAGES,
-                    ),
-                ),
+                (_produce_contiguous, (x_desc, y_desc, offsets_ptr, ring, tiles) + sizes),
             ],
             [1],
             [PRODUCER_REGISTERS],
