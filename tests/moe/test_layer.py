@@ -279,15 +279,3 @@ def test_large_uneven_layer_in_bf16_is_finite() -> None:
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16 and y.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-
-
-@pytest.mark.parametrize(("training", "breaks"), [(False, 0), (True, 1)])
-def test_under_torch_compile_only_the_counts_of_training_break_the_graph(
-    training: bool, breaks: int
-) -> None:
-    layer = make_layer(replace(BASE, balance=ALL_LOSSES)).train(training)
-    x = torch.randn(2, 8, 32, requires_grad=True)
-    torch._dynamo.reset()
-    found = torch._dynamo.explain(layer)(x)
-    assert found.graph_break_count <= breaks, found.break_reasons
-    assert found.graph_count == 1
