@@ -12,8 +12,4 @@ def test_the_examples_run():
     blocks = [part.split("```")[0] for part in DOCS.read_text().split("```python\n")[1:]]
     for block in blocks:
         exec(block, names)
-    assert (
-        len(blocks) == 2
-        and names["loss"] > 0
-        and "model.layers.3.eh_proj.weight" in names["theirs"]
-    )
+    assert len(blocks) == 1 and names["loss"] > 0
