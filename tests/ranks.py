@@ -164,7 +164,9 @@ def _share_gloo_device() -> None:
     device = dist.ProcessGroupGloo.create_default_device()
 
     class OneDevice(dist.ProcessGroupGloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object
+        ) -> None:  # 2.15 gives an option more
             options = dist.ProcessGroupGloo._Options()
             options._devices = [device]
             options._timeout = timeout

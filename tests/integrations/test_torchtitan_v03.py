@@ -218,5 +218,7 @@ def test_other_models_and_jobs_are_refused(results: dict[str, Any]) -> None:
 
 
 def test_the_module_of_the_other_version_is_named() -> None:
-    with pytest.raises(ImportError, match=r"torchtitan 0.3 use --module moecore.*torchtitan_v03"):
+    with pytest.raises(
+        ImportError, match=r"torchtitan 0.3 use --module moecore.*torchtitan.v03.jobs"
+    ):
         import moecore.integrations.torchtitan.v02.specs  # noqa: F401

@@ -103,7 +103,8 @@ class Unit:
     def drop_gradients(self) -> None:
         """Drop the gradients that wait for the last micro-batch."""
         for param in self.params:
-            param.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(param):  # 2.15 reads the gradient below
+                param.unsharded_accumulated_grad = None
             unsharded = getattr(param, "_unsharded_param", None)  # made by the first forward
             if unsharded is not None:
                 unsharded.grad = None
