@@ -77,6 +77,8 @@ def why_not(path: Path) -> str:
         return f"{missing[0]} is not installed"
     if path.kind == "torchtitan" and not _version("torchtitan").startswith("0.2"):
         return f"torchtitan {_version('torchtitan')} has another interface than 0.2"
+    if path.interpreted and not _version("triton").startswith("3.6"):
+        return f"the interpreter of triton {_version('triton')} refuses what 3.6's runs"
     return ""
 
 
