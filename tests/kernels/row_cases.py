@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.grouped.row_tiles import map_row_tiles
+from moecore.kernels.grouped.row_tiles import RowTiles, map_row_tiles
 from tests.kernels.conftest import poison
 
 # Rows of each expert: empty ones, one row, one expert, primes, tiles that are just full.
@@ -22,7 +22,7 @@ KINDS = ["swiglu", "geglu", "clamped_swiglu"]
 SPARE = 70  # rows of an index that belong to nobody
 
 
-def make(counts: list[int]) -> tuple[Tensor, Tensor, Tensor, int]:
+def make(counts: list[int]) -> tuple[Tensor, Tensor, RowTiles, int]:
     """Offsets, row ids and tiles of R = used + SPARE rows, and the number of source rows."""
     poison()
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore.kernels.common import gluon_descriptor, num_sms, on_device
 from moecore.kernels.grouped.cooperative_kernel import cooperative_kernel
-from moecore.kernels.grouped.row_tiles import BLOCK_M, MAP_FIELDS
+from moecore.kernels.grouped.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
 from moecore.kernels.rows.activation import ActivationOptions
 
 BLOCK_N, BLOCK_K, STAGES = 256, 64, 3
@@ -34,7 +34,7 @@ EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 88, 24
 def launch_arguments(
     a: Tensor,
     b: Tensor,
-    tiles: Tensor,
+    tiles: RowTiles,
     out: Tensor,
     h_RC: Tensor | None = None,
     weights_R: Tensor | None = None,
@@ -49,7 +49,7 @@ def launch_arguments(
     args = (
         gluon_descriptor(a, (BLOCK_M, BLOCK_K)),
         gluon_descriptor(flat, (width, BLOCK_K) if b_is_NK else (BLOCK_K, BLOCK_N)),
-        tiles,
+        tiles.map,
         weights_R,
         h_RC,
         None if h_RC is None else gluon_descriptor(h_RC, block),
@@ -78,7 +78,7 @@ def launch_arguments(
     return args, constants
 
 
-def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: Tensor) -> Tensor:
+def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
     """Return each expert row times its expert's matrix. No autograd, no host sync.
 
     Args:
@@ -102,7 +102,7 @@ def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: Tensor) -> Tensor:
 def cooperative_activation(
     x_RD: Tensor,
     w1_eCD: Tensor,
-    tiles: Tensor,
+    tiles: RowTiles,
     weights_R: Tensor,
     options: ActivationOptions,
 ) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
     fp8_gemm    out[r] = a[r] @ b[expert(r)]^T
     fp8_wgrad   out[i] = sum over the rows r of expert i of  x[r]^T y[r]
 
-Letters: R expert rows (length), e experts, K the summed dim, N columns, M columns of x, t row tiles.
+Letters: R expert rows (length), e experts, K the summed dim, N columns, M columns of x,
+t row tiles.
 
 Operands are those of `rows/quantised.py`. Each 128 of the summed dim are multiplied by FP8 tensor
 cores, whose sum of them is multiplied by both scales and added in fp32.

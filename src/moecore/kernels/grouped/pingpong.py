@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moecore.kernels.common import cdiv, gluon_descriptor, num_sms, on_device, tl, triton
 from moecore.kernels.grouped.pingpong_kernel import pingpong_kernel
-from moecore.kernels.grouped.row_tiles import BLOCK_M, MAP_FIELDS
+from moecore.kernels.grouped.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
 from moecore.kernels.rows.activation import ActivationOptions
 
 BLOCK_N, BLOCK_K, STAGES = 128, 64, 5
@@ -74,7 +74,7 @@ def _finish_bwd_kernel(
 def launch_arguments(
     dy: Tensor,
     w2_eDF: Tensor,
-    tiles: Tensor,
+    tiles: RowTiles,
     row_ids_R: Tensor | None,
     h_RC: Tensor,
     options: ActivationOptions,
@@ -87,8 +87,8 @@ def launch_arguments(
         dy,
         gluon_descriptor(dy, (BLOCK_M, BLOCK_K)),
         gluon_descriptor(w2_eDF.reshape(-1, F), (BLOCK_K, BLOCK_N)),
-        tiles if row_ids_R is None else row_ids_R,
-        tiles,
+        tiles.map if row_ids_R is None else row_ids_R,
+        tiles.map,
         weights_R,
         gluon_descriptor(h_RC, (BLOCK_M, BLOCK_N // 4)),
         *outputs,
@@ -117,7 +117,7 @@ def launch_arguments(
 def pingpong_activation_bwd(
     dy: Tensor,
     w2_eDF: Tensor,
-    tiles: Tensor,
+    tiles: RowTiles,
     h_RC: Tensor,
     weights_R: Tensor,
     offsets_e: Tensor,

@@ -6,9 +6,21 @@ A map is int32 [1 + most row tiles, MAP_FIELDS] on the device. Its first word co
 the others are a tile's expert, its first row, and the end of the rows that its expert has there.
 """
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, gl, gluon, next_power_of_2, on_device, tl, triton
+from moecore.kernels.common import (
+    cdiv,
+    gl,
+    gluon,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+    use_kernel,
+)
 
 BLOCK_M = 128  # rows of a tile
 MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the expert's rows, unused
@@ -18,6 +30,7 @@ MAP_FIELDS = 4  # int32 words of a row tile: expert, first row, end of the exper
 def _map_row_tiles_kernel(
     offsets_ptr,  # [e] int32
     map_ptr,  # [1 + most row tiles, FIELDS] int32, out; word 0 is the number of row tiles
+    ends_ptr,  # [e] int32, out
     num_experts,
     E_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -40,6 +53,7 @@ def _map_row_tiles_kernel(
         tl.store(at, tl.full([BLOCK], 0, tl.int32) + mine, mask=tile < count)
         tl.store(at + 1, start + tile * BLOCK_M, mask=tile < count)
         tl.store(at + 2, tl.full([BLOCK], 0, tl.int32) + end, mask=tile < count)
+    tl.store(ends_ptr + mine, first + count)
     if mine == 0:
         tl.store(map_ptr, tl.sum(tiles, 0))
 
@@ -62,22 +76,59 @@ def locate(
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), inside // size
 
 
-def map_row_tiles(offsets_e: Tensor, num_rows: int) -> Tensor:
+class RowTiles(NamedTuple):
+    """Which rows each row tile covers, on the device.
+
+    Attributes:
+        map: int32 [1 + most row tiles, MAP_FIELDS], see above.
+        ends_e: int32 running sum of the experts' row tiles.
+    """
+
+    map: Tensor
+    ends_e: Tensor
+
+    @property
+    def most(self) -> int:
+        """How many row tiles there can be."""
+        return self.map.shape[0] - 1
+
+
+def map_row_tiles_ref(offsets_e: Tensor, num_rows: int) -> RowTiles:
+    """Return what `map_row_tiles` returns, in plain PyTorch; words without meaning are 0."""
+    e = offsets_e.shape[0]
+    map = offsets_e.new_zeros(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
+    counts_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
+    ends_e = ((counts_e + BLOCK_M - 1) // BLOCK_M).cumsum(0, dtype=torch.int32)
+    map[0, 0] = ends_e[-1]
+    tile = torch.arange(map.shape[0] - 1, device=map.device, dtype=torch.int32)
+    expert = torch.searchsorted(ends_e, tile, right=True).clamp(max=e - 1)
+    first = torch.nn.functional.pad(ends_e, (1, 0))[expert]
+    row = (offsets_e - counts_e)[expert] + (tile - first) * BLOCK_M
+    map[1:, :3] = torch.stack([expert.int(), row.int(), offsets_e[expert]], 1)
+    map[1:].masked_fill_((tile >= ends_e[-1])[:, None], 0)
+    return RowTiles(map, ends_e)
+
+
+def map_row_tiles(offsets_e: Tensor, num_rows: int) -> RowTiles:
     """Return which rows of which expert each row tile covers, for all products of one index.
+
+    No host sync.
 
     Args:
         offsets_e: int32 on the device, running sum of the experts' rows.
         num_rows: R, the length.
-
-    Returns:
-        int32 [1 + most row tiles, MAP_FIELDS]; the first word counts the row tiles.
     """
+    if not use_kernel(offsets_e):
+        return map_row_tiles_ref(offsets_e, num_rows)
     e = offsets_e.shape[0]
-    tiles = offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS)
+    tiles = RowTiles(
+        offsets_e.new_empty(1 + cdiv(num_rows, BLOCK_M) + e, MAP_FIELDS),
+        torch.empty_like(offsets_e),
+    )
     with on_device(offsets_e):
         _map_row_tiles_kernel[(e,)](
             offsets_e,
-            tiles,
+            *tiles,
             e,
             E_POW2=next_power_of_2(e),
             BLOCK_M=BLOCK_M,
