@@ -16,11 +16,22 @@ What they share:
 
 A group stages its half of a tile in shared memory, once what it staged before has been read: by
 TMA, which stores the half as a whole, and by the warps that compute the activation. Where an
-expert's rows end, or F within a tile of h, threads store what is there instead (_store_part).
+expert's rows end, or F within a tile of h, threads store what is there instead (store_part).
 """
 
 from moecore.kernels.common import gl, gluon, halves, hopper, thread_barrier, tma_load, tma_store
-from moecore.kernels.grouped.row_tiles import locate
+from moecore.kernels.grouped.skeleton import (
+    Ring,
+    RowTiling,
+    await_stage,
+    begin_stage,
+    begin_staging,
+    end_stage_before,
+    end_staging,
+    locate_rows,
+    make_barriers,
+    store_part,
+)
 from moecore.kernels.rows.activation_kernel import activate
 
 
@@ -38,23 +49,17 @@ def _produce(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
     FIELDS: gl.constexpr,
 ):
     """Load the blocks of every tile, in order."""
     HALF_N: gl.constexpr = BLOCK_N // 2
-    a_smem, b_smem, full, empty = ring
-    map_ptr, num_row_tiles, num_n = tiles
     step = 0
-    for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
-        expert, row, _, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+    for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
+        expert, row, _, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
         for k in range(0, K, BLOCK_K):
-            slot = step % STAGES
-            bar = full.index(slot)
-            b = b_smem.index(slot)
-            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            hopper.mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-            tma_load(a_desc, [row, k], bar, a_smem.index(slot))
+            slot, bar = begin_stage(ring, step, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            b = ring.b.index(slot)
+            tma_load(a_desc, [row, k], bar, ring.a.index(slot))
             if ACTIVATION:  # gate columns, then the up columns that belong to them
                 first = expert * 2 * N + n * HALF_N
                 tma_load(b_desc, [first, k], bar, b.slice(0, HALF_N, 0))
@@ -64,37 +69,6 @@ def _produce(
             else:
                 tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, b)
             step += 1
-
-
-@gluon.jit
-def _begin_staging():
-    """Wait until TMA has read what this group had staged."""
-    hopper.tma.store_wait(0)
-    thread_barrier()
-
-
-@gluon.jit
-def _end_staging():
-    """Let TMA see what this group has staged."""
-    hopper.fence_async_shared()
-    thread_barrier()
-
-
-@gluon.jit
-def _store_part(
-    out_ptr,
-    x,  # [rows, columns]
-    row,
-    end,
-    column,
-    num_columns,
-    row_stride,
-):
-    """Write the rows before `end` and the columns before `num_columns`."""
-    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
-    gl.store(at, x, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
 
 
 @gluon.jit
@@ -121,10 +95,9 @@ def _activate(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     out_smem, staged, taken = stage
-    map_ptr, num_row_tiles, num_n = tiles
     parity = 0
-    for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
-        _, first, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+    for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
+        _, first, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
         column = n * HALF_N
         for group in gl.static_range(2):
             hopper.mbarrier.wait(staged.index(group), parity)
@@ -137,14 +110,14 @@ def _activate(
                     thread_barrier()  # all have read the last rows
                     hopper.mbarrier.arrive(taken.index(group), count=1)
                 if not is_whole:
-                    _store_part(h_ptr, gate, row, end, column, N, 2 * N)
-                    _store_part(h_ptr + N, up, row, end, column, N, 2 * N)
+                    store_part(h_ptr, gate, row, end, column, N, 2 * N)
+                    store_part(h_ptr + N, up, row, end, column, N, 2 * N)
                 rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
                 weights = gl.load(weights_ptr + rows, mask=rows < end, other=0.0)
                 # The activation reads h as it is stored: the backward recomputes it from there.
                 a = activate(gate.to(gl.float32), up.to(gl.float32), KIND, LIMIT, ALPHA)
                 out = (a * weights[:, None]).to(dtype)
-                _store_part(out_ptr, out, row, end, column, N, N)
+                store_part(out_ptr, out, row, end, column, N, N)
         parity = 1 - parity
 
 
@@ -165,7 +138,6 @@ def _consume(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
     FIELDS: gl.constexpr,
 ):
     """Multiply one half of every tile, and store it or h."""
@@ -177,54 +149,50 @@ def _consume(
     )
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     out_smem, staged, taken = stage
-    a_smem, b_smem, full, empty = ring
-    map_ptr, num_row_tiles, num_n = tiles
     parity = 1
     step = 0
-    for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
-        _, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+    for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
+        _, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
         row += GROUP * HALF_M
         total_MN = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
         for k in range(0, K, BLOCK_K):
-            slot = step % STAGES
-            hopper.mbarrier.wait(full.index(slot), step // STAGES & 1)
-            a = a_smem.index(slot).slice(GROUP * HALF_M, HALF_M, 0)
-            b = b_smem.index(slot)
+            slot = await_stage(ring, step)
+            a = ring.a.index(slot).slice(GROUP * HALF_M, HALF_M, 0)
+            b = ring.b.index(slot)
             if B_IS_NK:
                 b = b.permute((1, 0))
             total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
-            before = empty.index((step + STAGES - 1) % STAGES)
-            hopper.mbarrier.arrive(before, count=1, pred=k > 0)
+            end_stage_before(ring, step, k > 0)
             step += 1
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
-        hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        end_stage_before(ring, step, True)
         out = total_MN.to(dtype)
         if ACTIVATION:
             column = n * HALF_N
             gate, up = halves(out)
             hopper.mbarrier.wait(taken.index(GROUP), parity)
             parity = 1 - parity
-            _begin_staging()
+            begin_staging()
             out_smem.index(GROUP).store(gate)
             out_smem.index(GROUP + 2).store(up)
-            _end_staging()
+            end_staging()
             hopper.mbarrier.arrive(staged.index(GROUP), count=1)
             if (row + HALF_M <= end) & (column + HALF_N <= N):
                 tma_store(h_desc, [row, column], out_smem.index(GROUP))
                 tma_store(h_desc, [row, N + column], out_smem.index(GROUP + 2))
         elif row + HALF_M <= end:
-            _begin_staging()
+            begin_staging()
             out_smem.index(GROUP).store(out)
-            _end_staging()
+            end_staging()
             tma_store(out_desc, [row, n * BLOCK_N], out_smem.index(GROUP))
         else:
             wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
             left, right = halves(out)
             column = n * BLOCK_N
-            _store_part(out_ptr, gl.convert_layout(left, wide), row, end, column, N, N)
+            store_part(out_ptr, gl.convert_layout(left, wide), row, end, column, N, N)
             column += HALF_N
-            _store_part(out_ptr, gl.convert_layout(right, wide), row, end, column, N, N)
+            store_part(out_ptr, gl.convert_layout(right, wide), row, end, column, N, N)
     hopper.tma.store_wait(0)
 
 
@@ -266,22 +234,13 @@ def cooperative_kernel(
     blocks: gl.constexpr = 4 if ACTIVATION else 2
     block: gl.constexpr = out_desc.block_type.shape
     out_smem = gl.allocate_shared_memory(dtype, [blocks, block[0], block[1]], out_desc.layout)
-    bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    for i in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(i), count=1)
-        hopper.mbarrier.init(empty.index(i), count=2)
-    staged = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    for i in gl.static_range(2):
-        hopper.mbarrier.init(staged.index(i), count=1)
-        hopper.mbarrier.init(taken.index(i), count=1)
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    staged, taken = make_barriers(2, 1), make_barriers(2, 1)
     num_n = gl.cdiv(N, BLOCK_N // 2 if ACTIVATION else BLOCK_N)
-    ring = (a_smem, b_smem, full, empty)
+    ring = Ring(a_smem, b_smem, full, empty)
     stage = (out_smem, staged, taken)
-    tiles = (map_ptr, gl.load(map_ptr), num_n)
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, FIELDS)
+    tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
+    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FIELDS)
     constants: gl.constexpr = (ACTIVATION, B_IS_NK) + sizes
     epilogue: gl.constexpr = (BLOCK_M, BLOCK_N, GROUP_M, FIELDS, EPILOGUE_ROWS)
     activation: gl.constexpr = (KIND, LIMIT, ALPHA) + epilogue

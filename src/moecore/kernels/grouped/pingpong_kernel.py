@@ -31,7 +31,15 @@ from moecore.kernels.common import (
     thread_barrier,
     tma_load,
 )
-from moecore.kernels.grouped.row_tiles import locate
+from moecore.kernels.grouped.skeleton import (
+    Ring,
+    RowTiling,
+    await_stage,
+    begin_stage,
+    end_stage_before,
+    locate_rows,
+    make_barriers,
+)
 from moecore.kernels.rows.activation_kernel import activate_with_gradients
 
 
@@ -49,7 +57,6 @@ def _produce(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
     FIELDS: gl.constexpr,
 ):
     K = K // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
@@ -57,27 +64,22 @@ def _produce(
     in_tile = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     in_step = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     ELEMENTS: gl.constexpr = BLOCK_N if GATHER else BLOCK_M + BLOCK_N
-    a_smem, b_smem, full, empty = ring
-    map_ptr, num_row_tiles, num_n = tiles
     step = 0
-    for tile in range(gl.program_id(0), num_row_tiles * num_n, gl.num_programs(0)):
-        expert, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+    for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
+        expert, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
         if GATHER:
             in_rows = row + in_tile < end
             source = gl.load(row_ids_ptr + row + in_tile, mask=in_rows, other=0).to(gl.int64)
             a_rows = a_ptr + (source * K)[:, None] + in_step[None, :]
         for k in range(0, K, BLOCK_K):
-            slot = step % STAGES
-            bar = full.index(slot)
-            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            hopper.mbarrier.expect(bar, ELEMENTS * BLOCK_K * 2)
-            tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, b_smem.index(slot))
+            slot, bar = begin_stage(ring, step, ELEMENTS * BLOCK_K * 2)
+            tma_load(b_desc, [expert * K + k, n * BLOCK_N], bar, ring.b.index(slot))
             if GATHER:
                 mask = in_rows[:, None] & (k + in_step < K)[None, :]
-                async_load(a_smem.index(slot), a_rows + k, mask)
+                async_load(ring.a.index(slot), a_rows + k, mask)
                 hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
-                tma_load(a_desc, [row, k], bar, a_smem.index(slot))
+                tma_load(a_desc, [row, k], bar, ring.a.index(slot))
             step += 1
 
 
@@ -189,7 +191,6 @@ def _consume(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
     FIELDS: gl.constexpr,
 ):
     """Multiply and store every other tile: group 0 the first, group 1 the second, and so on."""
@@ -199,44 +200,40 @@ def _consume(
     )
     turn, store_turn = turns
     _da_smem, h_desc, h_smem, arrived = stage
-    a_smem, b_smem, full, empty = ring
-    map_ptr, num_row_tiles, num_n = tiles
     num_k = gl.cdiv(K, BLOCK_K)
-    num_tiles = num_row_tiles * num_n
+    num_tiles = tiles.num_rows * tiles.num_columns
     step = GROUP * num_k
     parity = 1 - GROUP
     store_parity = parity
     first = gl.program_id(0) + GROUP * gl.num_programs(0)
     if GROUP == 0:
         if first < num_tiles:
-            _, row, _, n = locate(first, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+            _, row, _, n = locate_rows(first, tiles, GROUP_M, FIELDS)
             _fetch_h(h_desc, h_smem, arrived, 0, row, n * BLOCK_N, N)
             _fetch_h(h_desc, h_smem, arrived, 1, row, n * BLOCK_N + BLOCK_N // 4, N)
     for tile in range(first, num_tiles, 2 * gl.num_programs(0)):
-        _, row, end, n = locate(tile, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        _, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         # Not before the other group has read its last stage: a barrier distinguishes even and
         # odd phases only, so a group that waits too early reads the other's data as its own.
         hopper.mbarrier.wait(turn.index(GROUP), parity)
         parity = 1 - parity
         for i in range(num_k):
-            slot = step % STAGES
-            hopper.mbarrier.wait(full.index(slot), step // STAGES & 1)
+            slot = await_stage(ring, step)
             hopper.fence_async_shared()  # gathered rows came through the generic proxy
-            a, b = a_smem.index(slot), b_smem.index(slot)
+            a, b = ring.a.index(slot), ring.b.index(slot)
             total_MN = hopper.warpgroup_mma(a, b, total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
-            before = empty.index((step + STAGES - 1) % STAGES)
-            hopper.mbarrier.arrive(before, count=1, pred=i > 0)
+            end_stage_before(ring, step, i > 0)
             step += 1
         hopper.mbarrier.arrive(turn.index(1 - GROUP), count=1)
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
-        hopper.mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        end_stage_before(ring, step, True)
         step += num_k  # the other group's
         after = tile + gl.num_programs(0)  # the other group's
         has_next = after < num_tiles
         at = gl.where(has_next, after, tile)
-        _, next_row, _, next_n = locate(at, num_row_tiles, num_n, map_ptr, GROUP_M, FIELDS)
+        _, next_row, _, next_n = locate_rows(at, tiles, GROUP_M, FIELDS)
         hopper.mbarrier.wait(store_turn.index(GROUP), store_parity)
         store_parity = 1 - store_parity
         _store(
@@ -292,32 +289,21 @@ def pingpong_kernel(
     dtype: gl.constexpr = b_desc.dtype
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout)
-    bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    for i in gl.static_range(STAGES):
-        # One arrival for the TMA, one for each producing thread's copies.
-        hopper.mbarrier.init(full.index(i), count=129 if GATHER else 1)
-        hopper.mbarrier.init(empty.index(i), count=1)
-    hopper.mbarrier.init(turn.index(0), count=1)
-    hopper.mbarrier.init(turn.index(1), count=1)
-    store_turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    for i in gl.static_range(2):
-        hopper.mbarrier.init(store_turn.index(i), count=1)
-        hopper.mbarrier.init(arrived.index(i), count=1)
+    # One arrival for the TMA, one for each producing thread's copies.
+    full, empty = make_barriers(STAGES, 129 if GATHER else 1), make_barriers(STAGES, 1)
+    turn, store_turn = make_barriers(2, 1), make_barriers(2, 1)
+    arrived = make_barriers(2, 1)
     part: gl.constexpr = [4, BLOCK_M, BLOCK_N // 4]
     staged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     da_smem = gl.allocate_shared_memory(dtype, part, staged)
     h_smem = gl.allocate_shared_memory(dtype, part, h_desc.layout)
     turns = (turn, store_turn)
     stage = (da_smem, h_desc, h_smem, arrived)
-    ring = (a_smem, b_smem, full, empty)
+    ring = Ring(a_smem, b_smem, full, empty)
     num_n = gl.cdiv(N, BLOCK_N)
-    tiles = (map_ptr, gl.load(map_ptr), num_n)
+    tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
     outputs = (weights_ptr, out_ptr, dh_ptr, dweights_ptr)
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, FIELDS)
+    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FIELDS)
     constants: gl.constexpr = (KIND, LIMIT, ALPHA) + sizes
     producer: gl.constexpr = (GATHER,) + sizes
     gl.warp_specialize(

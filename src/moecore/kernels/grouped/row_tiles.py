@@ -13,8 +13,6 @@ from torch import Tensor
 
 from moecore.kernels.common import (
     cdiv,
-    gl,
-    gluon,
     next_power_of_2,
     on_device,
     tl,
@@ -56,24 +54,6 @@ def _map_row_tiles_kernel(
     tl.store(ends_ptr + mine, first + count)
     if mine == 0:
         tl.store(map_ptr, tl.sum(tiles, 0))
-
-
-@gluon.jit
-def locate(
-    tile,  # number of the tile
-    num_row_tiles,
-    num_n,  # column tiles
-    map_ptr,
-    GROUP_M: gl.constexpr,
-    FIELDS: gl.constexpr,
-):
-    """Return expert, first row, end of its rows, column tile; GROUP_M row tiles share weights."""
-    width = GROUP_M * num_n
-    first = tile // width * GROUP_M
-    size = gl.minimum(num_row_tiles - first, GROUP_M)
-    inside = tile % width
-    at = map_ptr + (1 + first + inside % size) * FIELDS
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), inside // size
 
 
 class RowTiles(NamedTuple):

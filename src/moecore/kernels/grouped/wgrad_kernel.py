@@ -22,33 +22,19 @@ from moecore.kernels.common import (
     hopper,
     thread_barrier,
     tma_load,
-    tma_store,
 )
-
-
-@gluon.jit
-def _tile(
-    tile,  # number of the tile
-    num_m,
-    num_n,
-    GROUP_M: gl.constexpr,
-):
-    """Return expert, row tile and column tile: GROUP_M row tiles inside, columns outside."""
-    per_expert = num_m * num_n
-    expert = tile // per_expert
-    inside = tile % per_expert
-    width = GROUP_M * num_n
-    first = inside // width * GROUP_M
-    size = gl.minimum(num_m - first, GROUP_M)
-    inside = inside % width
-    return expert, first + inside % size, inside // size
-
-
-@gluon.jit
-def _range(offsets_ptr, expert):
-    """Return the first row of an expert, and the first after its last."""
-    start = gl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
-    return start, gl.load(offsets_ptr + expert)
+from moecore.kernels.grouped.skeleton import (
+    Ring,
+    WeightTiling,
+    add_part,
+    await_stage,
+    begin_stage,
+    end_stage_before,
+    locate_weights,
+    make_barriers,
+    range_of,
+    store_weight_block,
+)
 
 
 @gluon.jit
@@ -64,7 +50,6 @@ def _produce(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     M = M // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
@@ -77,12 +62,10 @@ def _produce(
     ids = row_ids_ptr + gl.arange(0, BLOCK_K, ids_layout)
     id_in_step = gl.arange(0, BLOCK_K, ids_layout)
     columns = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-    x_smem, y_smem, full, empty = ring
-    num_m, num_n, num_tiles = tiles
     step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, m, n = _tile(tile, num_m, num_n, GROUP_M)
-        start, end = _range(offsets_ptr, expert)
+    for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+        expert, m, n = locate_weights(tile, tiles, GROUP_M)
+        start, end = range_of(offsets_ptr, expert)
         # Row ids are read three steps ahead: a copy cannot start before its address is known.
         ids0 = gl.load(ids + start, mask=start + id_in_step < end, other=0)
         row = start + BLOCK_K
@@ -90,7 +73,6 @@ def _produce(
         row += BLOCK_K
         ids2 = gl.load(ids + row, mask=row + id_in_step < end, other=0)
         for row in range(start, end, BLOCK_K):
-            slot = step % STAGES
             source = gl.convert_layout(ids0, row_layout).to(gl.int64)
             ids0 = ids1
             ids1 = ids2
@@ -98,11 +80,9 @@ def _produce(
             ids2 = gl.load(ids + ahead, mask=ahead + id_in_step < end, other=0)
             x = x_ptr + (source * M)[:, None] + (m * BLOCK_M + columns)[None, :]
             mask = (row + in_step < end)[:, None] & (m * BLOCK_M + columns < M)[None, :]
-            bar = full.index(slot)
-            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            hopper.mbarrier.expect(bar, y_desc.block_type.nbytes)
-            tma_load(y_desc, [row, n * BLOCK_N], bar, y_smem.index(slot))
-            async_load(x_smem.index(slot), x, mask)
+            slot, bar = begin_stage(ring, step, y_desc.block_type.nbytes)
+            tma_load(y_desc, [row, n * BLOCK_N], bar, ring.b.index(slot))
+            async_load(ring.a.index(slot), x, mask)
             hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
 
@@ -118,21 +98,16 @@ def _produce_contiguous(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    x_smem, y_smem, full, empty = ring
-    num_m, num_n, num_tiles = tiles
     step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, m, n = _tile(tile, num_m, num_n, GROUP_M)
-        start, end = _range(offsets_ptr, expert)
+    for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+        expert, m, n = locate_weights(tile, tiles, GROUP_M)
+        start, end = range_of(offsets_ptr, expert)
         for row in range(start, end, BLOCK_K):
-            slot = step % STAGES
-            bar = full.index(slot)
-            hopper.mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-            hopper.mbarrier.expect(bar, x_desc.block_type.nbytes + y_desc.block_type.nbytes)
-            tma_load(x_desc, [row, m * BLOCK_M], bar, x_smem.index(slot))
-            tma_load(y_desc, [row, n * BLOCK_N], bar, y_smem.index(slot))
+            bytes: gl.constexpr = x_desc.block_type.nbytes + y_desc.block_type.nbytes
+            slot, bar = begin_stage(ring, step, bytes)
+            tma_load(x_desc, [row, m * BLOCK_M], bar, ring.a.index(slot))
+            tma_load(y_desc, [row, n * BLOCK_N], bar, ring.b.index(slot))
             step += 1
 
 
@@ -168,13 +143,7 @@ def _add_to(
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
     )
-    x = gl.convert_layout(x, layout)
-    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    at = out_ptr + (rows.to(gl.int64) * num_columns)[:, None] + columns[None, :]
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    old = gl.load(at, mask=mask, other=0.0).to(gl.float32)
-    gl.store(at, (old + x).to(out_ptr.dtype.element_ty), mask=mask)
+    add_part(out_ptr, gl.convert_layout(x, layout), row, column, num_rows, num_columns)
 
 
 @gluon.jit
@@ -210,34 +179,6 @@ def _add_tile(
 
 
 @gluon.jit
-def _store_tile(
-    out_desc,
-    out_smem,  # [1, rows, columns] of x, or transposed
-    x,
-    expert,
-    m,
-    n,
-    TRANSPOSED: gl.constexpr,
-):
-    """Stage a tile and let TMA store it; m and n count tiles of its size."""
-    ROWS: gl.constexpr = x.shape[0]
-    COLUMNS: gl.constexpr = x.shape[1]
-    out = x.to(out_desc.dtype)
-    hopper.tma.store_wait(0)  # what was staged before has left
-    thread_barrier()
-    if TRANSPOSED:
-        out_smem.reshape((COLUMNS, ROWS)).permute((1, 0)).store(out)
-    else:
-        out_smem.reshape((ROWS, COLUMNS)).store(out)
-    hopper.fence_async_shared()
-    thread_barrier()
-    if TRANSPOSED:
-        tma_store(out_desc, [expert, n * COLUMNS, m * ROWS], out_smem)
-    else:
-        tma_store(out_desc, [expert, m * ROWS, n * COLUMNS], out_smem)
-
-
-@gluon.jit
 def _consume(
     offsets_ptr,
     ring,
@@ -256,46 +197,43 @@ def _consume(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
-    x_smem, y_smem, full, empty = ring
-    num_m, num_n, num_tiles = tiles
     step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, m, n = _tile(tile, num_m, num_n, GROUP_M)
-        start, end = _range(offsets_ptr, expert)
+    for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
+        expert, m, n = locate_weights(tile, tiles, GROUP_M)
+        start, end = range_of(offsets_ptr, expert)
         total_MN = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         for row in range(start, end, BLOCK_K):
-            slot = step % STAGES
-            hopper.mbarrier.wait(full.index(slot), step // STAGES & 1)
+            slot = await_stage(ring, step)
             if GATHER:
                 hopper.fence_async_shared()  # x came through the generic proxy, wgmma's is another
             elif row + BLOCK_K > end:
-                _clear_rows(x_smem.index(slot), end - row)
-            x_T = x_smem.index(slot).permute((1, 0))
-            total_MN = hopper.warpgroup_mma(x_T, y_smem.index(slot), total_MN, is_async=True)
+                _clear_rows(ring.a.index(slot), end - row)
+            x_T = ring.a.index(slot).permute((1, 0))
+            total_MN = hopper.warpgroup_mma(x_T, ring.b.index(slot), total_MN, is_async=True)
             total_MN = hopper.warpgroup_mma_wait(1, deps=(total_MN,))
             thread_barrier()  # both warp groups have read the stage before this one
-            before = empty.index((step + STAGES - 1) % STAGES)
-            hopper.mbarrier.arrive(before, count=1, pred=row > start)
+            end_stage_before(ring, step, row > start)
             step += 1
         total_MN = hopper.warpgroup_mma_wait(0, deps=(total_MN,))
         thread_barrier()
-        before = empty.index((step + STAGES - 1) % STAGES)
-        hopper.mbarrier.arrive(before, count=1, pred=end > start)
+        end_stage_before(ring, step, end > start)
         total_MN = total_MN * scale
         if ADD:
             expert_out = out_ptr + expert.to(gl.int64) * M * N
             _add_tile(expert_out, total_MN, m, n, M, N, TRANSPOSED)
         elif WIDE:
             left, right = halves(total_MN)
-            _store_tile(out_desc, out_smem, left, expert, m, 2 * n, TRANSPOSED)
-            _store_tile(out_desc, out_smem, right, expert, m, 2 * n + 1, TRANSPOSED)
+            row, column = m * BLOCK_M, n * BLOCK_N
+            store_weight_block(out_desc, out_smem, left, expert, row, column, TRANSPOSED)
+            column += BLOCK_N // 2
+            store_weight_block(out_desc, out_smem, right, expert, row, column, TRANSPOSED)
         else:
-            _store_tile(out_desc, out_smem, total_MN, expert, m, n, TRANSPOSED)
+            row, column = m * BLOCK_M, n * BLOCK_N
+            store_weight_block(out_desc, out_smem, total_MN, expert, row, column, TRANSPOSED)
     if not ADD:
         hopper.tma.store_wait(0)
 
@@ -335,20 +273,15 @@ def grouped_wgrad_kernel(
         out_smem = gl.allocate_shared_memory(
             out_desc.dtype, out_desc.block_type.shape, out_desc.layout
         )
-    bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    for i in gl.static_range(STAGES):
-        # One arrival for the TMA, one for each producing thread's copies.
-        hopper.mbarrier.init(full.index(i), count=1 + 32 * PRODUCER_WARPS if GATHER else 1)
-        hopper.mbarrier.init(empty.index(i), count=1)
+    # One arrival for the TMA, one for each producing thread's copies.
+    full = make_barriers(STAGES, 1 + 32 * PRODUCER_WARPS if GATHER else 1)
+    empty = make_barriers(STAGES, 1)
     num_m = gl.cdiv(M, BLOCK_M)
     num_n = gl.cdiv(N, BLOCK_N)
-    num_tiles = num_m * num_n * num_experts
-    ring = (x_smem, y_smem, full, empty)
-    tiles = (num_m, num_n, num_tiles)
-    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES)
-    gathers: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PRODUCER_WARPS)
+    ring = Ring(x_smem, y_smem, full, empty)
+    tiles = WeightTiling(num_m, num_n, num_m * num_n * num_experts)
+    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
+    gathers: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PRODUCER_WARPS)
     options: gl.constexpr = (GATHER, ADD, WIDE, TRANSPOSED) + sizes
     if GATHER:
         gl.warp_specialize(

@@ -1,0 +1,193 @@
+"""What the products on Hopper share: a ring of stages, the order of tiles, staged stores.
+
+    Ring         stages of two operands in shared memory that loading warps fill and groups read
+    RowTiling    tiles of [R, N] outputs, by the map of `grouped/row_tiles.py`
+    WeightTiling tiles of [e, M, N] outputs
+    staging      a result goes through shared memory and leaves by TMA; where it ends, by threads
+
+A stage has two barriers: full when all that was announced for it has arrived, empty when all who
+read it have. Each party counts the steps that it has taken; a step's stage and parity follow from
+its number, so that rings of any length and any element type work alike.
+
+Letters: R expert rows, e experts, M N the sizes of an output.
+"""
+
+from typing import Any, NamedTuple
+
+from moecore.kernels.common import gl, gluon, hopper, thread_barrier, tma_store
+
+
+class Ring(NamedTuple):
+    """Stages of a and b [STAGES, ...], and their barriers [STAGES, 1]."""
+
+    a: Any
+    b: Any
+    full: Any
+    empty: Any
+
+
+class RowTiling(NamedTuple):
+    """The map, the number of row tiles, and that of column tiles."""
+
+    map_ptr: Any
+    num_rows: Any
+    num_columns: Any
+
+
+class WeightTiling(NamedTuple):
+    """The numbers of row tiles and column tiles of one expert, and of the tiles of all experts."""
+
+    num_rows: Any
+    num_columns: Any
+    num_tiles: Any
+
+
+@gluon.jit
+def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return barriers [NUM, 1] that complete a phase with so many arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        hopper.mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def begin_stage(ring, step, BYTES: gl.constexpr):
+    """Wait until a step's stage is empty, announce what TMA brings; return stage and barrier."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    slot = step % STAGES
+    bar = ring.full.index(slot)
+    hopper.mbarrier.wait(ring.empty.index(slot), (step // STAGES & 1) ^ 1)
+    hopper.mbarrier.expect(bar, BYTES)
+    return slot, bar
+
+
+@gluon.jit
+def await_stage(ring, step):
+    """Wait until a step's stage is full; return it."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    slot = step % STAGES
+    hopper.mbarrier.wait(ring.full.index(slot), step // STAGES & 1)
+    return slot
+
+
+@gluon.jit
+def end_stage_before(ring, step, pred):
+    """Release the stage before a step's."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    hopper.mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), count=1, pred=pred)
+
+
+@gluon.jit
+def locate_rows(
+    tile,  # number of the tile
+    tiling,  # RowTiling
+    GROUP_M: gl.constexpr,
+    FIELDS: gl.constexpr,
+):
+    """Return expert, first row, end of its rows, column tile; GROUP_M row tiles share weights."""
+    width = GROUP_M * tiling.num_columns
+    first = tile // width * GROUP_M
+    size = gl.minimum(tiling.num_rows - first, GROUP_M)
+    inside = tile % width
+    at = tiling.map_ptr + (1 + first + inside % size) * FIELDS
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), inside // size
+
+
+@gluon.jit
+def locate_weights(
+    tile,  # number of the tile
+    tiling,  # WeightTiling
+    GROUP_M: gl.constexpr,
+):
+    """Return expert, row tile and column tile: GROUP_M row tiles inside, columns outside."""
+    per_expert = tiling.num_rows * tiling.num_columns
+    expert = tile // per_expert
+    inside = tile % per_expert
+    width = GROUP_M * tiling.num_columns
+    first = inside // width * GROUP_M
+    size = gl.minimum(tiling.num_rows - first, GROUP_M)
+    inside = inside % width
+    return expert, first + inside % size, inside // size
+
+
+@gluon.jit
+def range_of(ends_ptr, expert):
+    """Return where an expert starts and ends, from a running sum."""
+    start = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    return start, gl.load(ends_ptr + expert)
+
+
+@gluon.jit
+def begin_staging(PENDING: gl.constexpr = 0):
+    """Wait until TMA has read what this group had staged, but for the last PENDING blocks."""
+    hopper.tma.store_wait(PENDING)
+    thread_barrier()
+
+
+@gluon.jit
+def end_staging():
+    """Let TMA see what this group has staged."""
+    hopper.fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def store_part(
+    out_ptr,
+    x,  # [rows, columns]
+    row,
+    end,
+    column,
+    num_columns,
+    row_stride,
+):
+    """Write the rows before `end` and the columns before `num_columns`."""
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    at = out_ptr + (rows.to(gl.int64) * row_stride)[:, None] + columns[None, :]
+    gl.store(at, x, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
+
+
+@gluon.jit
+def add_part(
+    out_ptr,  # one expert's [num_rows, num_columns], fp32 or bf16
+    x,  # [*, *] fp32
+    row,
+    column,
+    num_rows,
+    num_columns,
+):
+    """Add a block to global memory."""
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    at = out_ptr + (rows.to(gl.int64) * num_columns)[:, None] + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    old = gl.load(at, mask=mask, other=0.0).to(gl.float32)
+    gl.store(at, (old + x).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_weight_block(
+    out_desc,  # [e, M, N] in blocks [1, rows, columns], or transposed
+    out_smem,  # [1, rows, columns], or transposed
+    x,  # [rows, columns]
+    expert,
+    row,
+    column,
+    TRANSPOSED: gl.constexpr,
+):
+    """Stage a block and let TMA store it."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    out = x.to(out_desc.dtype)
+    begin_staging()
+    if TRANSPOSED:
+        out_smem.reshape((COLUMNS, ROWS)).permute((1, 0)).store(out)
+    else:
+        out_smem.reshape((ROWS, COLUMNS)).store(out)
+    end_staging()
+    if TRANSPOSED:
+        tma_store(out_desc, [expert, column, row], out_smem)
+    else:
+        tma_store(out_desc, [expert, row, column], out_smem)
