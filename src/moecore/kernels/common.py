@@ -102,13 +102,17 @@ def next_power_of_2(n: int) -> int:
 
 
 def gluon_descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Return how TMA reads or writes a bf16, fp16 or fp32 tensor in blocks."""
+    """Return how TMA reads or writes an FP8, bf16, fp16 or fp32 tensor in blocks."""
     return GluonDescriptor.from_tensor(x, list(block), _shared_layout(x.dtype, block))
 
 
 @functools.cache
 def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
-    gluon_dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    gluon_dtypes = {
+        torch.float8_e4m3fn: gl.float8e4nv,
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+    }
     gluon_dtype = gluon_dtypes.get(dtype, gl.float32)
     return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
 

@@ -6,8 +6,13 @@
 Letters: R expert rows (length), e experts, K the summed dim, N columns, M columns of x,
 t row tiles.
 
-Operands are those of `rows/quantised.py`. Each 128 of the summed dim are multiplied by FP8 tensor
-cores, whose sum of them is multiplied by both scales and added in fp32.
+Operands are those of `rows/quantised.py`. FP8 tensor cores multiply 128 of the summed dim; their
+sum is multiplied by both scales and added in fp32. One persistent program runs on each
+multiprocessor of Hopper: a warp fills a ring of stages by TMA, two warp groups share a tile of
+128 x 256. 2 * R * N * K floating-point operations each (K or M columns of a). Bytes moved at least:
+each operand and the output once.
+
+Elsewhere the references run: they imitate all but the order in which fp32 terms are added.
 """
 
 from __future__ import annotations
@@ -15,13 +20,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
+from moecore.kernels.grouped.fp8_kernel import sm90_fp8_grouped_nt_kernel
+from moecore.kernels.grouped.fp8_wgrad_kernel import sm90_fp8_grouped_wgrad_kernel
+from moecore.kernels.grouped.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
+from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.quantised import BLOCK, RowBlocks, TokenTiles
+
+BLOCK_N, STAGES, GROUP_M = 256, 3, 8
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+_CONSTANTS = {
+    "BLOCK_M": BLOCK_M,
+    "BLOCK_N": BLOCK_N,
+    "BLOCK_K": BLOCK,
+    "GROUP_M": GROUP_M,
+    "STAGES": STAGES,
+    "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
+    "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+    "num_warps": 4,
+}
 
 
 def fp8_gemm_ref(
     a: RowBlocks, b_eNK: Tensor, scales_eNK: Tensor, offsets_e: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return what `fp8_gemm` returns, block by block in plain PyTorch. Host sync."""
+    """Return what `fp8_gemm` returns, block by block in plain PyTorch; 0 past the rows. Host sync.
+
+    Args: as `fp8_gemm`.
+    """
     R, N = a.values_RK.shape[0], b_eNK.shape[1]
     out_RN = torch.zeros(R, N, device=b_eNK.device)
     start = 0
@@ -30,19 +56,118 @@ def fp8_gemm_ref(
             part = slice(k * BLOCK, (k + 1) * BLOCK)
             product = a.values_RK[start:stop, part].float() @ b_eNK[i, :, part].float().T
             scales_N = scales_eNK[i, :, k].repeat_interleave(BLOCK)
-            out_RN[start:stop] += product * a.scales_BR[k, start:stop, None] * scales_N
+            out_RN[start:stop] += product * (a.scales_BR[k, start:stop, None] * scales_N)
         start = stop
     return out_RN.to(dtype)
 
 
-def fp8_wgrad_ref(x: TokenTiles, y: TokenTiles, tile_ends_e: Tensor) -> Tensor:
-    """Return fp32 [e, M, N], tile by tile in plain PyTorch. Host sync."""
+def fp8_gemm(
+    a: RowBlocks,
+    b_eNK: Tensor,
+    scales_eNK: Tensor,
+    offsets_e: Tensor,
+    tiles: RowTiles,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return each expert row times its expert's matrix. No autograd; no host sync on Hopper.
+
+    Args:
+        a: rows in expert order; K a multiple of 128.
+        b_eNK: float8_e4m3fn, contiguous; N a multiple of 128.
+        scales_eNK: fp32 [e, N / 128, K / 128], any strides.
+        offsets_e: int32 running sum of the experts' rows.
+        tiles: from `map_row_tiles`.
+        dtype: of the result, bf16 or fp16 on a GPU.
+
+    Returns:
+        [R, N], summed in fp32 and rounded once; rows past the last expert's are uninitialised.
+        Bit-reproducible.
+    """
+    if not has_hopper_kernels(b_eNK.device):
+        return fp8_gemm_ref(a, b_eNK, scales_eNK, offsets_e, dtype)
+    (R, K), N = a.values_RK.shape, b_eNK.shape[1]
+    out_RN = torch.empty(R, N, dtype=dtype, device=b_eNK.device)
+    if not R:
+        return out_RN
+    with on_device(b_eNK):
+        sm90_fp8_grouped_nt_kernel[(num_sms(b_eNK.device),)](
+            gluon_descriptor(a.values_RK, (BLOCK_M, BLOCK)),
+            gluon_descriptor(b_eNK.view(-1, K), (BLOCK_N, BLOCK)),
+            tiles.map,
+            a.scales_BR,
+            scales_eNK,
+            out_RN,
+            gluon_descriptor(out_RN, (BLOCK_M // 2, BLOCK_N // 2)),
+            K,
+            N,
+            a.scales_BR.stride(0),
+            *scales_eNK.stride(),
+            FIELDS=MAP_FIELDS,
+            **_CONSTANTS,
+        )
+    return out_RN
+
+
+def fp8_wgrad_ref(x: TokenTiles, y: TokenTiles, tiles: RowTiles) -> Tensor:
+    """Return fp32 [e, M, N], tile by tile in plain PyTorch. Host sync.
+
+    Args: as `fp8_wgrad`.
+    """
     M, N = x.values_tC.shape[1], y.values_tC.shape[1]
-    out_eMN = torch.zeros(tile_ends_e.shape[0], M, N, device=tile_ends_e.device)
+    out_eMN = torch.zeros(tiles.ends_e.shape[0], M, N, device=tiles.ends_e.device)
     first = 0
-    for i, last in enumerate(tile_ends_e.tolist()):
+    for i, last in enumerate(tiles.ends_e.tolist()):
         for t in range(first, last):
             product = x.values_tC[t].float() @ y.values_tC[t].float().T
             out_eMN[i] += product * x.scales_tC[t, :, None] * y.scales_tC[t]
         first = last
+    return out_eMN
+
+
+def fp8_wgrad(
+    x: TokenTiles,
+    y: TokenTiles,
+    tiles: RowTiles,
+    *,
+    add_to: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return each expert's sum of outer products x[r] y[r]. No autograd; no host sync on Hopper.
+
+    Args:
+        x: columns of rows in expert order; M a multiple of 128.
+        y: likewise; N a multiple of 128.
+        tiles: from `map_row_tiles`, of both.
+        add_to: fp32 or bf16 [e, M, N], contiguous: the result is added to it in place, in fp32, and
+            it is returned.
+        dtype: of a new result.
+        scale: of what is returned or added; multiplies the fp32 sum.
+
+    Returns:
+        [e, M, N], summed in fp32 and rounded once, or `add_to`. Zero (nothing added) for an expert
+        without rows. Bit-reproducible.
+    """
+    if not has_hopper_kernels(tiles.map.device):
+        return put_grad(fp8_wgrad_ref(x, y, tiles), add_to, dtype, scale)
+    M, N, e = x.values_tC.shape[1], y.values_tC.shape[1], tiles.ends_e.shape[0]
+    out_eMN = add_to
+    if out_eMN is None:
+        out_eMN = torch.empty(e, M, N, dtype=dtype, device=tiles.map.device)
+    block = (1, BLOCK_M // 2, BLOCK_N // 2)
+    with on_device(out_eMN):
+        sm90_fp8_grouped_wgrad_kernel[(num_sms(out_eMN.device),)](
+            gluon_descriptor(x.values_tC.view(-1, BLOCK), (BLOCK_M, BLOCK)),
+            gluon_descriptor(y.values_tC.view(-1, BLOCK), (BLOCK_N, BLOCK)),
+            x.scales_tC,
+            y.scales_tC,
+            tiles.ends_e,
+            out_eMN,
+            gluon_descriptor(out_eMN, block) if add_to is None else None,
+            e,
+            M,
+            N,
+            scale,
+            **_CONSTANTS,
+        )
     return out_eMN

@@ -1,0 +1,127 @@
+"""Products of FP8 operands: the references against dequantised products, the kernels against both.
+
+Tensor cores sum the 128 terms of a block with about 13 bits, so kernels differ from the references
+by that, and by the order of fp32 terms.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_gemm_ref, fp8_wgrad, fp8_wgrad_ref
+from moecore.kernels.grouped.row_tiles import RowTiles, map_row_tiles
+from moecore.kernels.rows.quantised import FP8, RowBlocks, TokenTiles
+from tests.kernels.row_cases import COUNTS, SPARE
+
+SIZES = [(128, 128), (384, 640), (256, 256), (1152, 384)]  # K or M, N
+TERMS = 2**-11  # error of a block's sum on tensor cores, of the sum of its terms' sizes
+
+
+def fp8(*shape: int, device: str) -> Tensor:
+    return torch.randn(shape, device=device).to(FP8)
+
+
+def powers(*shape: int, device: str) -> Tensor:
+    return torch.exp2(torch.randint(-3, 4, shape, device=device).float())
+
+
+def offsets_of(counts: list[int], device: str) -> tuple[Tensor, RowTiles, int]:
+    torch.manual_seed(0)
+    offsets = torch.tensor(counts, device=device).cumsum(0).int()
+    R = sum(counts) + SPARE
+    return offsets, map_row_tiles(offsets, R), R
+
+
+def rows_of(R: int, used: int, K: int, device: str) -> RowBlocks:
+    """Rows whose spare ones are NaN, in values and scales."""
+    a = RowBlocks(fp8(R, K, device=device), powers(K // 128, R + -R % 4, device=device))
+    a.values_RK[used:] = float("nan")
+    a.scales_BR[:, used:] = float("nan")
+    return a
+
+
+def tiles_of(tiles: RowTiles, C: int, device: str) -> TokenTiles:
+    """Tiles whose unused ones are NaN."""
+    t = TokenTiles(fp8(tiles.most, C, 128, device=device), powers(tiles.most, C, device=device))
+    t.values_tC[int(tiles.ends_e[-1]) :] = float("nan")
+    t.scales_tC[int(tiles.ends_e[-1]) :] = float("nan")
+    return t
+
+
+def wide_rows(a: RowBlocks) -> Tensor:
+    scales_RB = a.scales_BR[:, : a.values_RK.shape[0]].T
+    return a.values_RK.double() * scales_RB.repeat_interleave(128, 1)
+
+
+def wide_weights(b: Tensor, scales: Tensor) -> Tensor:
+    return b.double() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+
+
+def gemm_truth(a: RowBlocks, b: Tensor, scales: Tensor, stops: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the exact products, and the sums of their terms' sizes."""
+    rows, weights, exact, sizes, start = wide_rows(a), wide_weights(b, scales), [], [], 0
+    for i, stop in enumerate(stops):
+        exact.append(rows[start:stop] @ weights[i].T)
+        sizes.append(rows[start:stop].abs() @ weights[i].T.abs())
+        start = stop
+    return torch.cat(exact), torch.cat(sizes)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", COUNTS)
+def test_gemm(name: str, sizes: tuple[int, int], transposed: bool, device: str) -> None:
+    if device == "cpu" and (name.startswith("more") or sizes == SIZES[-1]):
+        pytest.skip("takes long on a CPU, and its reference is tested by the other cases")
+    offsets, tiles, R = offsets_of(COUNTS[name], device)
+    (K, N), used = sizes, sum(COUNTS[name])
+    a, b = rows_of(R, used, K, device), fp8(len(offsets), N, K, device=device)
+    shape = (K // 128, N // 128) if transposed else (N // 128, K // 128)
+    scales = powers(len(offsets), *shape, device=device)
+    scales = scales.transpose(1, 2) if transposed else scales
+    args = (a, b, scales, offsets, tiles, torch.bfloat16)
+    got = fp8_gemm(*args)
+    assert got.shape == (R, N) and got.dtype == torch.bfloat16
+    exact, terms = gemm_truth(a, b, scales, offsets.tolist())
+    error = (got[:used].double() - exact).abs()
+    assert (error <= exact.abs() * 2**-8 + terms * TERMS).all()
+    assert torch.equal(got[:used], fp8_gemm(*args)[:used])
+    want = fp8_gemm_ref(a, b, scales, offsets, torch.float32)[:used]
+    assert ((want.double() - exact).abs() <= terms * 2**-20).all()
+
+
+@pytest.mark.parametrize("target", ["new", "bf16", "add", "add bf16"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", COUNTS)
+def test_wgrad(name: str, sizes: tuple[int, int], target: str, device: str) -> None:
+    if device == "cpu" and (name.startswith("more") or sizes == SIZES[-1]):
+        pytest.skip("takes long on a CPU, and its reference is tested by the other cases")
+    offsets, tiles, _ = offsets_of(COUNTS[name], device)
+    (M, N), e = sizes, len(offsets)
+    x, y = tiles_of(tiles, M, device), tiles_of(tiles, N, device)
+    dtype = torch.bfloat16 if "bf16" in target else torch.float32
+    before = torch.randn(e, M, N, device=device).to(dtype)
+    add_to = before.clone() if "add" in target else None
+    got = fp8_wgrad(x, y, tiles, add_to=add_to, dtype=dtype, scale=0.5)
+    assert got.dtype == dtype and (add_to is None or got is add_to)
+    wide = [t.values_tC.double() * t.scales_tC[:, :, None] for t in (x, y)]
+    exact, terms = torch.zeros(2, e, M, N, device=device, dtype=torch.float64)
+    first = 0
+    for i, last in enumerate(tiles.ends_e.tolist()):
+        left, right = (w[first:last].transpose(0, 1).flatten(1) for w in wide)
+        exact[i], terms[i] = left @ right.T / 2, left.abs() @ right.abs().T / 2
+        first = last
+    if add_to is not None:
+        exact += before
+        terms += before.abs() * 2**-12
+    rounding = 2**-22
+    if dtype == torch.bfloat16:
+        rounding = 2**-7 if device == "cpu" else 2**-8  # the interpreter cuts, not rounds
+    assert ((got.double() - exact).abs() <= exact.abs() * rounding + terms * TERMS).all()
+    again = fp8_wgrad(
+        x, y, tiles, add_to=before if add_to is not None else None, dtype=dtype, scale=0.5
+    )
+    assert torch.equal(got, again)
+    assert torch.isfinite(fp8_wgrad_ref(x, y, tiles)).all()
