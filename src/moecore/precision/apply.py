@@ -1,0 +1,173 @@
+"""Which linears of a model are computed in FP8: their roles by name, and the change in place.
+
+The routed and shared experts of a `MoELayer` have no linears: the layer asks `Precision.recipe_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import NamedTuple, cast
+
+from torch import nn
+
+from moecore.models.layers import Linear
+from moecore.moe.params import clean_name
+from moecore.precision.linear import Fp8Linear, Fp8Products, InputCast, why_not
+from moecore.precision.recipe import Recipe
+from moecore.precision.roles import Precision, Role, never_quantised
+
+RolesOf = Callable[[str, nn.Module], Role | None]
+
+# Last parts of names, of moecore's decoder, transformers and torchtitan.
+GROUPED = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz")
+TITAN = ("wq", "wk", "wv", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b")
+ATTENTION = frozenset((*GROUPED, *LATENT, *LINEAR, *TITAN))
+MLP = frozenset(("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"))
+SHARED = frozenset(("shared", "shared_expert", "shared_experts", "shared_mlp"))
+ROUTED = frozenset(("experts",))
+FORWARDS = (nn.Linear.forward, Linear.forward)
+
+
+class LinearPrecision(NamedTuple):
+    """What `apply_precision` decided about one linear.
+
+    Attributes:
+        role: None = none of the roles.
+        recipe: None = it stays as it is.
+        reason: why it does, or None.
+    """
+
+    role: Role | None
+    recipe: Recipe | None
+    reason: str | None
+
+    def describe(self) -> str:
+        """Return one line."""
+        how = self.recipe.describe() if self.recipe else f"as it is, because {self.reason}"
+        return f"{self.role or 'no role'}: {how}"
+
+
+def role_of(name: str, module: nn.Module) -> Role | None:
+    """Return the role of a linear by its qualified name; None = it is never quantised.
+
+    Args:
+        name: such as "model.layers.0.self_attn.q_proj".
+        module: the linear; what it is called decides alone.
+    """
+    *parents, leaf = name.split(".")
+    if leaf in ATTENTION:
+        return "attention"
+    if leaf not in MLP or ROUTED & set(parents):
+        return None
+    return "shared_experts" if SHARED & set(parents) else "mlp"
+
+
+def apply_precision(
+    model: nn.Module, precision: Precision, roles_of: RolesOf = role_of
+) -> dict[str, LinearPrecision]:
+    """Let a model's linears compute in FP8, in place: each becomes an `Fp8Linear`.
+
+    Parameters, their names, hooks and FSDP2 units stay what they are, so it may be called before or
+    after sharding, and on meta; before a torch.compile. To call it once more replaces recipes and
+    drops histories. Linears under one parent that get the same input quantise it once.
+
+    Args:
+        model: any module.
+        precision: roles, recipes and overrides; names are those without wrappers' prefixes.
+        roles_of: the role of a linear; None = none.
+
+    Returns:
+        What became of each linear, by name.
+
+    Raises:
+        ValueError: for an override with a recipe that matches nothing, or nothing that can be
+            quantised; raised before anything changes.
+    """
+    linears = {
+        clean_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    table = {
+        name: _decide(name, module, precision, roles_of(name, module))
+        for name, module in linears.items()
+    }
+    _check_overrides(model, precision, table)
+    inputs: dict[tuple[str, int, Recipe], InputCast] = {}
+    for name, module in linears.items():
+        recipe = table[name].recipe
+        if recipe is None:
+            continue
+        siblings = (name.rpartition(".")[0], module.in_features, recipe)
+        _swap(module, recipe, inputs.setdefault(siblings, InputCast()))
+    return table
+
+
+def advance_amax(model: nn.Module) -> None:
+    """Start the next step of delayed scaling; call it once after each optimizer step.
+
+    No host sync. A collective where weights are cut over ranks, so every rank calls it. It does
+    nothing where no recipe has an `amax_history`.
+    """
+    for module in model.modules():
+        if isinstance(module, Fp8Linear) and module.products.history is not None:
+            module.products.history.advance(module.weight)
+
+
+def _decide(
+    name: str, module: nn.Linear, precision: Precision, role: Role | None
+) -> LinearPrecision:
+    recipe = precision.recipe_of(name, role)
+    if role is None:
+        return LinearPrecision(role, None, never_quantised(name) or "its name has no role")
+    if recipe is None:
+        return LinearPrecision(role, None, "the precision leaves it out")
+    reason = why_not(module.weight)
+    if type(module).forward not in (*FORWARDS, Fp8Linear.forward):
+        reason = f"{type(module).__name__} has a forward of its own"
+    return LinearPrecision(role, None if reason else recipe, reason)
+
+
+def _check_overrides(
+    model: nn.Module, precision: Precision, table: dict[str, LinearPrecision]
+) -> None:
+    """Raise for patterns with a recipe that reach nothing."""
+    names = [clean_name(name) for name, _ in model.named_modules()]
+    for pattern, recipe in precision.overrides:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if recipe is None or any(_can_be_quantised(name, table) for name in matched):
+            continue
+        linears = [name for name in matched if name in table]
+        found = "matches no linear and no experts"
+        if linears:
+            found = f"matches {linears[0]}, which stays as it is: {table[linears[0]].reason}"
+        raise ValueError(
+            f"Precision.overrides ({pattern!r}) must match what can be quantised, but it {found}: "
+            "correct the pattern"
+        )
+
+
+def _can_be_quantised(name: str, table: dict[str, LinearPrecision]) -> bool:
+    if name in table:
+        return table[name].role is not None
+    return name.rpartition(".")[2] in SHARED | ROUTED
+
+
+def _swap(module: nn.Linear, recipe: Recipe, inputs: InputCast) -> None:
+    """Give a linear the forward of `Fp8Linear` and keep all else of its class."""
+    if not isinstance(module, Fp8Linear):
+        module.__class__ = _fp8_class(type(module))
+    swapped = cast(Fp8Linear, module)
+    swapped.products = Fp8Products(recipe, inputs)
+
+
+_CLASSES: dict[type[nn.Linear], type[Fp8Linear]] = {nn.Linear: Fp8Linear}
+
+
+def _fp8_class(plain: type[nn.Linear]) -> type[Fp8Linear]:
+    if plain not in _CLASSES:
+        _CLASSES[plain] = type(f"Fp8{plain.__name__}", (Fp8Linear, plain), {})
+    return _CLASSES[plain]

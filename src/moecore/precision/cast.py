@@ -1,0 +1,421 @@
+"""Quantisation of one matrix for its products: along rows, along columns, or both in one pass.
+
+    cast   [T, D] -> an operand summed over D, and one summed over T that lies transposed
+    amax   [T, D] -> the largest magnitude, fp32 [1]
+
+FP8 tensor cores want the summed dim innermost, and gradients of a linear sum over another dim than
+its forward: hence the transposed copy. Kinds and layouts of scales are those of `scaling.py`, which
+is also the reference.
+
+Letters: T rows and D columns of what is quantised; M, K rows and columns of the first operand, m, k
+of the second. Bytes moved with b per element: T * D * (b + 1 per operand), plus scales; "row" and
+"tensor" read T * D * b once more for the largest magnitudes, unless one is given.
+
+Note "encode": the GPU's own conversion takes one instruction for two values; Triton's interpreter
+rounds FP8 otherwise (3.6), so there integer operations do it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import INTERPRET, cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.ops import Op
+from moecore.precision.scaling import (
+    BLOCK,
+    BY_BLOCKS,
+    DTYPES,
+    MAX,
+    Operand,
+    amax_ref,
+    operand_shape,
+    quantise_rows_ref,
+    scales_shape,
+)
+
+KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
+
+
+@triton.jit
+def _magnitude(x):
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def _scale_of(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Return amax / LARGEST, or the next power of two; 2^-126 at least."""
+    scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True) + 0x007FFFFF & 0x7F800000
+        scale = tl.maximum(bits, 0x00800000).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.maximum(scale, 1.1754943508222875e-38)
+    return scale
+
+
+@triton.jit
+def _scaled(x, scale, LARGEST: tl.constexpr):
+    """Return x / scale within the format's range; NaN for infinity and under an infinite scale."""
+    value = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    is_number = (x == x) & (tl.abs(x) < float("inf")) & (scale < float("inf"))
+    return tl.where(is_number, value, float("nan"))
+
+
+@triton.jit
+def _encode(x, E5M2: tl.constexpr):  # fp32 within the format's range, or NaN
+    """Return FP8 as uint8, to nearest and ties to even, as FP8 units round: see note "encode"."""
+    bits = x.to(tl.int32, bitcast=True)
+    positive = bits & 0x7FFFFFFF
+    # A normal result keeps the upper bits of the mantissa; a smaller one is a multiple of 2^-9, or
+    # 2^-16, to which the sum with 2^14, or 2^7, rounds.
+    if E5M2:
+        normal = (positive + 0x000FFFFF + ((positive >> 21) & 1) >> 21) - (112 << 2)
+        small = (tl.abs(x) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+        code = tl.where(positive < 0x38800000, small, normal)
+    else:
+        normal = (positive + 0x0007FFFF + ((positive >> 20) & 1) >> 20) - (120 << 3)
+        small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(positive < 0x3C800000, small, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr,  # [T, D]
+    row_ptr,  # fp32 [T]: largest of each row, or [1]: of all; at least 0 on entry, in and out
+    column_ptr,  # fp32 [D], likewise
+    T,
+    D,
+    stride,
+    WHOLE: tl.constexpr,  # the largest of all
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tiles = tl.cdiv(D, BLOCK)
+    t = tl.program_id(0) // tiles * BLOCK + tl.arange(0, BLOCK)
+    d = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    inside = (t < T)[:, None] & (d < D)[None, :]
+    x = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
+    x = _magnitude(x.to(tl.float32))
+    # Magnitudes are ordered as their bits, and a maximum is the same in any order.
+    if WHOLE:
+        tl.atomic_max(row_ptr, tl.max(tl.max(x, 1), 0))
+    if ROWS:
+        tl.atomic_max(row_ptr + t, tl.max(x, 1), mask=t < T)
+    if COLUMNS:
+        tl.atomic_max(column_ptr + d, tl.max(x, 0), mask=d < D)
+
+
+@triton.jit
+def _cast_along(
+    x,  # fp32 tile
+    i,  # of the operand's rows
+    j,  # of its columns
+    tile_i,
+    tile_j,
+    amax_ptr,  # "row": fp32, of each row; "tensor": of all
+    values_ptr,  # FP8 [M, K], out
+    scales_ptr,  # out
+    num_rows,  # without padding
+    M,
+    K,
+    AXIS: tl.constexpr,  # of x that is summed: 1, or 0 for the transposed operand
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Store a tile of an operand, and its scales."""
+    is_first = tl.arange(0, BLOCK) == 0
+    if KIND == 0:
+        amax = tl.max(_magnitude(x), AXIS)
+        place = tile_j.to(tl.int64) * M + i
+        is_mine = (i < M) & (tile_j * BLOCK < K)
+    elif KIND == 1:
+        amax = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(_magnitude(x), AXIS), 0)
+        place = tile_i * (tl.cdiv(tl.cdiv(K, BLOCK), 4) * 4) + tile_j + tl.zeros_like(i)
+        is_mine = is_first & (tile_i * BLOCK < M) & (tile_j * BLOCK < K)
+    elif KIND == 2:
+        amax = tl.load(amax_ptr + i, mask=i < num_rows, other=0.0)
+        place = i
+        is_mine = (i < M) & (tile_j == 0)
+    else:
+        amax = tl.zeros((BLOCK,), tl.float32) + tl.load(amax_ptr)
+        place = tl.zeros_like(i)
+        is_mine = is_first & (tile_i == 0) & (tile_j == 0)
+    scale = _scale_of(amax, LARGEST, POWER_OF_TWO)
+    tl.store(scales_ptr + place, scale, mask=is_mine)
+    value = _scaled(x, tl.expand_dims(scale, AXIS), LARGEST)
+    if INTERPRETED:
+        value = _encode(value, LARGEST > 448.0)
+    else:
+        value = value.to(values_ptr.dtype.element_ty)
+    if AXIS == 0:
+        value = tl.trans(value)
+    at = values_ptr + i.to(tl.int64)[:, None] * K + j[None, :]
+    tl.store(at, value, mask=(i < M)[:, None] & (j < K)[None, :])
+
+
+@triton.jit
+def _cast_kernel(
+    x_ptr,  # [T, D]
+    row_amax_ptr,  # "row": fp32 [T]; "tensor": fp32 [1]
+    column_amax_ptr,  # "row": fp32 [D]; "tensor": fp32 [1]
+    seen_ptr,  # fp32 [1]: grows to the largest finite magnitude, in and out
+    rows_ptr,  # FP8 [M, K], out
+    row_scales_ptr,  # out
+    columns_ptr,  # FP8 [m, k], out
+    column_scales_ptr,  # out
+    T,
+    D,
+    stride,  # of x's rows
+    M,
+    K,
+    m,
+    k,
+    KIND: tl.constexpr,  # 0 "tile", 1 "block", 2 "row", 3 "tensor"
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEEN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
+):
+    tiles = tl.cdiv(tl.maximum(K, m), BLOCK)
+    tile_t, tile_d = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    t = tile_t * BLOCK + tl.arange(0, BLOCK)
+    d = tile_d * BLOCK + tl.arange(0, BLOCK)
+    inside = (t < T)[:, None] & (d < D)[None, :]
+    at = x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :]
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if SEEN:
+        largest = _magnitude(x)
+        largest = tl.where(largest < float("inf"), largest, 0.0)
+        tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
+    if ROWS:
+        _cast_along(
+            x, t, d, tile_t, tile_d, row_amax_ptr, rows_ptr, row_scales_ptr, T, M, K,
+            1, KIND, LARGEST, POWER_OF_TWO, BLOCK, INTERPRETED,
+        )  # fmt: skip
+    if COLUMNS:
+        _cast_along(
+            x, d, t, tile_d, tile_t, column_amax_ptr, columns_ptr, column_scales_ptr, D, m, k,
+            0, KIND, LARGEST, POWER_OF_TWO, BLOCK, INTERPRETED,
+        )  # fmt: skip
+
+
+def _cast(
+    x_TD: Tensor,
+    amax: Tensor | None,
+    seen: Tensor | None,
+    kind: str,
+    fmt: str,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return values and scales of both operands, as bytes and fp32; empty where not asked for."""
+    if not _has_kernel(x_TD):
+        return _cast_ref(x_TD, amax, seen, kind, fmt, power_of_two, rows, columns)
+    if x_TD.stride(1) != 1:
+        x_TD = x_TD.contiguous()
+    T, D = x_TD.shape
+    outputs = _cast_fake(x_TD, amax, seen, kind, fmt, power_of_two, rows, columns)
+    if kind == "block":  # what fills the rows of their scales is read
+        outputs[1].zero_()
+        outputs[3].zero_()
+    row_amax, column_amax = _amaxes(x_TD, amax, kind, rows, columns)
+    (M, K), (m, k) = operand_shape(T, D, kind), operand_shape(D, T, kind)
+    stored = torch.uint8 if INTERPRET else DTYPES[fmt]
+    with on_device(x_TD):
+        _cast_kernel[(cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),)](
+            x_TD,
+            row_amax,
+            column_amax,
+            seen,
+            outputs[0].view(stored),
+            outputs[1],
+            outputs[2].view(stored),
+            outputs[3],
+            T,
+            D,
+            x_TD.stride(0),
+            M,
+            K,
+            m,
+            k,
+            KIND=KIND_CODES[kind],
+            ROWS=rows,
+            COLUMNS=columns,
+            SEEN=seen is not None,
+            LARGEST=MAX[fmt],
+            POWER_OF_TWO=power_of_two,
+            BLOCK=BLOCK,
+            INTERPRETED=INTERPRET,
+            num_warps=8,
+        )
+    return outputs
+
+
+def _amaxes(
+    x_TD: Tensor, amax: Tensor | None, kind: str, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what the scales of both operands come from where that is not their own tile."""
+    if kind in BY_BLOCKS:
+        return None, None
+    if kind == "tensor":
+        amax = _amax(x_TD) if amax is None else amax
+        return amax, amax
+    T, D = x_TD.shape
+    largest = torch.zeros(T + D, device=x_TD.device)
+    row_amax, column_amax = largest.split((T, D))
+    _launch_amax(x_TD, row_amax, column_amax, WHOLE=False, ROWS=rows, COLUMNS=columns)
+    return row_amax, column_amax
+
+
+def _launch_amax(x_TD: Tensor, rows: Tensor, columns: Tensor, **which: bool) -> None:
+    T, D = x_TD.shape
+    with on_device(x_TD):
+        _amax_kernel[(cdiv(T, BLOCK) * cdiv(D, BLOCK),)](
+            x_TD, rows, columns, T, D, x_TD.stride(0), **which, BLOCK=BLOCK, num_warps=8
+        )
+
+
+def _has_kernel(x_TD: Tensor) -> bool:
+    return use_kernel(x_TD) and x_TD.numel() > 0 and x_TD.dtype != torch.float64
+
+
+def _cast_ref(
+    x_TD: Tensor,
+    amax: Tensor | None,
+    seen: Tensor | None,
+    kind: str,
+    fmt: str,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `_cast` returns, in plain PyTorch."""
+    if seen is not None:
+        finite_TD = torch.where(x_TD.isinf(), 0, x_TD)
+        seen.copy_(torch.maximum(seen, amax_ref(finite_TD)))
+    outputs: list[Tensor] = []
+    for wanted, x in ((rows, x_TD), (columns, x_TD.T)):
+        if wanted:
+            operand = quantise_rows_ref(x, amax, kind, fmt, power_of_two)
+            outputs += [operand.values_MK.view(torch.uint8), operand.scales]
+        else:
+            outputs += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]
+    return outputs[0], outputs[1], outputs[2], outputs[3]
+
+
+def _cast_fake(x_TD, amax, seen, kind, fmt, power_of_two, rows, columns):  # type: ignore[no-untyped-def]
+    outputs: list[Tensor] = []
+    T, D = x_TD.shape
+    for wanted, shape in ((rows, (T, D)), (columns, (D, T))):
+        M, K = operand_shape(*shape, kind)
+        sizes = ((M, K), scales_shape(M, K, kind)) if wanted else ((0,), (0,))
+        outputs.append(x_TD.new_empty(sizes[0], dtype=torch.uint8))
+        outputs.append(x_TD.new_empty(sizes[1], dtype=torch.float32))
+    return tuple(outputs)
+
+
+def _amax(x_TD: Tensor) -> Tensor:
+    if not _has_kernel(x_TD):
+        return amax_ref(x_TD)
+    if x_TD.stride(1) != 1:
+        x_TD = x_TD.contiguous()
+    largest = torch.zeros(1, device=x_TD.device)
+    _launch_amax(x_TD, largest, largest, WHOLE=True, ROWS=False, COLUMNS=False)
+    return largest
+
+
+def _amax_fake(x_TD: Tensor) -> Tensor:
+    return x_TD.new_empty(1, dtype=torch.float32)
+
+
+def _cast_unseen(
+    x_TD: Tensor,
+    amax: Tensor | None,
+    kind: str,
+    fmt: str,
+    power_of_two: bool,
+    rows: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _cast(x_TD, amax, None, kind, fmt, power_of_two, rows, columns)
+
+
+def _cast_unseen_fake(x_TD, amax, *rest):  # type: ignore[no-untyped-def]
+    return _cast_fake(x_TD, amax, None, *rest)
+
+
+# Two operations, because a compiler computes one that mutates nothing once for equal arguments.
+_cast_op = Op("fp8_cast", _cast_unseen, _cast_unseen_fake)
+_cast_seen_op = Op("fp8_cast_seen", _cast, _cast_fake, mutates_args=("seen",))
+_amax_op = Op("fp8_amax", _amax, _amax_fake)
+
+
+class Both(NamedTuple):
+    """What `cast` made of a matrix [T, D]; None where it was not asked for.
+
+    Attributes:
+        rows: summed over D.
+        columns: summed over T, transposed.
+    """
+
+    rows: Operand | None
+    columns: Operand | None
+
+
+def cast(
+    x_TD: Tensor,
+    kind: str,
+    fmt: str = "e4m3",
+    *,
+    power_of_two: bool,
+    rows: bool = True,
+    columns: bool = True,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Both:
+    """Return a matrix as operands of FP8 products. Not differentiable, no host sync.
+
+    Args:
+        x_TD: bf16, fp16, fp32 or fp64.
+        kind: of the scales, see `scaling.py`.
+        fmt: "e4m3" or "e5m2".
+        power_of_two: whether scales are powers of two.
+        rows: whether to make the operand that is summed over D.
+        columns: whether to make the one that is summed over T.
+        amax: "tensor": fp32 [1] that the scale comes from; None = of x_TD.
+        seen: fp32 [1], which grows to the largest finite magnitude of x_TD.
+    """
+    how = (kind, fmt, power_of_two, rows, columns)
+    if seen is None:
+        parts = _cast_op(x_TD.detach(), amax, *how)
+    else:
+        parts = _cast_seen_op(x_TD.detach(), amax, seen, *how)
+    return Both(
+        operand(parts[0], parts[1], kind, fmt) if rows else None,
+        operand(parts[2], parts[3], kind, fmt) if columns else None,
+    )
+
+
+def operand(values_MK: Tensor, scales: Tensor, kind: str, fmt: str) -> Operand:
+    """Return an operand of its bytes and scales."""
+    return Operand(values_MK.view(DTYPES[fmt]), scales, kind)
+
+
+def amax(x_TD: Tensor) -> Tensor:
+    """Return the largest magnitude as fp32 [1], NaN left out. No autograd, no host sync."""
+    largest: Tensor = _amax_op(x_TD.detach())
+    return largest

@@ -1,0 +1,92 @@
+"""Largest magnitudes of the last optimizer steps, for delayed scaling.
+
+Example: two steps are kept. Operands whose largest magnitudes are 3 and 5 in the micro-batches of
+step 0, 2 in step 1 and 1 in step 2 are scaled in
+
+    step 0   by their own: 3, then 5
+    step 1   by 5
+    step 2   by max(5, 2) = 5
+    step 3   by max(2, 1) = 2
+
+Magnitudes of this step are collected beside the history, which changes between steps alone
+(`advance`), so micro-batches of a step and their recomputation see the same scales. Infinity and
+NaN are not collected: they would clip nothing for n steps, and the step is skipped.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor import DTensor
+
+OperandName = Literal["input", "weight", "gradient"]
+OPERANDS: tuple[OperandName, ...] = ("input", "weight", "gradient")
+
+
+class AmaxHistory:
+    """The history of the three operands of one weight's products; it is in no state dict.
+
+    Args:
+        num_steps: that are kept.
+
+    Attributes:
+        seen: fp32 [1] by operand: the largest magnitude of this step so far.
+        steps: fp32 [num_steps] by operand, the newest step first; 0 where there was none.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.seen: dict[OperandName, Tensor] = {}
+        self.steps: dict[OperandName, Tensor] = {}
+        self._has_seen = False
+        self._has_step = False
+
+    def amax(self, operand: OperandName) -> Tensor | None:
+        """Return fp32 [1], the largest of the steps; None before the first, when it is its own.
+
+        1 for an operand that no step had, like the gradient after forwards without backward.
+        """
+        if not self._has_step:
+            return None
+        largest = self.steps[operand].amax().reshape(1)
+        return torch.where(largest > 0, largest, 1.0)
+
+    def record(self, device: torch.device) -> dict[OperandName, Tensor]:
+        """Return `seen`, to which a training forward and its backward add."""
+        if not self.seen:
+            for operand in OPERANDS:
+                self.seen[operand] = torch.zeros(1, device=device)
+                self.steps[operand] = torch.zeros(self.num_steps, device=device)
+        self._has_seen = True
+        return self.seen
+
+    @torch.no_grad()
+    def advance(self, weight: Tensor) -> None:
+        """Start the next step; one without a training forward is left out. No host sync.
+
+        A collective for a weight that is a sharded DTensor.
+        """
+        if not self._has_seen:
+            return
+        self.seen["weight"].copy_(max_over_cut(self.seen["weight"], weight))
+        for operand in OPERANDS:
+            seen, steps = self.seen[operand], self.steps[operand]
+            newest = torch.cat((seen, steps[:-1]))
+            steps.copy_(torch.where(seen > 0, newest, steps))
+            seen.zero_()
+        self._has_seen, self._has_step = False, True
+
+
+def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
+    """Return the largest value of the ranks that a weight is cut over.
+
+    One all-reduce for each mesh dim that cuts it, none for a whole weight.
+    """
+    if isinstance(weight, DTensor):
+        for mesh_dim, placement in enumerate(weight.placements):
+            if not placement.is_replicate():
+                value = all_reduce(value, "max", (weight.device_mesh, mesh_dim))
+    return value

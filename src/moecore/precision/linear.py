@@ -1,0 +1,340 @@
+"""y = x @ weight^T + bias with its three products in FP8, and the module that computes it.
+
+    forward          y  = x  (summed over K, e4m3)      @ weight (over K, e4m3)
+    input gradient   dx = dy (over N, recipe's format)  @ weight (over N, e4m3)
+    weight gradient  dw = dy (over T, recipe's format)  @ x      (over T, e4m3)
+
+Letters: T tokens, K input features, N output features.
+
+**What is kept for backward.** x summed over tokens in FP8, one byte per element and its scales. The
+pass that makes the forward's operand makes it too. The weight is kept as it is, because FSDP2 frees
+and gathers it, and to quantise it again takes little beside a product. Where no gradient of the
+weight is wanted, x is not kept at all.
+
+**When the weight is quantised.** Once per forward and once per backward. FSDP2 gathers new values
+into the same memory without a new version, so outside of it alone may a copy be kept between
+micro-batches: see `Fp8Products.keep_weight`.
+
+**What ranks share.** The largest magnitude of a weight that tensor parallelism cuts, so that
+"tensorwise" quantises it as one rank would. Activations and gradients have their own on every rank:
+each rank multiplies its own tokens or features alone, and an exchange would wait for the slowest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore._autograd import version
+from moecore._fields import shown
+from moecore.kernels.ops import Op
+from moecore.moe.params import local_param
+from moecore.precision.cast import Both, amax, cast, operand
+from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
+from moecore.precision.products import product
+from moecore.precision.recipe import Recipe
+from moecore.precision.scaling import ALIGNED, KINDS
+
+Parts = tuple[Tensor, Tensor]  # values as bytes, scales
+
+
+def _linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    rows: Tensor,
+    row_scales: Tensor,
+    columns: Tensor,
+    column_scales: Tensor,
+    weight_rows: Tensor,
+    weight_row_scales: Tensor,
+    weight_columns: Tensor | None,
+    weight_column_scales: Tensor | None,
+    weight_amax: Tensor | None,
+    dy_amax: Tensor | None,
+    dy_seen: Tensor | None,
+    activation_kind: str,
+    weight_kind: str,
+    grad_fmt: str,
+    power_of_two: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return y_TN; `columns` and what follows the weight's rows are for backward."""
+    x = operand(rows, row_scales, activation_kind, "e4m3")
+    weight = operand(weight_rows, weight_row_scales, weight_kind, "e4m3")
+    y_TN = product(x, weight, dtype)[: x_TK.shape[0]]
+    return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+
+def _linear_fake(x_TK, weight_NK, *rest):  # type: ignore[no-untyped-def]
+    return x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0], dtype=rest[-1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_TK, weight_NK, bias_N = inputs[:3]
+    ctx.save_for_backward(weight_NK, *inputs[5:7], *inputs[9:13])
+    ctx.dy_seen = inputs[13]  # grows from one backward to the next, so autograd must not check it
+    ctx.how = inputs[14:18]
+    ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
+    ctx.num_inputs = len(inputs)
+
+
+def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+    weight_NK, columns, column_scales, w_columns, w_column_scales, w_amax, dy_amax = (
+        ctx.saved_tensors
+    )
+    activation_kind, weight_kind, grad_fmt, power_of_two = ctx.how
+    x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    dx_TK = dweight_NK = dbias_N = None
+    dy = cast(
+        dy_TN,
+        activation_kind,
+        grad_fmt,
+        power_of_two=power_of_two,
+        rows=wants_x,
+        columns=wants_weight,
+        amax=dy_amax,
+        seen=ctx.dy_seen,
+    )
+    if dy.rows is not None:
+        if w_columns is None:
+            how: dict[str, Any] = dict(power_of_two=power_of_two, rows=False, amax=w_amax)
+            w_columns, w_column_scales = _parts(cast(weight_NK, weight_kind, **how).columns)
+        weight = operand(w_columns, w_column_scales, weight_kind, "e4m3")
+        dx_TK = product(dy.rows, weight, x_dtype)[: dy_TN.shape[0]]
+    if dy.columns is not None:
+        x = operand(columns, column_scales, activation_kind, "e4m3")
+        dweight_NK = product(dy.columns, x, weight_dtype)
+    if wants_bias:
+        dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
+    return dx_TK, dweight_NK, dbias_N, *[None] * (ctx.num_inputs - 3)
+
+
+_linear_op = Op("fp8_linear", _linear, _linear_fake, setup_context=_save, backward=_linear_backward)
+
+
+class InputCast:
+    """The last quantised input, for modules that read the same one, like q, k and v.
+
+    It holds what it made until the input is freed, another one comes, or one of the modules comes
+    a second time.
+    """
+
+    def __init__(self) -> None:
+        self._input: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._both: Both | None = None
+        self._users: list[object] = []
+
+    def __reduce__(self) -> Any:  # a copy starts empty
+        return InputCast, ()
+
+    def get(self, x: Tensor, user: object, recipe: Recipe, columns: bool) -> Both:
+        """Return what `cast_input` returns, of the flat input.
+
+        Args:
+            x: [..., K].
+            user: who asks.
+            recipe: of all users.
+            columns: whether backward will read the operand that is summed over tokens.
+        """
+        both = self._both
+        is_same = self._input is not None and self._input() is x and self._version == version(x)
+        if both is None or not is_same or user in self._users or (columns and not both.columns):
+            both = cast_input(x.reshape(-1, x.shape[-1]), recipe, columns=columns)
+            self._input, self._version = weakref.ref(x, self._drop), version(x)
+            self._both, self._users = both, []
+        self._users.append(user)
+        return both
+
+    def _drop(self, input: weakref.ref[Tensor]) -> None:
+        if self._input is input:
+            self._input = self._both = None
+
+
+def cast_input(
+    x_TK: Tensor,
+    recipe: Recipe,
+    *,
+    columns: bool,
+    amax: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Both:
+    """Return an input as operands of the forward and, with `columns`, of the weight gradient."""
+    kind = KINDS[recipe.activation_block]
+    how: dict[str, Any] = dict(power_of_two=recipe.power_of_two, columns=columns)
+    return cast(x_TK, kind, **how, amax=amax, seen=seen)
+
+
+class Fp8Products:
+    """The products of one weight in FP8, and what is kept between calls.
+
+    Args:
+        recipe: how they are quantised.
+        inputs: shared with other weights that multiply the same input; None = with none.
+
+    Attributes:
+        keep_weight: keep the quantised weight while its memory and version stay the same, which
+            takes two bytes per element. For a weight that no FSDP2 unit gathers, and whose every
+            change counts as one for autograd: not for one that a replayed CUDA graph updates.
+        history: of delayed scaling; None without it.
+    """
+
+    def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
+        self.recipe = recipe
+        self.inputs = inputs or InputCast()
+        self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
+        self.keep_weight = False
+        self._weight: tuple[tuple[Any, ...], Both] | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ weight^T + bias.
+
+        Differentiable once in all three. No host sync. The dtype is that of x, or autocast's.
+
+        Args:
+            x: [..., K], a plain tensor of any number of tokens.
+            weight: parameter [N, K], or this rank's part of a DTensor; N and K multiples of 16.
+            bias: parameter [N].
+
+        Raises:
+            ValueError: when sizes or kinds of tensors do not fit.
+        """
+        _check(x, weight)
+        weight_NK = local_param(weight)
+        bias_N = None if bias is None else local_param(bias)
+        with_grad = torch.is_grad_enabled()
+        seen = self.history.record(x.device) if self.history is not None and with_grad else {}
+        columns = with_grad and weight_NK.requires_grad
+        x_both = self._cast_x(x, columns, self._past("input"), seen.get("input"))
+        weight_amax = self._past("weight")
+        if weight_amax is None and self.recipe.scaling == "tensorwise":
+            weight_amax = shared_amax(weight)
+        weight_both = self._cast_weight(weight_NK, weight_amax, seen.get("weight"))
+        kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
+        y_TN = _linear_op(
+            x.reshape(-1, x.shape[-1]),
+            weight_NK,
+            bias_N,
+            *_parts(x_both.rows),
+            *_parts(x_both.columns, x),
+            *_parts(weight_both.rows),
+            *(_parts(weight_both.columns) if weight_both.columns is not None else (None, None)),
+            weight_amax,
+            self._past("gradient"),
+            seen.get("gradient"),
+            *kinds,
+            self.recipe.grad_format,
+            self.recipe.power_of_two,
+            _output_dtype(x),
+        )
+        return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+
+    def _past(self, operand: OperandName) -> Tensor | None:
+        return None if self.history is None else self.history.amax(operand)
+
+    def _cast_x(self, x: Tensor, columns: bool, amax: Tensor | None, seen: Tensor | None) -> Both:
+        if self.history is None and not torch.compiler.is_compiling():
+            return self.inputs.get(x, self, self.recipe, columns)
+        # A compiler computes equal casts once by itself.
+        x_TK = x.reshape(-1, x.shape[-1])
+        return cast_input(x_TK, self.recipe, columns=columns, amax=amax, seen=seen)
+
+    def _cast_weight(self, weight_NK: Tensor, amax: Tensor | None, seen: Tensor | None) -> Both:
+        """Return the weight for forward; with `keep_weight` for backward as well, perhaps kept."""
+        kind, power_of_two = KINDS[self.recipe.weight_block], self.recipe.power_of_two
+        keep = self.keep_weight and not torch.compiler.is_compiling()
+        keep = keep and not (weight_NK.is_cuda and torch.cuda.is_current_stream_capturing())
+        how: dict[str, Any] = dict(power_of_two=power_of_two, amax=amax, seen=seen)
+        if not keep:
+            return cast(weight_NK, kind, **how, columns=False)
+        key = (weight_NK.data_ptr(), version(weight_NK), weight_NK.dtype, weight_NK.shape)
+        if self._weight is None or self._weight[0] != key:
+            self._weight = None  # freed before its successor is made
+            self._weight = (key, cast(weight_NK, kind, **how))
+        return self._weight[1]
+
+
+def fp8_linear(x: Tensor, weight: Tensor, recipe: Recipe, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight^T + bias by a recipe with `amax_history` 0; see `Fp8Products`."""
+    if recipe.amax_history:
+        raise ValueError(
+            f"recipe.amax_history ({recipe.amax_history}) must be 0 where nothing keeps a history: "
+            "use Fp8Products(recipe)"
+        )
+    return Fp8Products(recipe)(x, weight, bias)
+
+
+class Fp8Linear(nn.Linear):
+    """An `nn.Linear` whose products are in FP8; parameters, names and state dict are its own.
+
+    `apply_precision` makes it of a linear in place.
+
+    Attributes:
+        products: its recipe and what it keeps between calls.
+    """
+
+    products: Fp8Products
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., N] in the dtype of the input, or autocast's."""
+        return self.products(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the linear's own, and the recipe."""
+        return f"{super().extra_repr()}, {self.products.recipe.describe()}"
+
+
+@torch.no_grad()
+def shared_amax(weight: Tensor) -> Tensor:
+    """Return a weight's largest magnitude, fp32 [1], over the ranks that it is cut over.
+
+    A collective for a sharded DTensor: one all-reduce of one number per mesh dim that cuts it.
+    """
+    return max_over_cut(amax(local_param(weight)), weight)
+
+
+def why_not(weight: Tensor) -> str | None:
+    """Return why a weight's products cannot be in FP8, or None.
+
+    Args:
+        weight: parameter [N, K], whole or a DTensor.
+    """
+    sizes = weight.to_local().shape if isinstance(weight, DTensor) else weight.shape
+    if len(sizes) != 2 or any(n == 0 or n % ALIGNED for n in sizes):
+        return f"its weight {list(sizes)} is no matrix of multiples of {ALIGNED}"
+    if not weight.is_floating_point() or weight.element_size() == 1:
+        return f"its weight is {weight.dtype}"
+    return None
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    if isinstance(x, DTensor):
+        raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
+    reason = why_not(weight)
+    if reason is not None:
+        raise ValueError(f"weight ({shown(list(weight.shape))}) must fit FP8 products: {reason}")
+    if x.shape[-1:] != weight.shape[-1:] and not isinstance(weight, DTensor):
+        raise ValueError(
+            f"x ({list(x.shape)}) must have the columns of weight ({list(weight.shape)})"
+        )
+
+
+def _output_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that `nn.Linear` would return."""
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _parts(side: Any, like: Tensor | None = None) -> Parts:
+    """Return an operand's bytes and scales; empty ones on a tensor's device where there is none."""
+    if side is None:
+        assert like is not None
+        return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.float32)
+    return side.values_MK.view(torch.uint8), side.scales

@@ -1,0 +1,173 @@
+"""What FP8 operands of dense products are, in plain PyTorch that imitates every rounding.
+
+The truth of the kernels in `cast.py` and of torch's scaled products, and what CPUs compute.
+
+    kind      rows and columns of one scale   its scales in memory
+    "tile"    1 x 128                         [K / 128, M]: those of neighbouring rows side by side
+    "block"   128 x 128                       [M / 128, K / 128 rounded up to 4]
+    "row"     1 x K                           [M, 1]
+    "tensor"  M x K                           [1, 1]
+
+Letters: M rows of an operand, K columns, the dim that is summed; T rows and D columns of what is
+quantised. An operand's M and K are padded with zeros up to what tensor cores take.
+
+A scale is amax / MAX in fp32, or the smallest power of two that is not less; 2^-126 at least, so
+zeros have a finite scale. A value is multiplied by its scale's reciprocal in fp32, then rounded.
+NaN stays where it is and is no amax. Infinity makes everything under its scale NaN. With an amax
+from elsewhere (delayed scaling) larger values saturate, and infinity becomes NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moecore.kernels.common import cdiv
+from moecore.precision.recipe import Block
+
+BLOCK = 128  # elements of one scale
+ALIGNED = 16  # of which sizes are multiples: 16 bytes
+SCALE_COLUMNS = 4  # of which the row length of a "block" operand's scales is a multiple
+SMALLEST = 2.0**-126  # of a scale
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+KINDS: dict[Block, str] = {
+    (1, 128): "tile",
+    (128, 128): "block",
+    (1, None): "row",
+    (None, None): "tensor",
+}
+BY_BLOCKS = ("tile", "block")
+
+
+class Operand(NamedTuple):
+    """One side of a product, quantised.
+
+    Attributes:
+        values_MK: float8, contiguous; zero in the padding.
+        scales: fp32, of the shape that `kind` has in this file's table.
+        kind: of the scales.
+    """
+
+    values_MK: Tensor
+    scales: Tensor
+    kind: str
+
+
+def padded(n: int, multiple: int) -> int:
+    """Return the smallest multiple that is not less than n."""
+    return cdiv(n, multiple) * multiple
+
+
+def operand_shape(rows: int, columns: int, kind: str) -> tuple[int, int]:
+    """Return M and K of an operand that holds [rows, columns]."""
+    return padded(rows, ALIGNED), padded(columns, BLOCK if kind in BY_BLOCKS else ALIGNED)
+
+
+def scales_shape(M: int, K: int, kind: str) -> tuple[int, int]:
+    """Return the shape of an operand's scales in memory."""
+    if kind == "tile":
+        return cdiv(K, BLOCK), M
+    if kind == "block":
+        return cdiv(M, BLOCK), padded(cdiv(K, BLOCK), SCALE_COLUMNS)
+    return (M, 1) if kind == "row" else (1, 1)
+
+
+def amax_ref(x: Tensor) -> Tensor:
+    """Return the largest magnitude as fp32 [1], NaN left out; 0 for no elements."""
+    if x.numel() == 0:
+        return torch.zeros(1, device=x.device)
+    return _magnitudes(x.float()).amax().reshape(1)
+
+
+def scale_of(amax: Tensor, fmt: str, power_of_two: bool) -> Tensor:
+    """Return the scale under which the largest magnitude is the format's largest value."""
+    scale = amax / MAX[fmt]
+    if not power_of_two:
+        return scale.clamp(min=SMALLEST)
+    bits = scale.view(torch.int32) + 0x007FFFFF
+    return (bits & 0x7F800000).clamp(min=0x00800000).view(torch.float32)
+
+
+def quantise_rows_ref(
+    x_TD: Tensor, amax: Tensor | None, kind: str, fmt: str, power_of_two: bool
+) -> Operand:
+    """Return an operand whose summed dim is D.
+
+    Args:
+        x_TD: any float dtype and strides.
+        amax: fp32 [1] of a "tensor" operand; None = of x_TD.
+        kind: of the scales.
+        fmt: "e4m3" or "e5m2".
+        power_of_two: whether scales are powers of two.
+    """
+    T, D = x_TD.shape
+    M, K = operand_shape(T, D, kind)
+    M128 = padded(M, BLOCK)
+    x_MK = pad(x_TD.float(), (0, K - D, 0, M128 - T))
+    if kind == "tile":
+        largest = _magnitudes(x_MK).view(M128, K // BLOCK, BLOCK).amax(2)
+    elif kind == "block":
+        largest = _magnitudes(x_MK).view(M128 // BLOCK, BLOCK, K // BLOCK, BLOCK).amax((1, 3))
+    elif kind == "row":
+        largest = _magnitudes(x_MK).amax(1, keepdim=True) if K else x_MK.new_zeros(M128, 1)
+    else:
+        largest = (amax_ref(x_TD) if amax is None else amax).reshape(1, 1)
+    scales = scale_of(largest, fmt, power_of_two)
+    scales_MK = _expanded(scales, kind, M128, K)
+    is_infinite = scales_MK.isinf() | x_MK.isinf()
+    scaled_MK = (x_MK * (1 / scales_MK)).clamp(-MAX[fmt], MAX[fmt])
+    scaled_MK = scaled_MK.masked_fill(is_infinite, torch.nan)
+    values_MK = scaled_MK[:M].to(DTYPES[fmt])
+    if kind == "tile":
+        scales = scales[:M].T.contiguous()
+    elif kind == "block":
+        scales = pad(scales, (0, -scales.shape[1] % SCALE_COLUMNS))
+    elif kind == "row":
+        scales = scales[:M]
+    return Operand(values_MK, scales, kind)
+
+
+def dequantise(operand: Operand) -> Tensor:
+    """Return fp32 [M, K]."""
+    M, K = operand.values_MK.shape
+    return operand.values_MK.float() * _expanded(_by_rows(operand), operand.kind, M, K)
+
+
+def product_ref(a: Operand, b: Operand) -> Tensor:
+    """Return a @ b^T as fp32: each 128 of K apart where scales change there, as tensor cores do."""
+    a_MK, b_NK = a.values_MK.float(), b.values_MK.float()
+    (M, K), N = a_MK.shape, b_NK.shape[0]
+    a_scales = _expanded(_by_rows(a), a.kind, M, K)
+    b_scales = _expanded(_by_rows(b), b.kind, N, K)
+    step = BLOCK if a.kind in BY_BLOCKS else max(K, 1)
+    out_MN = torch.zeros(M, N, device=a_MK.device)
+    for k in range(0, K, step):
+        product_MN = a_MK[:, k : k + step] @ b_NK[:, k : k + step].T
+        out_MN += product_MN * a_scales[:, k, None] * b_scales[:, k]
+    return out_MN
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), 0, x).abs()
+
+
+def _by_rows(operand: Operand) -> Tensor:
+    """Return the scales with the operand's rows and blocks of columns as dims."""
+    if operand.kind == "tile":
+        return operand.scales.T
+    if operand.kind == "block":
+        return operand.scales[:, : operand.values_MK.shape[1] // BLOCK]
+    return operand.scales
+
+
+def _expanded(scales: Tensor, kind: str, M: int, K: int) -> Tensor:
+    """Return the scale of each element, [M, K]."""
+    if kind == "block":
+        scales = scales.repeat_interleave(BLOCK, 0)[:M]
+    if kind in BY_BLOCKS:
+        return scales.repeat_interleave(BLOCK, 1)
+    return scales.expand(M, K)
