@@ -73,8 +73,8 @@ def gemm_truth(a: RowBlocks, b: Tensor, scales: Tensor, stops: list[int]) -> tup
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", COUNTS)
 def test_gemm(name: str, sizes: tuple[int, int], transposed: bool, device: str) -> None:
-    if device == "cpu" and (name.startswith("more") or sizes == SIZES[-1]):
-        pytest.skip("takes long on a CPU, and its reference is tested by the other cases")
+    if device == "cpu" and not (name == "mixed" and sizes == SIZES[1] or sizes == SIZES[0]):
+        pytest.skip("a CPU runs the reference, which these cases do not tell apart")
     offsets, tiles, R = offsets_of(COUNTS[name], device)
     (K, N), used = sizes, sum(COUNTS[name])
     a, b = rows_of(R, used, K, device), fp8(len(offsets), N, K, device=device)
@@ -96,8 +96,8 @@ def test_gemm(name: str, sizes: tuple[int, int], transposed: bool, device: str) 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", COUNTS)
 def test_wgrad(name: str, sizes: tuple[int, int], target: str, device: str) -> None:
-    if device == "cpu" and (name.startswith("more") or sizes == SIZES[-1]):
-        pytest.skip("takes long on a CPU, and its reference is tested by the other cases")
+    if device == "cpu" and not (name == "mixed" and sizes == SIZES[1] or sizes == SIZES[0]):
+        pytest.skip("a CPU runs the reference, which these cases do not tell apart")
     offsets, tiles, _ = offsets_of(COUNTS[name], device)
     (M, N), e = sizes, len(offsets)
     x, y = tiles_of(tiles, M, device), tiles_of(tiles, N, device)

@@ -2,16 +2,31 @@
 
 Letters: R expert rows (length), e experts, K the summed dim, N columns.
 
-    loading warp      fills a ring of stages with blocks of a and b by TMA              (_produce)
+    loading warp      fills a ring of stages with blocks of a and b by TMA, and with the scales of a
+                      by asynchronous copies                                            (_produce)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
                       64 rows at a time, and store them                                 (_consume)
+
+What they share, beside the ring, the tiles and the scales:
+
+    out      the output, its descriptor, and two blocks to stage for each group
 
 FP8 tensor cores sum the 128 of a stage with fewer bits than fp32 has. Each such sum is multiplied
 by both scales and added in fp32, while the other group multiplies. The sum of 64 rows and the total
 of 128 take 192 registers of a thread: the second sum is made to wait for the place of the first.
 """
 
-from moecore.kernels.common import gl, gluon, hopper, tma_load, tma_store
+from typing import Any, NamedTuple
+
+from moecore.kernels.common import (
+    async_load,
+    gl,
+    gluon,
+    hopper,
+    thread_barrier,
+    tma_load,
+    tma_store,
+)
 from moecore.kernels.grouped.skeleton import (
     Ring,
     RowTiling,
@@ -25,10 +40,23 @@ from moecore.kernels.grouped.skeleton import (
 )
 
 
+class Scales(NamedTuple):
+    """Of a [K / BLOCK_K, a_stride], with their stages [STAGES, BLOCK_M], and of b with strides."""
+
+    a_ptr: Any
+    a_stride: Any
+    a: Any
+    b_ptr: Any
+    b_stride_e: Any
+    b_stride_n: Any
+    b_stride_k: Any
+
+
 @gluon.jit
 def _produce(
     a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # [e * N, K] as blocks [BLOCK_N, BLOCK_K]
+    scales,
     ring,
     tiles,
     K,
@@ -40,13 +68,19 @@ def _produce(
     FIELDS: gl.constexpr,
 ):
     """Load the blocks of every tile, in order."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
-        expert, row, _, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
+        expert, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
+        rows = row + gl.arange(0, BLOCK_M, layout)
+        row_scales_ptr = scales.a_ptr + rows
         for k in range(0, K, BLOCK_K):
             slot, bar = begin_stage(ring, step, (BLOCK_M + BLOCK_N) * BLOCK_K)
             tma_load(a_desc, [row, k], bar, ring.a.index(slot))
             tma_load(b_desc, [expert * N + n * BLOCK_N, k], bar, ring.b.index(slot))
+            async_load(scales.a.index(slot), row_scales_ptr, rows < end)
+            hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
+            row_scales_ptr += scales.a_stride
             step += 1
 
 
@@ -70,13 +104,13 @@ def _store_rows(
     else:
         wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
         store_part(out_ptr, out_smem.load(wide), row, end, column, N, N)
+        hopper.tma.store_wait(0)  # begin_staging counts stores: this block has none in flight
 
 
 @gluon.jit
 def _consume(
     GROUP: gl.constexpr,
     scales,
-    strides,
     out,
     ring,
     tiles,
@@ -95,49 +129,39 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, HALF_N, 32]
     )
-    a_scales_ptr, b_scales_ptr = scales
-    a_stride, b_stride_e, b_stride_n, b_stride_k = strides
     out_ptr, out_desc, out_smem = out
-    in_half = gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
+    in_half: gl.constexpr = gl.SliceLayout(1, layout)
     nothing = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
     step = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
         expert, row, end, n = locate_rows(tile, tiles, GROUP_M, FIELDS)
         block = gl.minimum(n * 2 + GROUP, N // HALF_N - 1)
-        b_scale_ptr = b_scales_ptr + expert * b_stride_e + block * b_stride_n
-        upper_ptr = a_scales_ptr + row + in_half
-        in_upper = row + in_half < end
-        in_lower = row + HALF_M + in_half < end
-        # The scales of a stage are read while the one before it is multiplied.
-        b_scale = gl.load(b_scale_ptr)
-        upper_scales = gl.load(upper_ptr, mask=in_upper, other=0.0)
-        lower_scales = gl.load(upper_ptr + HALF_M, mask=in_lower, other=0.0)
+        b_scale_ptr = scales.b_ptr + expert * scales.b_stride_e + block * scales.b_stride_n
+        next_scale = gl.load(b_scale_ptr)
         upper_MN = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
         lower_MN = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
         num_k = gl.cdiv(K, BLOCK_K)
         for k in range(num_k):
-            upper_factors = upper_scales * b_scale
-            lower_factors = lower_scales * b_scale
             slot = await_stage(ring, step)
-            a = ring.a.index(slot)
+            a, a_scales = ring.a.index(slot), scales.a.index(slot)
             b = ring.b.index(slot).slice(GROUP * HALF_N, HALF_N, 0).permute((1, 0))
             sums_MN = hopper.warpgroup_mma(
                 a.slice(0, HALF_M, 0), b, nothing, use_acc=False, is_async=True
             )
-            after = gl.minimum(k + 1, num_k - 1)
-            b_scale = gl.load(b_scale_ptr + after * b_stride_k)
-            after_ptr = upper_ptr + after * a_stride
-            upper_scales = gl.load(after_ptr, mask=in_upper, other=0.0)
-            lower_scales = gl.load(after_ptr + HALF_M, mask=in_lower, other=0.0)
+            b_scale = next_scale
+            next_scale = gl.load(b_scale_ptr + gl.minimum(k + 1, num_k - 1) * scales.b_stride_k)
+            upper = a_scales.slice(0, HALF_M, 0).load(in_half) * b_scale
+            lower = a_scales.slice(HALF_M, HALF_M, 0).load(in_half) * b_scale
             sums_MN = hopper.warpgroup_mma_wait(0, deps=(sums_MN,))
-            upper_MN += sums_MN * upper_factors[:, None]
+            upper_MN += sums_MN * upper[:, None]
             # Not added to: the old sums only name the registers.
             sums_MN = hopper.warpgroup_mma(
                 a.slice(HALF_M, HALF_M, 0), b, sums_MN, use_acc=False, is_async=True
             )
             sums_MN = hopper.warpgroup_mma_wait(0, deps=(sums_MN,))
+            thread_barrier()  # all have read the stage, and its scales
             hopper.mbarrier.arrive(ring.empty.index(slot), count=1)
-            lower_MN += sums_MN * lower_factors[:, None]
+            lower_MN += sums_MN * lower[:, None]
             step += 1
         column = n * BLOCK_N + GROUP * HALF_N
         stage = out_smem.index(2 * GROUP)
@@ -176,17 +200,20 @@ def sm90_fp8_grouped_nt_kernel(
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
     block: gl.constexpr = out_desc.block_type.shape
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [4, block[0], block[1]], out_desc.layout)
-    ring = Ring(a_smem, b_smem, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    # One arrival for the TMA, one for each loading thread's copies.
+    ring = Ring(a_smem, b_smem, make_barriers(STAGES, 33), make_barriers(STAGES, 2))
     tiles = RowTiling(map_ptr, gl.load(map_ptr), gl.cdiv(N, BLOCK_N))
-    scales = (a_scales_ptr, b_scales_ptr)
     out = (out_ptr, out_desc, out_smem)
-    strides = (a_stride, b_stride_e, b_stride_n, b_stride_k)
+    b_strides = (b_stride_e, b_stride_n, b_stride_k)
+    scales = Scales(a_scales_ptr, a_stride, scales_smem, b_scales_ptr, *b_strides)
     sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FIELDS)
     gl.warp_specialize(
         [
-            (_consume, (0, scales, strides, out, ring, tiles, K, N) + sizes),
-            (_consume, (1, scales, strides, out, ring, tiles, K, N) + sizes),
-            (_produce, (a_desc, b_desc, ring, tiles, K, N) + sizes),
+            (_consume, (0, scales, out, ring, tiles, K, N) + sizes),
+            (_consume, (1, scales, out, ring, tiles, K, N) + sizes),
+            (_produce, (a_desc, b_desc, scales, ring, tiles, K, N) + sizes),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -2,14 +2,13 @@
 
 Letters: e experts, t row tiles, M columns of x, N columns of y.
 
-    loading warp      fills a ring of stages with tiles of x and y by TMA, and with the scales of y
-                      by asynchronous copies                                            (_produce)
+    loading warp      fills a ring of stages with tiles of x and y by TMA, and with their scales by
+                      asynchronous copies                                               (_produce)
     warp group 0, 1   multiply all rows by the left and the right half of a tile's columns,
                       64 rows at a time, and store or add them                          (_consume)
 
-What they share, beside the ring and the tiles:
+What they share, beside the ring, the tiles and the scales:
 
-    scales   of x [t, M] and of y [t, N], and the stages of the latter [STAGES, BLOCK_N]
     out      the output, its descriptor, and a block to stage for each group; the last two are None
              to add
 
@@ -18,6 +17,7 @@ A stage is one row tile: 128 rows of an expert are the summed dim. Its sum is pr
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 from moecore.kernels.common import async_load, gl, gluon, hopper, thread_barrier, tma_load
 from moecore.kernels.grouped.skeleton import (
@@ -31,6 +31,15 @@ from moecore.kernels.grouped.skeleton import (
     range_of,
     store_weight_block,
 )
+
+
+class Scales(NamedTuple):
+    """Of x [t, M] and y [t, N], and their stages [STAGES, BLOCK_M] and [STAGES, BLOCK_N]."""
+
+    x_ptr: Any
+    x: Any
+    y_ptr: Any
+    y: Any
 
 
 @gluon.jit
@@ -49,19 +58,21 @@ def _produce(
     GROUP_M: gl.constexpr,
 ):
     """Load the row tiles of every output tile, in order."""
-    N = N // 8 * 8  # it is a multiple of 8 already; now the compiler knows, and copies 16 bytes
+    # Multiples of 8 already; now the compiler knows, and copies 16 bytes.
+    M, N = M // 8 * 8, N // 8 * 8
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    _, y_scales_ptr, scales_smem = scales
     step = 0
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiles, GROUP_M)
         start, end = range_of(ends_ptr, expert)
+        rows = m * BLOCK_M + gl.arange(0, BLOCK_M, layout)
         columns = n * BLOCK_N + gl.arange(0, BLOCK_N, layout)
         for t in range(start, end):
             slot, bar = begin_stage(ring, step, (BLOCK_M + BLOCK_N) * BLOCK_K)
             tma_load(x_desc, [t * M + m * BLOCK_M, 0], bar, ring.a.index(slot))
             tma_load(y_desc, [t * N + n * BLOCK_N, 0], bar, ring.b.index(slot))
-            async_load(scales_smem.index(slot), y_scales_ptr + t * N + columns, columns < N)
+            async_load(scales.x.index(slot), scales.x_ptr + t * M + rows, rows < M)
+            async_load(scales.y.index(slot), scales.y_ptr + t * N + columns, columns < N)
             hopper.async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
 
@@ -108,9 +119,8 @@ def _consume(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, HALF_N, 32]
     )
     in_columns: gl.constexpr = gl.SliceLayout(0, layout)
-    in_half = gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
+    in_rows: gl.constexpr = gl.SliceLayout(1, layout)
     nothing = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
-    x_scales_ptr, _, scales_smem = scales
     out_ptr, out_desc, out_smem = out
     if out_desc is None:
         stage: gl.constexpr = None
@@ -120,36 +130,30 @@ def _consume(
     for tile in range(gl.program_id(0), tiles.num_tiles, gl.num_programs(0)):
         expert, m, n = locate_weights(tile, tiles, GROUP_M)
         start, end = range_of(ends_ptr, expert)
-        upper_ptr = x_scales_ptr + m * BLOCK_M + in_half
-        upper_scales = gl.load(upper_ptr + start * M)
-        lower_scales = gl.load(upper_ptr + start * M + HALF_M)
         upper_MN = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
         lower_MN = gl.zeros((HALF_M, HALF_N), gl.float32, layout)
-        for t in range(start, end):
-            upper_factors = upper_scales
-            lower_factors = lower_scales
+        for _ in range(start, end):
             slot = await_stage(ring, step)
-            hopper.fence_async_shared()
             x = ring.a.index(slot)
             y = ring.b.index(slot).slice(GROUP * HALF_N, HALF_N, 0).permute((1, 0))
-            y_scales = scales_smem.index(slot).slice(GROUP * HALF_N, HALF_N, 0)
+            x_scales = scales.x.index(slot)
+            y_scales = scales.y.index(slot).slice(GROUP * HALF_N, HALF_N, 0)
             sums_MN = hopper.warpgroup_mma(
                 x.slice(0, HALF_M, 0), y, nothing, use_acc=False, is_async=True
             )
-            after_ptr = upper_ptr + gl.minimum(t + 1, end - 1) * M
-            upper_scales = gl.load(after_ptr)
-            lower_scales = gl.load(after_ptr + HALF_M)
+            upper = x_scales.slice(0, HALF_M, 0).load(in_rows)
+            lower = x_scales.slice(HALF_M, HALF_M, 0).load(in_rows)
             sums_MN = hopper.warpgroup_mma_wait(0, deps=(sums_MN,))
             factors = y_scales.load(in_columns)
-            upper_MN += sums_MN * upper_factors[:, None] * factors[None, :]
+            upper_MN += sums_MN * upper[:, None] * factors[None, :]
             # Not added to: the old sums only name the registers.
             sums_MN = hopper.warpgroup_mma(
                 x.slice(HALF_M, HALF_M, 0), y, sums_MN, use_acc=False, is_async=True
             )
             sums_MN = hopper.warpgroup_mma_wait(0, deps=(sums_MN,))
             factors = y_scales.load(in_columns)
-            lower_MN += sums_MN * lower_factors[:, None] * factors[None, :]
-            thread_barrier()  # all have read the scales
+            lower_MN += sums_MN * lower[:, None] * factors[None, :]
+            thread_barrier()  # all have read the stage, and its scales
             hopper.mbarrier.arrive(ring.empty.index(slot), count=1)
             step += 1
         row, column = m * BLOCK_M, n * BLOCK_N + GROUP * HALF_N
@@ -183,7 +187,8 @@ def sm90_fp8_grouped_wgrad_kernel(
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     y_smem = gl.allocate_shared_memory(y_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], y_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], plain)
+    x_scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    y_scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], plain)
     if out_desc is None:
         out_smem: gl.constexpr = None
     else:
@@ -194,7 +199,7 @@ def sm90_fp8_grouped_wgrad_kernel(
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     tiles = WeightTiling(num_m, num_n, num_m * num_n * num_experts)
     out = (out_ptr, out_desc, out_smem)
-    scales = (x_scales_ptr, y_scales_ptr, scales_smem)
+    scales = Scales(x_scales_ptr, x_scales_smem, y_scales_ptr, y_scales_smem)
     sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M)
     gl.warp_specialize(
         [
