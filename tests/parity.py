@@ -38,7 +38,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.kernels.experts.products import GATHER_FIRST
+from moecore.kernels.experts.triton_products import GATHER_FIRST
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES

@@ -26,7 +26,8 @@ from torch import Tensor
 from moecore._compat import grouped_mm
 from moecore.kernels.common import warn_plain
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
-from moecore.kernels.experts.products import TorchProducts, TritonProducts
+from moecore.kernels.experts.torch_products import TorchProducts
+from moecore.kernels.experts.triton_products import TritonProducts
 from moecore.kernels.rows.activation import ActivationOptions, activation
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.plain_rows import gather_plain, sum_plain

@@ -17,7 +17,7 @@ from moecore.kernels.experts.contract import (
     UnsummedInput,
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp, expert_mlp_ref
-from moecore.kernels.experts.products import TorchProducts
+from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.rows.activation import KINDS, ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
@@ -389,13 +389,13 @@ def test_a_sender_gets_gradients_before_those_of_the_weights(
     leaves, ids = make("swiglu")
     options = ExpertMLPOptions(activation=ActivationOptions(kind="swiglu"))
     events: list[Any] = []
-    plain = TorchProducts.weight_grad
+    plain = TorchProducts._weight_grad
 
     def recorded(products: TorchProducts, *args: Any) -> Tensor:
         events.append(("weight",))
         return plain(products, *args)
 
-    monkeypatch.setattr(TorchProducts, "weight_grad", recorded)
+    monkeypatch.setattr(TorchProducts, "_weight_grad", recorded)
 
     def gradients(sender: Sender | None) -> list[Tensor | None]:
         own = {n: t.detach().clone().requires_grad_(n not in frozen) for n, t in leaves.items()}

@@ -1,17 +1,19 @@
-"""The backward of a rank's experts: six products become three, with H and the activation between.
+"""What the forward of a rank's experts keeps, and the backward: four products, and the activation.
 
 Letters: as in `contract.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from moecore.kernels.experts.contract import GradientSender, GradTarget
-from moecore.kernels.experts.products import Source, TorchProducts
-from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
+from moecore.kernels.experts.contract import ExpertWeights, GradientSender, GradTarget
+from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
@@ -35,41 +37,55 @@ class Grads(NamedTuple):
     weights: Tensor | None = None
 
 
-class Saved(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Saved:
     """What the forward keeps.
 
     Attributes:
-        values, scales: the source rows' (`Rows`); None where backward refetches them.
-        w1_eCD, w2_eDF: the weights.
-        row_ids_R, weights_R, slots_SK, offsets_e: the index.
-        h_RC: FC1's output; None where FC1 runs again.
+        rows: the source rows; None where backward refetches them.
+        h: FC1's output; None where FC1 runs again.
+        weights: without biases.
+        index: which source row each expert row reads.
     """
 
-    values: Tensor | None
-    scales: Tensor | None
-    w1_eCD: Tensor
-    w2_eDF: Tensor
-    row_ids_R: Tensor
-    weights_R: Tensor
-    slots_SK: Tensor
-    offsets_e: Tensor
-    h_RC: Tensor | None
+    rows: Rows | None
+    h: Rows | None
+    weights: ExpertWeights
+    index: ExpertIndex
 
-    @property
-    def rows(self) -> Rows:
-        """The source rows."""
-        assert self.values is not None, "refetched rows were not put back"
-        return Rows(self.values, self.scales, None if self.scales is None else self.w1_eCD.dtype)
+    def tensors(self) -> list[Tensor | None]:
+        """Return all tensors, as many for any experts."""
+        found: list[Tensor | None] = []
+        for rows in (self.rows, self.h):
+            found += (None, None) if rows is None else (rows.values, rows.scales)
+        return [*found, self.weights.w1_eCD, self.weights.w2_eDF, *self.index]
 
-    @property
-    def expert_index(self) -> ExpertIndex:
-        """Which source row each expert row reads."""
-        return ExpertIndex(self.row_ids_R, self.weights_R, self.slots_SK, self.offsets_e)
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], dtype: torch.dtype) -> Saved:
+        """Return the record of its tensors.
+
+        Args:
+            tensors: of `tensors()`; more of them may follow.
+            dtype: in which the rows count.
+        """
+        x, x_scales, h, h_scales, w1_eCD, w2_eDF, *index = tensors[:NUM_SAVED]
+        return cls(
+            _rows(x, x_scales, dtype),
+            _rows(h, h_scales, dtype),
+            ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF),
+            ExpertIndex(*index),
+        )
+
+
+NUM_SAVED = 10  # tensors of `Saved`
+
+
+def _rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Rows | None:
+    return None if values is None else Rows(values, scales, None if scales is None else dtype)
 
 
 def differentiate(
-    products: TorchProducts,
-    activation: ActivationOptions,
+    products: Products,
     saved: Saved,
     dy: Tensor,
     wants: Wants,
@@ -81,40 +97,40 @@ def differentiate(
     """Return the gradients of an output.
 
     Args:
-        products: of the saved index.
-        activation: between the two products.
-        saved: by the forward.
+        products: of the saved index and weights.
+        saved: by the forward; rows are needed where FC1 runs again, and for the gradient of w1.
         dy: contiguous [S, D], or [R, D] when unsummed; dx comes back alike.
         wants: which gradients.
         unsummed: whether dy and dx are those of expert rows.
         targets: where the gradients of w1 and w2 go.
         sender: gets dx and dweights before those of w1 and w2 are computed.
     """
-    w1_eCD, w2_eDF, weights_R = saved.w1_eCD, saved.w2_eDF, saved.weights_R
-    dy_rows = Source(dy, None) if unsummed else products.source(Rows(dy), "dy")
-    h_RC = saved.h_RC
-    if h_RC is None:
-        x = products.source(saved.rows, "fc1_again")
-        h_RC = products.product(x, w1_eCD.transpose(1, 2))
-    dh_RC, dweights_R = h_RC, None  # replaced where a gradient needs them
+    gradient = products.dy(dy, unsummed=unsummed)
+    h = saved.h
+    if h is None:
+        h = products.fc1_again(products.as_kept(_present(saved.rows)))
+    dh = dweights_R = dx = dw1 = dw2 = None
     if wants.x or wants.w1 or wants.weights:
-        dh_RC, dweights_R, a_RF = products.activation_bwd(dy_rows, w2_eDF, h_RC, weights_R)
+        dh, dweights_R, a = products.activation_bwd(gradient, h)
     else:
-        a_RF = weighted_activation(h_RC, weights_R, products.where[2], activation)
-    dx = dw1 = dw2 = None
+        a = products.activation_again(h)
+    del h
     dweights_R = dweights_R if wants.weights else None
     if sender is not None:
-        dx = products.rows(dh_RC, w1_eCD)
+        dx = products.fc1_bwd(dh)
         sender.start(dx, dweights_R, *products.where)
     if wants.w2:
-        dw2 = products.weight_grad(dy_rows, a_RF, False, targets[1])
-    del a_RF, dy_rows
+        dw2 = products.fc2_wgrad(gradient, a, targets[1])
+    del a, gradient
     if wants.w1:
-        x = products.source(saved.rows, "wgrad")
-        dw1 = products.weight_grad(x, dh_RC, True, targets[0])
-        del x  # gathered rows, as large as those of dx
+        dw1 = products.fc1_wgrad(products.as_kept(_present(saved.rows)), dh, targets[0])
     if wants.x and sender is None:
-        dx = products.rows(dh_RC, w1_eCD)
+        dx = products.fc1_bwd(dh)
         if not unsummed:
             dx = sum_rows_plain(dx, *products.where)
     return Grads(dx, dw1, dw2, dweights_R)
+
+
+def _present(rows: Rows | None) -> Rows:
+    assert rows is not None, "refetched rows were not put back"
+    return rows

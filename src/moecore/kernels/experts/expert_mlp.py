@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moecore._autograd import have_tangents, is_plain_eager, will_run
-from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
+from moecore.kernels.experts.backward import NUM_SAVED, Grads, Saved, Wants, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
@@ -75,19 +75,19 @@ class _ExpertMLP(torch.autograd.Function):
         options: ExpertMLPOptions,
         unsummed: UnsummedInput | None,
     ) -> Tensor:
-        products = make_products(
-            options.products, index, options.activation, hidden_dim=w2_eDF.shape[2]
-        )
-        h_RC, a_RF = products.fc1(products.source(rows, "fc1"), w1_eCD, weights_R)
-        y = products.rows(a_RF, w2_eDF.transpose(1, 2))
+        products = make_products(options, index, weights)
+        x = products.as_kept(rows)
+        h, a = products.fc1(x)
+        h_kept = products.h_as_kept(h) if options.keep_h and any(ctx.needs_input_grad) else None
+        del h
+        y = products.fc2(a)
         if unsummed is None:
             y = sum_rows_plain(y, *products.where)
         refetch = None if unsummed is None else unsummed.refetch
         kept = () if refetch is None else refetch.kept
-        values, scales = (rows.values, rows.scales) if refetch is None else (None, None)
-        h_kept = h_RC if options.keep_h else None
-        ctx.save_for_backward(*Saved(values, scales, w1_eCD, w2_eDF, *index, h_kept), *kept)
-        ctx.options, ctx.sinks = options, weights.sinks
+        saved = Saved(x if refetch is None else None, h_kept, weights, index)
+        ctx.save_for_backward(*saved.tensors(), *kept)
+        ctx.options, ctx.sinks, ctx.dtype = options, weights.sinks, rows.dtype
         ctx.is_unsummed = unsummed is not None
         ctx.fetch = None if refetch is None else refetch.fetch
         ctx.sender = None if unsummed is None else unsummed.sender
@@ -96,13 +96,12 @@ class _ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, count = ctx.saved_tensors, len(Saved._fields)  # checkpointing unpacks once
-        saved, kept = Saved(*tensors[:count]), tensors[count:]
+        tensors = ctx.saved_tensors  # checkpointing unpacks once
+        saved, kept = Saved.of(tensors, ctx.dtype), tensors[NUM_SAVED:]
         of_x, of_w1, of_w2, of_weights, of_handle, *_ = ctx.needs_input_grad
         wants = Wants(of_handle if ctx.is_unsummed else of_x, of_w1, of_w2, of_weights)
-        if ctx.fetch is not None and (wants.w1 or saved.h_RC is None):
-            again = ctx.fetch(*kept)
-            saved = saved._replace(values=again.values, scales=again.scales)
+        if ctx.fetch is not None and (wants.w1 or saved.h is None):
+            saved = replace(saved, rows=ctx.fetch(*kept))
         if is_plain_eager() and not torch.is_grad_enabled():
             found = _backward(ctx, saved, grads[0].contiguous(), wants)
         else:  # the custom op is what tracers see, and what refuses a second derivative
@@ -113,7 +112,6 @@ class _ExpertMLP(torch.autograd.Function):
 
 def _backward(ctx: Any, saved: Saved, dy: Tensor, wants: Wants) -> Grads:
     """Return the gradients that autograd takes; those of weights may go to sinks instead."""
-    options: ExpertMLPOptions = ctx.options
     opened = [
         sink.open() if sink is not None and want else None
         for sink, want in zip(ctx.sinks, (wants.w1, wants.w2), strict=True)
@@ -121,12 +119,8 @@ def _backward(ctx: Any, saved: Saved, dy: Tensor, wants: Wants) -> Grads:
     added_to = [t.add_to for t in opened if t is not None and t.add_to is not None]
     if added_to:
         torch.autograd.graph.increment_version(added_to)
-    products = make_products(
-        options.products, saved.expert_index, options.activation, hidden_dim=saved.w2_eDF.shape[2]
-    )
     found = differentiate(
-        products,
-        options.activation,
+        make_products(ctx.options, saved.index, saved.weights),
         saved,
         dy,
         wants,
@@ -184,14 +178,14 @@ def expert_mlp(
             "expert_backend='sequential'"
         )
     name = choose_products(options.products, ExpertSpec.of(rows, weights, options.activation))
+    if name != options.products:
+        options = replace(options, products=name)
     handle_RD = None if unsummed is None else unsummed.handle_RD
     if not is_plain_eager():
         wide = (rows.widen().contiguous(), *tensors[1:])
-        return traced_expert_mlp(wide, handle_RD, index, options, name)
+        return traced_expert_mlp(wide, handle_RD, index, options)
     if rows.scales is None:
         rows = Rows(rows.values.contiguous())
-    if name != options.products:
-        options = replace(options, products=name)
     leaves = (rows.values, *tensors[1:], handle_RD)
     y: Tensor = _ExpertMLP.apply(*leaves, rows, weights, index, options, unsummed)
     return y

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
-from moecore.kernels.experts.contract import ExpertMLPOptions, ProductsName
+from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, ProductsName
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import register
 from moecore.kernels.rows.activation import ActivationOptions
@@ -21,14 +21,14 @@ from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.record import Rows
 
 _INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
-_ACTIVATION = "str kind, float limit, float alpha, bool interleaved"
+_OPTIONS = "str kind, float limit, float alpha, bool interleaved, str products, bool keep_h"
 _FORWARD = (
     f"(Tensor x_SD, Tensor w1_eCD, Tensor w2_eDF, Tensor weights_R, Tensor? handle_RD, {_INDEX}, "
-    f"{_ACTIVATION}, str products, bool keep_h) -> (Tensor, Tensor)"
+    f"{_OPTIONS}) -> (Tensor, Tensor)"
 )
 _BACKWARD = (
     f"(Tensor dy, Tensor x_SD, Tensor h_RC, Tensor w1_eCD, Tensor w2_eDF, Tensor weights_R, "
-    f"{_INDEX}, {_ACTIVATION}, str products, bool unsummed, bool[] wants) "
+    f"{_INDEX}, {_OPTIONS}, bool unsummed, bool[] wants) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -68,32 +68,37 @@ class _BackwardInputs(NamedTuple):
     limit: float
     alpha: float
     interleaved: bool
-    products: str
+    products: ProductsName
+    keep_h: bool
     unsummed: bool
     wants: list[bool]
 
 
-def _activation(args: _Inputs | _BackwardInputs) -> ActivationOptions:
-    return ActivationOptions(
+def _options(args: _Inputs | _BackwardInputs) -> ExpertMLPOptions:
+    activation = ActivationOptions(
         kind=args.kind, limit=args.limit, alpha=args.alpha, interleaved=args.interleaved
     )
+    return ExpertMLPOptions(activation=activation, products=args.products, keep_h=args.keep_h)
 
 
 def _index(args: _Inputs | _BackwardInputs) -> ExpertIndex:
     return ExpertIndex(args.row_ids_R, args.weights_R, args.slots_SK, args.offsets_e)
 
 
+def _weights(args: _Inputs | _BackwardInputs) -> ExpertWeights:
+    return ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF)
+
+
 def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
     """Return y_SD, or y_RD with a handle, and h_RC (empty unless kept)."""
     args = _Inputs(*flat)
-    hidden_dim = args.w2_eDF.shape[2]
-    products = make_products(args.products, _index(args), _activation(args), hidden_dim)
-    x = products.source(Rows(args.x_SD), "fc1")
-    h_RC, a_RF = products.fc1(x, args.w1_eCD, args.weights_R)
-    y = products.rows(a_RF, args.w2_eDF.transpose(1, 2))
+    products = make_products(_options(args), _index(args), _weights(args))
+    h, a = products.fc1(products.as_kept(Rows(args.x_SD)))
+    h_RC = products.h_as_kept(h).values if args.keep_h else args.x_SD.new_empty(0)
+    y = products.fc2(a)
     if args.handle_RD is None:
         y = sum_rows_plain(y, *products.where)
-    return y, h_RC if args.keep_h else h_RC.new_empty(0)
+    return y, h_RC
 
 
 def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
@@ -107,12 +112,11 @@ def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
     """Return dx, dw1, dw2 and dweights, empty where not wanted."""
     args = _BackwardInputs(*flat)
-    kept_h = None if args.h_RC.ndim == 1 else args.h_RC
-    saved = Saved(args.x_SD, None, args.w1_eCD, args.w2_eDF, *_index(args), kept_h)
-    activation, hidden_dim = _activation(args), args.w2_eDF.shape[2]
-    products = make_products(args.products, saved.expert_index, activation, hidden_dim)
+    h = None if args.h_RC.ndim == 1 else Rows(args.h_RC)
+    saved = Saved(Rows(args.x_SD), h, _weights(args), _index(args))
+    products = make_products(_options(args), saved.index, saved.weights)
     wants, dy = Wants(*args.wants), args.dy.contiguous()
-    grads = differentiate(products, activation, saved, dy, wants, unsummed=args.unsummed)
+    grads = differentiate(products, saved, dy, wants, unsummed=args.unsummed)
     return tuple(dy.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -125,10 +129,9 @@ def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     args, h_RC = _Inputs(*inputs), output[1]
-    ctx.save_for_backward(*Saved(args.x_SD, None, args.w1_eCD, args.w2_eDF, *_index(args), h_RC))
-    ctx.options = ExpertMLPOptions(
-        activation=_activation(args), products=args.products, keep_h=args.keep_h
-    )
+    saved = Saved(Rows(args.x_SD), Rows(h_RC), _weights(args), _index(args))
+    ctx.save_for_backward(*saved.tensors())
+    ctx.options, ctx.dtype = _options(args), args.x_SD.dtype
     ctx.is_unsummed = args.handle_RD is not None
     ctx.mark_non_differentiable(h_RC)
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
@@ -140,7 +143,8 @@ def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> _Inputs:
     needs = _Inputs(*ctx.needs_input_grad)
     of_x = needs.handle_RD if ctx.is_unsummed else needs.x_SD
     wants = Wants(of_x, needs.w1_eCD, needs.w2_eDF, needs.weights_R)
-    found = traced_backward(dy, Saved(*ctx.saved_tensors), ctx.options, ctx.is_unsummed, wants)
+    saved = Saved.of(ctx.saved_tensors, ctx.dtype)
+    found = traced_backward(dy, saved, ctx.options, ctx.is_unsummed, wants)
     grads = _Inputs(w1_eCD=found.w1, w2_eDF=found.w2, weights_R=found.weights)
     return grads._replace(**{"handle_RD" if ctx.is_unsummed else "x_SD": found.x})
 
@@ -160,11 +164,13 @@ def traced_backward(
     dy: Tensor, saved: Saved, options: ExpertMLPOptions, unsummed: bool, wants: Wants
 ) -> Grads:
     """Return the gradients by the custom op; None where not wanted."""
-    h_RC = saved.w1_eCD.new_empty(0) if saved.h_RC is None else saved.h_RC
-    weights = (saved.w1_eCD, saved.w2_eDF, saved.weights_R)
-    index = (saved.row_ids_R, saved.slots_SK, saved.offsets_e)
-    how: Any = (*_flat(options.activation), options.products, unsummed, list(wants))
-    args = _BackwardInputs(dy, saved.rows.widen(), h_RC, *weights, *index, *how)
+    weights, index = saved.weights, saved.index
+    x_SD = dy.new_empty(0) if saved.rows is None else saved.rows.widen()
+    h_RC = dy.new_empty(0) if saved.h is None else saved.h.values
+    matrices = (weights.w1_eCD, weights.w2_eDF, index.weights_R)
+    places = (index.row_ids_R, index.slots_SK, index.offsets_e)
+    how: Any = (*_flat(options), unsummed, list(wants))
+    args = _BackwardInputs(dy, x_SD, h_RC, *matrices, *places, *how)
     found = zip(_bwd(*args), wants, strict=True)
     return Grads(*(grad if want else None for grad, want in found))
 
@@ -174,14 +180,14 @@ def traced_expert_mlp(
     handle_RD: Tensor | None,
     index: ExpertIndex,
     options: ExpertMLPOptions,
-    products: ProductsName,
 ) -> Tensor:
     """Return what `expert_mlp` returns, by the custom op, of wide x, w1, w2 and weights_R."""
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
-    how = (*_flat(options.activation), products, options.keep_h)
-    y, _ = _fwd(*_Inputs(*tensors, handle_RD, *places, *how))
+    y, _ = _fwd(*_Inputs(*tensors, handle_RD, *places, *_flat(options)))
     return y
 
 
-def _flat(activation: ActivationOptions) -> tuple[str, float, float, bool]:
-    return activation.kind, activation.limit, activation.alpha, activation.interleaved
+def _flat(options: ExpertMLPOptions) -> tuple[Any, ...]:
+    activation = options.activation
+    how = (activation.kind, activation.limit, activation.alpha, activation.interleaved)
+    return *how, options.products, options.keep_h

@@ -1,0 +1,131 @@
+"""Products of a rank's experts by torch's grouped product, around gathers in memory.
+
+Letters: as in `contract.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from moecore._compat import grouped_mm
+from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
+from moecore.kernels.grouped.wgrad import put_grad
+from moecore.kernels.rows.activation import (
+    ActivationOptions,
+    weighted_activation,
+    weighted_activation_bwd,
+)
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.move import gather_rows_plain
+from moecore.kernels.rows.record import Rows
+
+Use = Literal["fc1", "fc1_again", "dy", "wgrad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows of a product: source rows, or rows in expert order where `row_ids_R` is None."""
+
+    rows: Tensor
+    row_ids_R: Tensor | None
+
+
+class TorchProducts:
+    """The contract is `products.Products`. Any strides, any device; a subclass has kernels.
+
+    Args:
+        index: which source row each expert row reads, and its weight.
+        activation: between the two products.
+        weights: without biases.
+    """
+
+    def __init__(
+        self, index: ExpertIndex, activation: ActivationOptions, weights: ExpertWeights
+    ) -> None:
+        self.activation = activation
+        self.w1_eCD, self.w2_eDF = weights.w1_eCD, weights.w2_eDF
+        self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
+        self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
+
+    @staticmethod
+    def supports(spec: ExpertSpec) -> str | None:
+        """Return why such experts cannot be multiplied, one line; None = they can."""
+        return spec.misaligned()
+
+    def as_kept(self, rows: Rows) -> Rows:
+        """Return source rows as they came."""
+        return rows
+
+    def fc1(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return H and the weighted activation."""
+        return self._fc1(self._source(rows, "fc1"))
+
+    def h_as_kept(self, h_RC: Tensor) -> Rows:
+        """Return H as it is."""
+        return Rows(h_RC)
+
+    def fc1_again(self, rows: Rows) -> Rows:
+        """Return H alone."""
+        return Rows(self._product(self._source(rows, "fc1_again"), self.w1_eCD.transpose(1, 2)))
+
+    def activation_again(self, h: Rows) -> Tensor:
+        """Return the weighted activation."""
+        return weighted_activation(h.values, self.weights_R, self.where[2], self.activation)
+
+    def fc2(self, a_RF: Tensor) -> Tensor:
+        """Return the output of each expert row."""
+        return self._rows(a_RF, self.w2_eDF.transpose(1, 2))
+
+    def dy(self, dy: Tensor, *, unsummed: bool) -> Source:
+        """Return the gradient of each expert row's output."""
+        return Source(dy, None) if unsummed else self._source(Rows(dy), "dy")
+
+    def activation_bwd(self, dy: Source, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dH, the weights' gradients and the weighted activation."""
+        da_RF = self._product(dy, self.w2_eDF)
+        where = (self.weights_R, self.where[2], self.activation)
+        return weighted_activation_bwd(h.values, da_RF, *where)
+
+    def fc1_bwd(self, dh_RC: Tensor) -> Tensor:
+        """Return the gradient of each expert row."""
+        return self._rows(dh_RC, self.w1_eCD)
+
+    def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
+        """Put the gradient of w1 at the target; return it."""
+        return self._weight_grad(self._source(rows, "wgrad"), dh_RC, True, target)
+
+    def fc2_wgrad(self, dy: Source, a_RF: Tensor, target: GradTarget) -> Tensor:
+        """Put the gradient of w2 at the target; return it."""
+        return self._weight_grad(dy, a_RF, False, target)
+
+    def _source(self, rows: Rows, use: Use) -> Source:
+        """Return rows for a product, gathered here; quantised ones come out wide."""
+        return Source(gather_rows_plain(rows.widen(), *self.where), None)
+
+    def _fc1(self, x: Source) -> tuple[Tensor, Tensor]:
+        h_RC = self._product(x, self.w1_eCD.transpose(1, 2))
+        return h_RC, self.activation_again(Rows(h_RC))
+
+    def _product(self, source: Source, b_eKN: Tensor) -> Tensor:
+        """Return each expert row's source row times its expert's matrix."""
+        return self._rows(source.rows, b_eKN)
+
+    def _rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
+        """Return each expert row times its expert's matrix."""
+        if not a_RK.shape[0]:
+            return a_RK.new_empty(0, b_eKN.shape[2])
+        return grouped_mm(a_RK, b_eKN, offs=self.offsets_e)
+
+    def _weight_grad(
+        self, source: Source, y_RN: Tensor, transposed: bool, target: GradTarget
+    ) -> Tensor:
+        """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
+        left, right = (y_RN, source.rows) if transposed else (source.rows, y_RN)
+        if source.rows.shape[0]:
+            grad = grouped_mm(left.t(), right, offs=self.offsets_e)
+        else:
+            grad = left.new_zeros(self.offsets_e.shape[0], left.shape[1], right.shape[1])
+        return put_grad(grad, target.add_to, target.dtype, target.scale)

@@ -1,0 +1,146 @@
+"""Products of a rank's experts by this package's kernels, in 16 bits.
+
+A kernel gathers source rows while it loads them, or they are gathered beforehand where that is
+faster. A gather moves R * D elements whatever F is; the product that it speeds up grows with F.
+
+Letters: as in `contract.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import INTERPRET, has_hopper_kernels
+from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
+from moecore.kernels.experts.torch_products import Source, TorchProducts, Use
+from moecore.kernels.grouped.cooperative import cooperative_activation, cooperative_gemm
+from moecore.kernels.grouped.gemm import grouped_gemm, grouped_gemm_activation
+from moecore.kernels.grouped.pingpong import pingpong_activation_bwd
+from moecore.kernels.grouped.row_tiles import map_row_tiles
+from moecore.kernels.grouped.wgrad import grouped_wgrad
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.move import gather_used_rows
+from moecore.kernels.rows.packed import gather_packed_rows
+from moecore.kernels.rows.record import Rows
+
+# Smallest F for which rows are gathered before a product: "gather first", docs/findings/kernels.md
+GATHER_FIRST: dict[Use, int] = {
+    "fc1": 512,  # X, for FC1 and its gated activation
+    "dy": 1024,  # dY, for FC2's input gradient under a gated activation and its weight gradient
+    "wgrad": 2048,  # X, for FC1's weight gradient
+}
+
+
+class TritonProducts(TorchProducts):
+    """Triton kernels that gather while they load: what the interpreter runs, and empty inputs."""
+
+    @staticmethod
+    def supports(spec: ExpertSpec) -> str | None:
+        """Return why such experts cannot be multiplied; None = they can."""
+        for field, refused in (
+            ("MoEConfig.fc1_bias", spec.fc1_bias),
+            ("MoEConfig.fc2_bias", spec.fc2_bias),
+            ("ExpertLayout.transposed", spec.transposed),
+            ("interleaved ExpertLayout.gate_up", spec.interleaved and spec.gated),
+        ):
+            if refused:
+                return (
+                    f"{field} (True) must be False for expert_backend ('triton'): use "
+                    "expert_backend='torch'"
+                )
+        if spec.dtypes is not None and spec.dtypes not in ({torch.bfloat16}, {torch.float16}):
+            shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes))
+            return (
+                f"dtype of the experts ({shown}) must be torch.bfloat16 or torch.float16 for "
+                "expert_backend ('triton'): convert the model or use expert_backend='torch'"
+            )
+        if INTERPRET and spec.dtypes == {torch.bfloat16}:
+            return (
+                "dtype of the experts (torch.bfloat16) must be torch.float16 under Triton's "
+                "interpreter, which multiplies bf16 wrongly: convert the model"
+            )
+        if spec.device is not None and not (INTERPRET or has_hopper_kernels(spec.device)):
+            return (
+                f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
+                "expert_backend ('triton'): use expert_backend='torch'"
+            )
+        return spec.misaligned()
+
+    def _source(self, rows: Rows, use: Use) -> Source:
+        """Return source rows, which the kernels gather."""
+        return Source(rows.widen(), self.where[0])
+
+    def _fc1(self, x: Source) -> tuple[Tensor, Tensor]:
+        """Return H and the weighted activation, which a gated one's kernel computes with it."""
+        if x.row_ids_R is None or not self.activation.gated:
+            return super()._fc1(x)
+        where = (x.row_ids_R, self.weights_R, self.offsets_e)
+        return grouped_gemm_activation(x.rows, self.w1_eCD, *where, self.activation)
+
+    def _product(self, source: Source, b_eKN: Tensor) -> Tensor:
+        """Return each expert row's source row times its expert's matrix."""
+        if source.row_ids_R is None:
+            return self._rows(source.rows, b_eKN)
+        return grouped_gemm(source.rows, b_eKN, self.offsets_e, row_ids_R=source.row_ids_R)
+
+    def _rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
+        """Return each expert row times its expert's matrix."""
+        return grouped_gemm(a_RK, b_eKN, self.offsets_e)
+
+    def _weight_grad(
+        self, source: Source, y_RN: Tensor, transposed: bool, target: GradTarget
+    ) -> Tensor:
+        """Put the gradient of a matrix [e, M, N], or transposed, at the target; return it."""
+        return grouped_wgrad(
+            source.rows,
+            y_RN,
+            self.offsets_e,
+            row_ids_R=source.row_ids_R,
+            transposed=transposed,
+            add_to=target.add_to,
+            dtype=target.dtype,
+            scale=target.scale,
+        )
+
+
+class HopperProducts(TritonProducts):
+    """Gluon kernels for Hopper over a map of row tiles, and Triton's where those gather better."""
+
+    def __init__(
+        self, index: ExpertIndex, activation: ActivationOptions, weights: ExpertWeights
+    ) -> None:
+        super().__init__(index, activation, weights)
+        self.tiles = map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
+
+    def activation_bwd(self, dy: Source, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dH, the weights' gradients and the activation, a gated one's in one pass."""
+        if not self.activation.gated or not dy.rows.shape[0]:
+            return super().activation_bwd(dy, h)
+        where = (self.tiles, h.values, self.weights_R, self.offsets_e)
+        return pingpong_activation_bwd(
+            dy.rows, self.w2_eDF, *where, self.activation, row_ids_R=dy.row_ids_R
+        )
+
+    def _source(self, rows: Rows, use: Use) -> Source:
+        """Return source rows, or gathered ones where the product is faster by more than that."""
+        if rows.scales is not None:
+            wide = (rows.values, rows.scales, rows.dtype)
+            return Source(gather_packed_rows(*wide, *self.where), None)
+        hidden_dim = self.w2_eDF.shape[2]
+        gathers = hidden_dim >= GATHER_FIRST.get(use, hidden_dim + 1)
+        if gathers and (self.activation.gated or use == "wgrad") and rows.values.shape[0]:
+            return Source(gather_used_rows(rows.values, *self.where), None)
+        return Source(rows.values, self.where[0])
+
+    def _fc1(self, x: Source) -> tuple[Tensor, Tensor]:
+        """Return H and the weighted activation, which a gated one's kernel computes with it."""
+        if x.row_ids_R is not None or not self.activation.gated:
+            return super()._fc1(x)
+        where = (self.tiles, self.weights_R)
+        return cooperative_activation(x.rows, self.w1_eCD, *where, self.activation)
+
+    def _rows(self, a_RK: Tensor, b_eKN: Tensor) -> Tensor:
+        """Return each expert row times its expert's matrix."""
+        return cooperative_gemm(a_RK, b_eKN, self.tiles)
