@@ -22,6 +22,7 @@ from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.grouped.row_tiles import map_row_tiles
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions
@@ -30,6 +31,13 @@ from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
+from moecore.kernels.rows.quantised import (
+    gather_row_blocks,
+    quantise_rows,
+    quantise_weights,
+    tile_tokens,
+)
+from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
 
@@ -93,6 +101,7 @@ def run_pieces(device: str) -> None:
     views = packed_views(pack_rows(x_TD[:, :64].contiguous()), 64)
     gather_packed_rows(*views, x_TD.dtype, *index_of)
     gather_rows(x_TD, index.row_ids_R, index.slots_SK, index.offsets_e[-1])
+    run_quantised(device, index)
     add_expert_counts(torch.zeros(1, E, dtype=torch.int64, device=device), ids_TK)
     options = RouteOptions(
         top_k=K,
@@ -107,6 +116,22 @@ def run_pieces(device: str) -> None:
     route_weights(logits_TE, ids_TK, options).sum().backward()
     for kind, keep_h in (("relu2", True), ("swiglu", False)):
         run_experts(kind, keep_h, x_TD, index)
+
+
+def run_quantised(device: str, index: Any) -> None:
+    """Operands of FP8 products."""
+    R, how = index.row_ids_R.shape[0], {"power_of_two": True}
+    tiles = map_row_tiles(index.offsets_e, R)
+    x_TD = torch.randn(index.slots_SK.shape[0], 256, device=device, dtype=torch.bfloat16)
+    rows = quantise_rows(x_TD, **how)
+    gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
+    tile_tokens(rows, index.row_ids_R, tiles, **how)
+    quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
+    h_RC = torch.randn(R, 512, device=device, dtype=torch.bfloat16)
+    args = (h_RC.abs()[:, :256].contiguous(), index.weights_R)
+    options = ActivationOptions(kind="swiglu")
+    quantised_activation(h_RC, index.weights_R, index.num_rows, options, **how)
+    quantised_activation_bwd(h_RC, *args, tiles, index.num_rows, options, **how)
 
 
 def run_adamw(device: str) -> None:

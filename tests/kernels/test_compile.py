@@ -31,7 +31,7 @@ from moecore.kernels.routing import (
     route_weights,
     router_logits,
 )
-from moecore.kernels.rows import activation, index, record
+from moecore.kernels.rows import activation, index, quantised, quantised_activation, record
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows import scaled_cast as scaled
@@ -181,6 +181,33 @@ def run_fp8_rows(D: int) -> None:
     fp8_rows.gather_packed_rows(*views, torch.bfloat16, ints(T * K), ints(T, K), ints())
 
 
+def run_quantised_rows(travelled: bool) -> None:
+    tiles = row_tiles.map_row_tiles(ints(E), T * K)
+    sources = quantised.quantise_rows(bf16(T, D), power_of_two=True, num_rows=ints())
+    if travelled:
+        sources = record.Rows.from_packed(fp8_rows.pack_rows(bf16(T, D)), D, torch.bfloat16)
+    quantised.gather_row_blocks(sources, ints(T * K), ints(T, K), ints())
+    quantised.gather_row_blocks(sources, None, None, ints())
+    for source in (sources, record.Rows(bf16(T, D))):
+        quantised.tile_tokens(source, ints(T * K), tiles, power_of_two=True)
+        quantised.tile_tokens(source, None, tiles, power_of_two=False)
+
+
+def run_quantised_weights() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for power_of_two in (True, False):
+            quantised.quantise_weights(torch.zeros(2, F, D, dtype=dtype), power_of_two=power_of_two)
+
+
+def run_quantised_activation(kind: str, power_of_two: bool, dtype: torch.dtype) -> None:
+    options = activation.ActivationOptions(kind=kind)
+    tiles, weights = row_tiles.map_row_tiles(ints(E), T * K), torch.zeros(T * K)
+    h = torch.zeros(T * K, 2 * F if options.gated else F, dtype=dtype)
+    da, how = h[:, :F].contiguous(), {"power_of_two": power_of_two}
+    quantised_activation.quantised_activation(h, weights, ints(), options, **how)
+    quantised_activation.quantised_activation_bwd(h, da, weights, tiles, ints(), options, **how)
+
+
 def run_activation(kind: str, interleaved: bool) -> None:
     options = activation.ActivationOptions(kind=kind, interleaved=interleaved)
     h = bf16(T * K, 2 * F if options.gated else F)
@@ -267,6 +294,17 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "margins of many experts": (lambda: run_margins(1536, 24), 3),
     "rows as FP8": (lambda: run_fp8_rows(7168), 2),
     "rows as FP8, odd": (lambda: run_fp8_rows(2896), 2),
+    "rows of FP8 products": (lambda: run_quantised_rows(False), 8),
+    "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 9),
+    "weights of FP8 products": (run_quantised_weights, 4),
+    **{
+        f"quantised {kind}": (
+            lambda kind=kind: run_quantised_activation(kind, kind != "gelu", torch.bfloat16),
+            4,
+        )
+        for kind in activation.KINDS
+    },
+    "quantised fp32": (lambda: run_quantised_activation("geglu", True, torch.float32), 4),
     "AdamW": (lambda: run_adamw(torch.float32), 1),
     "AdamW, bf16 moments": (lambda: run_adamw(torch.bfloat16), 1),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.rows.e4m3 import block_scale, block_scale_ref, decode, encode
 from moecore.kernels.rows.move import gather_rows_ref
 
 SCALED = 128  # columns of one scale
 ROW_BYTES = 16  # of which packed rows are multiples
 PACKED = torch.uint8
 PACKED_COLUMNS = 16  # of which D is a multiple
-MAX = 448.0  # largest value of e4m3
 
 
 def packed_bytes(dim: int) -> int:
@@ -47,19 +47,13 @@ def pack_rows_ref(x_SD: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(x_SD.float(), (0, B * SCALED - D))
     x_SB128 = padded.view(S, B, SCALED)
     largest_SB = torch.where(x_SB128.isnan(), 0, x_SB128).abs().amax(2)
-    scales_SB = _next_power_of_2(largest_SB / MAX)
+    scales_SB, _ = block_scale_ref(largest_SB, power_of_two=True)
     scaled = (x_SB128 / scales_SB[:, :, None]).masked_fill(scales_SB.isinf()[:, :, None], torch.nan)
     values = scaled.to(torch.float8_e4m3fn)
     packed_SW = x_SD.new_zeros(S, packed_bytes(D), dtype=PACKED)
     packed_SW[:, :D] = values.view(PACKED).flatten(1)[:, :D]
     packed_SW[:, D : D + 4 * B] = scales_SB.view(PACKED)
     return packed_SW
-
-
-def _next_power_of_2(x: Tensor) -> Tensor:
-    """Return the smallest powers of two that are not less, of positive fp32; 2^-126 at least."""
-    bits = x.view(torch.int32) + 0x007FFFFF
-    return (bits & 0x7F800000).clamp(min=0x00800000).view(torch.float32)
 
 
 def packed_views(packed_SW: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -88,30 +82,6 @@ def _program(dim: int) -> dict[str, int]:
 
 
 @triton.jit
-def _encode(x):  # fp32, at most 448 but for NaN
-    """Return e4m3 in the low bits of int32: round to nearest, ties to even."""
-    bits = x.to(tl.int32, bitcast=True)
-    positive = bits & 0x7FFFFFFF
-    # Down to 2^-6 the result has three bits of mantissa: 20 of 23 go.
-    normal = (positive + 0x0007FFFF + ((positive >> 20) & 1) >> 20) - (120 << 3)
-    # Below that it is a multiple of 2^-9, to which adding 2^14 rounds.
-    small = (positive.to(tl.float32, bitcast=True) + 16384.0).to(
-        tl.int32, bitcast=True
-    ) - 0x46800000
-    code = tl.where(positive < 0x3C800000, small, normal)
-    code = tl.where(x == x, code, 0x7F)
-    return code | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _decode(code):  # int32 with e4m3 in its low bits
-    """Return fp32."""
-    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    magnitude = tl.where((code & 0x7F) == 0x7F, float("nan"), magnitude)
-    return tl.where((code & 0x80) != 0, -magnitude, magnitude)
-
-
-@triton.jit
 def _pack_rows_kernel(
     x_ptr,  # [S, D]
     packed_ptr,  # [S, W] uint8, out
@@ -127,13 +97,10 @@ def _pack_rows_kernel(
     columns = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
     x = tl.load(x_ptr + row * D + columns, mask=columns < D, other=0.0).to(tl.float32)
     largest = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
-    bits = (largest / 448.0).to(tl.int32, bitcast=True) + 0x007FFFFF & 0x7F800000
-    bits = tl.maximum(bits, 0x00800000)
-    code = _encode(x * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None])
-    infinite = bits == 0x7F800000
-    code = tl.where(infinite[:, None], 0x7F, code)
+    scale, inverse = block_scale(largest, True)
+    code = encode(x * inverse[:, None])
+    code = tl.where((scale == float("inf"))[:, None], 0x7F, code)  # whatever sign a NaN has
     tl.store(packed_ptr + row * W + columns, code.to(tl.uint8), mask=columns < D)
-    scale = bits.to(tl.float32, bitcast=True)
     tl.store(scales_ptr + row * (W // 4) + D // 4 + blocks, scale, mask=blocks * SCALED < D)
 
 
@@ -161,7 +128,7 @@ def _gather_packed_rows_kernel(
     code = tl.load(values_ptr + row * W + columns, mask=inside, other=0).to(tl.int32)
     has_scale = (blocks * SCALED < D) & is_used
     scale = tl.load(scales_ptr + row * (W // 4) + blocks, mask=has_scale, other=0.0)
-    x = (_decode(code) * scale[:, None]).to(out_ptr.dtype.element_ty)
+    x = (decode(code) * scale[:, None]).to(out_ptr.dtype.element_ty)
     for k in range(K):
         slot = tl.load(slots_ptr + row * K + k).to(tl.int64)
         tl.store(out_ptr + slot * D + columns, x, mask=inside & (slot >= 0))

@@ -16,12 +16,28 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from moecore.kernels.common import cdiv, next_power_of_2, on_device, use_kernel
+from moecore.kernels.grouped.row_tiles import MAP_FIELDS, RowTiles
+from moecore.kernels.rows.e4m3 import amax_ref, block_scale_ref
+from moecore.kernels.rows.move import column_block
+from moecore.kernels.rows.packed import unpack_rows
+from moecore.kernels.rows.quantised_kernel import (
+    gather_row_blocks_kernel,
+    quantise_rows_kernel,
+    quantise_weights_kernel,
+    tile_tokens_kernel,
+)
+from moecore.kernels.rows.record import Rows
 
 BLOCK = 128  # elements of one scale along the summed dim
 FP8 = torch.float8_e4m3fn
-MAX = 448.0  # largest value of e4m3
 SCALE_ROWS = 4  # of which the row length of `RowBlocks.scales_BR` is a multiple: 16 bytes, for TMA
+ROWS_PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # of one program: 32 elements per thread
+TILE_WARPS = 8  # of a 128 x 128 tile: 64 elements per thread
+SCALE_R, SCALE_B = 128, 16  # expert rows, and scales of each, that a program moves at a time
 
 
 class RowBlocks(NamedTuple):
@@ -62,3 +78,289 @@ class WeightBlocks(NamedTuple):
     values_eNK: Tensor
     transposed_eKN: Tensor
     scales_eNK: Tensor
+
+
+def blocks_of(x: Tensor) -> Tensor:
+    """Return [..., B, 128], the blocks of the last dim."""
+    return x.unflatten(-1, (-1, BLOCK))
+
+
+def quantise_ref(
+    x: Tensor, dim: int | tuple[int, ...], power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """Return e4m3 of x's shape and fp32 scales with 1 in `dim`, in plain PyTorch."""
+    x = x.float()
+    scales, inverse = block_scale_ref(amax_ref(x, dim), power_of_two)
+    return (x * inverse).to(FP8), scales
+
+
+def quantise_rows_ref(x_SD: Tensor, *, power_of_two: bool) -> Rows:
+    """Return what `quantise_rows` returns, in plain PyTorch."""
+    values, scales = quantise_ref(blocks_of(x_SD), -1, power_of_two)
+    return Rows(values.view(x_SD.shape), scales[..., 0], x_SD.dtype)
+
+
+def row_blocks_ref(x_RK: Tensor, power_of_two: bool) -> RowBlocks:
+    """Return the rows quantised, in plain PyTorch."""
+    rows = quantise_rows_ref(x_RK, power_of_two=power_of_two)
+    assert rows.scales is not None
+    return RowBlocks(rows.values, _transposed_scales(rows.scales))
+
+
+def _transposed_scales(scales_RB: Tensor) -> Tensor:
+    R = scales_RB.shape[0]
+    return F.pad(scales_RB.T, (0, scale_rows(R) - R)).contiguous()
+
+
+def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> RowBlocks:
+    """Return what `gather_row_blocks` returns, in plain PyTorch; rows without a slot are copies."""
+    assert rows.scales is not None
+    values, scales = rows.values, rows.scales
+    if row_ids_R is not None:
+        values = values.view(torch.uint8).index_select(0, row_ids_R).view(FP8)
+        scales = scales.index_select(0, row_ids_R)
+    return RowBlocks(values, _transposed_scales(scales))
+
+
+def token_tiles_ref(x_RD: Tensor, tiles: RowTiles, power_of_two: bool) -> TokenTiles:
+    """Return rows in expert order tile by tile, in plain PyTorch; 0 in tiles that nobody uses."""
+    R = x_RD.shape[0]
+    tile = torch.arange(tiles.most, device=x_RD.device)
+    _, first, end, _ = tiles.map[1:].long().unbind(1)
+    row = first[:, None] + torch.arange(BLOCK, device=x_RD.device)
+    used = (row < end[:, None]) & (tile < tiles.map[0, 0])[:, None]
+    # Row R is one of zeros.
+    x_tokens = F.pad(x_RD.float(), (0, 0, 0, 1))[torch.where(used, row, R)]
+    values, scales = quantise_ref(x_tokens, 1, power_of_two)
+    return TokenTiles(values.transpose(1, 2).contiguous(), scales[:, 0])
+
+
+def tile_tokens_ref(
+    rows: Rows, row_ids_R: Tensor | None, tiles: RowTiles, *, power_of_two: bool
+) -> TokenTiles:
+    """Return what `tile_tokens` returns, in plain PyTorch."""
+    x_RD = rows.values.float()
+    if rows.scales is not None:
+        x_RD = unpack_rows(rows.values, rows.scales, torch.float32)
+    if row_ids_R is not None:
+        # An index without a source row has no row in use.
+        x_RD = F.pad(x_RD, (0, 0, 0, 1)).index_select(0, row_ids_R)
+    return token_tiles_ref(x_RD, tiles, power_of_two)
+
+
+def quantise_weights_ref(w_eNK: Tensor, *, power_of_two: bool) -> WeightBlocks:
+    """Return what `quantise_weights` returns, in plain PyTorch."""
+    e, N, K = w_eNK.shape
+    blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
+    values, scales = quantise_ref(blocks, (2, 4), power_of_two)
+    values_eNK = values.view(e, N, K)
+    return WeightBlocks(values_eNK, values_eNK.transpose(1, 2).contiguous(), scales[:, :, 0, :, 0])
+
+
+def scale_rows(num_rows: int) -> int:
+    """Return R4, the row length of the scales of R rows."""
+    return cdiv(num_rows, SCALE_ROWS) * SCALE_ROWS
+
+
+def check_columns(name: str, size: int) -> None:
+    """Raise ValueError for columns that are no whole blocks."""
+    if size % BLOCK:
+        raise ValueError(
+            f"{name} ({size}) must be a multiple of {BLOCK}: other columns have no whole blocks"
+        )
+
+
+def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> RowBlocks:
+    """Return uninitialised rows."""
+    scales_shape = (num_columns // BLOCK, scale_rows(num_rows))
+    return RowBlocks(
+        like.new_empty(num_rows, num_columns, dtype=FP8),
+        like.new_empty(scales_shape, dtype=torch.float32),
+    )
+
+
+def empty_token_tiles(like: Tensor, tiles: RowTiles, num_columns: int) -> TokenTiles:
+    """Return uninitialised tiles."""
+    return TokenTiles(
+        like.new_empty(tiles.most, num_columns, BLOCK, dtype=FP8),
+        like.new_empty(tiles.most, num_columns, dtype=torch.float32),
+    )
+
+
+def quantise_rows(x_SD: Tensor, *, power_of_two: bool, num_rows: Tensor | None = None) -> Rows:
+    """Return rows as FP8 with one scale per 128 columns, in two contiguous tensors.
+
+    Infinity makes its 128 columns NaN, NaN stays what it is. No autograd, no host sync.
+
+    Args:
+        x_SD: bf16, fp16 or fp32, contiguous; D a multiple of 128.
+        power_of_two: of the scales, as `pack_rows` has them; else amax / 448.
+        num_rows: 0-dim int32 on the device: rows from there on are not read and uninitialised
+            in the result; None means S.
+
+    Returns:
+        Values float8_e4m3fn [S, D] and scales fp32 [S, D / 128].
+
+    Raises:
+        ValueError: for other columns.
+    """
+    S, D = x_SD.shape
+    check_columns("D", D)
+    if not use_kernel(x_SD):
+        return quantise_rows_ref(x_SD, power_of_two=power_of_two)
+    values_SD = torch.empty_like(x_SD, dtype=FP8)
+    scales_SB = x_SD.new_empty(S, D // BLOCK, dtype=torch.float32)
+    num_blocks = scales_SB.numel()
+    if num_blocks:
+        with on_device(x_SD):
+            quantise_rows_kernel[(cdiv(num_blocks, ROWS_PROGRAM["BLOCKS"]),)](
+                x_SD,
+                num_rows,
+                values_SD.view(torch.uint8),
+                scales_SB,
+                num_blocks,
+                ROW_BLOCKS=D // BLOCK,
+                POWER_OF_TWO=power_of_two,
+                **ROWS_PROGRAM,
+            )
+    return Rows(values_SD, scales_SB, x_SD.dtype)
+
+
+def gather_row_blocks(
+    rows: Rows, row_ids_R: Tensor | None, slots_SK: Tensor | None, num_rows: Tensor | None
+) -> RowBlocks:
+    """Return the FP8 source row of each expert row; bytes and scales move as they are.
+
+    No autograd, no host sync.
+
+    Args:
+        rows: with scales; D a multiple of 128, rows maybe strided. Those that no slot names are
+            not read.
+        row_ids_R: as for `gather_rows`; None, and slots_SK too, for rows in expert order: their
+            values are those of the result, and must be contiguous.
+        slots_SK: as for `gather_rows`.
+        num_rows: likewise.
+
+    Returns:
+        Rows from num_rows on, and values of rows that no slot names, are uninitialised.
+
+    Raises:
+        ValueError: for other columns.
+    """
+    assert rows.scales is not None
+    S, D = rows.values.shape
+    check_columns("D", D)
+    if not use_kernel(rows.values):
+        return gather_row_blocks_ref(rows, row_ids_R)
+    moves = row_ids_R is not None and slots_SK is not None
+    R = row_ids_R.shape[0] if row_ids_R is not None else S
+    out = empty_row_blocks(rows.values, R if moves else 0, D)
+    if not moves:
+        scales_BR = rows.scales.new_empty(D // BLOCK, scale_rows(R))
+        out = RowBlocks(rows.values, scales_BR)
+    if R and S:
+        K = slots_SK.shape[1] if slots_SK is not None else 1
+        num_scale, block = cdiv(R, SCALE_R), column_block(D, 1)
+        num_copy = S * cdiv(D, block["BLOCK_D"]) if moves else 0
+        with on_device(rows.values):
+            gather_row_blocks_kernel[(num_scale + num_copy,)](
+                rows.values.view(torch.uint8),
+                rows.scales,
+                row_ids_R,
+                slots_SK.contiguous() if slots_SK is not None else None,
+                num_rows,
+                out.values_RK.view(torch.uint8),
+                out.scales_BR,
+                R,
+                num_scale,
+                out.scales_BR.shape[1],
+                D=D,
+                W=rows.values.stride(0),
+                SCALES_W=rows.scales.stride(0),
+                K=K,
+                BLOCK_K=next_power_of_2(K),
+                SCALE_R=SCALE_R,
+                SCALE_B=SCALE_B,
+                **block,
+            )
+    return out
+
+
+def tile_tokens(
+    rows: Rows, row_ids_R: Tensor | None, tiles: RowTiles, *, power_of_two: bool
+) -> TokenTiles:
+    """Return the source rows of each row tile, transposed and quantised along its 128 rows.
+
+    Rows with scales are widened to fp32 first. NaN of a row reaches its own tile alone, and there
+    its own place; infinity makes its column of the tile NaN. No autograd, no host sync.
+
+    Args:
+        rows: of any format, maybe strided; D a multiple of 128. Those that no row of a tile names
+            are not read.
+        row_ids_R: int32, source row of each expert row; None for rows in expert order.
+        tiles: from `map_row_tiles` of the R expert rows.
+        power_of_two: of the scales; else amax / 448.
+
+    Raises:
+        ValueError: for other columns.
+    """
+    S, D = rows.values.shape
+    check_columns("D", D)
+    if not use_kernel(rows.values):
+        return tile_tokens_ref(rows, row_ids_R, tiles, power_of_two=power_of_two)
+    out = empty_token_tiles(rows.values, tiles, D)
+    values, scales = rows.values, rows.scales
+    if S and D:
+        with on_device(values):
+            tile_tokens_kernel[(tiles.most * (D // BLOCK),)](
+                values if scales is None else values.view(torch.uint8),
+                scales,
+                row_ids_R,
+                tiles.map,
+                out.values_tC.view(torch.int32),
+                out.scales_tC,
+                D=D,
+                W=values.stride(0),
+                SCALES_W=0 if scales is None else scales.stride(0),
+                FIELDS=MAP_FIELDS,
+                POWER_OF_TWO=power_of_two,
+                num_warps=TILE_WARPS,
+            )
+    return out
+
+
+def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> WeightBlocks:
+    """Return matrices as FP8 in both layouts, one scale per 128 x 128 block, in one pass.
+
+    No autograd, no host sync.
+
+    Args:
+        w_eNK: bf16, fp16 or fp32, contiguous; N and K multiples of 128.
+        power_of_two: of the scales; else amax / 448.
+
+    Raises:
+        ValueError: for other N or K.
+    """
+    e, N, K = w_eNK.shape
+    check_columns("N", N)
+    check_columns("K", K)
+    if not use_kernel(w_eNK):
+        return quantise_weights_ref(w_eNK, power_of_two=power_of_two)
+    out = WeightBlocks(
+        torch.empty_like(w_eNK, dtype=FP8),
+        w_eNK.new_empty(e, K, N, dtype=FP8),
+        w_eNK.new_empty(e, N // BLOCK, K // BLOCK, dtype=torch.float32),
+    )
+    if w_eNK.numel():
+        with on_device(w_eNK):
+            quantise_weights_kernel[(out.scales_eNK.numel(),)](
+                w_eNK,
+                out.values_eNK.view(torch.uint8),
+                out.transposed_eKN.view(torch.int32),
+                out.scales_eNK,
+                N=N,
+                K=K,
+                POWER_OF_TWO=power_of_two,
+                num_warps=TILE_WARPS,
+            )
+    return out

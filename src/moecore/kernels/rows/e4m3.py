@@ -1,0 +1,135 @@
+"""FP8 values and the scales of their blocks, for every kernel that quantises.
+
+    block_scale, magnitude   a block's scale, from the largest magnitude in it
+    to_e4m3, to_words        values to bytes, and to four bytes in a word
+    from_e4m3                bytes to values
+    encode, decode           the same by integer operations
+
+A scale is amax / 448, at least 2^-126; or the smallest power of two with which the largest value
+fits (448), at least 2^-126. NaN is no part of amax. Infinity makes its whole block NaN.
+
+A GPU of Hopper or later converts by one instruction for two values. The interpreter has integer
+operations alone; so have the packed rows, which travel between GPUs of any age.
+"""
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import INTERPRET, tl, triton
+
+MAX = 448.0  # largest value of e4m3
+LEAST_SCALE = 2.0**-126  # its reciprocal and itself are normal numbers of fp32
+INTERPRETED = tl.constexpr(INTERPRET)
+
+
+def block_scale_ref(amax: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Return the scales of blocks, and what their values are multiplied by, in plain PyTorch.
+
+    Args:
+        amax: fp32, any shape; largest magnitude of each block, NaN left out.
+        power_of_two: see above.
+
+    Returns:
+        Scales, fp32; infinite where amax is. The factors, fp32; NaN where amax is infinite.
+    """
+    scales = amax / MAX
+    if power_of_two:
+        scales = (scales.view(torch.int32) + 0x007FFFFF & 0x7F800000).view(torch.float32)
+    scales = scales.clamp(min=LEAST_SCALE)
+    return scales, (1 / scales).masked_fill(scales.isinf(), torch.nan)
+
+
+def amax_ref(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Return the largest magnitude along dims, which stay as 1; NaN left out."""
+    return torch.where(x.isnan(), 0, x).abs().amax(dim, keepdim=True)
+
+
+@triton.jit
+def magnitude(x):  # fp32
+    """Return |x|, and 0 for NaN."""
+    if INTERPRETED:  # whose maximum keeps NaN
+        return tl.where(x == x, tl.abs(x), 0.0)
+    else:
+        return tl.maximum(tl.abs(x), 0.0)
+
+
+@triton.jit
+def block_scale(
+    amax,  # fp32, no NaN
+    POWER_OF_TWO: tl.constexpr,
+):
+    """Return the scale, and what values are multiplied by: NaN where amax is infinite."""
+    infinite = amax == float("inf")
+    if POWER_OF_TWO:
+        # 448 is 1.75 * 2^8: a larger mantissa takes the next exponent.
+        bits = (amax.to(tl.int32, bitcast=True) + 0x001FFFFF & 0x7F800000) - (8 << 23)
+        bits = tl.where(infinite, 0x7F800000, tl.maximum(bits, 0x00800000))
+        scale = bits.to(tl.float32, bitcast=True)
+        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)  # 2^-126
+        inverse = tl.div_rn(1.0, scale)
+    return scale, tl.where(infinite, float("nan"), inverse)
+
+
+@triton.jit
+def encode(x):  # fp32, rounds to at most 448 but for NaN
+    """Return e4m3 in the low bits of int32: round to nearest, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    positive = bits & 0x7FFFFFFF
+    # Down to 2^-6 the result has three bits of mantissa: 20 of 23 go.
+    normal = (positive + 0x0007FFFF + ((positive >> 20) & 1) >> 20) - (120 << 3)
+    # Below that it is a multiple of 2^-9, to which adding 2^14 rounds.
+    small = (positive.to(tl.float32, bitcast=True) + 16384.0).to(
+        tl.int32, bitcast=True
+    ) - 0x46800000
+    code = tl.where(positive < 0x3C800000, small, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def decode(code):  # int32 with e4m3 in its low bits
+    """Return fp32."""
+    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    magnitude = tl.where((code & 0x7F) == 0x7F, float("nan"), magnitude)
+    return tl.where((code & 0x80) != 0, -magnitude, magnitude)
+
+
+@triton.jit
+def to_e4m3(x):  # fp32, rounds to at most 448 but for NaN
+    """Return e4m3 as uint8."""
+    if INTERPRETED:
+        return encode(x).to(tl.uint8)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def from_e4m3(code):  # uint8
+    """Return fp32."""
+    if INTERPRETED:
+        return decode(code.to(tl.int32))
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def to_words(x0, x1, x2, x3):  # fp32 of one shape, round to at most 448 but for NaN
+    """Return int32 with e4m3 of x0 in its lowest byte and of x3 in its highest."""
+    if INTERPRETED:
+        return encode(x0) | (encode(x1) << 8) | (encode(x2) << 16) | (encode(x3) << 24)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [x0, x1, x2, x3],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )

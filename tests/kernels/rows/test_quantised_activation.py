@@ -1,0 +1,148 @@
+"""The activation between FP8 products: against the reference, code by code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.rows import quantised_activation as qa
+from moecore.kernels.rows.activation import KINDS, ActivationOptions, weighted_activation_bwd_ref
+from moecore.kernels.rows.quantised import RowBlocks, TokenTiles
+from tests.kernels.rows.test_quantised import COUNTS, DTYPES, SPARE, codes, tiles_of, values_of
+
+DIFFER = 2e-3  # of the codes: exp is not torch's to the last bit, so a few lie on the other side
+
+
+def assert_close(values: Tensor, scales: Tensor, theirs: Tensor, their_scales: Tensor) -> None:
+    """Scales of every value: nearly the same. Codes: at most one apart, and few of them.
+
+    Where a gradient vanishes, rounding decides about its scale and its code.
+    """
+    if not values.numel():
+        return
+    assert torch.equal(values.float().isnan(), theirs.float().isnan())
+    assert torch.equal(scales.isfinite(), their_scales.isfinite())
+    assert (codes(values) != codes(theirs)).float().mean() <= DIFFER
+    ours, wanted = (
+        (x.float() * s).nan_to_num(0) for x, s in ((values, scales), (theirs, their_scales))
+    )
+    scales, their_scales = scales.nan_to_num(posinf=0), their_scales.nan_to_num(posinf=0)
+    rounding = 2**-21 * wanted.abs().max()
+    torch.testing.assert_close(scales, their_scales, rtol=1e-5, atol=float(rounding) / 448)
+    step = torch.maximum(wanted.abs() / 7, their_scales / 500)
+    assert ((ours - wanted).abs() <= step + rounding).all()
+
+
+def assert_tiles(ours: TokenTiles, theirs: TokenTiles, used: int) -> None:
+    assert ours.values_tC.shape == theirs.values_tC.shape
+    parts = [(x.values_tC[:used], x.scales_tC[:used, :, None]) for x in (ours, theirs)]
+    assert_close(*parts[0], *parts[1])
+
+
+def assert_rows(ours: RowBlocks, theirs: RowBlocks, used: int) -> None:
+    assert ours.values_RK.shape == theirs.values_RK.shape
+    assert ours.scales_BR.shape == theirs.scales_BR.shape
+    parts = [
+        (x.values_RK[:used], x.scales_BR[:, :used].T.repeat_interleave(128, 1))
+        for x in (ours, theirs)
+    ]
+    assert_close(*parts[0], *parts[1])
+
+
+def inputs(
+    R: int, F: int, options: ActivationOptions, dtype: torch.dtype, device: str, used: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h, da, weights and the number of rows; NaN past it."""
+    C = 2 * F if options.gated else F
+    h = values_of(R, C, dtype=dtype, device=device)
+    da = values_of(R, F, dtype=dtype, device=device)
+    weights = values_of(R, 1, dtype=torch.float32, device=device)[:, 0].abs()
+    for x in (h, da, weights):
+        x[used:] = torch.nan
+    return h, da, weights, torch.tensor(used, device=device, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_of_the_reference(kind: str, device: str) -> None:
+    options = ActivationOptions(kind=kind)
+    for R, F, used in ((77, 256, 70), (1, 128, 1), (0, 128, 0), (64, 640, 64)):
+        h, _, weights, num_rows = inputs(R, F, options, torch.bfloat16, device, used)
+        for power_of_two in (True, False):
+            got = qa.quantised_activation(h, weights, num_rows, options, power_of_two=power_of_two)
+            want = qa.quantised_activation_ref(h, weights, options, power_of_two=power_of_two)
+            assert_rows(got, want, used)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forward_without_weights(dtype: torch.dtype, device: str) -> None:
+    options = ActivationOptions(kind="swiglu")
+    h, *_ = inputs(35, 384, options, dtype, device, 35)
+    h[0], h[1, 3], h[2, 500], h[3, 0] = 0, torch.nan, torch.inf, 30000.0
+    got = qa.quantised_activation(h, None, None, options, power_of_two=True)
+    want = qa.quantised_activation_ref(h, None, options, power_of_two=True)
+    assert_rows(got, want, 35)
+    assert (got.values_RK[0].float() == 0).all() and got.scales_BR.shape == (3, 36)
+    wide = got.values_RK.float() * got.scales_BR.T[:35].repeat_interleave(128, 1)
+    assert wide[1].isnan().nonzero().tolist() == [[3]] and wide[2].isnan().sum() == 128
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_of_the_reference(kind: str, counts: str, device: str) -> None:
+    options = ActivationOptions(kind=kind)
+    tiles, R = tiles_of(COUNTS[counts], device)
+    power_of_two = counts != "full tiles"
+    args = inputs(R, 256, options, torch.bfloat16, device, R - SPARE)
+    h, da, weights, num_rows = args
+    args = (h, da, weights, tiles, num_rows, options)
+    got = qa.quantised_activation_bwd(*args, power_of_two=power_of_two)
+    want = qa.quantised_activation_bwd_ref(*args, power_of_two=power_of_two)
+    used = int(tiles.map[0, 0])
+    assert_rows(got[0], want[0], R - SPARE)
+    assert_tiles(got[1], want[1], used)
+    assert_tiles(got[2], want[2], used)
+    scale = (da.float().abs() * want_output(h, da, options)).nan_to_num().sum(1)
+    assert ((got[3] - want[3]).abs() <= 1e-5 * scale).all()
+    assert (got[3][R - SPARE :] == 0).all()
+    again = qa.quantised_activation_bwd(*args, power_of_two=power_of_two)
+    assert torch.equal(again[3], got[3])
+    for tile, (_, first, end, _) in enumerate(tiles.map[1 : 1 + used].tolist()):
+        for tensor in (got[1], got[2]):
+            assert (tensor.values_tC[tile, :, end - first :].float() == 0).all()
+
+
+def want_output(h: Tensor, da: Tensor, options: ActivationOptions) -> Tensor:
+    return weighted_activation_bwd_ref(h.float(), da.float(), None, None, options)[2].abs()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_without_weights(dtype: torch.dtype, device: str) -> None:
+    options = ActivationOptions(kind="swiglu")
+    tiles, R = tiles_of([130, 3], device)
+    h, da, _, num_rows = inputs(R, 128, options, dtype, device, R - SPARE)
+    h[0], da[1], h[2, 3], da[131, 4] = 0, 0, torch.nan, torch.inf
+    args = (h, da, None, tiles, num_rows, options)
+    got = qa.quantised_activation_bwd(*args, power_of_two=True)
+    want = qa.quantised_activation_bwd_ref(*args, power_of_two=True)
+    assert_rows(got[0], want[0], R - SPARE)
+    for ours, theirs in zip(got[1:3], want[1:3], strict=True):
+        assert_tiles(ours, theirs, 3)
+    # A NaN stays in its column of its own tile.
+    nan = got[2].values_tC[:3].float().isnan()
+    assert nan.nonzero().tolist() == [[0, 3, 2]]
+
+
+def test_no_rows(device: str) -> None:
+    options = ActivationOptions(kind="relu2")
+    tiles, _ = tiles_of([0, 0], device)
+    h, da, weights, num_rows = inputs(0, 128, options, torch.bfloat16, device, 0)
+    args = (h, da, weights, tiles, num_rows, options)
+    dh, _, _, dweights = qa.quantised_activation_bwd(*args, power_of_two=True)
+    assert dh.values_RK.shape == (0, 128) and dweights.shape == (0,)
+
+
+def test_columns_without_whole_blocks() -> None:
+    options = ActivationOptions(kind="swiglu")
+    with pytest.raises(ValueError, match=r"F \(100\) must be a multiple of 128"):
+        qa.quantised_activation(torch.zeros(2, 200), None, None, options, power_of_two=True)
