@@ -18,16 +18,15 @@ with a gate, else F), e local experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from moecore._compat import grouped_mm
 from moecore.kernels.common import warn_plain
-from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights
-from moecore.kernels.experts.torch_products import TorchProducts
-from moecore.kernels.experts.triton_products import TritonProducts
+from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, ProductsName
+from moecore.kernels.experts.products import refuse_recipe, why_not
 from moecore.kernels.rows.activation import ActivationOptions, activation
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.plain_rows import gather_plain, sum_plain
@@ -35,13 +34,6 @@ from moecore.moe.records import ExpertInput, summed_input
 
 ExpertBackend = Literal["auto", "triton", "torch", "sequential"]
 Computation = Callable[[ExpertInput, ExpertWeights, ActivationOptions], Tensor]
-
-_SUPPORTS: dict[str, Callable[[ExpertSpec], str | None]] = {
-    "auto": TorchProducts.supports,
-    "triton": TritonProducts.supports,
-    "torch": TorchProducts.supports,
-    "sequential": lambda spec: None,
-}
 
 
 def check_backend(name: str, spec: ExpertSpec) -> None:
@@ -51,10 +43,13 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
         name: the backend.
         spec: what is known of the experts.
     """
-    if name not in _SUPPORTS:
+    if name not in get_args(ExpertBackend):
         shown = ", ".join(repr(n) for n in get_args(ExpertBackend))
         raise ValueError(f"expert_backend ({name!r}) must be one of {shown}")
-    problem = _SUPPORTS[name](spec)
+    if name != "sequential":
+        problem = why_not(cast(ProductsName, name), spec)
+    else:
+        problem = refuse_recipe(name) if spec.recipe is not None else None
     if problem is not None:
         raise ValueError(problem)
 

@@ -356,8 +356,9 @@ def test_opcheck(unsummed: bool) -> None:
     weights = rows.weights_R.detach().requires_grad_()
     handle = torch.zeros(rows.row_ids_R.shape[0], leaves["x"].shape[1], requires_grad=True)
     args = (leaves["x"], leaves["w1"], leaves["w2"], weights, handle if unsummed else None)
-    args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e)
+    args += (None, rows.row_ids_R, rows.slots_SK, rows.offsets_e)
     args += ("swiglu", 7.0, 1.702, False, "torch", True)
+    args += ("", True, "e4m3", 0, "wide", torch.float32)
     torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
 
 

@@ -6,8 +6,8 @@ Letters: as in `contract.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from moecore.kernels.experts.contract import ExpertWeights, GradientSender, Grad
 from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
+from moecore.kernels.rows.quantised import WeightBlocks
 from moecore.kernels.rows.record import Rows
 
 
@@ -54,30 +55,34 @@ class Saved:
     index: ExpertIndex
 
     def tensors(self) -> list[Tensor | None]:
-        """Return all tensors, as many for any experts."""
+        """Return all tensors, in the order in which `of` takes them."""
         found: list[Tensor | None] = []
         for rows in (self.rows, self.h):
             found += (None, None) if rows is None else (rows.values, rows.scales)
-        return [*found, self.weights.w1_eCD, self.weights.w2_eDF, *self.index]
+        quantised = self.weights.quantised or ()
+        matrices = [tensor for blocks in quantised for tensor in blocks]
+        return [*found, self.weights.w1_eCD, self.weights.w2_eDF, *self.index, *matrices]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], dtype: torch.dtype) -> Saved:
+    def of(cls, tensors: Sequence[Any], dtype: torch.dtype) -> Saved:
         """Return the record of its tensors.
 
         Args:
-            tensors: of `tensors()`; more of them may follow.
+            tensors: of `tensors()`.
             dtype: in which the rows count.
         """
-        x, x_scales, h, h_scales, w1_eCD, w2_eDF, *index = tensors[:NUM_SAVED]
-        return cls(
-            _rows(x, x_scales, dtype),
-            _rows(h, h_scales, dtype),
-            ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF),
-            ExpertIndex(*index),
-        )
+        x, x_scales, h, h_scales, w1_eCD, w2_eDF, *index = tensors[:NUM_TENSORS]
+        weights = ExpertWeights(w1_eCD=w1_eCD, w2_eDF=w2_eDF)
+        if len(tensors) > NUM_TENSORS:
+            blocks = tensors[NUM_TENSORS:]
+            half = len(blocks) // 2
+            pair = (WeightBlocks(*blocks[:half]), WeightBlocks(*blocks[half:]))
+            weights = replace(weights, quantised=pair)
+        rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
+        return cls(rows, hidden, weights, ExpertIndex(*index))
 
 
-NUM_SAVED = 10  # tensors of `Saved`
+NUM_TENSORS = 10  # of `Saved`, but for quantised weights
 
 
 def _rows(values: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Rows | None:

@@ -13,9 +13,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from moecore._fields import check_fields
+from moecore._fields import Rules, check_fields
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.quantised import WeightBlocks
 from moecore.kernels.rows.record import Rows
+from moecore.precision.recipe import Recipe
 
 ProductsName = Literal["auto", "triton", "torch"]
 
@@ -49,13 +51,15 @@ class GradSink(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
-    """One rank's experts, in the dtype of the products.
+    """One rank's experts, in the dtype of the products; with a recipe, in any of their own.
 
     Attributes:
         w1_eCD: FC1, gate rows then up rows, or the two alternating (`ActivationOptions`).
         w2_eDF: FC2.
         b1_eC, b2_eD: biases, or None.
         sinks: of w1 and w2: what may take their gradients past autograd, or None.
+        quantised: w1 and w2 by the recipe, kept for backward. None = the products quantise them,
+            in backward once more.
     """
 
     w1_eCD: Tensor
@@ -63,6 +67,7 @@ class ExpertWeights:
     b1_eC: Tensor | None = None
     b2_eD: Tensor | None = None
     sinks: tuple[GradSink | None, GradSink | None] = (None, None)
+    quantised: tuple[WeightBlocks, WeightBlocks] | None = None
 
 
 class GradientSender(Protocol):
@@ -119,17 +124,29 @@ class ExpertMLPOptions:
         products: whose kernels multiply: "triton" (this package's), "torch" (torch's grouped
             product) or "auto": "triton" for gated experts on Hopper that it supports.
         keep_h: keep FC1's output for backward; False keeps X alone and multiplies again.
+        recipe: in which FP8 the products are computed, with "auto" or "triton"; None = in the dtype
+            of rows and weights.
 
     Raises:
-        ValueError: for unknown products.
+        ValueError: for unknown products, and what a recipe does not go with.
     """
 
     activation: ActivationOptions
     products: ProductsName = "torch"
     keep_h: bool = True
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.recipe is not None and self.products == "torch":
+            yield "products", f"be 'auto' or 'triton' with a recipe ({self.recipe.scaling}): use it"
+        if self.recipe is not None and self.recipe.keep_hidden == "fp8" and not self.keep_h:
+            yield (
+                "keep_h",
+                "be True with Recipe.keep_hidden ('fp8'), which is how H is kept: drop one of them",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,8 +158,9 @@ class ExpertSpec:
         transposed: matrices are stored as [e, in, out], so that their views have strides.
         fc1_bias, fc2_bias: whether there are biases.
         dim, hidden_dim: D and F of this rank.
-        dtypes: of rows and weights in the products.
+        dtypes: of rows and weights in the products; with a recipe, of rows.
         device: of both.
+        recipe: as in `ExpertMLPOptions`.
     """
 
     gated: bool
@@ -154,11 +172,19 @@ class ExpertSpec:
     hidden_dim: int | None = None
     dtypes: frozenset[torch.dtype] | None = None
     device: torch.device | None = None
+    recipe: Recipe | None = None
 
     @classmethod
-    def of(cls, rows: Rows, weights: ExpertWeights, activation: ActivationOptions) -> ExpertSpec:
+    def of(
+        cls,
+        rows: Rows,
+        weights: ExpertWeights,
+        activation: ActivationOptions,
+        recipe: Recipe | None = None,
+    ) -> ExpertSpec:
         """Return the spec of tensors at hand."""
         w1_eCD, w2_eDF = weights.w1_eCD, weights.w2_eDF
+        of_weights = () if recipe is not None else (w1_eCD.dtype, w2_eDF.dtype)
         return cls(
             gated=activation.gated,
             interleaved=activation.interleaved,
@@ -167,8 +193,9 @@ class ExpertSpec:
             fc2_bias=weights.b2_eD is not None,
             dim=w2_eDF.shape[1],
             hidden_dim=w2_eDF.shape[2],
-            dtypes=frozenset((rows.dtype, w1_eCD.dtype, w2_eDF.dtype)),
+            dtypes=frozenset((rows.dtype, *of_weights)),
             device=w1_eCD.device,
+            recipe=recipe,
         )
 
     def misaligned(self) -> str | None:

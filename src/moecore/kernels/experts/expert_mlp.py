@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moecore._autograd import have_tangents, is_plain_eager, will_run
-from moecore.kernels.experts.backward import NUM_SAVED, Grads, Saved, Wants, differentiate
+from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
@@ -86,7 +86,9 @@ class _ExpertMLP(torch.autograd.Function):
         refetch = None if unsummed is None else unsummed.refetch
         kept = () if refetch is None else refetch.kept
         saved = Saved(x if refetch is None else None, h_kept, weights, index)
-        ctx.save_for_backward(*saved.tensors(), *kept)
+        tensors = saved.tensors()
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.num_saved = len(tensors)
         ctx.options, ctx.sinks, ctx.dtype = options, weights.sinks, rows.dtype
         ctx.is_unsummed = unsummed is not None
         ctx.fetch = None if refetch is None else refetch.fetch
@@ -97,11 +99,11 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # checkpointing unpacks once
-        saved, kept = Saved.of(tensors, ctx.dtype), tensors[NUM_SAVED:]
+        saved = Saved.of(tensors[: ctx.num_saved], ctx.dtype)
         of_x, of_w1, of_w2, of_weights, of_handle, *_ = ctx.needs_input_grad
         wants = Wants(of_handle if ctx.is_unsummed else of_x, of_w1, of_w2, of_weights)
         if ctx.fetch is not None and (wants.w1 or saved.h is None):
-            saved = replace(saved, rows=ctx.fetch(*kept))
+            saved = replace(saved, rows=ctx.fetch(*tensors[ctx.num_saved :]))
         if is_plain_eager() and not torch.is_grad_enabled():
             found = _backward(ctx, saved, grads[0].contiguous(), wants)
         else:  # the custom op is what tracers see, and what refuses a second derivative
@@ -152,8 +154,8 @@ def expert_mlp(
     Hopper and datacenter Blackwell. Elsewhere that loops over experts on the host.
 
     Keeps the rows, H, the weights and the index for backward. Frozen inputs cost no product. Under
-    a compiler or a dispatch mode it is one opaque operation; sinks, `sender` and `refetch` are not
-    used then, and quantised rows are widened first.
+    a compiler or a dispatch mode it is one opaque operation; sinks, `sender`, `refetch` and
+    quantised weights are not used then.
 
     Args:
         rows: [S, D] source rows, differentiable; quantised ones only with `unsummed`.
@@ -164,7 +166,7 @@ def expert_mlp(
             back, and their gradients go to its handle; rows have none.
 
     Returns:
-        [S, D], dtype of w1: added in fp32, rounded once. Bit-reproducible with "triton". With
+        [S, D], dtype of the rows: added in fp32, rounded once. Bit-reproducible with "triton". With
         `unsummed` [R, D], rows that hold no choice uninitialised.
 
     Raises:
@@ -177,15 +179,15 @@ def expert_mlp(
             "expert_mlp has no forward-mode derivative: use reverse mode, or "
             "expert_backend='sequential'"
         )
-    name = choose_products(options.products, ExpertSpec.of(rows, weights, options.activation))
+    spec = ExpertSpec.of(rows, weights, options.activation, options.recipe)
+    name = choose_products(options.products, spec)
     if name != options.products:
         options = replace(options, products=name)
     handle_RD = None if unsummed is None else unsummed.handle_RD
-    if not is_plain_eager():
-        wide = (rows.widen().contiguous(), *tensors[1:])
-        return traced_expert_mlp(wide, handle_RD, index, options)
     if rows.scales is None:
         rows = Rows(rows.values.contiguous())
+    if not is_plain_eager():
+        return traced_expert_mlp(rows, weights, handle_RD, index, options)
     leaves = (rows.values, *tensors[1:], handle_RD)
     y: Tensor = _ExpertMLP.apply(*leaves, rows, weights, index, options, unsummed)
     return y

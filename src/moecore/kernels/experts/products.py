@@ -2,6 +2,7 @@
 
     torch_products.py    torch's grouped product, any device
     triton_products.py   this package's kernels
+    fp8_products.py      FP8 on Hopper, references on a CPU
 
 A set of products is made for one index, one activation and the weights. Formats of what lies
 between two products are its own: what a verb returns goes to its other verbs alone.
@@ -23,6 +24,7 @@ from moecore.kernels.experts.contract import (
     GradTarget,
     ProductsName,
 )
+from moecore.kernels.experts.fp8_products import BlockwiseProducts
 from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.experts.triton_products import HopperProducts, TritonProducts
 from moecore.kernels.rows.index import ExpertIndex
@@ -86,6 +88,23 @@ class Products(Protocol):
 NAMED: dict[str, type[TorchProducts]] = {"triton": TritonProducts, "torch": TorchProducts}
 
 
+def why_not(name: ProductsName, spec: ExpertSpec) -> str | None:
+    """Return why the products of a name cannot compute such experts, one line; None = they can."""
+    if spec.recipe is None:
+        return NAMED["torch" if name == "auto" else name].supports(spec)
+    if name == "torch":
+        return refuse_recipe(name)
+    return BlockwiseProducts.supports(spec)
+
+
+def refuse_recipe(name: str) -> str:
+    """Return why experts in FP8 are not for what multiplies by another name."""
+    return (
+        f"expert_backend ({name!r}) must be 'auto' or 'triton' for experts in FP8: drop it, or "
+        "leave the experts out of Precision.roles"
+    )
+
+
 def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
     """Return "triton" or "torch"; "auto" is "triton" where that is supported and was faster.
 
@@ -94,10 +113,9 @@ def choose_products(name: ProductsName, spec: ExpertSpec) -> ProductsName:
     """
     if name == "auto":
         is_hopper = spec.device is not None and has_hopper_kernels(spec.device)
-        name = (
-            "triton" if is_hopper and spec.gated and not TritonProducts.supports(spec) else "torch"
-        )
-    problem = NAMED[name].supports(spec)
+        is_faster = is_hopper and spec.gated and not why_not("triton", spec)
+        name = "triton" if is_faster or spec.recipe is not None else "torch"
+    problem = why_not(name, spec)
     if problem is not None:
         raise ValueError(problem)
     return name
@@ -107,6 +125,8 @@ def make_products(
     options: ExpertMLPOptions, index: ExpertIndex, weights: ExpertWeights
 ) -> Products:
     """Return the products of options whose name `choose_products` gave."""
+    if options.recipe is not None:
+        return BlockwiseProducts(index, options.activation, weights, options.recipe)
     kind, device = NAMED[options.products], index.row_ids_R.device
     if kind is TritonProducts and index.row_ids_R.shape[0] and has_hopper_kernels(device):
         kind = HopperProducts

@@ -7,8 +7,11 @@ Letters: as in `contract.py`.
 
 from __future__ import annotations
 
+from dataclasses import astuple, fields
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
@@ -18,17 +21,23 @@ from moecore.kernels.ops import register
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
+from moecore.kernels.rows.quantised import BLOCK, FP8
 from moecore.kernels.rows.record import Rows
+from moecore.precision.recipe import Recipe
 
 _INDEX = "Tensor row_ids_R, Tensor slots_SK, Tensor offsets_e"
-_OPTIONS = "str kind, float limit, float alpha, bool interleaved, str products, bool keep_h"
+_OPTIONS = (
+    "str kind, float limit, float alpha, bool interleaved, str products, bool keep_h, "
+    "str scaling, bool power_of_two, str grad_format, int amax_history, str keep_hidden, "
+    "ScalarType dtype"
+)
 _FORWARD = (
-    f"(Tensor x_SD, Tensor w1_eCD, Tensor w2_eDF, Tensor weights_R, Tensor? handle_RD, {_INDEX}, "
-    f"{_OPTIONS}) -> (Tensor, Tensor)"
+    f"(Tensor x_SD, Tensor w1_eCD, Tensor w2_eDF, Tensor weights_R, Tensor? handle_RD, "
+    f"Tensor? x_scales, {_INDEX}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
 _BACKWARD = (
-    f"(Tensor dy, Tensor x_SD, Tensor h_RC, Tensor w1_eCD, Tensor w2_eDF, Tensor weights_R, "
-    f"{_INDEX}, {_OPTIONS}, bool unsummed, bool[] wants) "
+    f"(Tensor dy, Tensor x_SD, Tensor? x_scales, Tensor h_RC, Tensor h_scales, Tensor w1_eCD, "
+    f"Tensor w2_eDF, Tensor weights_R, {_INDEX}, {_OPTIONS}, bool unsummed, bool[] wants) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -41,6 +50,7 @@ class _Inputs(NamedTuple):
     w2_eDF: Any = None
     weights_R: Any = None
     handle_RD: Any = None
+    x_scales: Any = None
     row_ids_R: Any = None
     slots_SK: Any = None
     offsets_e: Any = None
@@ -50,14 +60,22 @@ class _Inputs(NamedTuple):
     interleaved: Any = None
     products: Any = None
     keep_h: Any = None
+    scaling: Any = None
+    power_of_two: Any = None
+    grad_format: Any = None
+    amax_history: Any = None
+    keep_hidden: Any = None
+    dtype: Any = None
 
 
 class _BackwardInputs(NamedTuple):
-    """Arguments of the backward op; h_RC is [0] where FC1 runs again."""
+    """Arguments of the backward op; h_RC is [0] where FC1 runs again, h_scales without scales."""
 
     dy: Tensor
     x_SD: Tensor
+    x_scales: Tensor | None
     h_RC: Tensor
+    h_scales: Tensor
     w1_eCD: Tensor
     w2_eDF: Tensor
     weights_R: Tensor
@@ -70,6 +88,12 @@ class _BackwardInputs(NamedTuple):
     interleaved: bool
     products: ProductsName
     keep_h: bool
+    scaling: str
+    power_of_two: bool
+    grad_format: Any
+    amax_history: int
+    keep_hidden: Any
+    dtype: torch.dtype
     unsummed: bool
     wants: list[bool]
 
@@ -78,7 +102,25 @@ def _options(args: _Inputs | _BackwardInputs) -> ExpertMLPOptions:
     activation = ActivationOptions(
         kind=args.kind, limit=args.limit, alpha=args.alpha, interleaved=args.interleaved
     )
-    return ExpertMLPOptions(activation=activation, products=args.products, keep_h=args.keep_h)
+    recipe = None
+    if args.scaling:
+        names = [field.name for field in fields(Recipe)]
+        recipe = Recipe(**{name: getattr(args, name) for name in names})
+    return ExpertMLPOptions(
+        activation=activation, products=args.products, keep_h=args.keep_h, recipe=recipe
+    )
+
+
+def _flat(options: ExpertMLPOptions, dtype: torch.dtype) -> tuple[Any, ...]:
+    activation, recipe = options.activation, options.recipe
+    how = (activation.kind, activation.limit, activation.alpha, activation.interleaved)
+    flat = astuple(recipe or Recipe())
+    scaling = "" if recipe is None else recipe.scaling
+    return *how, options.products, options.keep_h, scaling, *flat[1:], dtype
+
+
+def _rows(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Rows:
+    return Rows(values) if scales is None else Rows(values, scales, dtype)
 
 
 def _index(args: _Inputs | _BackwardInputs) -> ExpertIndex:
@@ -89,31 +131,38 @@ def _weights(args: _Inputs | _BackwardInputs) -> ExpertWeights:
     return ExpertWeights(w1_eCD=args.w1_eCD, w2_eDF=args.w2_eDF)
 
 
-def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
-    """Return y_SD, or y_RD with a handle, and h_RC (empty unless kept)."""
+def _forward(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y_SD, or y_RD with a handle, and H: values (empty unless kept), scales or empty."""
     args = _Inputs(*flat)
     products = make_products(_options(args), _index(args), _weights(args))
-    h, a = products.fc1(products.as_kept(Rows(args.x_SD)))
-    h_RC = products.h_as_kept(h).values if args.keep_h else args.x_SD.new_empty(0)
+    rows = products.as_kept(_rows(args.x_SD, args.x_scales, args.dtype))
+    h, a = products.fc1(rows)
+    none = args.x_SD.new_empty(0, dtype=args.dtype)
+    kept = products.h_as_kept(h) if args.keep_h else Rows(none)
     y = products.fc2(a)
     if args.handle_RD is None:
         y = sum_rows_plain(y, *products.where)
-    return y, h_RC
+    return y, kept.values, none.float() if kept.scales is None else kept.scales
 
 
-def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     args = _Inputs(*flat)
     (S, D), R, C = args.x_SD.shape, args.weights_R.shape[0], args.w1_eCD.shape[1]
-    h_shape = (R, C) if args.keep_h else (0,)
-    y_shape = (S if args.handle_RD is None else R, D)
-    return args.x_SD.new_empty(y_shape), args.x_SD.new_empty(h_shape)
+    empty = partial(args.x_SD.new_empty, dtype=args.dtype)
+    y = empty((S if args.handle_RD is None else R, D))
+    if args.keep_hidden == "fp8":
+        scales = empty((R, C // BLOCK), dtype=torch.float32)
+        return y, empty((R, C), dtype=FP8), scales
+    return y, empty((R, C) if args.keep_h else (0,)), empty((0,), dtype=torch.float32)
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
     """Return dx, dw1, dw2 and dweights, empty where not wanted."""
     args = _BackwardInputs(*flat)
-    h = None if args.h_RC.ndim == 1 else Rows(args.h_RC)
-    saved = Saved(Rows(args.x_SD), h, _weights(args), _index(args))
+    h_scales = args.h_scales if args.h_scales.ndim > 1 else None
+    h = _rows(args.h_RC, h_scales, args.dtype) if args.h_RC.ndim > 1 else None
+    rows = _rows(args.x_SD, args.x_scales, args.dtype)
+    saved = Saved(rows, h, _weights(args), _index(args))
     products = make_products(_options(args), saved.index, saved.weights)
     wants, dy = Wants(*args.wants), args.dy.contiguous()
     grads = differentiate(products, saved, dy, wants, unsummed=args.unsummed)
@@ -127,17 +176,17 @@ def _backward_fake(*flat: Any) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(like.shape if want else (0,)) for like, want in wanted)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    args, h_RC = _Inputs(*inputs), output[1]
-    saved = Saved(Rows(args.x_SD), Rows(h_RC), _weights(args), _index(args))
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    args, h = _Inputs(*inputs), Rows(*output[1:])
+    saved = Saved(Rows(args.x_SD, args.x_scales), h, _weights(args), _index(args))
     ctx.save_for_backward(*saved.tensors())
-    ctx.options, ctx.dtype = _options(args), args.x_SD.dtype
+    ctx.options, ctx.dtype = _options(args), args.dtype
     ctx.is_unsummed = args.handle_RD is not None
-    ctx.mark_non_differentiable(h_RC)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # H would get a gradient of zeros, as large as itself
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, _: None) -> _Inputs:
+def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> _Inputs:
     if dy is None:
         return _Inputs()
     needs = _Inputs(*ctx.needs_input_grad)
@@ -165,29 +214,26 @@ def traced_backward(
 ) -> Grads:
     """Return the gradients by the custom op; None where not wanted."""
     weights, index = saved.weights, saved.index
-    x_SD = dy.new_empty(0) if saved.rows is None else saved.rows.widen()
-    h_RC = dy.new_empty(0) if saved.h is None else saved.h.values
+    rows = Rows(dy.new_empty(0)) if saved.rows is None else saved.rows
+    h = Rows(dy.new_empty(0)) if saved.h is None else saved.h
+    h_scales = dy.new_empty(0) if h.scales is None else h.scales
     matrices = (weights.w1_eCD, weights.w2_eDF, index.weights_R)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
-    how: Any = (*_flat(options), unsummed, list(wants))
-    args = _BackwardInputs(dy, x_SD, h_RC, *matrices, *places, *how)
-    found = zip(_bwd(*args), wants, strict=True)
+    how: Any = (*_flat(options, dy.dtype), unsummed, list(wants))
+    kept = (rows.values, rows.scales, h.values, h_scales)
+    found = zip(_bwd(*_BackwardInputs(dy, *kept, *matrices, *places, *how)), wants, strict=True)
     return Grads(*(grad if want else None for grad, want in found))
 
 
 def traced_expert_mlp(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: Rows,
+    weights: ExpertWeights,
     handle_RD: Tensor | None,
     index: ExpertIndex,
     options: ExpertMLPOptions,
 ) -> Tensor:
-    """Return what `expert_mlp` returns, by the custom op, of wide x, w1, w2 and weights_R."""
+    """Return what `expert_mlp` returns, by the custom op."""
+    tensors = (rows.values, weights.w1_eCD, weights.w2_eDF, index.weights_R, handle_RD)
     places = (index.row_ids_R, index.slots_SK, index.offsets_e)
-    y, _ = _fwd(*_Inputs(*tensors, handle_RD, *places, *_flat(options)))
-    return y
-
-
-def _flat(options: ExpertMLPOptions) -> tuple[Any, ...]:
-    activation = options.activation
-    how = (activation.kind, activation.limit, activation.alpha, activation.interleaved)
-    return *how, options.products, options.keep_h
+    y, *_ = _fwd(*_Inputs(*tensors, rows.scales, *places, *_flat(options, rows.dtype)))
+    return y  # type: ignore[no-any-return]

@@ -1,0 +1,245 @@
+"""Products of a rank's experts in FP8, in blocks of 128 along the dim that is summed.
+
+    X, dY     rows -> FP8, one scale per 128 columns, before they are gathered: bytes move
+    A         of H as it is kept, in fp32 -> FP8: rows for FC2, tiles for its weight gradient
+    dH        of dA and H, in fp32 -> FP8: rows for FC1's input gradient, tiles for its weights'
+    X, dY     FP8 rows -> tiles, quantised once more along 128 expert rows, for weight gradients
+
+H, dA and what is added per source row are in the dtype of the rows. Rows that travelled as FP8 are
+multiplied as they came.
+
+Letters: as in `contract.py`; t row tiles.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
+from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
+from moecore.kernels.grouped.row_tiles import map_row_tiles
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.index import ExpertIndex
+from moecore.kernels.rows.quantised import (
+    BLOCK,
+    RowBlocks,
+    TokenTiles,
+    WeightBlocks,
+    gather_row_blocks,
+    quantise_rows,
+    quantise_weights,
+    tile_tokens,
+)
+from moecore.kernels.rows.quantised_activation import (
+    quantised_activation,
+    quantised_activation_bwd,
+)
+from moecore.kernels.rows.record import Rows
+from moecore.precision.recipe import Recipe
+
+LEAVE_OUT = "leave them out of Precision.roles, or by an override"
+
+
+class _Blocks(NamedTuple):
+    """Rows in expert order, and the dtype of what their product gives."""
+
+    rows: RowBlocks
+    dtype: torch.dtype
+
+
+class _OutputGrads(NamedTuple):
+    """dY: as it came, in FP8; in expert order; which of its rows each expert row has."""
+
+    kept: Rows
+    rows: RowBlocks
+    row_ids_R: Tensor | None
+
+
+class _HiddenGrads(NamedTuple):
+    """dH, for both products that read it."""
+
+    rows: RowBlocks
+    tiles: TokenTiles
+    dtype: torch.dtype
+
+
+class BlockwiseProducts:
+    """The contract is `products.Products`. On a CPU every operation is its reference.
+
+    Args:
+        index: which source row each expert row reads, and its weight.
+        activation: between the two products.
+        weights: without biases.
+        recipe: "blockwise".
+    """
+
+    def __init__(
+        self,
+        index: ExpertIndex,
+        activation: ActivationOptions,
+        weights: ExpertWeights,
+        recipe: Recipe,
+    ) -> None:
+        self.activation, self.recipe = activation, recipe
+        self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
+        self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
+        self.tiles = map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
+        self.weights = weights
+
+    @staticmethod
+    def supports(spec: ExpertSpec) -> str | None:
+        """Return why such experts cannot be multiplied, one line; None = they can."""
+        assert spec.recipe is not None
+        if spec.recipe.scaling != "blockwise":
+            return (
+                f"Recipe.scaling ({spec.recipe.scaling!r}) must be 'blockwise' for experts: use it, "
+                "or give this recipe to dense linears alone (Precision.roles)"
+            )
+        for field, refused in (
+            ("MoEConfig.fc1_bias", spec.fc1_bias),
+            ("MoEConfig.fc2_bias", spec.fc2_bias),
+            ("ExpertLayout.transposed", spec.transposed),
+            ("interleaved ExpertLayout.gate_up", spec.interleaved and spec.gated),
+        ):
+            if refused:
+                return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
+        for name, size in (("dim", spec.dim), ("hidden_dim / etp", spec.hidden_dim)):
+            if size is not None and size % BLOCK:
+                return (
+                    f"MoEConfig.{name} ({size}) must be a multiple of {BLOCK} for experts in "
+                    f"blockwise FP8: {LEAVE_OUT}"
+                )
+        is_cpu = spec.device is None or spec.device.type == "cpu"
+        if not is_cpu and spec.dtypes not in (None, {torch.bfloat16}):
+            shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes or ()))
+            return (
+                f"dtype of the experts' rows ({shown}) must be torch.bfloat16 for experts in FP8: "
+                "convert the model"
+            )
+        if spec.device is not None and not (is_cpu or has_hopper_kernels(spec.device)):
+            return (
+                f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
+                "experts in FP8: use precision=None"
+            )
+        return None
+
+    def as_kept(self, rows: Rows) -> Rows:
+        """Return source rows in FP8; those that travelled so, as they came."""
+        return rows if rows.scales is not None else self._quantised(rows.values)
+
+    def fc1(self, rows: Rows) -> tuple[Tensor, _Blocks]:
+        """Return H and the weighted activation."""
+        h_RC = self._fc1(rows)
+        a = quantised_activation(
+            h_RC,
+            self.weights_R,
+            self.where[2],
+            self.activation,
+            power_of_two=self.recipe.power_of_two,
+        )
+        return h_RC, _Blocks(a, h_RC.dtype)
+
+    def h_as_kept(self, h_RC: Tensor) -> Rows:
+        """Return H, in FP8 if the recipe keeps it so."""
+        return self._quantised(h_RC) if self.recipe.keep_hidden == "fp8" else Rows(h_RC)
+
+    def fc2(self, a: _Blocks) -> Tensor:
+        """Return the output of each expert row."""
+        return self._forward(a.rows, self._w2, a.dtype)
+
+    def fc1_again(self, rows: Rows) -> Rows:
+        """Return H alone."""
+        return Rows(self._fc1(rows))
+
+    def activation_again(self, h: Rows) -> TokenTiles:
+        """Return the weighted activation."""
+        h_RC = h.widen()
+        R, hidden_dim = h_RC.shape[0], self.weights.w2_eDF.shape[2]
+        return self._activation_bwd(h_RC, h_RC.new_zeros(R, hidden_dim))[2]
+
+    def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
+        """Return the gradient of each expert row's output."""
+        if unsummed:
+            kept = self._quantised(dy)
+            return _OutputGrads(kept, gather_row_blocks(kept, None, None, self.where[2]), None)
+        kept = self._quantised(dy)
+        return _OutputGrads(kept, gather_row_blocks(kept, *self.where), self.where[0])
+
+    def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_HiddenGrads, Tensor, TokenTiles]:
+        """Return dH, the weights' gradients and the weighted activation."""
+        da_RF = self._backward(dy.rows, self._w2, h.dtype)
+        rows, tiles, a, dweights_R = self._activation_bwd(h.widen(), da_RF)
+        return _HiddenGrads(rows, tiles, h.dtype), dweights_R, a
+
+    def fc1_bwd(self, dh: _HiddenGrads) -> Tensor:
+        """Return the gradient of each expert row."""
+        return self._backward(dh.rows, self._w1, dh.dtype)
+
+    def fc1_wgrad(self, rows: Rows, dh: _HiddenGrads, target: GradTarget) -> Tensor:
+        """Put the gradient of w1 at the target; return it."""
+        return self._wgrad(
+            dh.tiles, self._tiles(rows, self.where[0]), target, self.weights.w1_eCD.dtype
+        )
+
+    def fc2_wgrad(self, dy: _OutputGrads, a: TokenTiles, target: GradTarget) -> Tensor:
+        """Put the gradient of w2 at the target; return it."""
+        return self._wgrad(self._tiles(dy.kept, dy.row_ids_R), a, target, self.weights.w2_eDF.dtype)
+
+    @cached_property
+    def _w1(self) -> WeightBlocks:
+        found = self.weights.quantised
+        return found[0] if found else quantise_matrices(self.weights.w1_eCD, self.recipe)
+
+    @cached_property
+    def _w2(self) -> WeightBlocks:
+        found = self.weights.quantised
+        return found[1] if found else quantise_matrices(self.weights.w2_eDF, self.recipe)
+
+    def _quantised(self, x: Tensor) -> Rows:
+        return quantise_rows(x, power_of_two=self.recipe.power_of_two)
+
+    def _tiles(self, rows: Rows, row_ids_R: Tensor | None) -> TokenTiles:
+        power_of_two = self.recipe.power_of_two
+        return tile_tokens(rows, row_ids_R, self.tiles, power_of_two=power_of_two)
+
+    def _fc1(self, rows: Rows) -> Tensor:
+        return self._forward(gather_row_blocks(rows, *self.where), self._w1, rows.dtype)
+
+    def _activation_bwd(
+        self, h_RC: Tensor, da_RF: Tensor
+    ) -> tuple[RowBlocks, TokenTiles, TokenTiles, Tensor]:
+        return quantised_activation_bwd(
+            h_RC,
+            da_RF,
+            self.weights_R,
+            self.tiles,
+            self.where[2],
+            self.activation,
+            power_of_two=self.recipe.power_of_two,
+        )
+
+    def _forward(self, rows: RowBlocks, w: WeightBlocks, dtype: torch.dtype) -> Tensor:
+        """Return each expert row times its expert's matrix, transposed."""
+        return fp8_gemm(rows, w.values_eNK, w.scales_eNK, self.offsets_e, self.tiles, dtype)
+
+    def _backward(self, rows: RowBlocks, w: WeightBlocks, dtype: torch.dtype) -> Tensor:
+        """Return each expert row times its expert's matrix."""
+        scales_eKN = w.scales_eNK.transpose(1, 2)
+        return fp8_gemm(rows, w.transposed_eKN, scales_eKN, self.offsets_e, self.tiles, dtype)
+
+    def _wgrad(
+        self, x: TokenTiles, y: TokenTiles, target: GradTarget, dtype: torch.dtype
+    ) -> Tensor:
+        dtype = target.dtype or dtype
+        add_to, scale = target.add_to, target.scale
+        return fp8_wgrad(x, y, self.tiles, add_to=add_to, dtype=dtype, scale=scale)
+
+
+def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> WeightBlocks:
+    """Return one matrix of every expert as the products of a recipe take it. No autograd."""
+    return quantise_weights(w_eNK.detach().contiguous(), power_of_two=recipe.power_of_two)

@@ -1,0 +1,363 @@
+"""Experts in blockwise FP8: values and gradients against an oracle, what is kept and skipped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moecore.kernels.experts import fp8_products
+from moecore.kernels.experts.contract import (
+    ExpertMLPOptions,
+    ExpertWeights,
+    Refetch,
+    UnsummedInput,
+)
+from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.experts.fp8_products import quantise_matrices
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.index import ExpertIndex, build_index
+from moecore.kernels.rows.move import sum_rows
+from moecore.kernels.rows.packed import pack_rows
+from moecore.kernels.rows.record import Rows
+from moecore.precision.recipe import Recipe
+from tests.kernels.experts.test_expert_mlp import NAMES, Sink, make, rows_of
+from tests.moe.fp8_reference import Result, experts_fp8
+
+SIZES: dict[str, Any] = {"S": 23, "D": 256, "F": 128}
+OUTPUTS = ("y", *NAMES)
+
+
+def options_of(kind: str = "swiglu", *, keep_h: bool = True, **recipe: Any) -> ExpertMLPOptions:
+    activation = ActivationOptions(kind=kind)
+    chosen: Any = {"products": "triton", "keep_h": keep_h, "recipe": Recipe(**recipe)}
+    return ExpertMLPOptions(activation=activation, **chosen)
+
+
+def apply(
+    leaves: dict[str, Tensor], index: ExpertIndex, options: ExpertMLPOptions, **more: Any
+) -> Tensor:
+    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
+    return expert_mlp(Rows(leaves["x"]), weights, index, options, **more)
+
+
+def gradient_of(y: Tensor) -> Tensor:
+    places = torch.arange(y.numel(), device=y.device).view_as(y)
+    return torch.cos(0.7 * places).to(y.dtype)
+
+
+def run(leaves: dict[str, Tensor], ids: Tensor, options: ExpertMLPOptions) -> dict[str, Tensor]:
+    """Output and gradients."""
+    leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in leaves.items()}
+    y = apply(leaves, rows_of(ids, leaves["weights"], leaves["w1"].shape[0]), options)
+    y.backward(gradient_of(y))
+    return {"y": y.detach(), **{n: t.grad for n, t in leaves.items() if t.grad is not None}}
+
+
+def oracle(leaves: dict[str, Tensor], ids: Tensor, kind: str, **recipe: Any) -> Result:
+    plain = {n: t.detach() for n, t in leaves.items()}
+    dy = gradient_of(plain["x"])
+    where = (ids, plain["weights"], dy)
+    return experts_fp8(plain["x"], plain["w1"], plain["w2"], *where, kind=kind, **recipe)
+
+
+def check(found: dict[str, Tensor], truth: Result, bound: float) -> None:
+    """Relative error of the tensor, and of the worst row."""
+    for name in OUTPUTS:
+        expected = getattr(truth, name)
+        if not expected.numel():
+            assert found[name].shape == expected.shape
+            continue
+        wrong = (found[name].double() - expected).reshape(-1, expected.shape[-1])
+        rows = expected.reshape(-1, expected.shape[-1]).norm(dim=1)
+        assert wrong.norm() <= bound * rows.norm(), name
+        assert wrong.norm(dim=1).max() <= 2 * bound * rows.max(), name
+
+
+@pytest.mark.parametrize("recipe", [{}, {"power_of_two": False}, {"keep_hidden": "fp8"}], ids=str)
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "relu2", "gelu"])
+def test_equals_the_oracle(kind: str, recipe: dict[str, Any]) -> None:
+    leaves, ids = make(kind, **SIZES)
+    # Only the order of sums differs; where that moves a value over a tie, by one step of FP8.
+    check(run(leaves, ids, options_of(kind, **recipe)), oracle(leaves, ids, kind, **recipe), 1e-3)
+
+
+def test_tiles_of_one_expert_and_bf16() -> None:
+    """More than 128 rows of one expert; H, dA and rows that are added are rounded to bf16."""
+    leaves, ids = make("swiglu", S=300, D=256, F=128, e=3, K=1, dtype=torch.bfloat16)
+    ids = torch.where(ids >= 0, 1, -1).to(torch.int32)
+    found = run(leaves, ids, options_of())
+    check(found, oracle(leaves, ids, "swiglu"), 2**-8)
+    assert {found[n].dtype for n in ("y", "x", "w1", "w2")} == {torch.bfloat16}
+
+
+def test_all_ways_of_keeping_give_the_same_bits() -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    expected = run(leaves, ids, options_of())
+    for options in (options_of(), options_of(keep_h=False)):
+        found = run(leaves, ids, options)
+        assert all(torch.equal(found[n], expected[n]) for n in OUTPUTS)
+    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"])
+    pair = tuple(quantise_matrices(leaves[n], Recipe()) for n in ("w1", "w2"))
+    index = rows_of(ids, leaves["weights"], 5)
+    kept = replace(weights, quantised=pair)
+    y = expert_mlp(Rows(leaves["x"]), kept, index, options_of())
+    y.backward(gradient_of(y))
+    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("S", [0, 1])
+def test_few_rows(S: int) -> None:
+    leaves, ids = make("swiglu", **SIZES | {"S": S})
+    found = run(leaves, ids, options_of())
+    check(found, oracle(leaves, ids, "swiglu"), 1e-3)
+
+
+def test_no_choice_is_local() -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    found = run(leaves, torch.full_like(ids, -1), options_of())
+    assert not any(found[n].any() for n in OUTPUTS)
+
+
+def test_rows_past_the_last_one_may_hold_anything() -> None:
+    """An index longer than its rows, and a gradient of NaN there."""
+    leaves, ids = make("swiglu", **SIZES)
+    expected = run(leaves, ids, options_of())
+    index = build_index(ids, leaves["weights"], first=0, num_local=5, length=200)
+    used = int(index.num_rows)
+    handle_RD = leaves["x"].new_empty(1).expand(200, 256).requires_grad_()
+    y_RD = apply(leaves, index, options_of(), unsummed=UnsummedInput(handle_RD))
+    where = (index.row_ids_R, index.slots_SK, index.num_rows)
+    y_RD = torch.where((torch.arange(200) < used)[:, None], y_RD, torch.nan)
+    assert torch.equal(sum_rows(y_RD.detach(), *where), expected["y"])
+    dy_RD = torch.full_like(y_RD, torch.nan)
+    dy_RD[:used] = gradient_of(leaves["x"])[index.row_ids_R[:used]]
+    y_RD.backward(dy_RD)
+    assert leaves["x"].grad is None and handle_RD.grad is not None
+    assert torch.equal(sum_rows(handle_RD.grad, *where), expected["x"])
+    for name in ("w1", "w2", "weights"):
+        assert torch.equal(leaves[name].grad, expected[name]), name  # type: ignore[arg-type]
+
+
+def test_rows_that_travelled_are_multiplied_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    x = Rows.from_packed(pack_rows(leaves["x"].detach()), 256, torch.float32)
+    quantised: list[tuple[int, ...]] = []
+    real = fp8_products.quantise_rows
+
+    def counted(x: Tensor, **how: Any) -> Rows:
+        quantised.append(tuple(x.shape))
+        return real(x, **how)
+
+    monkeypatch.setattr(fp8_products, "quantise_rows", counted)
+    index = rows_of(ids, leaves["weights"].detach(), 5)
+    fetched: list[int] = []
+
+    def fetch(values: Tensor, scales: Tensor) -> Rows:
+        fetched.append(1)
+        return Rows(values, scales, torch.float32)
+
+    results, rows_R = [], index.row_ids_R.shape[0]
+    refetch = Refetch(fetch, (x.values, x.scales))  # type: ignore[arg-type]
+    for rows, again in ((x, None), (x, refetch), (Rows(x.widen()), None)):
+        own = {n: leaves[n].detach().clone().requires_grad_() for n in ("w1", "w2")}
+        weights = ExpertWeights(w1_eCD=own["w1"], w2_eDF=own["w2"])
+        handle_RD = x.widen().new_empty(1).expand(rows_R, 256).requires_grad_()
+        part = UnsummedInput(handle_RD, refetch=again)
+        quantised.clear()
+        y_RD = expert_mlp(rows, weights, index, options_of(), unsummed=part)
+        y_RD.backward(gradient_of(y_RD))
+        used = int(index.num_rows)
+        assert handle_RD.grad is not None
+        results.append([y_RD[:used], handle_RD.grad[:used], own["w1"].grad, own["w2"].grad])
+        # dY alone, and X where it came wide.
+        assert quantised == ([(23, 256)] if rows is not x else []) + [(rows_R, 256)]
+    assert fetched == [1]
+    for ours in zip(*results, strict=True):
+        assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[2])
+
+
+@pytest.mark.parametrize(
+    "frozen", [(), ("w1",), ("w2",), ("w1", "w2"), ("x",), ("weights", "x", "w1")], ids=str
+)
+def test_what_nobody_wants_costs_no_product(
+    frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    whole = run(leaves, ids, options_of())
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    calls: Counter[str] = Counter()
+    for name in ("fp8_gemm", "fp8_wgrad", "quantise_weights"):
+        real = getattr(fp8_products, name)
+
+        def counted(*args: Any, name: str = name, real: Any = real, **how: Any) -> Any:
+            calls[name] += 1
+            return real(*args, **how)
+
+        monkeypatch.setattr(fp8_products, name, counted)
+    part = run(leaves, ids, options_of())
+    assert part.keys() == whole.keys() - set(frozen)
+    assert all(torch.equal(grad, whole[name]) for name, grad in part.items())
+    only_w2 = frozen == ("weights", "x", "w1")
+    assert calls["fp8_wgrad"] == 2 - len({"w1", "w2"} & set(frozen))
+    assert calls["fp8_gemm"] == 4 - ("x" in frozen) - only_w2
+    # Backward quantises a matrix again only for an input gradient through it.
+    assert calls["quantise_weights"] == 4 - ("x" in frozen) - only_w2
+
+
+@pytest.mark.parametrize("keep_hidden", ["wide", "fp8"])
+def test_keeps_one_byte_per_element(keep_hidden: Any) -> None:
+    leaves, ids = make("swiglu", S=512, D=256, F=128, dtype=torch.bfloat16)
+    index = rows_of(ids, leaves["weights"], 5)
+    given = {leaves[n].data_ptr() for n in ("w1", "w2")} | {t.data_ptr() for t in index}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.data_ptr() not in given:
+            saved[t.data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        apply(leaves, index, options_of(keep_hidden=keep_hidden))
+    S, D, R, C = 512, 256, 1024, 256
+    hidden = R * C * 2 if keep_hidden == "wide" else R * C + R * C // 128 * 4
+    assert sum(saved.values()) == S * D + S * D // 128 * 4 + hidden
+
+
+def test_sinks_and_sender() -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    expected = run(leaves, ids, options_of())
+    index = rows_of(ids, leaves["weights"], 5)
+    sinks = tuple(Sink(torch.ones_like(leaves[n])) for n in ("w1", "w2"))
+    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], sinks=sinks)  # type: ignore[arg-type]
+    handle_RD = leaves["x"].detach()[index.row_ids_R].requires_grad_()
+    sent: list[Any] = []
+
+    class Sender:
+        def start(self, *args: Any) -> None:
+            assert not any(sink.closed for sink in sinks)
+            sent.append(args)
+
+    part = UnsummedInput(handle_RD, Sender())
+    y_RD = expert_mlp(Rows(leaves["x"].detach()), weights, index, options_of(), unsummed=part)
+    y_RD.backward(gradient_of(leaves["x"])[index.row_ids_R])
+    assert len(sent) == 1 and sent[0][0] is not None
+    where = (index.row_ids_R, index.slots_SK, index.num_rows)
+    assert torch.equal(sum_rows(sent[0][0], *where), expected["x"])
+    for sink, name in zip(sinks, ("w1", "w2"), strict=True):
+        assert sink.closed == 1 and leaves[name].grad is None
+        torch.testing.assert_close(sink.add_to, 1 + expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_wide_weights_are_not_rounded() -> None:
+    """Weights in fp32 beside rows in bf16: their gradients are the products' fp32 sums."""
+    leaves, ids = make("swiglu", **SIZES)
+    leaves["x"] = leaves["x"].detach().bfloat16().requires_grad_()
+    found = run(leaves, ids, options_of())
+    assert found["y"].dtype == torch.bfloat16 and found["w1"].dtype == torch.float32
+    check(found, oracle(leaves, ids, "swiglu"), 2**-8)
+    rounded = found["w1"].bfloat16().float()
+    assert not torch.equal(found["w1"], rounded)
+
+
+@pytest.mark.parametrize("recipe", [{}, {"keep_hidden": "fp8", "power_of_two": False}], ids=str)
+def test_compiles_to_the_same_bits(recipe: dict[str, Any]) -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    options = options_of(**recipe)
+
+    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        return apply({"x": x, "w1": w1, "w2": w2}, rows_of(ids, weights, 5), options)
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (block, compiled):
+        args = [leaves[n].detach().clone().requires_grad_() for n in NAMES]
+        y = f(*args)
+        y.backward(gradient_of(y))
+        results.append([y, *(a.grad for a in args)])
+    assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
+
+
+def test_opcheck() -> None:
+    leaves, ids = make("swiglu", S=5, D=128, F=128, drop=False)
+    rows = rows_of(ids, leaves["weights"].detach(), 5)
+    weights = rows.weights_R.detach().requires_grad_()
+    args = (leaves["x"], leaves["w1"], leaves["w2"], weights, None, None)
+    args += (rows.row_ids_R, rows.slots_SK, rows.offsets_e)
+    args += ("swiglu", 7.0, 1.702, False, "triton", True)
+    args += ("blockwise", True, "e4m3", 0, "wide", torch.float32)
+    torch.library.opcheck(torch.ops.moecore.expert_mlp.default, args)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpointing(reentrant: bool) -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    expected = run(leaves, ids, options_of())
+
+    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        return apply({"x": x, "w1": w1, "w2": w2}, rows_of(ids, weights, 5), options_of())
+
+    y = checkpoint(block, *(leaves[n] for n in NAMES), use_reentrant=reentrant)
+    y.backward(gradient_of(y))
+    assert torch.equal(y, expected["y"])
+    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
+
+
+def test_without_gradients() -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    expected = run(leaves, ids, options_of())["y"]
+    with torch.no_grad():
+        y = apply(leaves, rows_of(ids, leaves["weights"], 5), options_of())
+    assert not y.requires_grad and torch.equal(y, expected)
+
+
+def test_one_outlier_and_overflow() -> None:
+    """A row whose values FP8 cannot hold together costs that row's block alone; inf makes NaN."""
+    leaves, ids = make("swiglu", **SIZES)
+    expected = run(leaves, ids, options_of())
+    x = leaves["x"].detach().clone()
+    x[5, 3] = 1e6
+    found = run(leaves | {"x": x.requires_grad_()}, ids, options_of())
+    others = torch.arange(23) != 5
+    assert torch.equal(found["y"][others], expected["y"][others])
+    assert all(found[n].isfinite().all() for n in OUTPUTS)
+    x = leaves["x"].detach().clone()
+    x[5, 3] = torch.inf
+    y = run(leaves | {"x": x.requires_grad_()}, ids, options_of())["y"]
+    assert y[5].isnan().all() and torch.equal(y[others], expected["y"][others])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"D": 192}, r"MoEConfig.dim \(192\) must be a multiple of 128"),
+        ({"F": 96}, r"MoEConfig.hidden_dim / etp \(96\) must be a multiple of 128"),
+        ({"strided": True}, r"ExpertLayout.transposed \(True\) must be False for experts in FP8"),
+        ({"interleaved": True}, r"interleaved ExpertLayout.gate_up \(True\) must be False"),
+        ({"scaling": "rowwise"}, r"Recipe.scaling \('rowwise'\) must be 'blockwise' for experts"),
+    ],
+)
+def test_refusals(change: dict[str, Any], message: str) -> None:
+    sizes = {n: change.get(n, size) for n, size in SIZES.items()}
+    leaves, ids = make("swiglu", **sizes)
+    if change.get("strided"):
+        leaves["w1"] = leaves["w1"].mT.contiguous().mT
+    activation = ActivationOptions(kind="swiglu", interleaved=change.get("interleaved", False))
+    recipe = Recipe(scaling=change.get("scaling", "blockwise"))
+    options = ExpertMLPOptions(activation=activation, products="auto", recipe=recipe)
+    with pytest.raises(ValueError, match=message):
+        apply(leaves, rows_of(ids, leaves["weights"], 5), options)
+
+
+def test_options_that_do_not_fit() -> None:
+    activation = ActivationOptions(kind="swiglu")
+    with pytest.raises(ValueError, match=r"products \('torch'\) must be 'auto' or 'triton'"):
+        ExpertMLPOptions(activation=activation, products="torch", recipe=Recipe())
+    with pytest.raises(ValueError, match=r"keep_h \(False\) must be True with Recipe.keep_hidden"):
+        options_of(keep_h=False, keep_hidden="fp8")

@@ -1,0 +1,144 @@
+"""Experts in blockwise FP8 once more, row by row, with a quantiser of its own: the truth of tests.
+
+Nothing here is shared with the package. Values are rounded by arithmetic on exponents, scales come
+from logarithms, every product is in fp64, and every expert row is computed alone. What the recipe
+rounds to the dtype of the rows (H, dA, outputs of expert rows) is rounded here too.
+
+Legend: S source rows, D model dim, F hidden dim, C columns of FC1, e experts, K choices per row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return fp64 values rounded to e4m3: three bits of mantissa, ties to even, 448 at most."""
+    _, exponent = torch.frexp(x.abs())
+    step = torch.ldexp(torch.ones_like(x), (exponent - 1).clamp(min=-6) - 3)
+    return (torch.round(x / step) * step).clamp(-448, 448)
+
+
+def scale_of(amax: float, power_of_two: bool) -> float:
+    """Return the scale of a block, representable in fp32."""
+    scale = max(float(torch.tensor(amax).float() / 448), 2.0**-126)
+    return 2.0 ** math.ceil(math.log2(scale)) if power_of_two else scale
+
+
+def fp8(x: Tensor, rows: int, columns: int, power_of_two: bool = True) -> Tensor:
+    """Return a matrix with every block of rows x columns quantised, in fp64."""
+    out = torch.empty_like(x, dtype=torch.float64)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            block = x[i : i + rows, j : j + columns].float()
+            scale = scale_of(float(block.abs().max()), power_of_two)
+            inverse = 1 / torch.tensor(scale, dtype=torch.float32)  # fp32 decides about ties
+            values = rounded((block * inverse).double()) * scale
+            out[i : i + rows, j : j + columns] = values
+    return out
+
+
+@dataclass
+class Result:
+    """The output and its gradients, fp64."""
+
+    y: Tensor
+    x: Tensor
+    w1: Tensor
+    w2: Tensor
+    weights: Tensor
+
+
+@dataclass
+class _Rows:
+    """What one expert has seen, in order: for its weights' gradients."""
+
+    x: list[Tensor] = field(default_factory=list)
+    dy: list[Tensor] = field(default_factory=list)
+    a: list[Tensor] = field(default_factory=list)
+    dh: list[Tensor] = field(default_factory=list)
+
+
+def experts_fp8(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dy: Tensor,
+    *,
+    kind: str = "swiglu",
+    power_of_two: bool = True,
+    keep_hidden: str = "wide",
+) -> Result:
+    """Return the output for dy and every gradient.
+
+    Args:
+        x: [S, D], of the dtype in which products are rounded.
+        w1: [e, C, D].
+        w2: [e, D, F].
+        ids: [S, K], -1 = none.
+        weights: [S, K].
+        dy: [S, D].
+        kind: of the activation.
+        power_of_two: as in `Recipe`.
+        keep_hidden: likewise.
+    """
+    dtype, two = x.dtype, power_of_two
+    w1_q = [fp8(w, BLOCK, BLOCK, two) for w in w1]
+    w2_q = [fp8(w, BLOCK, BLOCK, two) for w in w2]
+    x_q, dy_q = fp8(x, 1, BLOCK, two), fp8(dy, 1, BLOCK, two)
+    seen = [_Rows() for _ in w1]
+    out = Result(*(torch.zeros(t.shape, dtype=torch.float64) for t in (x, x, w1, w2, weights)))
+    for s in range(x.shape[0]):
+        for k in range(ids.shape[1]):
+            i = int(ids[s, k])
+            if i < 0:
+                continue
+            weight = weights[s, k].double()
+            h = (x_q[s : s + 1] @ w1_q[i].T).to(dtype)
+            a = _activation(h.double(), kind) * weight
+            out.y[s] += (fp8(a, 1, BLOCK, two) @ w2_q[i].T).to(dtype)[0].double()
+            if keep_hidden == "fp8":
+                h = fp8(h, 1, BLOCK, two).to(dtype)
+            da = (dy_q[s : s + 1] @ w2_q[i]).to(dtype).double()
+            leaf = h.double().requires_grad_()
+            act = _activation(leaf, kind)
+            (dh,) = torch.autograd.grad(act, leaf, da * weight)
+            act = act.detach()
+            out.weights[s, k] = (da * act).sum()
+            out.x[s] += (fp8(dh, 1, BLOCK, two) @ w1_q[i]).to(dtype)[0].double()
+            for rows, row in zip(
+                (seen[i].x, seen[i].dy, seen[i].a, seen[i].dh),
+                (x_q[s], dy_q[s], (act * weight)[0], dh[0]),
+                strict=True,
+            ):
+                rows.append(row)
+    for i, rows in enumerate(seen):
+        for start in range(0, len(rows.x), BLOCK):
+            x_t, dy_t, a_t, dh_t = (
+                fp8(torch.stack(found[start : start + BLOCK]), BLOCK, 1, two)
+                for found in (rows.x, rows.dy, rows.a, rows.dh)
+            )
+            out.w1[i] += dh_t.T @ x_t
+            out.w2[i] += dy_t.T @ a_t
+    return out
+
+
+def _activation(h: Tensor, kind: str) -> Tensor:
+    if kind == "relu2":
+        return h.clamp(min=0) ** 2
+    if kind == "gelu":
+        return 0.5 * h * (1 + torch.erf(h / 2**0.5))
+    gate, up = h.chunk(2, dim=-1)
+    if kind == "swiglu":
+        return gate * torch.sigmoid(gate) * up
+    assert kind == "geglu", kind
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + torch.tanh(inner)) * up
