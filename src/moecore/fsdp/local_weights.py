@@ -2,7 +2,8 @@
 
 FSDP2 would still copy them: into a buffer to gather, out of it, their gradients into a buffer to
 reduce and out of that. What is left without it is its mixed precision: cast the weights before
-use, and make gradients of the weights' dtype of the mean over data ranks.
+use, and make gradients of the weights' dtype of the mean over data ranks. Products in FP8 take no
+cast: they quantise the weights as they are.
 
     forward     weight, fp32 -> cast, bf16 -> products
     backward    products -> fp32 sums / data ranks, added to weight.grad in the kernel     (Sink)
@@ -13,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore._autograd import has_gradient_hooks, has_saved_tensor_hooks, leaf_of, version, will_run
+from moecore._autograd import has_gradient_hooks, has_saved_tensor_hooks, leaf_of, will_run
 from moecore.kernels.experts.contract import GradSink, GradTarget
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.moe.params import ParamReader, grad_placements, local_param
@@ -37,25 +37,24 @@ class WholeWeights(ParamReader):
     """
 
     def __init__(self, dtype: torch.dtype | None, divisor: float, *, keep: bool) -> None:
+        super().__init__(keep=keep)
         self.dtype = dtype
         self.divisor = divisor
-        self.keep = keep
         # Address of a cast weight -> the cast and what it was made of. The cast is held, or the
         # address could become another tensor's while this map still knows it.
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
-        self._shared: dict[nn.Parameter, _Shared] = {}
-        self._shares = False
 
-    def read(self, param: nn.Parameter) -> Tensor:
+    def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
         """Return this rank's part of a parameter, in the dtype of the products, differentiably."""
+        dtype = self.dtype if cast and self.dtype is not None else param.dtype
         if torch.compiler.is_compiling():
-            local = local_param(param)
-            out: Tensor = _Read.apply(local, self.dtype or local.dtype, self.divisor, None)
+            out: Tensor = _Read.apply(local_param(param), dtype, self.divisor, None)
             return out
-        dtype, local = self.dtype or param.dtype, _local(param)
-        cast = self._shared_cast(param, local, dtype) if dtype != local.dtype else None
-        out = _Read.apply(param, dtype, self.divisor, cast)
-        if cast is None and dtype != local.dtype and not self.keep:
+        local, shared = _local(param), None
+        if dtype != local.dtype and self.keep:
+            shared = self.copies.get(param, [param], lambda: local.to(dtype).contiguous())
+        out = _Read.apply(param, dtype, self.divisor, shared)
+        if dtype != local.dtype and not self.keep:
             self._casts[_address(out)] = (out.detach(), local)
         return out
 
@@ -67,29 +66,6 @@ class WholeWeights(ParamReader):
         if node is None or leaf_of(node) is not param:
             return None
         return Sink(param, matrices.shape, node, 1.0 / self.divisor)
-
-    def start_micro_batch(self, *, is_last: bool) -> None:
-        """Announce a forward and backward, and whether an optimizer step follows them."""
-        self._shares = self.keep and not is_last
-
-    def drop_casts(self) -> None:
-        """Forget casts that no last micro-batch has used up."""
-        self._shared.clear()
-        self._shares = False
-
-    def _shared_cast(self, param: nn.Parameter, local: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the cast of all micro-batches of a step; None = every micro-batch has its own."""
-        found = self._shared.get(param) if self._shares else self._shared.pop(param, None)
-        # An operation on a DTensor counts at the DTensor, one on its part at the part, one of a
-        # fused or foreach optimizer nowhere: `drop_casts` ends a step.
-        made_of = (local.data_ptr(), version(local), version(param))
-        if found is not None and found.made_of == made_of:
-            return found.cast
-        if not self._shares:
-            return None
-        cast = local.to(dtype).contiguous()
-        self._shared[param] = _Shared(made_of, cast)
-        return cast
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -116,14 +92,6 @@ class WholeWeights(ParamReader):
         cast, local = found
         assert cast.is_contiguous() and cast.storage_offset() == 0
         return local, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """A cast of a parameter's part, and which values it was made of: address and versions."""
-
-    made_of: tuple[int, ...]
-    cast: Tensor
 
 
 class Sink:

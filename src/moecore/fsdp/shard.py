@@ -49,6 +49,7 @@ from moecore.fsdp.resident import RESIDENT, ResidentUnits
 from moecore.mesh import Meshes
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
+from moecore.moe.params import ParamReader
 from moecore.moe.router import Router
 
 FLOATS = OneOf((torch.float32, torch.bfloat16))
@@ -122,6 +123,7 @@ def shard_model(model: nn.Module, meshes: Meshes, options: FSDPOptions, *, loss:
             experts.reader = WholeWeights(options.param_dtype, divisor, keep=not reshard)
             whole.update(experts.parameters())
             continue
+        experts.reader = ParamReader(keep=not reshard, is_gathered=True)
         fully_shard(
             experts,
             mesh=meshes.expert_fsdp,

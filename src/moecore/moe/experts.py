@@ -10,6 +10,7 @@ multiplies is a choice by name: `moe/backends.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -18,15 +19,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from moecore._autograd import is_plain_eager
 from moecore._distributed import StridedShard
 from moecore._fields import Rules, check_fields
 from moecore.config import MoEConfig
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights, GradSink
 from moecore.kernels.experts.expert_mlp import expert_mlp
+from moecore.kernels.experts.fp8_products import quantise_matrices
+from moecore.kernels.rows.quantised import WeightBlocks
 from moecore.moe.activation import activation_options
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.params import ParamReader, init_normal_, shard_parameter
 from moecore.moe.records import ExpertInput, UnsummedRows
+from moecore.precision.recipe import Recipe
 
 GateUp = Literal["split", "concatenated", "interleaved", "separate"]
 
@@ -100,32 +105,48 @@ class Experts(nn.Module):
                 "MoEConfig.fc1_bias (True) must be False with ExpertLayout.gate_up ('separate'): "
                 "use 'split'"
             )
-        self.set_backend(backend)
         self.reader = ParamReader()
+        self.set_backend(backend)
         self.etp_rank = 0  # which slice of D this rank's part of b2 covers; set when sharded
         for name, shape in expert_shapes(config, self.layout).items():
             parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
 
-    def set_backend(self, backend: ExpertBackend, *, recompute_fc1: bool = False) -> None:
+    def set_backend(
+        self,
+        backend: ExpertBackend,
+        *,
+        recompute_fc1: bool = False,
+        recipe: Recipe | None = None,
+    ) -> None:
         """Choose how the matrices are multiplied.
 
         Args:
             backend: a name from `moe/backends.py`.
             recompute_fc1: keep X alone for backward instead of X and H, and run FC1 again there
                 ("triton" and "torch", experts without biases).
+            recipe: in which FP8; None = in the dtype of rows and weights.
 
         Raises:
             ValueError: for an unknown name, experts that the backend cannot compute, or when
                 nothing can be recomputed.
         """
-        self.check_backend(backend, recompute_fc1=recompute_fc1)
+        self.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
         self.backend = backend
         self.recompute_fc1 = recompute_fc1
+        self.recipe = recipe
+        self.reader.drop_casts()
 
-    def check_backend(self, backend: str, *, recompute_fc1: bool = False) -> None:
+    def check_backend(
+        self, backend: str, *, recompute_fc1: bool = False, recipe: Recipe | None = None
+    ) -> None:
         """Raise what `set_backend` raises; change nothing."""
-        check_backend(backend, self.spec())
+        check_backend(backend, self.spec(recipe=recipe))
+        if recompute_fc1 and recipe is not None and recipe.keep_hidden == "fp8":
+            raise ValueError(
+                "recompute_fc1 (True) must be False with Recipe.keep_hidden ('fp8'), which is how "
+                "FC1's output is kept: drop one of them"
+            )
         biased = self._is_biased
         if recompute_fc1 and (backend == "sequential" or biased):
             raise ValueError(
@@ -234,9 +255,15 @@ class Experts(nn.Module):
                 activation=activation,
                 products=cast(Any, self.backend),
                 keep_h=not self.recompute_fc1,
+                recipe=self.recipe,
             )
             y = expert_mlp(inp.rows, weights, inp.index, options, unsummed=inp.unsummed)
         return y if inp.unsummed is None else UnsummedRows(y)
+
+    def extra_repr(self) -> str:
+        """Return how the matrices are multiplied."""
+        recipe = "" if self.recipe is None else f", {self.recipe.describe()}"
+        return f"backend={self.backend!r}{recipe}"
 
     @property
     def _is_biased(self) -> bool:
@@ -256,7 +283,24 @@ class Experts(nn.Module):
             b1_eC=self._weight("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._fc2_bias(dtype) if config.fc2_bias else None,
             sinks=(sink1, self._sink("w2", w2_eDF)),
+            quantised=self._quantised(w1_eCD, w2_eDF),
         )
+
+    def _quantised(
+        self, w1_eCD: Tensor, w2_eDF: Tensor
+    ) -> tuple[WeightBlocks, WeightBlocks] | None:
+        """Return the matrices by the recipe, for this forward and backward and maybe others."""
+        recipe = self.recipe
+        if recipe is None or not is_plain_eager():
+            return None
+        fc1 = ["w1", "w3"] if self.is_separate else ["w1"]
+        found = []
+        for roles, matrices in ((fc1, w1_eCD), (["w2"], w2_eDF)):
+            params = [getattr(self, getattr(self.layout, role)) for role in roles]
+            make = partial(quantise_matrices, matrices, recipe)
+            found.append(self.reader.quantised((recipe, *roles), params, make))
+        w1, w2 = found
+        return None if w1 is None or w2 is None else (w1, w2)
 
     def _fc1_eCD(self, dtype: torch.dtype) -> tuple[Tensor, GradSink | None]:
         """FC1 as [e, C, D], a view, or a copy of two parameters that stand apart; and its sink."""
@@ -281,8 +325,14 @@ class Experts(nn.Module):
         return w2.transpose(1, 2) if self.layout.transposed else w2
 
     def _weight(self, role: str, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a parameter; cast only under autocast, where rows are cast too."""
-        return self.reader.read(getattr(self, getattr(self.layout, role))).to(dtype)
+        """This rank's part of a parameter; cast only under autocast, where rows are cast too.
+
+        With a recipe as it is: it is quantised.
+        """
+        param = getattr(self, getattr(self.layout, role))
+        if self.recipe is not None:
+            return self.reader.read(param, cast=False)
+        return self.reader.read(param).to(dtype)
 
     def _fc2_bias(self, dtype: torch.dtype) -> Tensor:
         """b2 with zeros outside this etp rank's slice of D, so that adding over etp counts once."""

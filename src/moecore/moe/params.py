@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from moecore._autograd import version
 from moecore.kernels.experts.contract import GradSink
 
+T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -47,21 +51,106 @@ def grad_placements(param: Tensor) -> tuple[Placement, ...]:
     return tuple(Partial() if p.is_replicate() else p for p in param.placements)
 
 
+class StepCopies:
+    """Copies of weights (cast, quantised) that the micro-batches of a step share.
+
+    A copy is used while the announced micro-batches of a step last, and dropped by the last of
+    them. Outside of a step every forward makes its own: fused optimizers, replayed graphs and
+    writes to `.data` change a weight and count nowhere, so no copy may wait for a later step.
+    """
+
+    def __init__(self) -> None:
+        self.shares = False
+        self._found: dict[Hashable, tuple[tuple[int, ...], Any]] = {}
+
+    def get(
+        self,
+        key: Hashable,
+        params: Sequence[nn.Parameter],
+        make: Callable[[], T],
+        *,
+        for_ever: bool = False,
+    ) -> T:
+        """Return a copy, made anew unless micro-batches share it.
+
+        Args:
+            key: of the copy.
+            params: which it is made of. What torch counts as a change of them ends a copy.
+            make: makes it.
+            for_ever: whether it outlives steps: of frozen weights.
+        """
+        stays = self.shares or for_ever
+        found = self._found.get(key) if stays else self._found.pop(key, None)
+        made_of = tuple(number for param in params for number in _made_of(param))
+        if found is not None and found[0] == made_of:
+            copy: T = found[1]
+            return copy
+        made = make()
+        if stays:
+            self._found[key] = made_of, made
+        return made
+
+    def drop(self) -> None:
+        """Drop all copies; the next forward belongs to no announced micro-batch."""
+        self._found.clear()
+        self.shares = False
+
+
+@torch.no_grad()
+def _made_of(param: Tensor) -> tuple[int, ...]:
+    """Return what changes with a parameter's values: address and versions.
+
+    An operation on a DTensor counts at the DTensor, one on its part at the part.
+    """
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return local.data_ptr(), version(local), version(param)
+
+
 class ParamReader:
     """How a module gets at this rank's part of its parameters; another one may cast on the way.
 
     It may also take gradients past autograd, see `GradSink`.
+
+    Args:
+        keep: whether what is made of weights (quantised ones) is kept for backward and shared by
+            the micro-batches of a step; else forward and backward make it again each.
+        is_gathered: whether parameters are gathered before each use, into memory that counts no
+            changes: copies do not outlive a step then.
     """
 
-    def read(self, param: torch.nn.Parameter) -> Tensor:
-        """Return the part as a plain tensor, differentiably."""
+    def __init__(self, *, keep: bool = True, is_gathered: bool = False) -> None:
+        self.keep, self.is_gathered = keep, is_gathered
+        self.copies = StepCopies()
+
+    def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
+        """Return the part as a plain tensor, differentiably.
+
+        Args:
+            param: of the module.
+            cast: to the dtype of the products, if the reader has one.
+        """
         return local_param(param)
+
+    def quantised(
+        self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
+    ) -> T | None:
+        """Return quantised weights that forward and backward share; None = each makes its own.
+
+        Args:
+            key: of these weights and their recipe.
+            params: which they are made of.
+            make: makes them.
+        """
+        if not self.keep:
+            return None
+        frozen = not any(param.requires_grad for param in params)
+        return self.copies.get(key, params, make, for_ever=frozen and not self.is_gathered)
 
     def reading(self) -> AbstractContextManager[None]:
         """Return what surrounds reading and use."""
         return nullcontext()
 
-    def sink(self, param: torch.nn.Parameter, matrices: Tensor) -> GradSink | None:
+    def sink(self, param: nn.Parameter, matrices: Tensor) -> GradSink | None:
         """Return what may take a parameter's gradient; None = autograd alone.
 
         Args:
@@ -72,9 +161,11 @@ class ParamReader:
 
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Announce a forward and backward, and whether an optimizer step follows them."""
+        self.copies.shares = self.keep and not is_last
 
     def drop_casts(self) -> None:
         """Drop what was made of the weights, which may change now."""
+        self.copies.drop()
 
 
 @torch.no_grad()
@@ -168,7 +259,7 @@ def _seed_of(seed: int, key: str, block: int) -> int:
 
 
 def shard_parameter(
-    module: torch.nn.Module, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    module: nn.Module, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> None:
     """Replace a whole parameter by a DTensor that keeps this rank's part. No communication.
 
@@ -199,5 +290,5 @@ def shard_parameter(
     sharded = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
     )
-    new = torch.nn.Parameter(sharded, requires_grad=param.requires_grad)
+    new = nn.Parameter(sharded, requires_grad=param.requires_grad)
     module.register_parameter(name, new)
