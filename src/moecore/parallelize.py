@@ -35,7 +35,12 @@ from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.layer import MoELayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
+from moecore.moe.shared import SharedExpert
 from moecore.moe.state import STATE_NAME, MoEState
+from moecore.precision.apply import apply_precision, check_precision
+from moecore.precision.linear import Fp8Products
+from moecore.precision.recipe import Recipe, Scaling
+from moecore.precision.roles import Precision
 from moecore.request import (
     DispatcherName,
     LossConvention,
@@ -60,6 +65,7 @@ def parallelize_moe(
     overlap_shared: bool = False,
     compile_dense: bool = False,
     balance: BalanceConfig | None = None,
+    precision: Precision | Recipe | Scaling | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
     adapters: Mapping[type, Adapter] | None = None,
@@ -80,6 +86,8 @@ def parallelize_moe(
         overlap_shared: on GPUs, run shared experts on a stream of their own. Experimental.
         compile_dense: run attention, norms and residual adds through torch.compile.
         balance: of every MoE layer; None keeps each one's own.
+        precision: which products are in FP8: a scaling or a recipe for all roles, or a record;
+            None = none. Routed experts then need expert_backend "auto" or "triton".
         fsdp: FSDP2 choices; None = the defaults.
         loss: each rank's is a "mean" over its tokens, or a "sum" over the global token count.
         adapters: block class -> `(block, model) -> MoELayer`, before moecore's own.
@@ -99,6 +107,7 @@ def parallelize_moe(
         overlap_shared=overlap_shared,
         compile_dense=compile_dense,
         balance=balance,
+        precision=Precision.of(precision),
         fsdp=fsdp or FSDPOptions(),
         loss=loss,
     )
@@ -106,6 +115,8 @@ def parallelize_moe(
     refuse_lost_outputs(model)
     layers = swap_blocks(model, adapters or {})
     check_layers(model, layers, request)
+    if request.precision is not None:
+        check_precision(model, request.precision)
     _agree(model, layers, request)
     _apply(model, layers, request)
     return model
@@ -128,13 +139,18 @@ def _apply(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -
     if meshes.parallel.tp > 1 and not is_cut(model):
         cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
     stream = torch.cuda.Stream() if request.overlap_shared else None
-    for layer in layers.values():
+    if request.precision is not None:
+        apply_precision(model, request.precision)
+    for name, layer in layers.items():
         layer.tracker.reset()  # what ran before is no part of a step
         if request.balance is not None:
             layer.set_balance(request.balance)
-        _place_experts(layer, request, exchanges)
+        _place_experts(name, layer, request, exchanges)
         if layer.layout.shared in layer._modules:
             layer.shared_stream = stream
+            recipe = request.recipe_of(name, layer, "shared_experts")
+            if recipe is not None and isinstance(layer.part("shared"), SharedExpert):
+                layer.part("shared").multiply = (Fp8Products(recipe), Fp8Products(recipe))
     shard_model(model, meshes, request.fsdp, loss=request.loss)
     refuse_save_pretrained(model)
     if request.compile_dense:
@@ -150,11 +166,15 @@ def _apply(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -
     setattr(model, STATE_NAME, state)
 
 
-def _place_experts(layer: MoELayer, request: Request, exchanges: ExchangePool | None) -> None:
+def _place_experts(
+    name: str, layer: MoELayer, request: Request, exchanges: ExchangePool | None
+) -> None:
     """Keep this rank's experts, multiplied as requested, behind a dispatcher."""
     meshes, experts = request.meshes, layer.part("experts")
     p, group = meshes.parallel, meshes.dispatch_group
-    experts.set_backend(request.expert_backend, recompute_fc1=request.recompute_fc1)
+    recipe = request.recipe_of(name, layer, "experts")
+    recompute_fc1 = request.recompute_fc1
+    experts.set_backend(request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe)
     if p.ep * p.etp > 1 or is_whole(meshes):
         experts.shard(meshes.expert["ep", "etp"])
     num_experts = layer.config.num_experts

@@ -28,7 +28,12 @@ from moecore.moe.backends import ExpertBackend, check_backend
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.experts import Experts, expert_shapes
 from moecore.moe.layer import MoELayer
+from moecore.moe.params import clean_name
+from moecore.moe.shared import SharedExpert
 from moecore.moe.state import STATE_NAME
+from moecore.precision.linear import why_not
+from moecore.precision.recipe import Recipe
+from moecore.precision.roles import Precision, Role
 
 DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
 LossConvention = Literal["mean", "sum"]
@@ -58,8 +63,17 @@ class Request:
     overlap_shared: bool
     compile_dense: bool
     balance: BalanceConfig | None
+    precision: Precision | None
     fsdp: FSDPOptions
     loss: LossConvention
+
+    def recipe_of(self, layer_name: str, layer: MoELayer, role: Role) -> Recipe | None:
+        """Return the recipe of a layer's "experts" or "shared_experts"; None = as they are."""
+        if self.precision is None:
+            return None
+        names = layer.layout
+        part = names.experts if role == "experts" else names.shared
+        return self.precision.recipe_of(clean_name(f"{layer_name}.{part}".lstrip(".")), role)
 
     def entries(self) -> dict[str, Any]:
         """Return what must be the same on every rank; `build_meshes` has compared the degrees."""
@@ -131,7 +145,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, MoELayer], request: Requ
                 f"{name}: parameters of experts must not be shared with another module, because "
                 "experts live on a mesh of their own: untie them"
             )
-        _check_compute(layer, request)
+        _check_compute(name, layer, request)
     _check_routers(model, layers, request.fsdp)
     check_parameters(model, request.meshes, request.fsdp)
 
@@ -144,6 +158,7 @@ def _check_arguments(request: Request) -> None:
         ("expert_backend", ExpertBackend),
         ("nvlink", NVLinkOptions | None),
         ("balance", BalanceConfig | None),
+        ("precision", Precision | None),
         ("fsdp", FSDPOptions | None),
     ):
         check_value(name, getattr(request, name), annotation)
@@ -248,18 +263,34 @@ def _check_experts(name: str, layer: MoELayer, meshes: Meshes) -> None:
             )
 
 
-def _check_compute(layer: MoELayer, request: Request) -> None:
+def _check_compute(name: str, layer: MoELayer, request: Request) -> None:
     experts, backend = layer.part("experts"), request.expert_backend
-    experts.check_backend(backend, recompute_fc1=request.recompute_fc1)
+    recipe = request.recipe_of(name, layer, "experts")
+    experts.check_backend(backend, recompute_fc1=request.recompute_fc1, recipe=recipe)
     spec = experts.spec(
         dim=layer.config.expert_dim,
         hidden_dim=layer.config.hidden_dim // request.meshes.parallel.etp,
         dtypes=frozenset([request.fsdp.param_dtype or next(experts.parameters()).dtype]),
         device=torch.device(request.meshes.device_type),
+        recipe=recipe,
     )
     check_backend(backend, spec)
+    shared = request.recipe_of(name, layer, "shared_experts")
+    if isinstance(layer._modules.get(layer.layout.shared), SharedExpert) and shared is not None:
+        _check_shared(name, layer.part("shared"), shared)
     if request.balance is not None:
         replace(layer.config, balance=request.balance)  # its own rules
+
+
+def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
+    problem = why_not(shared.w1) or why_not(shared.w2)
+    if recipe.amax_history:
+        problem = "the layer keeps no history of amax"
+    if problem is not None:
+        raise ValueError(
+            f"{name}: shared experts cannot be in FP8 ({recipe.scaling}), because {problem}: leave "
+            "them out of Precision.roles"
+        )
 
 
 def _check_routers(model: nn.Module, layers: Mapping[str, MoELayer], options: FSDPOptions) -> None:

@@ -19,6 +19,13 @@ from moecore.kernels.rows.activation import weighted_activation
 from moecore.moe.activation import activation_options
 from moecore.moe.params import init_normal_, local_param
 
+Multiply = Callable[[Tensor, nn.Parameter], Tensor]
+
+
+def multiply(x: Tensor, weight: nn.Parameter) -> Tensor:
+    """Return x @ weight^T."""
+    return F.linear(x, local_param(weight))
+
 
 class SharedExpert(nn.Module):
     """The sum of n MLPs w2 @ act(w1 @ x), each times sigmoid(gate @ x) when the layer asks for it.
@@ -32,6 +39,9 @@ class SharedExpert(nn.Module):
         config: the layer; F is `num_shared_experts * shared_hidden_dim`.
         device: device of the parameters.
         dtype: dtype of the parameters.
+
+    Attributes:
+        multiply: what multiplies by w1, and by w2; the gate is never quantised.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class SharedExpert(nn.Module):
         self.w2 = nn.Parameter(torch.empty(D, F_, device=device, dtype=dtype))
         gate = torch.empty(n, D, device=device, dtype=dtype) if config.shared_gate else None
         self.gate = None if gate is None else nn.Parameter(gate)
+        self.multiply: tuple[Multiply, Multiply] = (multiply, multiply)  # by w1, by w2
 
     def init_weights(self, *, std: float, key: str, seed: int) -> None:
         """Fill the weights with N(0, std^2), the same on every layout."""
@@ -58,16 +69,17 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return y_TD in the dtype of x_TD."""
-        h_TF = F.linear(x_TD, local_param(self.w1))
+        by_w1, by_w2 = self.multiply
+        h_TF = by_w1(x_TD, self.w1)
         a_TF = weighted_activation(h_TF, None, None, activation_options(self.config))
         if self.gate is None:
-            return F.linear(a_TF, local_param(self.w2))
+            return by_w2(a_TF, self.w2)
         gate_Tn = torch.sigmoid(F.linear(x_TD, local_param(self.gate)).float())
         if self.config.num_shared_experts == 1:
-            return (F.linear(a_TF, local_param(self.w2)) * gate_Tn).to(x_TD.dtype)
+            return (by_w2(a_TF, self.w2) * gate_Tn).to(x_TD.dtype)
         # w2 is linear: a gate on an expert's hidden columns is a gate on its output.
         gated_TnF = a_TF.unflatten(-1, (gate_Tn.shape[1], -1)) * gate_Tn[..., None]
-        return F.linear(gated_TnF.flatten(1).to(x_TD.dtype), local_param(self.w2))
+        return by_w2(gated_TnF.flatten(1).to(x_TD.dtype), self.w2)
 
 
 class SharedRun:

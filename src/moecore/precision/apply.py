@@ -86,16 +86,7 @@ def apply_precision(
         ValueError: for an override with a recipe that matches nothing, or nothing that can be
             quantised; raised before anything changes.
     """
-    linears = {
-        clean_name(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    table = {
-        name: _decide(name, module, precision, roles_of(name, module))
-        for name, module in linears.items()
-    }
-    _check_overrides(model, precision, table)
+    linears, table = _linears(model), check_precision(model, precision, roles_of)
     inputs: dict[tuple[str, int, Recipe], InputCast] = {}
     for name, module in linears.items():
         recipe = table[name].recipe
@@ -104,6 +95,27 @@ def apply_precision(
         siblings = (name.rpartition(".")[0], module.in_features, recipe)
         _swap(module, recipe, inputs.setdefault(siblings, InputCast()))
     return table
+
+
+def check_precision(
+    model: nn.Module, precision: Precision, roles_of: RolesOf = role_of
+) -> dict[str, LinearPrecision]:
+    """Return and raise what `apply_precision` does; change nothing."""
+    table = {
+        name: _decide(name, module, precision, roles_of(name, module))
+        for name, module in _linears(model).items()
+    }
+    _check_overrides(model, precision, table)
+    return table
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return a model's linears by name, without what wrappers add to it."""
+    return {
+        clean_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
 
 
 def advance_amax(model: nn.Module) -> None:
