@@ -97,8 +97,8 @@ class BlockwiseProducts:
         assert spec.recipe is not None
         if spec.recipe.scaling != "blockwise":
             return (
-                f"Recipe.scaling ({spec.recipe.scaling!r}) must be 'blockwise' for experts: use it, "
-                "or give this recipe to dense linears alone (Precision.roles)"
+                f"Recipe.scaling ({spec.recipe.scaling!r}) must be 'blockwise' for experts: use "
+                "it, or give this recipe to dense linears alone (Precision.roles)"
             )
         for field, refused in (
             ("MoEConfig.fc1_bias", spec.fc1_bias),
