@@ -29,7 +29,7 @@ if te_experts.is_available():
 
 # Backends must agree with "torch" to a few bf16 roundings: a fast wrong one gets no row.
 AGREEMENT = 0.02
-COMPETITOR, TRANSFORMER_ENGINE = "transformers", "te"
+COMPETITOR, TRANSFORMER_ENGINE = "transformers", te_experts.BF16
 
 
 class Contender:
@@ -37,7 +37,7 @@ class Contender:
 
     Args:
         layer: the layer; all contenders share its weights.
-        backend: of its experts, `TRANSFORMER_ENGINE` or `COMPETITOR`.
+        backend: of its experts, one of `te_experts.RECIPES`, or `COMPETITOR`.
         x_TD: tokens.
         dy_TD: gradient of the output.
     """
@@ -46,8 +46,9 @@ class Contender:
         self.layer, self.backend = layer, backend
         self.module: nn.Module = layer
         self.experts = layer.part("experts")
-        if backend == TRANSFORMER_ENGINE:
-            self.experts = te_experts.TEExperts.over(self.experts)
+        if backend in te_experts.RECIPES:
+            recipe = te_experts.RECIPES[backend]
+            self.experts = te_experts.TEExperts.over(self.experts, recipe=recipe)
         self.x, self.dy = x_TD, dy_TD
         if backend == COMPETITOR:
             self.module = layers.transformers_block(layer)
@@ -56,10 +57,14 @@ class Contender:
     def prepare(self) -> None:
         """Put the experts into the layer, choose their backend and drop all gradients."""
         self.layer.experts = self.experts
-        if self.backend not in (COMPETITOR, TRANSFORMER_ENGINE):
+        if self.backend not in (COMPETITOR, *te_experts.RECIPES):
             self.experts.set_backend(self.backend)
         for tensor in (self.x, *self.module.parameters()):
             tensor.grad = None
+
+    def there_before(self) -> list[Tensor]:
+        """Return what a forward finds and does not make, but for its input."""
+        return [*self.module.parameters(), *self.module.buffers()]
 
     def forward(self) -> Tensor:
         return self.module(self.x)
@@ -155,7 +160,7 @@ def measure(
     contender.prepare()
     saved = harness.measure_saved(
         contender.forward,
-        parameters=[*contender.module.parameters(), *contender.module.buffers()],
+        parameters=contender.there_before(),
         inputs=[contender.x],
     )
     for op, suffix, baseline, call, flops in (

@@ -28,6 +28,11 @@ KERNELS = {
 GPU_TESTS = [f"tests/kernels/{w}/test_{n}.py" for w, ns in KERNELS.items() for n in ns.split()]
 GPU_TESTS.append("tests/moe/test_layer_gpu.py")
 CPU_TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]
+FP8_TESTS = [
+    "tests/kernels/grouped/test_fp8.py",
+    "tests/kernels/rows/test_quantised.py",
+    "tests/kernels/rows/test_quantised_activation.py",
+]
 
 
 def make_layer(shape: Shape, routing: str, *, device: torch.device) -> tuple[MoELayer, Tensor]:

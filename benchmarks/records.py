@@ -95,6 +95,9 @@ class Row:
         syncs: times the host waited.
         host_ms: time in which the host hands the op to an idle GPU.
         hottest: load of the hottest expert over the mean.
+        bf16_ms: of a row in FP8: median of moecore's own bf16 in the same rounds.
+        speedup: bf16_ms / ms.
+        saved_over_bf16: saved_bytes over those of bf16.
     """
 
     op: str
@@ -119,6 +122,9 @@ class Row:
     syncs: int | None = None
     host_ms: float | None = None
     hottest: float | None = None
+    bf16_ms: float | None = None
+    speedup: float | None = None
+    saved_over_bf16: float | None = None
 
 
 def timing_fields(
@@ -146,8 +152,10 @@ def describe(row: Row) -> str:
         row.gbps and f"{row.gbps:.4g} GB/s",
         row.fraction and f"{row.fraction:.0%} of ceiling",
         row.ratio and f"x{row.ratio:.3f} of {row.baseline} {row.baseline_ms:.4g} ms",
+        row.speedup and f"bf16 {row.bf16_ms:.4g} ms: {row.speedup:.3f} times as fast",
         row.saved_bytes is not None and f"saved {size(row.saved_bytes)}",
         row.saved_ratio and f"(x{row.saved_ratio:.3f})",
+        row.saved_over_bf16 and f"(x{row.saved_over_bf16:.3f} of bf16)",
         _differs(row) and f"(allocator: {size(row.saved_allocated_bytes)})",
         row.peak_bytes is not None and f"peak {size(row.peak_bytes)}",
         row.launches is not None and f"{row.launches} launches",

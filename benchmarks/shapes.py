@@ -86,5 +86,5 @@ GPU_SHAPES = (
     _shape("mixtral", 16384, 4096, 14336, 8, 2),
     _shape("fine-7b", 24576, 1536, 256, 128, 8),
 )
-CPU_SHAPES = (_shape("tiny", 256, 64, 32, 16, 2),)
+CPU_SHAPES = (_shape("tiny", 256, 128, 128, 16, 2),)
 SHAPES = {shape.name: shape for shape in (*GPU_SHAPES, *CPU_SHAPES)}

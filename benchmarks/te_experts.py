@@ -1,9 +1,14 @@
-"""Baseline of the layer: Transformer Engine's permutation and grouped linear, for bf16 on CUDA.
+"""Baseline of the layer: Transformer Engine's permutation and grouped linear, on CUDA.
 
     moe_permute -> GroupedLinear -> activation x weight -> GroupedLinear -> moe_unpermute
 
-Legend: S source rows, Q expert rows that hold a choice (no padding), D model dim, F hidden dim,
-C columns of FC1 (2F with a gate, else F), I and O input and output dim of one linear, e experts.
+In bf16, or by a recipe in FP8: then `Fp8Padding` comes after the first and `Fp8Unpadding` before
+the last, because FP8 products want a multiple of 16 rows per expert. GroupedLinear quantises its
+input, its weights (in every forward) and the gradients of its output.
+
+Legend: S source rows, Q expert rows that hold a choice (in FP8 with padding), D model dim, F
+hidden dim, C columns of FC1 (2F with a gate, else F), I and O input and output dim of one linear,
+e experts.
 
 Note on order. Transformer Engine sorts by itself, from a mask [S, e]: by expert, then by source
 row. `ExpertInput` has the same order plus padding, as long as no source row chooses an expert
@@ -17,7 +22,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +34,11 @@ from moecore.kernels.rows.index import ExpertIndex
 from moecore.moe.activation import activation_options
 from moecore.moe.experts import Experts
 from moecore.moe.records import ExpertInput
+
+Recipe = Literal["blockwise"]
+ROWS = 16  # of which the rows of each expert are a multiple in FP8
+BF16, BLOCKWISE = "te", "te-blockwise"
+RECIPES: dict[str, Recipe | None] = {BF16: None, BLOCKWISE: "blockwise"}  # by name in records
 
 
 def is_available() -> bool:
@@ -42,10 +53,18 @@ class TEExperts(Experts):
     one expert must be chosen: its permutation breaks on empty inputs.
     """
 
+    recipe: Recipe | None = None
+
     @classmethod
-    def over(cls, experts: Experts) -> TEExperts:
-        """Return a module with the same parameters, to be put in the place of `experts`."""
+    def over(cls, experts: Experts, *, recipe: Recipe | None = None) -> TEExperts:
+        """Return a module with the same parameters, to be put in the place of `experts`.
+
+        Args:
+            experts: whose parameters.
+            recipe: "blockwise" is Transformer Engine's Float8BlockScaling; None = bf16.
+        """
         twin = cls(experts.config, layout=experts.layout, device="meta")
+        twin.recipe = recipe
         for name, parameter in experts.named_parameters():
             twin.register_parameter(name, parameter)
         return twin
@@ -58,9 +77,15 @@ class TEExperts(Experts):
             mask_Se, counts = mask_and_counts(inp.index)
             weights_Q = weights_of_choices(inp.index, mask_Se, sum(counts))
             x_QD, row_map = _te().moe_permute(rows_SD, mask_Se, num_out_tokens=sum(counts))
-            h_QC = _grouped_linear(x_QD, weights.w1_eCD, counts)
+            chosen = counts
+            if self.recipe is not None:
+                x_QD, counts = _padding(len(chosen))(x_QD, chosen)
+                weights_Q = _padding(len(chosen))(weights_Q[:, None], chosen)[0][:, 0]
+            h_QC = _grouped_linear(x_QD, weights.w1_eCD, counts, self.recipe)
             a_QF = weighted_activation(h_QC, weights_Q, None, options)
-            y_QD = _grouped_linear(a_QF, weights.w2_eDF, counts)
+            y_QD = _grouped_linear(a_QF, weights.w2_eDF, counts, self.recipe)
+            if self.recipe is not None:
+                y_QD = _te().Fp8Unpadding(len(chosen), ROWS)(y_QD, chosen)
             return _te().moe_unpermute(y_QD, row_map, restore_shape=rows_SD.shape)
 
 
@@ -96,17 +121,35 @@ def weights_of_choices(index: ExpertIndex, mask_Se: Tensor, num_choices: int) ->
     return index.weights_R.index_select(0, rows_Q)
 
 
-def _grouped_linear(x_QI: Tensor, w_eOI: Tensor, counts: list[int]) -> Tensor:
+def _padding(num_experts: int) -> Any:
+    return _te().Fp8Padding(num_experts, ROWS)
+
+
+def _autocast(recipe: Recipe | None) -> AbstractContextManager[None]:
+    """Return the context of a grouped linear; in bf16 one in which nothing is quantised."""
+    if recipe is None:
+        return _te().autocast(enabled=False)
+    return _te().autocast(enabled=True, recipe=_scaling())
+
+
+def _scaling() -> Any:
+    return importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
+
+
+def _grouped_linear(
+    x_QI: Tensor, w_eOI: Tensor, counts: list[int], recipe: Recipe | None
+) -> Tensor:
     """Return [Q, O]; the gradient of the stacked weight comes back as one tensor."""
     tensors = {f"weight{i}": w for i, w in enumerate(w_eOI.unbind())}
     tensors |= {f"bias{i}": x_QI.new_empty(0) for i in range(len(counts))}
-    module = _template(len(counts), w_eOI.shape[2], w_eOI.shape[1])
-    with _te().autocast(enabled=False):  # FP8 state would be the template's, so every layer's
+    module = _template(len(counts), w_eOI.shape[2], w_eOI.shape[1], recipe)
+    # State of FP8 would be the template's, so every layer's; this recipe has none between calls.
+    with _autocast(recipe):
         return functional_call(module, tensors, (x_QI, counts))
 
 
 @functools.cache
-def _template(num_experts: int, in_dim: int, out_dim: int) -> Any:
+def _template(num_experts: int, in_dim: int, out_dim: int, recipe: Recipe | None) -> Any:
     """Return a GroupedLinear without memory, to be called with a layer's own weights."""
     options = dict(bias=False, params_dtype=torch.bfloat16, device="meta")
     return _te().GroupedLinear(num_experts, in_dim, out_dim, **options)

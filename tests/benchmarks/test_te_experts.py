@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from benchmarks import layers, te_experts
+from benchmarks.agreement import ROOM, ROUNDING
 from benchmarks.shapes import SHAPES
 from benchmarks.te_experts import TEExperts
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from moecore.moe.experts import Experts
 from moecore.moe.records import ExpertInput
 from tests.moe.moe_cases import BASE, assert_twice_as_good
 
+FP8_CONFIG = MoEConfig(dim=256, hidden_dim=128, num_experts=8, top_k=3)
 GPU_CONFIG = MoEConfig(dim=128, hidden_dim=96, num_experts=8, top_k=3)
 ROUTINGS = ["random", "empty experts", "all to the last", "k equals e", "padded to 16", "one row"]
 
@@ -46,7 +48,13 @@ def routing_case(name: str, num_rows: int, config: MoEConfig) -> tuple[Tensor, T
 
 
 def run(
-    config: MoEConfig, name: str, *, who: str, dtype: torch.dtype, device: str = "cpu"
+    config: MoEConfig,
+    name: str,
+    *,
+    who: str,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    recipe: te_experts.Recipe | None = None,
 ) -> dict[str, Tensor]:
     """y and every gradient; all that goes in is rounded to bf16 first."""
     ids, weights, how = routing_case(name, 300 if device == "cuda" else 10, config)
@@ -63,7 +71,7 @@ def run(
     wide = torch.promote_types(dtype, torch.float32)
     weights = weights.to(device, wide, copy=True).requires_grad_()
     inp = ExpertInput(Rows(x), build_index(ids.to(device), weights, **how), None)
-    y = (TEExperts.over(experts) if who == "te" else experts)(inp)
+    y = (TEExperts.over(experts, recipe=recipe) if who == "te" else experts)(inp)
     y.backward(dy)
     leaves = {"x": x, "weights": weights, **dict(experts.named_parameters())}
     return {"y": y.detach()} | {n: t.grad for n, t in leaves.items() if t.grad is not None}
@@ -87,6 +95,9 @@ class GroupedLinearStandIn(nn.Module):
 
     def forward(self, x: Tensor, splits: list[int]) -> Tensor:
         assert len(splits) == self.num and all(type(n) is int for n in splits)
+        if StandIn.recipe is not None:
+            assert all(n % 16 == 0 for n in splits)
+            StandIn.quantised += 1
         assert x.shape[0] == sum(splits) > 0
         parts = []
         for i, part in enumerate(x.split(splits)):
@@ -100,6 +111,31 @@ class StandIn:
     """What the baseline asks of Transformer Engine."""
 
     GroupedLinear = GroupedLinearStandIn
+    recipe: str | None = None  # of the running autocast
+    quantised = 0  # linears that ran in one
+
+    class Fp8Padding(nn.Module):
+        """Zeros after each expert's rows, up to a multiple."""
+
+        def __init__(self, num: int, multiple: int) -> None:
+            super().__init__()
+            self.num, self.multiple = num, multiple
+
+        def padded(self, splits: list[int]) -> list[int]:
+            assert len(splits) == self.num
+            return [-(-n // self.multiple) * self.multiple for n in splits]
+
+        def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, list[int]]:
+            sizes = self.padded(splits)
+            pairs = zip(x.split(splits), sizes, strict=True)
+            return torch.cat([nn.functional.pad(p, (0, 0, 0, n - len(p))) for p, n in pairs]), sizes
+
+    class Fp8Unpadding(Fp8Padding):
+        """The way back."""
+
+        def forward(self, x: Tensor, splits: list[int]) -> Tensor:
+            pairs = zip(x.split(self.padded(splits)), splits, strict=True)
+            return torch.cat([part[:n] for part, n in pairs])
 
     @staticmethod
     def moe_permute(x: Tensor, mask: Tensor, *, num_out_tokens: int) -> tuple[Tensor, Tensor]:
@@ -113,24 +149,33 @@ class StandIn:
         assert y.shape[0] == ids.numel()
         return y.new_zeros(restore_shape).index_add(0, ids, y)
 
-    @staticmethod
-    def autocast(*, enabled: bool) -> nullcontext:
-        assert not enabled
-        return nullcontext()
+    @classmethod
+    @contextmanager
+    def autocast(cls, *, enabled: bool, recipe: str | None = None) -> Iterator[None]:
+        assert enabled == (recipe is not None)
+        cls.recipe = recipe
+        yield
+        cls.recipe = None
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     te_experts._template.cache_clear()
     monkeypatch.setattr(te_experts, "_te", lambda: StandIn)
+    monkeypatch.setattr(te_experts, "_scaling", lambda: "Float8BlockScaling")
+    monkeypatch.setattr(StandIn, "quantised", 0)
     yield
     te_experts._template.cache_clear()
 
 
+@pytest.mark.parametrize("recipe", [None, "blockwise"])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_journey_with_a_stand_in(stand_in: None, name: str) -> None:
+def test_journey_with_a_stand_in(
+    stand_in: None, name: str, recipe: te_experts.Recipe | None
+) -> None:
     expected = run(BASE, name, who="sequential", dtype=torch.float64)
-    found = run(BASE, name, who="te", dtype=torch.float64)
+    found = run(BASE, name, who="te", dtype=torch.float64, recipe=recipe)
+    assert StandIn.quantised == (2 if recipe else 0)
     assert found.keys() == expected.keys() == {"y", "x", "weights", "w1", "w2"}
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9, msg=key)
@@ -188,6 +233,18 @@ def test_two_times_rule(installed: None, name: str) -> None:
     for key, value in truth.items():
         assert ours[key].shape == value.shape and ours[key].dtype == plain[key].dtype, key
         assert_twice_as_good(ours[key], plain[key], value, key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["random", "empty experts", "one row"])
+def test_a_recipe_rounds_as_fp8_does(installed: None, name: str) -> None:
+    truth = run(FP8_CONFIG, name, who="sequential", dtype=torch.float32, device="cuda")
+    how = dict(who="te", dtype=torch.bfloat16, device="cuda")
+    ours = run(FP8_CONFIG, name, recipe="blockwise", **how)
+    for key, roundings in (("y", 6), ("x", 8), ("w1", 8), ("w2", 6)):
+        # A few experts may see few rows, so no row by row here.
+        error = float((ours[key].float() - truth[key]).norm() / truth[key].norm())
+        assert ROUNDING < error < ROOM * ROUNDING * roundings**0.5, key
 
 
 @pytest.mark.gpu

@@ -1,0 +1,293 @@
+"""FP8 operations alone: products against torch's bare ones in bf16, quantisers against plain torch.
+
+Products take operands that are quantised already, so `fp8_four_products` (of a layer's forward and
+its input gradients) and `fp8_two_wgrads` are what FP8 leaves of the time of bf16's products.
+Quantisers count the fewest bytes that they must move, b is 2 bytes (bf16), a value in FP8 has 1,
+and each 128 of them a scale of 4.
+
+Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K,
+C = 2F columns of FC1, t row tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Call
+from benchmarks.ops import Inputs, Op, Work, params, run_op
+from benchmarks.session import Ceilings, Session
+from benchmarks.shapes import Shape
+from moecore._compat import grouped_mm
+from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
+from moecore.kernels.grouped.row_tiles import RowTiles, map_row_tiles
+from moecore.kernels.rows import quantised as q
+from moecore.kernels.rows import quantised_activation as qa
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.record import Rows
+
+ROUTINGS = ("learned",)
+SWIGLU = ActivationOptions(kind="swiglu")
+HOW = {"power_of_two": True}
+SCALED = 1 + 4 / q.BLOCK  # bytes of a value and its part of a scale
+
+
+class Operands:
+    """One layer's rows and weights, in bf16 and quantised, made when asked for."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.shape = inputs, inputs.shape
+        self.row_ids_R, self.slots_TK, self.num_rows = inputs.index
+        self.offsets_E = inputs.offsets_E
+
+    @cached_property
+    def tiles(self) -> RowTiles:
+        return map_row_tiles(self.offsets_E, self.shape.rows)
+
+    @cached_property
+    def x(self) -> Rows:
+        return q.quantise_rows(self.inputs.x_TD, **HOW)
+
+    @cached_property
+    def x_RD(self) -> Tensor:
+        return self.inputs.x_TD.index_select(0, self.row_ids_R)
+
+    @cached_property
+    def dy_RD(self) -> Tensor:
+        return self.inputs.random(self.shape.rows, self.shape.dim)
+
+    @cached_property
+    def a_RF(self) -> Tensor:
+        return self.inputs.random(self.shape.rows, self.shape.hidden_dim)
+
+    @cached_property
+    def dh_RC(self) -> Tensor:
+        return self.inputs.random(self.shape.rows, 2 * self.shape.hidden_dim)
+
+    @cached_property
+    def w1_ECD(self) -> Tensor:
+        s = self.shape
+        return 0.02 * self.inputs.random(s.num_experts, 2 * s.hidden_dim, s.dim)
+
+    @cached_property
+    def w2_EDF(self) -> Tensor:
+        s = self.shape
+        return 0.02 * self.inputs.random(s.num_experts, s.dim, s.hidden_dim)
+
+    def rows(self, x_RN: Tensor) -> q.RowBlocks:
+        """Return expert rows as the forward and the input gradients multiply them."""
+        return q.gather_row_blocks(q.quantise_rows(x_RN, **HOW), None, None, self.num_rows)
+
+    def columns(self, x_RN: Tensor) -> q.TokenTiles:
+        """Return expert rows as weight gradients multiply them."""
+        return q.tile_tokens(Rows(x_RN), None, self.tiles, **HOW)
+
+    def times_transposed(self, x_RK: Tensor, w_ENK: Tensor) -> tuple[Call, Call]:
+        """Return a product of the forward in FP8 and in bf16."""
+        rows, w = self.rows(x_RK), q.quantise_weights(w_ENK, **HOW)
+        where = (self.offsets_E, self.tiles, torch.bfloat16)
+        return (
+            lambda: fp8_gemm(rows, w.values_eNK, w.scales_eNK, *where),
+            lambda: grouped_mm(x_RK, w_ENK.transpose(1, 2), offs=self.offsets_E),
+        )
+
+    def times(self, dy_RN: Tensor, w_ENK: Tensor) -> tuple[Call, Call]:
+        """Return an input gradient's product in FP8 and in bf16."""
+        rows, w = self.rows(dy_RN), q.quantise_weights(w_ENK, **HOW)
+        where = (self.offsets_E, self.tiles, torch.bfloat16)
+        scales_EKN = w.scales_eNK.transpose(1, 2)
+        return (
+            lambda: fp8_gemm(rows, w.transposed_eKN, scales_EKN, *where),
+            lambda: grouped_mm(dy_RN, w_ENK, offs=self.offsets_E),
+        )
+
+    def outer(self, x_RM: Tensor, y_RN: Tensor) -> tuple[Call, Call]:
+        """Return a weight gradient's product in FP8, summed in fp32, and in bf16."""
+        x, y = self.columns(x_RM), self.columns(y_RN)
+        return (
+            lambda: fp8_wgrad(x, y, self.tiles),
+            lambda: grouped_mm(x_RM.T, y_RN, offs=self.offsets_E),
+        )
+
+
+def _work(o: Operands, *pairs: tuple[Call, Call], columns: int) -> Work:
+    """Products one after the other: R rows and matrices of D x `columns` elements in all."""
+
+    def each(which: int) -> Call:
+        calls = [pair[which] for pair in pairs]
+        return lambda: [call() for call in calls]
+
+    flops = 2 * o.shape.rows * o.shape.dim * columns
+    return Work(each(0), each(1), num_flops=flops, baseline="bare grouped_mm in bf16")
+
+
+def _fc1(o: Operands) -> tuple[Call, Call]:
+    return o.times_transposed(o.x_RD, o.w1_ECD)
+
+
+def _fc2(o: Operands) -> tuple[Call, Call]:
+    return o.times_transposed(o.a_RF, o.w2_EDF)
+
+
+def _fc2_dgrad(o: Operands) -> tuple[Call, Call]:
+    return o.times(o.dy_RD, o.w2_EDF)
+
+
+def _fc1_dgrad(o: Operands) -> tuple[Call, Call]:
+    return o.times(o.dh_RC, o.w1_ECD)
+
+
+def _fc1_wgrad(o: Operands) -> tuple[Call, Call]:
+    return o.outer(o.dh_RC, o.x_RD)
+
+
+def _fc2_wgrad(o: Operands) -> tuple[Call, Call]:
+    return o.outer(o.dy_RD, o.a_RF)
+
+
+def fp8_fc1(inputs: Inputs) -> Work:
+    """Expert rows times w1^T."""
+    o = Operands(inputs)
+    return _work(o, _fc1(o), columns=2 * o.shape.hidden_dim)
+
+
+def fp8_fc2(inputs: Inputs) -> Work:
+    """Activated rows times w2^T."""
+    o = Operands(inputs)
+    return _work(o, _fc2(o), columns=o.shape.hidden_dim)
+
+
+def fp8_fc2_dgrad(inputs: Inputs) -> Work:
+    """The output's gradient times w2."""
+    o = Operands(inputs)
+    return _work(o, _fc2_dgrad(o), columns=o.shape.hidden_dim)
+
+
+def fp8_fc1_dgrad(inputs: Inputs) -> Work:
+    """The gradient of H times w1."""
+    o = Operands(inputs)
+    return _work(o, _fc1_dgrad(o), columns=2 * o.shape.hidden_dim)
+
+
+def fp8_fc1_wgrad(inputs: Inputs) -> Work:
+    """The gradient of H times expert rows, by expert."""
+    o = Operands(inputs)
+    return _work(o, _fc1_wgrad(o), columns=2 * o.shape.hidden_dim)
+
+
+def fp8_fc2_wgrad(inputs: Inputs) -> Work:
+    """The output's gradient times activated rows, by expert."""
+    o = Operands(inputs)
+    return _work(o, _fc2_wgrad(o), columns=o.shape.hidden_dim)
+
+
+def fp8_four_products(inputs: Inputs) -> Work:
+    """Both products of the forward and both input gradients."""
+    o = Operands(inputs)
+    pairs = (_fc1(o), _fc2(o), _fc2_dgrad(o), _fc1_dgrad(o))
+    return _work(o, *pairs, columns=6 * o.shape.hidden_dim)
+
+
+def fp8_two_wgrads(inputs: Inputs) -> Work:
+    """Both weight gradients."""
+    o = Operands(inputs)
+    return _work(o, _fc1_wgrad(o), _fc2_wgrad(o), columns=3 * o.shape.hidden_dim)
+
+
+def _both(op: Callable[..., Any], ref: Callable[..., Any], num_bytes: float) -> Work:
+    return Work(op, ref, int(num_bytes))
+
+
+def quantise_rows(inputs: Inputs) -> Work:
+    """T D b read; T D values and their scales written."""
+    x_TD = inputs.x_TD
+    return _both(
+        lambda: q.quantise_rows(x_TD, **HOW),
+        lambda: q.quantise_rows_ref(x_TD, **HOW),
+        x_TD.numel() * (2 + SCALED),
+    )
+
+
+def gather_row_blocks(inputs: Inputs) -> Work:
+    """T D values and scales and the index, 4 R, read; R D values and scales written."""
+    o = Operands(inputs)
+    rows, where, s = o.x, (o.row_ids_R, o.slots_TK, o.num_rows), o.shape
+    return _both(
+        lambda: q.gather_row_blocks(rows, *where),
+        lambda: q.gather_row_blocks_ref(rows, o.row_ids_R),
+        (s.tokens + s.rows) * s.dim * SCALED + 4 * s.rows,
+    )
+
+
+def tile_tokens(inputs: Inputs) -> Work:
+    """T D values and scales and the index, 4 R, read; R D values and scales written."""
+    o = Operands(inputs)
+    rows, tiles, s = o.x, o.tiles, o.shape
+    return _both(
+        lambda: q.tile_tokens(rows, o.row_ids_R, tiles, **HOW),
+        lambda: q.tile_tokens_ref(rows, o.row_ids_R, tiles, **HOW),
+        (s.tokens + s.rows) * s.dim * SCALED + 4 * s.rows,
+    )
+
+
+def quantise_weights(inputs: Inputs) -> Work:
+    """2 E F D b of FC1 read, the values written in both layouts."""
+    w1_ECD = Operands(inputs).w1_ECD
+    return _both(
+        lambda: q.quantise_weights(w1_ECD, **HOW),
+        lambda: q.quantise_weights_ref(w1_ECD, **HOW),
+        w1_ECD.numel() * 4,
+    )
+
+
+def quantised_activation(inputs: Inputs) -> Work:
+    """2 R F b and the weights, 4 R, read; R F values and scales written."""
+    s, h_RC, weights_R = inputs.shape, inputs.h_RC, inputs.weights_R
+    num_rows = inputs.index[2]
+    return _both(
+        lambda: qa.quantised_activation(h_RC, weights_R, num_rows, SWIGLU, **HOW),
+        lambda: qa.quantised_activation_ref(h_RC, weights_R, SWIGLU, **HOW),
+        s.rows * (s.hidden_dim * (4 + SCALED) + 4),
+    )
+
+
+def quantised_activation_bwd(inputs: Inputs) -> Work:
+    """3 R F b and 4 R read; dH twice and A once, 5 R F values and scales, and 4 R written."""
+    o, s = Operands(inputs), inputs.shape
+    args = (inputs.h_RC, o.a_RF, inputs.weights_R, o.tiles, o.num_rows, SWIGLU)
+    return _both(
+        lambda: qa.quantised_activation_bwd(*args, **HOW),
+        lambda: qa.quantised_activation_bwd_ref(*args, **HOW),
+        s.rows * (s.hidden_dim * (6 + 5 * SCALED) + 8),
+    )
+
+
+PRODUCTS = "tests/kernels/grouped/test_fp8.py"
+QUANTISERS = "tests/kernels/rows/test_quantised.py"
+ACTIVATION = "tests/kernels/rows/test_quantised_activation.py"
+OPS = (
+    Op(fp8_fc1, PRODUCTS),
+    Op(fp8_fc2, PRODUCTS),
+    Op(fp8_fc2_dgrad, PRODUCTS),
+    Op(fp8_fc1_dgrad, PRODUCTS),
+    Op(fp8_fc1_wgrad, PRODUCTS),
+    Op(fp8_fc2_wgrad, PRODUCTS),
+    Op(fp8_four_products, PRODUCTS),
+    Op(fp8_two_wgrads, PRODUCTS),
+    Op(quantise_rows, QUANTISERS),
+    Op(gather_row_blocks, QUANTISERS),
+    Op(tile_tokens, QUANTISERS),
+    Op(quantise_weights, QUANTISERS),
+    Op(quantised_activation, ACTIVATION),
+    Op(quantised_activation_bwd, ACTIVATION),
+)
+
+
+@pytest.mark.parametrize("op", params(OPS))
+def test_fp8(op: Op, shape: Shape, routing: str, session: Session, ceilings: Ceilings) -> None:
+    run_op(op, shape, routing, session, ceilings)

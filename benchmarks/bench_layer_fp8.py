@@ -1,0 +1,178 @@
+"""The whole MoELayer in FP8 beside itself in bf16, in the same rounds.
+
+Rows `layer_fwd` and `layer_fwd_bwd` as in `bench_layer.py`, with moecore's bf16 in `bf16_ms`:
+
+    blockwise           weights quantised before, as the micro-batches of a step share them
+    blockwise+weights   weights quantised in every forward, and kept for its backward
+    blockwise-h8        the first, with FC1's output kept in FP8
+    te-blockwise        Transformer Engine's blockwise experts, which quantise weights too
+
+The last has rounds of its own. Quantised weights count as saved where a forward makes them.
+
+A way whose error against bf16 is not that of FP8 (`agreement.py`) has no numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import harness, layers, te_experts
+from benchmarks.agreement import disagreement, roundings_of
+from benchmarks.bench_layer import Contender, measure
+from benchmarks.records import Row
+from benchmarks.session import Ceilings, Session
+from benchmarks.shapes import Shape
+from moecore import MoELayer
+from moecore.kernels.common import has_hopper_kernels
+from moecore.moe.experts import Experts
+from moecore.precision.recipe import Recipe
+
+TESTS = [*(layers.GPU_TESTS if torch.cuda.is_available() else layers.CPU_TESTS), *layers.FP8_TESTS]
+if te_experts.is_available():
+    TESTS.append("tests/benchmarks/test_te_experts.py")
+
+BF16, TE = "bf16", te_experts.BLOCKWISE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to run the layer in FP8.
+
+    Attributes:
+        recipe: of the experts.
+        shares: whether forwards share the quantised weights.
+    """
+
+    recipe: Recipe
+    shares: bool
+
+
+WAYS = {
+    "blockwise": Way(recipe=Recipe(), shares=True),
+    "blockwise+weights": Way(recipe=Recipe(), shares=False),
+    "blockwise-h8": Way(recipe=Recipe(keep_hidden="fp8"), shares=True),
+}
+
+
+class Fp8Contender(Contender):
+    """The layer with experts in FP8, which have the weights of the layer's own.
+
+    Args:
+        layer: the layer.
+        name: a key of `WAYS`.
+        x_TD: tokens.
+        dy_TD: gradient of the output.
+    """
+
+    def __init__(self, layer: MoELayer, name: str, x_TD: Tensor, dy_TD: Tensor) -> None:
+        super().__init__(layer, name, x_TD, dy_TD)
+        self.way, own = WAYS[name], layer.part("experts")
+        self.experts = Experts(own.config, layout=own.layout, device="meta")
+        for role, parameter in own.named_parameters():
+            self.experts.register_parameter(role, parameter)
+        self.experts.set_backend("auto", recipe=self.way.recipe)
+
+    def prepare(self) -> None:
+        """Put the experts into the layer, drop all gradients, and weights that are not shared."""
+        self.layer.experts = self.experts
+        if self.way.shares:
+            self.experts.reader.start_micro_batch(is_last=False)
+        else:
+            self.experts.reader.drop_casts()
+        for tensor in (self.x, *self.module.parameters()):
+            tensor.grad = None
+
+    def there_before(self) -> list[Tensor]:
+        """Return parameters and buffers, and quantised weights that forwards share."""
+        found = super().there_before()
+        if self.way.shares:
+            weights = self.experts._weights(self.x.dtype)
+            assert weights.quantised is not None
+            found += [tensor for blocks in weights.quantised for tensor in blocks]
+        return found
+
+
+@pytest.mark.proven_by(*TESTS)
+def test_layer_fp8(shape: Shape, routing: str, session: Session, ceilings: Ceilings) -> None:
+    layer, x_TD = layers.make_layer(shape, routing, device=session.device)
+    dy_TD = torch.randn_like(x_TD)
+    with torch.no_grad():
+        ids_TK = layer.part("router")(x_TD).expert_ids_TK
+        six = layers.SixProducts(layer, x_TD, ids_TK)
+    reached = layers.hottest(ids_TK, shape.num_experts)
+    x_TD.requires_grad_()
+    plain = Contender(layer, bf16_backend(session.device), x_TD, dy_TD)
+    chosen = [n for n in WAYS if not session.backends or n in session.backends]
+    ways = {name: Fp8Contender(layer, name, x_TD, dy_TD) for name in chosen}
+    groups: list[dict[str, Contender]] = [{BF16: plain, **ways}] if ways else []
+    has_te = session.device.type == "cuda" and te_experts.is_available()
+    if has_te and routing == "learned" and (not session.backends or TE in session.backends):
+        groups.append({TE: Contender(layer, TE, x_TD, dy_TD)})
+    if not groups:
+        pytest.skip(f"no backend of {', '.join(session.backends)} runs here with this routing")
+    check_agreement(plain, {n: c for group in groups for n, c in group.items() if n != BF16})
+    for group in groups:
+        timings = time_together(group, six, session)
+        beside: dict[str, Row] = {}
+        for name, contender in group.items():
+            own = timings | {key: timings[f"{name} {key}"] for key in ("fwd", "fwd+bwd")}
+            for fields in measure(contender, own, shape, ceilings.tflops):
+                row = Row(shape=shape.name, routing=routing, hottest=reached, **fields)
+                base = beside.get(row.op) if name != BF16 else None
+                session.add(row if base is None else compared(row, base))
+                if name == BF16:
+                    beside[row.op] = row
+
+
+def bf16_backend(device: torch.device) -> str:
+    """Return the products that "auto" takes for a layer in bf16."""
+    return "triton" if has_hopper_kernels(device) else "torch"
+
+
+def check_agreement(plain: Contender, contenders: dict[str, Contender]) -> None:
+    """Fail when a contender's error against bf16 is not that of FP8."""
+    expected = plain.result()
+    for name, contender in contenders.items():
+        way = WAYS.get(name)
+        kept = way is not None and way.recipe.keep_hidden == "fp8"
+        counts = roundings_of(kept_in_fp8=kept)
+        for tensor, found, right, roundings in zip(
+            "yx", contender.result(), expected, counts, strict=True
+        ):
+            problem = disagreement(found, right, roundings)
+            if problem is not None:
+                pytest.fail(f"{name} in {tensor}: {problem}: no numbers")
+
+
+def time_together(
+    group: dict[str, Contender], six: layers.SixProducts, session: Session
+) -> dict[str, harness.Timing]:
+    """Time "two" and "six", the baselines, and "<name> fwd" and "<name> fwd+bwd" of each."""
+    calls: dict[str, harness.Call] = {"two": six.forward, "six": six.all}
+    for name, contender in group.items():
+        calls[f"{name} fwd"] = contender.forward
+        calls[f"{name} fwd+bwd"] = contender.forward_backward
+
+    def prepare(call: str) -> None:
+        name = call.partition(" ")[0]
+        if name in group:
+            group[name].prepare()
+
+    return harness.time_variants(
+        calls, device=session.device, effort=session.effort, prepare=prepare
+    )
+
+
+def compared(row: Row, base: Row) -> Row:
+    """Return a row with what bf16 took in the same rounds, and kept."""
+    assert row.saved_bytes is not None and base.saved_bytes
+    return replace(
+        row,
+        bf16_ms=base.ms,
+        speedup=base.ms / row.ms,
+        saved_over_bf16=row.saved_bytes / base.saved_bytes,
+    )

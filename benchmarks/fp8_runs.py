@@ -1,0 +1,172 @@
+"""Curves of `benchmarks/train_fp8.py`: one JSON file, how its runs compare, and their plot.
+
+python -m benchmarks.fp8_runs benchmarks/results/fp8/training.json docs/precision.png
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import Environment
+
+BASE = "bf16"
+LAST = 50  # steps that the final training loss is the mean of
+POINT = 10  # steps that a point of the plot is the mean of
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What one run gave, as it goes into the file.
+
+    Attributes:
+        losses: of training, by step.
+        loads: busiest expert over the mean, of the worst layer, by step.
+        mean_loads: the same, mean over layers.
+        held_out: [step, loss on held-out text] now and then, and after the last step.
+        probe_steps: steps before which gradients were compared; 0 is the first.
+        cosines: "layers.3.experts" -> cosine of its gradient to bf16's, by probe.
+        skipped: steps whose gradient was not finite.
+        seconds: of all steps, probes and held-out text included.
+    """
+
+    seed: int
+    variant: str
+    losses: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
+    mean_loads: list[float] = field(default_factory=list)
+    held_out: list[list[float]] = field(default_factory=list)
+    probe_steps: list[int] = field(default_factory=list)
+    cosines: dict[str, list[float]] = field(default_factory=dict)
+    skipped: int = 0
+    seconds: float = 0.0
+
+    @property
+    def last_loss(self) -> float:
+        """Mean training loss of the last steps."""
+        return mean(self.losses[-LAST:])
+
+    @property
+    def last_load(self) -> float:
+        """Mean load of the worst layer over the last steps."""
+        return mean(self.loads[-LAST:])
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def summary(runs: list[Run]) -> list[str]:
+    """Return one line per run in another precision, beside that of its seed in bf16."""
+    lines = []
+    bases = {run.seed: run for run in runs if run.variant == BASE}
+    for run in sorted(runs, key=lambda run: (run.seed, run.variant)):
+        line = f"seed {run.seed} {run.variant:<20} loss {run.last_loss:.4f}"
+        line += f" held out {run.held_out[-1][1]:.4f} load {run.last_load:.2f}"
+        base = bases.get(run.seed)
+        if base is not None and base is not run and len(base.losses) == len(run.losses):
+            line += f" | / {BASE}: loss x{run.last_loss / base.last_loss:.4f}"
+            line += f" held out x{run.held_out[-1][1] / base.held_out[-1][1]:.4f}"
+            line += f" load x{run.last_load / base.last_load:.3f}"
+        if run.cosines:
+            name, least = min(
+                ((n, min(c)) for n, c in run.cosines.items()), key=lambda pair: pair[1]
+            )
+            line += f" | cosine >= {least:.4f} ({name})"
+        rate = run.seconds / len(run.losses)
+        lines.append(f"{line} | {run.skipped} skipped, {rate * 1e3:.0f} ms a step")
+    return lines
+
+
+def load_runs(path: Path, common: dict[str, Any]) -> list[Run]:
+    """Return the runs of a file; none when there is no file.
+
+    Raises:
+        ValueError: when its runs cannot be compared with those of these settings.
+    """
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    wanted = json.loads(json.dumps(common))
+    differs = [name for name in wanted if found["settings"].get(name) != wanted[name]]
+    if differs:
+        raise ValueError(
+            f"--json ({path}) must have runs of the same {', '.join(differs)}: name another file"
+        )
+    return [Run(**run) for run in found["runs"]]
+
+
+def write(path: Path, common: dict[str, Any], runs: list[Run]) -> None:
+    """Write all runs, with the environment of this session."""
+    command = shlex.join(["-m", "benchmarks.train_fp8", *sys.argv[1:]])
+    environment = dataclasses.replace(Environment.here(), command=command)
+    listed = [rounded(dataclasses.asdict(run)) for run in runs]
+    content = {"environment": dataclasses.asdict(environment), "settings": common, "runs": listed}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content) + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """Return a value with floats of six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return {k: rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """Draw losses, their ratios to bf16's, expert loads and cosines of all runs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    (losses, loads), (ratios, cosines) = figure.subplots(2, 2)
+    bases = {run.seed: run for run in runs if run.variant == BASE}
+    for run in runs:
+        steps, label = point_steps(run), f"{run.variant}, seed {run.seed}"
+        style = dict(color=f"C{run.seed}", linestyle="-" if run.variant == BASE else "--")
+        losses.plot(steps, points(run.losses), label=label, linewidth=1, **style)
+        loads.plot(steps, points(run.mean_loads), linewidth=1, **style)
+        if run.seed in bases and run.variant != BASE:
+            pairs = zip(run.losses, bases[run.seed].losses, strict=True)
+            of_steps = [a / b for a, b in pairs]
+            ratios.plot(steps, points(of_steps), label=label, linewidth=1, color=style["color"])
+        for name, values in run.cosines.items():
+            if name.endswith(".experts"):
+                cosines.plot(run.probe_steps, values, linewidth=0.8, color=style["color"])
+    ratios.axhspan(0.995, 1.005, color="gray", alpha=0.2)
+    losses.set(title="training loss (nats per byte)", yscale="log")
+    loads.set(title="busiest expert / mean, mean over layers")
+    ratios.set(title="loss / loss in bf16, same seed (band: 0.5%)", xlabel="step")
+    cosines.set(title="cosine of experts' gradients to bf16's, each layer", xlabel="step")
+    losses.legend(fontsize=7)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def points(values: list[float]) -> list[float]:
+    """Return means of `POINT` neighbours."""
+    return [mean(values[i : i + POINT]) for i in range(0, len(values), POINT)]
+
+
+def point_steps(run: Run) -> list[int]:
+    return list(range(0, len(run.losses), POINT))
+
+
+def main() -> int:
+    """Draw the runs of a file."""
+    if len(sys.argv) != 3:
+        print("fp8_runs: error: give the file of the runs and that of the plot", file=sys.stderr)
+        return 2
+    runs = [Run(**run) for run in json.loads(Path(sys.argv[1]).read_text())["runs"]]
+    draw(runs, Path(sys.argv[2]))
+    print("\n".join(summary(runs)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

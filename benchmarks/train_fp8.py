@@ -1,0 +1,366 @@
+r"""Trains one decoder in bf16 and in FP8 and compares: losses, expert loads, gradients.
+
+    python -m benchmarks.train_fp8 --json benchmarks/results/fp8/training.json
+    python -m benchmarks.train_fp8 --seeds 0 --steps 50 --device cpu
+    python -m benchmarks.fp8_runs benchmarks/results/fp8/training.json docs/precision.png
+
+A native decoder of 428 M parameters (8 layers of 32 experts, 4 per token) reads the bytes of text
+that the machine has (`benchmarks/text.py`). The runs of a seed have the same weights, batches and
+schedule; they differ in `parallelize_moe(precision=...)` alone. "bf16-torch" is a control: bf16
+once more, with experts multiplied by torch, so that other roundings alone make it differ.
+
+Every `--probe-every` steps a run in FP8 computes the gradient of its batch once more, by a twin in
+bf16 with the same weights; the cosine of both is kept per layer and kind of parameter. Both choose
+experts by themselves, so the few tokens that one of them sends elsewhere count too.
+
+Losses, loads and cosines stay on the device until a run ends: a step has no host sync. The file is
+written after each run, and runs that it has already from the same command are replaced.
+
+Legend: S steps, B sequences, T tokens of a sequence, N bytes, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.fp8_runs import BASE, Run, load_runs, summary, write
+from benchmarks.gate import ROOT
+from benchmarks.text import Text, installed_folders, read_text
+from moecore import (
+    BalanceConfig,
+    FSDPOptions,
+    Meshes,
+    MoEConfig,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.models import Decoder, DecoderConfig
+from moecore.models.size import num_params
+from moecore.moe.state import MoEMetrics
+from moecore.optim import AdamW
+from moecore.precision.recipe import Recipe
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from train import lr_at
+
+# Name -> arguments of parallelize_moe.
+VARIANTS: dict[str, dict[str, Any]] = {
+    BASE: {},
+    "bf16-torch": {"expert_backend": "torch"},
+    "blockwise": {"precision": "blockwise"},
+    "blockwise-fp8-hidden": {"precision": Recipe(keep_hidden="fp8")},
+    "rowwise": {"precision": "rowwise"},
+    "tensorwise": {"precision": "tensorwise"},
+}
+TEXT_BYTES = {"cuda": 48 << 20, "cpu": 2 << 20}
+EVAL_EVERY, EVAL_BATCHES = 100, 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """A decoder and what its steps read."""
+
+    config: DecoderConfig
+    batch_size: int
+    seq_len: int
+
+
+def size_of(dim: int, hidden_dim: int, experts: int, top_k: int, layers: int, **reads: int) -> Size:
+    """Return a decoder of MoE layers whose products all have FP8 forms."""
+    head_dim = min(dim, 128)
+    moe = MoEConfig(
+        dim=dim,
+        hidden_dim=hidden_dim,
+        num_experts=experts,
+        top_k=top_k,
+        balance=BalanceConfig(micro_batch_coef=0.01),
+    )
+    config = DecoderConfig(
+        vocab_size=256,
+        dim=dim,
+        num_layers=layers,
+        num_heads=dim // head_dim,
+        num_kv_heads=max(1, dim // head_dim // 2),
+        head_dim=head_dim,
+        qk_norm="head",
+        moe=moe,
+    )
+    return Size(config=config, **reads)
+
+
+SIZES = {
+    "cuda": size_of(1024, 512, 32, 4, 8, batch_size=16, seq_len=512),
+    "cpu": size_of(128, 128, 4, 2, 2, batch_size=4, seq_len=32),
+}
+
+
+class Batches:
+    """All batches of a run on the device, by step: a pure function of seed and text.
+
+    Args:
+        bytes_N: uint8.
+        size: how many a batch has.
+        steps: how many batches there are.
+        seed: of the places that they begin at; None = spread evenly.
+        device: where they are read.
+    """
+
+    def __init__(
+        self, bytes_N: Tensor, size: Size, *, steps: int, seed: int | None, device: torch.device
+    ) -> None:
+        num = bytes_N.numel() - size.seq_len
+        if num <= 0:
+            raise ValueError(
+                f"text ({bytes_N.numel()} bytes) must be longer than a sequence "
+                f"({size.seq_len}): read more"
+            )
+        shape = (steps, size.batch_size)
+        if seed is None:
+            starts = torch.linspace(0, num - 1, shape[0] * shape[1]).long().view(shape)
+        else:
+            starts = torch.randint(num, shape, generator=torch.Generator().manual_seed(seed))
+        self.bytes_N, self.starts_SB = bytes_N.to(device), starts.to(device)
+        self.within_T = torch.arange(size.seq_len + 1, device=device)
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return tokens_BT and labels_BT, int64."""
+        rows_BT = self.bytes_N[self.starts_SB[step][:, None] + self.within_T].long()
+        return rows_BT[:, :-1], rows_BT[:, 1:]
+
+    def __len__(self) -> int:
+        return self.starts_SB.shape[0]
+
+
+def build_model(size: Size, variant: str, seed: int, meshes: Meshes) -> Decoder:
+    """Return a model that computes as the variant does; equal seeds give equal weights."""
+    model = Decoder(size.config, device="meta")
+    fsdp = FSDPOptions(param_dtype=torch.bfloat16, reshard_after_forward=False)
+    parallelize_moe(model, meshes, fsdp=fsdp, **VARIANTS[variant])
+    model.to_empty(device=meshes.device_type)
+    model.init_weights(seed)
+    return model
+
+
+class Probe:
+    """Compares gradients with those of a twin in bf16 that has the same weights.
+
+    Args:
+        model: whose gradients are compared.
+        twin: computes in bf16.
+    """
+
+    def __init__(self, model: Decoder, twin: Decoder) -> None:
+        self.model, self.twin, self.owner = model, twin, TrainStep(twin)
+        self.names = sorted({key_of(name) for name, _ in model.named_parameters()})
+        self.steps: list[int] = []
+        self.cosines: list[Tensor] = []
+
+    def compare(self, step: int, tokens_BT: Tensor, labels_BT: Tensor) -> None:
+        """Keep the cosines of the model's gradients, which it has, to the twin's on this batch."""
+        with torch.no_grad():
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            copies = (*self.twin.parameters(), *self.twin.buffers())
+            for tensor, copy in zip(tensors, copies, strict=True):
+                local(copy).copy_(local(tensor))
+        with self.owner.micro_batch():
+            self.twin(tokens_BT, labels_BT).backward()
+        self.cosines.append(self._cosines())
+        self.steps.append(step)
+        self.owner.drop()
+
+    @torch.no_grad()
+    def _cosines(self) -> Tensor:
+        """Return fp64 [names]; nothing waits for the device."""
+        sums = {name: [] for name in self.names}
+        others = dict(self.twin.named_parameters())
+        for name, param in self.model.named_parameters():
+            a, b = (local(p.grad).flatten().float() for p in (param, others[name]))
+            sums[key_of(name)].append(torch.stack([a @ b, a @ a, b @ b]).double())
+        dots = torch.stack([torch.stack(sums[name]).sum(0) for name in self.names])
+        return dots[:, 0] / (dots[:, 1] * dots[:, 2]).sqrt()
+
+
+def key_of(name: str) -> str:
+    """Return layer and kind of a parameter.
+
+    Example: "model.layers.3.mlp.experts.w1" -> "layers.3.experts", "lm_head.weight" -> "ends".
+    """
+    found = re.search(r"layers\.(\d+)\.(.*)", name)
+    if found is None:
+        return "ends"  # embedding, last norm, head
+    kinds = {"experts": ".experts.", "router": ".router.", "attention": "self_attn."}
+    inside = f".{found[2]}"
+    kind = next((kind for kind, part in kinds.items() if part in inside), "norms")
+    return f"layers.{found[1]}.{kind}"
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "every parameter has a gradient"
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def loads_of(metrics: MoEMetrics) -> Tensor:
+    """Return the busiest expert over the mean: worst layer, and mean over layers; fp64 [2]."""
+    counts_LE = torch.stack(list(metrics.tokens_per_expert.values())).double()
+    loads_L = counts_LE.amax(1) / counts_LE.mean(1).clamp(min=1e-9)
+    return torch.stack([loads_L.max(), loads_L.mean()])
+
+
+@torch.no_grad()
+def held_out_loss(model: Decoder, batches: Batches) -> Tensor:
+    """Return the mean over all batches, fp64 on the device."""
+    model.eval()
+    losses = [model(*batches.at(i)).double() for i in range(len(batches))]
+    model.train()
+    return torch.stack(losses).mean()
+
+
+def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes: Meshes) -> Run:
+    """Return the curves of one run."""
+    device, size = torch.device(meshes.device_type), args.size
+    reads = {"size": size, "device": device}
+    batches = Batches(text.train_N, steps=args.steps, seed=seed, **reads)
+    unseen = Batches(text.held_out_N, steps=EVAL_BATCHES, seed=None, **reads)
+    model = build_model(size, variant, seed, meshes)
+    probe = None
+    if args.probe_every and not variant.startswith(BASE):
+        probe = Probe(model, build_model(size, BASE, seed, meshes))
+    optimizer = AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    owner = TrainStep(model, optimizer, max_norm=1.0)
+    values = torch.zeros(args.steps, 4, device=device, dtype=torch.float64)
+    held_out: list[tuple[int, Tensor]] = []
+    start = moment(device)
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step + 1, args)
+        tokens_BT, labels_BT = batches.at(step)
+        with owner.micro_batch():
+            loss = model(tokens_BT, labels_BT)
+            loss.backward()
+        if probe is not None and step % args.probe_every == 0:
+            probe.compare(step, tokens_BT, labels_BT)
+        done = owner.finish()
+        values[step, 0] = loss.detach()
+        values[step, 1:3] = loads_of(done.metrics)
+        values[step, 3] = done.skipped
+        if (step + 1) % EVAL_EVERY == 0 or step + 1 == args.steps:
+            held_out.append((step + 1, held_out_loss(model, unseen)))
+    seconds = moment(device) - start
+    return collect(Run(seed=seed, variant=variant, seconds=seconds), values, held_out, probe)
+
+
+def collect(
+    run: Run, values: Tensor, held_out: list[tuple[int, Tensor]], probe: Probe | None
+) -> Run:
+    """Fill a run from what lies on the device."""
+    run.losses, run.loads, run.mean_loads, skipped = values.T.tolist()
+    run.skipped = int(sum(skipped))
+    run.held_out = [[step, float(loss)] for step, loss in held_out]
+    if probe is not None:
+        run.probe_steps = probe.steps
+        columns = torch.stack(probe.cosines).T.tolist()
+        run.cosines = dict(zip(probe.names, columns, strict=True))
+    return run
+
+
+def moment(device: torch.device) -> float:
+    """Return the time when all that was launched is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Return the arguments, with `size` and `schedule_steps` beside them.
+
+    Raises:
+        ValueError: for a number that is out of range.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of weights and batches")
+    add("--variants", nargs="+", default=[BASE, "blockwise"], choices=VARIANTS, help="what to run")
+    add("--steps", type=int, default=500, help="optimizer steps of each run")
+    add("--lr", type=float, default=6e-4, help="peak of warm-up and cosine")
+    add("--batch-size", type=int, help="sequences of a step (None = the size's)")
+    add("--probe-every", type=int, default=50, help="steps between gradient cosines; 0 = none")
+    add("--device", default=here, choices=tuple(SIZES), help="chooses the size too")
+    add("--json", type=Path, help="file of the curves; runs of other seeds in it stay")
+    args = parser.parse_args(arguments)
+    for name, least in (("steps", 1), ("batch_size", 1), ("probe_every", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} ({value}) must be >= {least}: raise it")
+    args.size, args.schedule_steps = SIZES[args.device], None
+    if args.batch_size is not None:
+        args.size = dataclasses.replace(args.size, batch_size=args.batch_size)
+    return args
+
+
+def settings(args: argparse.Namespace, text: Text) -> dict[str, Any]:
+    """Return what runs must have in common to be compared."""
+    config, folder = args.size.config, dataclasses.asdict(args.size.config)
+    return {
+        "parameters": num_params(config),
+        "decoder": folder,
+        "steps": args.steps,
+        "tokens_per_step": args.size.batch_size * args.size.seq_len,
+        "seq_len": args.size.seq_len,
+        "lr": args.lr,
+        "text": {
+            "digest": text.digest,
+            "files": text.num_files,
+            "train_bytes": text.train_N.numel(),
+            "held_out_bytes": text.held_out_N.numel(),
+        },
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Run every seed in every variant, and print how they compare."""
+    try:
+        args = parse_arguments(arguments)
+        text = read_text(installed_folders(), most_bytes=TEXT_BYTES[args.device])
+        common = settings(args, text)
+        runs = load_runs(args.json, common) if args.json else []
+    except ValueError as error:
+        print(f"train_fp8: error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{common['parameters'] / 1e6:.0f} M parameters, {common['tokens_per_step']} tokens a step,"
+        f" {text.train_N.numel() / 1e6:.1f} MB of {text.num_files} files (digest {text.digest})",
+        flush=True,
+    )
+    meshes = build_meshes(ParallelConfig(), args.device)
+    for seed in args.seeds:
+        for variant in args.variants:
+            runs = [run for run in runs if (run.seed, run.variant) != (seed, variant)]
+            runs.append(train(seed, variant, text, args, meshes))
+            print(summary(runs[-1:])[0], flush=True)
+            if args.json:
+                write(args.json, common, runs)
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+    print("\n".join(["all runs:", *summary(runs)]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
