@@ -1,18 +1,19 @@
 """How far a layer in FP8 may be from the same layer in bf16, by its format alone.
 
-A value of E4M3 has 3 bits of mantissa: it rounds by at most 2^-4 of its power of two, 2^-4 / sqrt(3)
-in the root mean square. Mantissas spread evenly over [1, 2) have a root mean square of sqrt(7 / 3).
-So one quantised operand is off by u = 2^-4 / sqrt(7) = 2.4%, in the norm. Roundings are independent,
-so a sum over many of them keeps that share, and n operands on the way to a result make it
-u * sqrt(n):
+A value of E4M3 has 3 bits of mantissa: it rounds by at most 2^-4 of its power of two, and by
+2^-4 / sqrt(3) in the root mean square. Mantissas spread evenly over [1, 2) have a root mean square
+of sqrt(7 / 3). So one quantised operand is off by u = 2^-4 / sqrt(7) = 2.4%, in the norm.
+Roundings are independent, so a sum over many of them keeps that share, and n operands on the way
+to a result make it u * sqrt(n):
 
     output     X and W1, each twice, through gate and up; A; W2                         n = 6
     dx         dY and W2; X and W1 twice, through the activation's derivative; dH; W1   n = 8
                a kept H that is quantised, twice                                        2 more
 
 Blocks of 128 leave few values so small that they have fewer bits. `ROOM` is for that, and for what
-an activation makes of an error. What is off by less than u did not multiply in FP8. A row in a wrong
-place is off by more than its own norm, so the worst row is held to `ROW_ROOM` times the bound.
+an activation makes of an error. What is off by less than u did not multiply in FP8. A row in a
+wrong place is off by more than its own norm, so the worst row is held to `ROW_ROOM` times the
+bound.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class TEExperts(Experts):
     one expert must be chosen: its permutation breaks on empty inputs.
     """
 
-    recipe: Recipe | None = None
+    te_recipe: Recipe | None = None
 
     @classmethod
     def over(cls, experts: Experts, *, recipe: Recipe | None = None) -> TEExperts:
@@ -64,7 +64,7 @@ class TEExperts(Experts):
             recipe: "blockwise" is Transformer Engine's Float8BlockScaling; None = bf16.
         """
         twin = cls(experts.config, layout=experts.layout, device="meta")
-        twin.recipe = recipe
+        twin.te_recipe = recipe
         for name, parameter in experts.named_parameters():
             twin.register_parameter(name, parameter)
         return twin
@@ -78,13 +78,13 @@ class TEExperts(Experts):
             weights_Q = weights_of_choices(inp.index, mask_Se, sum(counts))
             x_QD, row_map = _te().moe_permute(rows_SD, mask_Se, num_out_tokens=sum(counts))
             chosen = counts
-            if self.recipe is not None:
+            if self.te_recipe is not None:
                 x_QD, counts = _padding(len(chosen))(x_QD, chosen)
                 weights_Q = _padding(len(chosen))(weights_Q[:, None], chosen)[0][:, 0]
-            h_QC = _grouped_linear(x_QD, weights.w1_eCD, counts, self.recipe)
+            h_QC = _grouped_linear(x_QD, weights.w1_eCD, counts, self.te_recipe)
             a_QF = weighted_activation(h_QC, weights_Q, None, options)
-            y_QD = _grouped_linear(a_QF, weights.w2_eDF, counts, self.recipe)
-            if self.recipe is not None:
+            y_QD = _grouped_linear(a_QF, weights.w2_eDF, counts, self.te_recipe)
+            if self.te_recipe is not None:
                 y_QD = _te().Fp8Unpadding(len(chosen), ROWS)(y_QD, chosen)
             return _te().moe_unpermute(y_QD, row_map, restore_shape=rows_SD.shape)
 
