@@ -31,6 +31,7 @@ class Run:
         held_out: [step, loss on held-out text] now and then, and after the last step.
         probe_steps: steps before which gradients were compared; 0 is the first.
         cosines: "layers.3.experts" -> cosine of its gradient to bf16's, by probe.
+        moved: share of the choices of experts that bf16 would not have made, by probe.
         skipped: steps whose gradient was not finite.
         seconds: of all steps, probes and held-out text included.
     """
@@ -43,6 +44,7 @@ class Run:
     held_out: list[list[float]] = field(default_factory=list)
     probe_steps: list[int] = field(default_factory=list)
     cosines: dict[str, list[float]] = field(default_factory=dict)
+    moved: list[float] = field(default_factory=list)
     skipped: int = 0
     seconds: float = 0.0
 
@@ -77,7 +79,7 @@ def summary(runs: list[Run]) -> list[str]:
             name, least = min(
                 ((n, min(c)) for n, c in run.cosines.items()), key=lambda pair: pair[1]
             )
-            line += f" | cosine >= {least:.4f} ({name})"
+            line += f" | cosine >= {least:.4f} ({name}), {max(run.moved):.2%} of choices moved"
         rate = run.seconds / len(run.losses)
         lines.append(f"{line} | {run.skipped} skipped, {rate * 1e3:.0f} ms a step")
     return lines

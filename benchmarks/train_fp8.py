@@ -10,8 +10,8 @@ schedule; they differ in `parallelize_moe(precision=...)` alone. "bf16-torch" is
 once more, with experts multiplied by torch, so that other roundings alone make it differ.
 
 Every `--probe-every` steps a run in FP8 computes the gradient of its batch once more, by a twin in
-bf16 with the same weights; the cosine of both is kept per layer and kind of parameter. Both choose
-experts by themselves, so the few tokens that one of them sends elsewhere count too.
+bf16 with the same weights and the same choice of experts; the cosine of both is kept per layer and
+kind of parameter. Left to itself the twin would send some tokens elsewhere: that share is kept too.
 
 Losses, loads and cosines stay on the device until a run ends: a step has no host sync. The file is
 written after each run, and runs that it has already from the same command are replaced.
@@ -27,6 +27,7 @@ import gc
 import re
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ from moecore.models.size import num_params
 from moecore.moe.state import MoEMetrics
 from moecore.optim import AdamW
 from moecore.precision.recipe import Recipe
+from moecore.rl import RouterReplay
+from moecore.rl.choices import Choices
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -157,27 +160,37 @@ def build_model(size: Size, variant: str, seed: int, meshes: Meshes) -> Decoder:
 
 
 class Probe:
-    """Compares gradients with those of a twin in bf16 that has the same weights.
+    """Compares a run with a twin in bf16 that has the same weights.
 
     Args:
-        model: whose gradients are compared.
+        model: whose gradients and choices of experts are compared.
         twin: computes in bf16.
     """
 
     def __init__(self, model: Decoder, twin: Decoder) -> None:
         self.model, self.twin, self.owner = model, twin, TrainStep(twin)
+        self.own, self.others = RouterReplay(model), RouterReplay(twin)
         self.names = sorted({key_of(name) for name, _ in model.named_parameters()})
         self.steps: list[int] = []
         self.cosines: list[Tensor] = []
+        self.moved: list[Tensor] = []
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return the context of the forward and backward that `compare` repeats."""
+        return self.own.record()
 
     def compare(self, step: int, tokens_BT: Tensor, labels_BT: Tensor) -> None:
-        """Keep the cosines of the model's gradients, which it has, to the twin's on this batch."""
+        """Keep what the recorded forward and backward differ in from the twin's on this batch."""
+        choices = self.own.choices()
         with torch.no_grad():
             tensors = (*self.model.parameters(), *self.model.buffers())
             copies = (*self.twin.parameters(), *self.twin.buffers())
             for tensor, copy in zip(tensors, copies, strict=True):
                 local(copy).copy_(local(tensor))
-        with self.owner.micro_batch():
+            with self.others.record():
+                self.twin(tokens_BT, labels_BT)
+        self.moved.append(moved(choices, self.others.choices(), self.model.config))
+        with self.others.replay(choices), self.owner.micro_batch():
             self.twin(tokens_BT, labels_BT).backward()
         self.cosines.append(self._cosines())
         self.steps.append(step)
@@ -193,6 +206,17 @@ class Probe:
             sums[key_of(name)].append(torch.stack([a @ b, a @ a, b @ b]).double())
         dots = torch.stack([torch.stack(sums[name]).sum(0) for name in self.names])
         return dots[:, 0] / (dots[:, 1] * dots[:, 2]).sqrt()
+
+
+def moved(ours: Choices, others: Choices, config: DecoderConfig) -> Tensor:
+    """Return the share of our choices that the others do not have; fp64 on the device."""
+    assert config.moe is not None
+    shares = []
+    for name, (ids_TK,) in ours.items():
+        chosen_TE = ids_TK.new_zeros(ids_TK.shape[0], config.moe.num_experts)
+        chosen_TE.scatter_(1, others[name][0].long(), 1)
+        shares.append(1 - chosen_TE.gather(1, ids_TK.long()).double().mean())
+    return torch.stack(shares).mean()
 
 
 def key_of(name: str) -> str:
@@ -249,10 +273,11 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step + 1, args)
         tokens_BT, labels_BT = batches.at(step)
-        with owner.micro_batch():
+        is_probed = probe is not None and step % args.probe_every == 0
+        with probe.recording() if is_probed else nullcontext(), owner.micro_batch():
             loss = model(tokens_BT, labels_BT)
             loss.backward()
-        if probe is not None and step % args.probe_every == 0:
+        if is_probed:
             probe.compare(step, tokens_BT, labels_BT)
         done = owner.finish()
         values[step, 0] = loss.detach()
@@ -274,6 +299,7 @@ def collect(
     if probe is not None:
         run.probe_steps = probe.steps
         columns = torch.stack(probe.cosines).T.tolist()
+        run.moved = torch.stack(probe.moved).tolist()
         run.cosines = dict(zip(probe.names, columns, strict=True))
     return run
 
