@@ -28,7 +28,6 @@ from moecore.precision.scaling import (
     BLOCK,
     BY_BLOCKS,
     DTYPES,
-    MAX,
     Operand,
     amax_ref,
     operand_shape,
@@ -36,6 +35,7 @@ from moecore.precision.scaling import (
     scales_shape,
 )
 
+PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor, without spills
 KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
 
 
@@ -45,29 +45,27 @@ def _magnitude(x):
 
 
 @triton.jit
-def _scale_of(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Return amax / LARGEST, or the next power of two; 2^-126 at least."""
-    scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+def _scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Return the scale of a largest magnitude and its reciprocal, NaN for infinity."""
     if POWER_OF_TWO:
-        bits = scale.to(tl.int32, bitcast=True) + 0x007FFFFF & 0x7F800000
-        scale = tl.maximum(bits, 0x00800000).to(tl.float32, bitcast=True)
+        # Both formats end at 1.75 times a power of two: more than that needs the next one.
+        bits = amax.to(tl.int32, bitcast=True) + 0x001FFFFF & 0x7F800000
+        bits = tl.maximum(bits - ((15 if E5M2 else 8) << 23), 0x00800000)
+        scale = bits.to(tl.float32, bitcast=True)
+        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
     else:
-        scale = tl.maximum(scale, 1.1754943508222875e-38)
-    return scale
+        largest = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
+        scale = tl.maximum(tl.div_rn(amax, largest), 1.1754943508222875e-38)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    is_finite = amax < float("inf")
+    return tl.where(is_finite, scale, float("inf")), tl.where(is_finite, inverse, float("nan"))
 
 
 @triton.jit
-def _scaled(x, scale, LARGEST: tl.constexpr):
-    """Return x / scale within the format's range; NaN for infinity and under an infinite scale."""
-    value = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
-    is_number = (x == x) & (tl.abs(x) < float("inf")) & (scale < float("inf"))
-    return tl.where(is_number, value, float("nan"))
-
-
-@triton.jit
-def _encode(x, E5M2: tl.constexpr):  # fp32 within the format's range, or NaN
-    """Return FP8 as uint8, to nearest and ties to even, as FP8 units round: see note "encode"."""
+def _encode(x, E5M2: tl.constexpr):  # fp32
+    """Return FP8 as uint8: nearest, ties to even, saturated; see note "encode"."""
+    largest: tl.constexpr = 57344.0 if E5M2 else 448.0
+    x = tl.where(x == x, tl.minimum(tl.maximum(x, -largest), largest), x)
     bits = x.to(tl.int32, bitcast=True)
     positive = bits & 0x7FFFFFFF
     # A normal result keeps the upper bits of the mantissa; a smaller one is a multiple of 2^-9, or
@@ -127,7 +125,7 @@ def _cast_along(
     K,
     AXIS: tl.constexpr,  # of x that is summed: 1, or 0 for the transposed operand
     KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
+    E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -150,12 +148,12 @@ def _cast_along(
         amax = tl.zeros((BLOCK,), tl.float32) + tl.load(amax_ptr)
         place = tl.zeros_like(i)
         is_mine = is_first & (tile_i == 0) & (tile_j == 0)
-    scale = _scale_of(amax, LARGEST, POWER_OF_TWO)
+    scale, inverse = _scale_of(amax, E5M2, POWER_OF_TWO)
     tl.store(scales_ptr + place, scale, mask=is_mine)
-    value = _scaled(x, tl.expand_dims(scale, AXIS), LARGEST)
-    if INTERPRETED:
-        value = _encode(value, LARGEST > 448.0)
-    else:
+    value = x * tl.expand_dims(inverse, AXIS)
+    if INTERPRETED:  # noqa: SIM108 - Triton compiles plain statements
+        value = _encode(value, E5M2)
+    else:  # saturates
         value = value.to(values_ptr.dtype.element_ty)
     if AXIS == 0:
         value = tl.trans(value)
@@ -184,7 +182,8 @@ def _cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SEEN: tl.constexpr,
-    LARGEST: tl.constexpr,
+    GIVEN: tl.constexpr,  # the amax is another tensor's
+    E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,  # FP8 is stored as bytes
@@ -200,15 +199,17 @@ def _cast_kernel(
         largest = _magnitude(x)
         largest = tl.where(largest < float("inf"), largest, 0.0)
         tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
+    if GIVEN:  # else an infinity is its scale's
+        x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     if ROWS:
         _cast_along(
             x, t, d, tile_t, tile_d, row_amax_ptr, rows_ptr, row_scales_ptr, T, M, K,
-            1, KIND, LARGEST, POWER_OF_TWO, BLOCK, INTERPRETED,
+            1, KIND, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
         )  # fmt: skip
     if COLUMNS:
         _cast_along(
             x, d, t, tile_d, tile_t, column_amax_ptr, columns_ptr, column_scales_ptr, D, m, k,
-            0, KIND, LARGEST, POWER_OF_TWO, BLOCK, INTERPRETED,
+            0, KIND, E5M2, POWER_OF_TWO, BLOCK, INTERPRETED,
         )  # fmt: skip
 
 
@@ -256,11 +257,12 @@ def _cast(
             ROWS=rows,
             COLUMNS=columns,
             SEEN=seen is not None,
-            LARGEST=MAX[fmt],
+            GIVEN=amax is not None,
+            E5M2=fmt == "e5m2",
             POWER_OF_TWO=power_of_two,
             BLOCK=BLOCK,
             INTERPRETED=INTERPRET,
-            num_warps=8,
+            **PROGRAM,
         )
     return outputs
 
