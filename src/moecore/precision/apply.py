@@ -66,7 +66,11 @@ def role_of(name: str, module: nn.Module) -> Role | None:
 
 
 def apply_precision(
-    model: nn.Module, precision: Precision, roles_of: RolesOf = role_of
+    model: nn.Module,
+    precision: Precision,
+    roles_of: RolesOf = role_of,
+    *,
+    keep_weights: bool = False,
 ) -> dict[str, LinearPrecision]:
     """Let a model's linears compute in FP8, in place: each becomes an `Fp8Linear`.
 
@@ -78,6 +82,8 @@ def apply_precision(
         model: any module.
         precision: roles, recipes and overrides; names are those without wrappers' prefixes.
         roles_of: the role of a linear; None = none.
+        keep_weights: quantise a weight once per optimizer step, not per forward and backward, for
+            two bytes per element: see `Fp8Products.keep_weight`. Not for weights of FSDP2 units.
 
     Returns:
         What became of each linear, by name.
@@ -93,7 +99,9 @@ def apply_precision(
         if recipe is None:
             continue
         siblings = (name.rpartition(".")[0], module.in_features, recipe)
-        _swap(module, recipe, inputs.setdefault(siblings, InputCast()))
+        products = Fp8Products(recipe, inputs.setdefault(siblings, InputCast()))
+        products.keep_weight = keep_weights
+        _swap(module, products)
     return table
 
 
@@ -116,6 +124,20 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     }
+
+
+def describe_table(table: dict[str, LinearPrecision]) -> list[str]:
+    """Return one line for each thing that became of linears: how many, what, and the first name.
+
+    Example: "96 linears, attention: blockwise FP8: ... (first: model.layers.0.self_attn.q_proj)".
+    """
+    alike: dict[LinearPrecision, list[str]] = {}
+    for name, decided in table.items():
+        alike.setdefault(decided, []).append(name)
+    return [
+        f"{len(names)} linear{'s' * (len(names) > 1)}, {decided.describe()} (first: {names[0]})"
+        for decided, names in alike.items()
+    ]
 
 
 def advance_amax(model: nn.Module) -> None:
@@ -168,12 +190,12 @@ def _can_be_quantised(name: str, table: dict[str, LinearPrecision]) -> bool:
     return name.rpartition(".")[2] in SHARED | ROUTED
 
 
-def _swap(module: nn.Linear, recipe: Recipe, inputs: InputCast) -> None:
+def _swap(module: nn.Linear, products: Fp8Products) -> None:
     """Give a linear the forward of `Fp8Linear` and keep all else of its class."""
     if not isinstance(module, Fp8Linear):
         module.__class__ = _fp8_class(type(module))
     swapped = cast(Fp8Linear, module)
-    swapped.products = Fp8Products(recipe, inputs)
+    swapped.products = products
 
 
 _CLASSES: dict[type[nn.Linear], type[Fp8Linear]] = {nn.Linear: Fp8Linear}

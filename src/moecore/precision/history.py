@@ -55,13 +55,22 @@ class AmaxHistory:
         return torch.where(largest > 0, largest, 1.0)
 
     def record(self, device: torch.device) -> dict[OperandName, Tensor]:
-        """Return `seen`, to which a training forward and its backward add."""
+        """Return `seen`, to which a training forward and its backward add.
+
+        {} under torch.compile before there are tensors: a graph cannot make what its backward
+        writes to. The next `advance` makes them.
+        """
         if not self.seen:
-            for operand in OPERANDS:
-                self.seen[operand] = torch.zeros(1, device=device)
-                self.steps[operand] = torch.zeros(self.num_steps, device=device)
+            if torch.compiler.is_compiling():
+                return {}
+            self._start(device)
         self._has_seen = True
         return self.seen
+
+    def _start(self, device: torch.device) -> None:
+        for operand in OPERANDS:
+            self.seen[operand] = torch.zeros(1, device=device)
+            self.steps[operand] = torch.zeros(self.num_steps, device=device)
 
     @torch.no_grad()
     def advance(self, weight: Tensor) -> None:
@@ -69,6 +78,8 @@ class AmaxHistory:
 
         A collective for a weight that is a sharded DTensor.
         """
+        if not self.seen:
+            self._start(weight.device)
         if not self._has_seen:
             return
         self.seen["weight"].copy_(max_over_cut(self.seen["weight"], weight))

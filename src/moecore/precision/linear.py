@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore._autograd import version
-from moecore._fields import shown
 from moecore.kernels.ops import Op
 from moecore.moe.params import local_param
 from moecore.precision.cast import Both, amax, cast, operand
@@ -318,10 +317,10 @@ def _check(x: Tensor, weight: Tensor) -> None:
         raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
     reason = why_not(weight)
     if reason is not None:
-        raise ValueError(f"weight ({shown(list(weight.shape))}) must fit FP8 products: {reason}")
+        raise ValueError(f"weight must fit FP8 products, but {reason}: leave it in its dtype")
     if x.shape[-1:] != weight.shape[-1:] and not isinstance(weight, DTensor):
         raise ValueError(
-            f"x ({list(x.shape)}) must have the columns of weight ({list(weight.shape)})"
+            f"x ({list(x.shape)}) must have the columns of weight ({list(weight.shape)}): correct x"
         )
 
 

@@ -1,0 +1,82 @@
+"""The kernels of the casts against their references, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import INTERPRET
+from moecore.precision import cast as casts
+from moecore.precision.scaling import DTYPES, amax_ref
+from tests.kernels.conftest import PARAMS, interpreter, poison
+
+__all__ = ["interpreter"]  # a fixture
+pytest.importorskip("triton")
+SHAPES = [(1, 16), (130, 144), (16, 272)]
+KINDS = ("tile", "block", "row", "tensor")
+
+
+@pytest.fixture(params=PARAMS)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cuda":
+        poison()
+    yield request.param
+
+
+def hard(shape: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(shape) * torch.exp(2 * torch.randn(shape[0], 1))
+    if shape[0] > 4:
+        x[0], x[:, 3] = 0, 0
+        x[1, 2], x[3, 4], x[4, 5] = float("inf"), float("nan"), 3e38
+        if not INTERPRET or dtype == torch.float32:  # whose bf16 has no denormals
+            x[2] *= 1e-42
+    return x.to(dtype).to(device)
+
+
+def assert_same(ours: tuple[Tensor, ...], truth: tuple[Tensor, ...], fmt: str) -> None:
+    for got, wanted in zip(ours, truth, strict=True):
+        assert got.shape == wanted.shape
+        if got.dtype == torch.uint8:  # the bits of a NaN mean nothing
+            got, wanted = got.view(DTYPES[fmt]).float(), wanted.view(DTYPES[fmt]).float()
+        assert torch.equal(got.nan_to_num(7e4), wanted.nan_to_num(7e4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_cast(kind: str, fmt: str, power_of_two: bool, device: str) -> None:
+    for shape in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            x = hard(shape, dtype, device)
+            how = (None, None, kind, fmt, power_of_two)
+            assert_same(casts._cast(x, *how, True, True), casts._cast_ref(x, *how, True, True), fmt)
+
+
+def test_one_operand_alone_and_rows_apart(device: str) -> None:
+    x = hard((130, 288), torch.float32, device)
+    for rows, columns in ((True, False), (False, True)):
+        for part in (x[:, 16:160], x.T[:144]):
+            how = (None, None, "tile", "e4m3", True, rows, columns)
+            assert_same(casts._cast(part, *how), casts._cast_ref(part, *how), "e4m3")
+
+
+def test_delayed(device: str) -> None:
+    x = hard((130, 144), torch.float32, device)
+    given = torch.tensor([2.0], device=device)
+    for seen in (0.0, 1e38):
+        ours, truth = (torch.tensor([seen], device=device) for _ in range(2))
+        how = ("tensor", "e5m2", False, True, True)
+        assert_same(
+            casts._cast(x, given, ours, *how), casts._cast_ref(x, given, truth, *how), "e5m2"
+        )
+        assert torch.equal(ours, truth)
+
+
+def test_amax(device: str) -> None:
+    for shape in SHAPES:
+        x = hard(shape, torch.bfloat16, device)
+        assert torch.equal(casts._amax(x), amax_ref(x))

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from moecore.precision.history import AmaxHistory
+from moecore.precision.linear import Fp8Products, InputCast, fp8_linear
+from moecore.precision.recipe import Recipe
+from tests.precision.plain import (
+    RECIPES,
+    linear_and_gradients,
+    relative_error,
+    worst_row_error,
+)
+
+
+def operands(T: int = 70, K: int = 144, N: int = 160) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x, weight and bias, which require gradients, and dy."""
+    torch.manual_seed(0)
+    x = (torch.randn(T, K) * torch.exp(torch.randn(T, 1))).requires_grad_()
+    weight, bias = torch.randn(N, K) / K**0.5, torch.randn(N)
+    dy = torch.randn(T, N) * torch.exp(torch.randn(T, 1)) * 1e-4
+    return x, weight.requires_grad_(), bias.requires_grad_(), dy
+
+
+def kept_by(products: Fp8Products, x: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return y and what its backward keeps."""
+    kept: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        return products(x, weight), kept
+
+
+def values(make: Any, *leaves: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    y = make(*leaves)
+    return y, *torch.autograd.grad(y, leaves, dy)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_are_those_of_quantised_operands(name: str) -> None:
+    x, weight, bias, dy = operands()
+    got = values(Fp8Products(RECIPES[name]), x, weight, bias, dy=dy)
+    truth = linear_and_gradients(x.detach(), weight.detach(), dy, RECIPES[name])
+    truth = (truth[0] + bias.detach().double(), *truth[1:], dy.double().sum(0))
+    for ours, wanted in zip(got, truth, strict=True):
+        assert ours.dtype == torch.float32
+        assert relative_error(ours, wanted) < 1e-6 and worst_row_error(ours, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_error_against_fp32(name: str) -> None:
+    """e4m3 rounds by 2^-4 at most and about 2^-5.5 in the mean, e5m2 by twice that."""
+    x, weight, bias, dy = operands(300)
+    got = values(Fp8Products(RECIPES[name]), x, weight, bias, dy=dy)
+    truth = values(linear, *(t.double() for t in (x, weight, bias)), dy=dy.double())
+    of_gradients = 0.075 if RECIPES[name].grad_format == "e5m2" else 0.05
+    bounds = (0.05, of_gradients, of_gradients, 1e-6)
+    for ours, wanted, bound in zip(got, truth, bounds, strict=True):
+        assert relative_error(ours, wanted) < bound
+
+
+@pytest.mark.parametrize("T", [0, 1, 129])
+def test_any_number_of_tokens_in_any_shape(T: int) -> None:
+    x, weight, _, dy = operands(2 * T)
+    flat = values(Fp8Products(Recipe()), x, weight, dy=dy)
+    deep = values(Fp8Products(Recipe()), x.view(2, T, 144), weight, dy=dy.view(2, T, 160))
+    assert deep[0].shape == (2, T, 160) and deep[1].shape == (2, T, 144)
+    for got, truth in zip(deep, flat, strict=True):
+        assert torch.equal(got.reshape(truth.shape), truth)
+        assert got.isfinite().all()
+
+
+def test_dtypes() -> None:
+    x, weight, bias, dy = operands()
+    truth = values(Fp8Products(Recipe()), x.bfloat16(), weight.bfloat16(), bias, dy=dy.bfloat16())
+    assert [t.dtype for t in truth] == [torch.bfloat16] * 3 + [torch.float32]
+    wide = values(Fp8Products(Recipe()), x, weight, bias, dy=dy)
+    for got, wanted in zip(truth, wide, strict=True):
+        assert relative_error(got, wanted.double()) < 0.03
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = Fp8Products(Recipe())(x, weight)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy.bfloat16())
+    assert (y.dtype, dx.dtype, dweight.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert torch.equal(y, Fp8Products(Recipe())(x, weight).bfloat16())  # summed in fp32
+
+
+def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moecore.precision import linear as module
+
+    made: list[tuple[bool, bool]] = []
+    cast = module.cast
+
+    def record(*args: Any, rows: bool = True, columns: bool = True, **kwargs: Any) -> Any:
+        made.append((rows, columns))
+        return cast(*args, rows=rows, columns=columns, **kwargs)
+
+    monkeypatch.setattr(module, "cast", record)
+    x, weight, _, dy = operands()
+    with torch.no_grad():
+        Fp8Products(Recipe())(x, weight)
+    assert made == [(True, False), (True, False)]  # x and weight
+    made.clear()
+    y, kept = kept_by(Fp8Products(Recipe()), x, weight.detach())
+    assert [t.numel() for t in kept] == [weight.numel(), 0, 0]
+    y.backward(dy)
+    assert made == [(True, False), (True, False), (True, False), (False, True)]  # dy and weight
+    made.clear()
+    y = Fp8Products(Recipe())(x.detach(), weight)
+    y.backward(dy)
+    assert made == [(True, True), (True, False), (False, True)]
+
+
+def test_backward_keeps_x_in_one_byte() -> None:
+    x, weight, _, _ = operands(256)
+    _, kept = kept_by(Fp8Products(Recipe()), x, weight)
+    sizes = [t.numel() * t.element_size() for t in kept if t.data_ptr() != weight.data_ptr()]
+    assert sum(sizes) == x.numel() + 4 * x.numel() // 128
+
+
+def test_one_input_of_several_is_quantised_once() -> None:
+    x, weight, _, dy = operands()
+    inputs = InputCast()
+    q, k = Fp8Products(Recipe(), inputs), Fp8Products(Recipe(), inputs)
+    truth = values(Fp8Products(Recipe()), x, weight, dy=dy)
+    both = values(lambda x, w: q(x, w) + k(x, w), x, weight, dy=dy)
+    assert torch.equal(both[1], 2 * truth[1]) and torch.equal(both[2], 2 * truth[2])
+    y, kept = kept_by(q, x, weight)
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in kept_by(k, x, weight)[1]}
+    with torch.no_grad():
+        x.data.mul_(2)  # not seen by autograd, and so left to the modules that come again
+    assert torch.equal(q(x, weight), 2 * y)
+    with torch.no_grad():
+        x.mul_(2)
+    assert torch.equal(k(x, weight), 4 * y)
+    assert inputs._both is not None
+    del x
+    assert inputs._both is not None  # autograd holds x
+
+
+def test_an_input_that_is_gone_is_freed() -> None:
+    _, weight, _, _ = operands()
+    inputs = InputCast()
+    x = torch.randn(16, 144)
+    Fp8Products(Recipe(), inputs)(x, weight)
+    assert inputs._both is not None
+    del x
+    assert inputs._both is None
+    assert copy.deepcopy(inputs)._both is None
+
+
+def test_a_kept_weight_follows_its_version() -> None:
+    x, weight, _, dy = operands()
+    kept, plain = Fp8Products(Recipe()), Fp8Products(Recipe())
+    kept.keep_weight = True
+    for _ in range(2):
+        for _ in range(2):
+            for got, truth in zip(
+                values(kept, x, weight, dy=dy), values(plain, x, weight, dy=dy), strict=True
+            ):
+                assert torch.equal(got, truth)
+            assert kept._weight is not None
+            made = kept._weight[1]
+            kept(x, weight)
+            assert kept._weight[1] is made
+        with torch.no_grad():
+            weight.mul_(-1.5)
+
+
+def test_checkpointing_repeats_the_same_bits() -> None:
+    x, weight, bias, dy = operands()
+    truth = values(Fp8Products(Recipe()), x, weight, bias, dy=dy)
+    products = Fp8Products(Recipe())
+    again = values(
+        lambda *leaves: checkpoint(products, *leaves, use_reentrant=False), x, weight, bias, dy=dy
+    )
+    assert all(torch.equal(a, b) for a, b in zip(again, truth, strict=True))
+
+
+HISTORY = Recipe(scaling="tensorwise", amax_history=2, power_of_two=False)
+
+
+def test_history_worked_example() -> None:
+    """The numbers of `history.py`."""
+    weight = torch.eye(16)
+    history, scaled_by = AmaxHistory(2), []
+    for step in ([3.0, 5.0], [2.0], [1.0], [1.0]):
+        for micro_batch in step:
+            past = history.amax("input")
+            scaled_by.append(micro_batch if past is None else past.item())
+            seen = history.record(weight.device)["input"]
+            seen.copy_(seen.clamp(min=micro_batch))
+        history.advance(weight)
+    assert scaled_by == [3, 5, 5, 5, 2]
+    assert history.steps["input"].tolist() == [1, 1]
+    before = history.steps["input"].clone()
+    history.advance(weight)  # no training forward since
+    assert torch.equal(history.steps["input"], before)
+    assert history.amax("gradient").item() == 1  # type: ignore[union-attr]
+
+
+def test_delayed_scaling_uses_and_makes_the_history() -> None:
+    x, weight, _, dy = operands()
+    delayed, current = (
+        Fp8Products(HISTORY),
+        Fp8Products(Recipe(scaling="tensorwise", power_of_two=False)),
+    )
+    first = values(delayed, x, weight, dy=dy)
+    assert all(
+        torch.equal(a, b) for a, b in zip(first, values(current, x, weight, dy=dy), strict=True)
+    )
+    assert delayed.history is not None
+    seen = {name: value.item() for name, value in delayed.history.seen.items()}
+    assert seen == {
+        "input": x.abs().max().item(),
+        "weight": weight.abs().max().item(),
+        "gradient": dy.abs().max().item(),
+    }
+    delayed.history.advance(weight)
+    with torch.no_grad():
+        larger = 2 * x
+        y = delayed(larger, weight)
+        limit = x.abs().max()
+        assert relative_error(y, current(larger.clamp(-limit, limit), weight).double()) < 1e-6
+        assert not delayed.history.seen["input"].any()  # evaluation adds nothing
+    second = values(delayed, x, weight, dy=dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), HISTORY, RECIPES["rowwise hybrid"]])
+def test_compiled_as_eager(recipe: Recipe) -> None:
+    x, weight, bias, dy = operands()
+    eager, traced = Fp8Products(recipe), Fp8Products(recipe)
+    compiled = torch.compile(lambda x, w, b: traced(x, w, b), backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        ours = values(compiled, x, weight, bias, dy=dy)
+        truth = values(eager, x, weight, bias, dy=dy)
+        assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
+        for products in (eager, traced):
+            if products.history is not None:
+                products.history.advance(weight)
+    if traced.history is not None:
+        assert traced.history.amax("gradient").item() == dy.abs().max().item()  # type: ignore[union-attr]
+
+
+def test_refusals() -> None:
+    x, weight, _, _ = operands()
+    products = Fp8Products(Recipe())
+    for call, message in (
+        (
+            lambda: products(x, weight[:, :40]),
+            "but its weight [160, 40] is no matrix of multiples of 16",
+        ),
+        (lambda: products(x[:, :16], weight), "must have the columns of weight ([160, 144])"),
+        (lambda: products(x, weight.to(torch.float8_e4m3fn)), "float8_e4m3fn"),
+        (lambda: fp8_linear(x, weight, HISTORY), "recipe.amax_history (2) must be 0"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert torch.equal(fp8_linear(x, weight, Recipe()), products(x, weight))

@@ -1,0 +1,135 @@
+"""FP8 linears on two ranks: weights cut over tp, and FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.func import functional_call
+
+from moecore.moe.params import shard_parameter
+from moecore.precision.apply import advance_amax, apply_precision
+from moecore.precision.linear import Fp8Products
+from moecore.precision.recipe import Recipe
+from moecore.precision.roles import Precision
+from tests.ranks import run_ranks
+
+TENSORWISE = Recipe(scaling="tensorwise", power_of_two=False)
+DELAYED = Recipe(scaling="tensorwise", amax_history=2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up_proj, self.down_proj = nn.Linear(64, 256, bias=False), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.tanh(self.up_proj(x)))
+
+
+def cut_weight(rank: int, recipe: Recipe) -> dict[str, bool]:
+    """Columns of one weight on two ranks, whose outputs side by side are those of one rank."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(24, 64), torch.randn(256, 64)
+    weight[200] *= 5  # the largest value is on rank 1
+    whole = nn.Linear(64, 256, bias=False)
+    whole.weight = nn.Parameter(weight)
+    mesh = init_device_mesh("cpu", (2,))
+    cut = nn.Linear(64, 256, bias=False)
+    cut.weight = nn.Parameter(weight)
+    shard_parameter(cut, "weight", mesh, (Shard(0),))
+    rows, same = slice(128 * rank, 128 * rank + 128), []
+    products = {"whole": Fp8Products(recipe), "cut": Fp8Products(recipe)}
+    for _ in range(3):
+        y, part = products["whole"](x, whole.weight), products["cut"](x, cut.weight)
+        same.append(torch.equal(part, y[:, rows]))
+        y.sum().backward()
+        part.sum().backward()
+        gradient = cut.weight.grad.to_local()  # type: ignore[union-attr]
+        same.append(torch.equal(gradient, whole.weight.grad[rows]))  # type: ignore[index]
+        for name, linear in (("whole", whole), ("cut", cut)):
+            linear.weight.grad = None
+            history = products[name].history
+            if history is not None:
+                history.advance(linear.weight)
+    return {"same": all(same)}
+
+
+def replicated(rank: int) -> bool:
+    """A whole weight on tp ranks has partial sums as its gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    linear = nn.Linear(64, 32, bias=False)
+    nn.init.constant_(linear.weight, 0.5)
+    shard_parameter(linear, "weight", mesh, (Replicate(),))
+    Fp8Products(Recipe())(torch.full((4, 64), 1.0 + rank), linear.weight).sum().backward()
+    return bool((linear.weight.grad.full_tensor() == 4 * (1.0 + 2.0)).all())  # type: ignore[union-attr]
+
+
+def under_fsdp(rank: int, recipe: Recipe, policy: MixedPrecisionPolicy) -> list[float]:
+    """Return errors of each step's gradients, against one process that has both batches."""
+    plain, sharded = Model(), Model()
+    for model in (plain, sharded):
+        apply_precision(model, Precision(recipe=recipe, roles=("mlp",)))
+    fully_shard(sharded, mp_policy=policy)
+    batches = [torch.randn(16, 64) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, sharded)]
+    errors = []
+    for _ in range(3):
+        y = sharded(batches[rank])
+        y.float().square().mean().backward()
+        for x in batches:
+            dtype = policy.param_dtype or torch.float32
+            weights = {name: weight.to(dtype) for name, weight in plain.named_parameters()}
+            y = functional_call(plain, weights, x.to(dtype))
+            y.float().square().mean().div(2).backward()
+        for ours, truth in zip(sharded.parameters(), plain.parameters(), strict=True):
+            difference = ours.grad.full_tensor() - truth.grad  # type: ignore[union-attr]
+            errors.append((difference.norm() / truth.grad.norm()).item())  # type: ignore[union-attr]
+        for optimizer, model in zip(optimizers, (plain, sharded), strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            advance_amax(model)
+    return errors
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    fp32 = MixedPrecisionPolicy()
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    results: dict[str, Any] = {
+        "cut": {r.describe(): cut_weight(rank, r)["same"] for r in (Recipe(), TENSORWISE, DELAYED)},
+        "replicated": replicated(rank),
+        "fp32": {r.scaling: under_fsdp(rank, r, fp32) for r in (Recipe(), TENSORWISE)},
+        "bf16": under_fsdp(rank, Recipe(), bf16),
+    }
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, results["cut"])
+    results["cut"] = everyone
+    return results
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_ranks(2, worker)
+
+
+def test_a_cut_weight_is_quantised_as_a_whole_one(results: dict[str, Any]) -> None:
+    for rank in results["cut"]:
+        assert all(rank.values()), rank
+
+
+def test_a_whole_weight_has_partial_gradients(results: dict[str, Any]) -> None:
+    assert results["replicated"]
+
+
+def test_fsdp(results: dict[str, Any]) -> None:
+    """Scales are each rank's own, so what is left is how gradients are summed and rounded."""
+    for errors in results["fp32"].values():
+        assert max(errors) < 1e-5
+    assert max(results["bf16"]) < 5e-3

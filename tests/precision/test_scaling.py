@@ -1,0 +1,111 @@
+import math
+
+import pytest
+import torch
+
+from moecore.kernels.rows.packed import pack_rows_ref, packed_views
+from moecore.precision.cast import amax, cast
+from moecore.precision.scaling import (
+    KINDS,
+    Operand,
+    dequantise,
+    operand_shape,
+    product_ref,
+    quantise_rows_ref,
+)
+from tests.precision.plain import rounded
+
+BLOCK_OF = {kind: block for block, kind in KINDS.items()}
+ALL = [(kind, fmt, p2) for kind in BLOCK_OF for fmt in ("e4m3", "e5m2") for p2 in (True, False)]
+
+
+def quantised(x: torch.Tensor, kind: str, fmt: str = "e4m3", p2: bool = True) -> Operand:
+    return quantise_rows_ref(x, None, kind, fmt, p2)
+
+
+@pytest.mark.parametrize(("kind", "fmt", "p2"), ALL)
+@pytest.mark.parametrize("shape", [(1, 16), (130, 144), (3, 128)])
+def test_every_rounding(kind: str, fmt: str, p2: bool, shape: tuple[int, int]) -> None:
+    """Against the same block by block in fp64; the last blocks are short."""
+    x = torch.randn(shape) * torch.exp(3 * torch.randn(shape[0], 1))
+    x[0, 3] = 1e4  # one huge outlier
+    x[:, 5] = 0
+    wide = dequantise(quantised(x, kind, fmt, p2))
+    assert wide.shape == operand_shape(*shape, kind)
+    truth = rounded(x, BLOCK_OF[kind], fmt, p2).float()
+    assert torch.equal(wide[: shape[0], : shape[1]], truth)
+    assert not wide[shape[0] :].any() and not wide[:, shape[1] :].any()
+
+
+def test_tiles_are_those_of_rows_that_travel() -> None:
+    x = torch.randn(16, 256) * torch.exp(3 * torch.randn(16, 1))
+    x[1], x[2] = 0, x[2] * 1e-41
+    x[3, 7], x[4, 130] = math.inf, math.nan
+    values, scales = packed_views(pack_rows_ref(x), 256)
+    operand = quantised(x, "tile")
+    assert torch.equal(operand.scales, scales.T)
+    assert torch.equal(operand.values_MK.view(torch.uint8), values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", BLOCK_OF)
+def test_zeros_denormals_and_the_largest_numbers(kind: str) -> None:
+    zeros = quantised(torch.zeros(16, 128), kind)
+    assert not dequantise(zeros).any() and zeros.scales.max() == 2.0**-126
+    tiny = torch.full((16, 128), 1e-40)
+    assert (dequantise(quantised(tiny, kind)) - tiny).abs().max() <= 2.0**-136
+    large = torch.full((16, 128), 3e38)
+    assert dequantise(quantised(large, kind)).isfinite().all()
+
+
+def test_infinity_and_nan() -> None:
+    """NaN stays where it is; infinity takes all values under its scale along."""
+    x = torch.randn(130, 256)
+    x[1, 2], x[3, 130] = math.nan, -math.inf
+    nans = {kind: dequantise(quantised(x, kind)).isnan()[:130, :256] for kind in BLOCK_OF}
+    assert [nans[kind].sum().item() for kind in ("tile", "block", "row", "tensor")] == [
+        1 + 128,
+        1 + 128 * 128,
+        1 + 256,
+        130 * 256,
+    ]
+    assert nans["tile"][1, 2] and nans["tile"][3, 128:].all()
+
+
+def test_an_amax_from_elsewhere_saturates() -> None:
+    x = torch.tensor([[0.5, -3.0, math.inf, math.nan] * 4])
+    wide = dequantise(quantise_rows_ref(x, torch.tensor([1.75]), "tensor", "e4m3", True))
+    assert wide[0, :2].tolist() == [0.5, -1.75] and wide[0, 2:4].isnan().all()
+    assert amax(x).item() == math.inf and amax(torch.tensor([[1.0, math.nan]])).item() == 1
+    assert amax(torch.zeros(0, 16)).item() == 0
+
+
+def test_again_loses_nothing_but_what_underflows() -> None:
+    """A power-of-two scale keeps the numbers that the next blocks can hold."""
+    x = torch.randn(256, 256)
+    x = x.sign() * (x.abs() + 0.1)
+    once = dequantise(quantised(x, "tile"))
+    assert torch.equal(dequantise(quantised(once.T, "tile")).T, once)
+    unrounded = dequantise(quantised(x, "tile", p2=False))
+    assert not torch.equal(dequantise(quantised(unrounded.T, "tile", p2=False)).T, unrounded)
+
+
+@pytest.mark.parametrize("kinds", [("tile", "block"), ("tile", "tile"), ("row", "row")])
+def test_a_product_is_that_of_wide_operands(kinds: tuple[str, str]) -> None:
+    a = quantised(torch.randn(40, 272), kinds[0], p2=False)
+    b = quantised(torch.randn(144, 272), kinds[1], p2=False)
+    truth = dequantise(a).double() @ dequantise(b).double().T
+    torch.testing.assert_close(product_ref(a, b).double(), truth, rtol=1e-5, atol=1e-4)
+
+
+def test_both_operands_of_one_cast() -> None:
+    x = torch.randn(70, 48)
+    both = cast(x, "tile", power_of_two=True)
+    assert both.rows is not None and both.columns is not None
+    assert torch.equal(dequantise(both.rows), dequantise(quantised(x, "tile")))
+    assert torch.equal(dequantise(both.columns), dequantise(quantised(x.T, "tile")))
+    assert both.columns.values_MK.shape == (48, 128) and both.columns.values_MK.is_contiguous()
+    seen = torch.tensor([0.5])
+    one = cast(x, "tensor", power_of_two=True, columns=False, seen=seen)
+    assert one.columns is None and seen.item() == x.abs().max().item()
+    cast(torch.tensor([[math.inf, math.nan] * 8]), "tensor", power_of_two=True, seen=seen)
+    assert seen.item() == x.abs().max().item()
