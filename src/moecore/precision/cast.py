@@ -82,7 +82,7 @@ def _encode(x, E5M2: tl.constexpr):  # fp32
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _amax_kernel(
     x_ptr,  # [T, D]
     row_ptr,  # fp32 [T]: largest of each row, or [1]: of all; at least 0 on entry, in and out
@@ -161,7 +161,7 @@ def _cast_along(
     tl.store(at, value, mask=(i < M)[:, None] & (j < K)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _cast_kernel(
     x_ptr,  # [T, D]
     row_amax_ptr,  # "row": fp32 [T]; "tensor": fp32 [1]
