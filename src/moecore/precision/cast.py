@@ -35,7 +35,8 @@ from moecore.precision.scaling import (
     scales_shape,
 )
 
-PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor, without spills
+PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
+BLOCK_PROGRAM = {"num_warps": 8}  # of "block", which would spill
 KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
 
 
@@ -262,7 +263,7 @@ def _cast(
             POWER_OF_TWO=power_of_two,
             BLOCK=BLOCK,
             INTERPRETED=INTERPRET,
-            **PROGRAM,
+            **(BLOCK_PROGRAM if kind == "block" else PROGRAM),
         )
     return outputs
 
