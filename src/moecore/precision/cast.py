@@ -36,7 +36,7 @@ from moecore.precision.scaling import (
 )
 
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
-BLOCK_PROGRAM = {"num_warps": 8}  # of "block", which would spill
+WIDE_PROGRAM = {"num_warps": 8}  # where that would spill
 KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
 
 
@@ -236,6 +236,7 @@ def _cast(
         outputs[3].zero_()
     row_amax, column_amax = _amaxes(x_TD, amax, kind, rows, columns)
     (M, K), (m, k) = operand_shape(T, D, kind), operand_shape(D, T, kind)
+    is_narrow = power_of_two and kind != "block" and seen is None
     stored = torch.uint8 if INTERPRET else DTYPES[fmt]
     with on_device(x_TD):
         _cast_kernel[(cdiv(max(M, k), BLOCK) * cdiv(max(K, m), BLOCK),)](
@@ -263,7 +264,7 @@ def _cast(
             POWER_OF_TWO=power_of_two,
             BLOCK=BLOCK,
             INTERPRETED=INTERPRET,
-            **(BLOCK_PROGRAM if kind == "block" else PROGRAM),
+            **(PROGRAM if is_narrow else WIDE_PROGRAM),
         )
     return outputs
 

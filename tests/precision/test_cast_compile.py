@@ -1,0 +1,43 @@
+"""The casts' kernels compile for an H200 without one, store vectors and spill nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moecore.kernels.common import INTERPRET
+from moecore.precision import cast as casts
+
+pytest.importorskip("triton")
+if INTERPRET:
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+from tests.kernels.test_compile import compiled, spilled_bytes
+
+__all__ = ["compiled"]  # a fixture
+
+
+@pytest.mark.parametrize("kind", ["tile", "block", "row", "tensor"])
+@pytest.mark.parametrize(("fmt", "power_of_two"), [("e4m3", True), ("e4m3", False), ("e5m2", True)])
+def test_cast(
+    kind: str,
+    fmt: str,
+    power_of_two: bool,
+    compiled: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(casts, "use_kernel", lambda *_: True)
+    x = torch.zeros(512, 2048, dtype=torch.bfloat16)
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        casts._cast(x, None, None, kind, fmt, power_of_two, rows, columns)
+    if kind == "tensor":
+        one = torch.zeros(1)
+        casts._cast(x, one, one, kind, fmt, power_of_two, True, True)
+    for name, kernel in compiled.items():
+        assert spilled_bytes(kernel, tmp_path) == 0, name
+        if name.startswith("_cast"):
+            assert "ld.global.v4.b32" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
+            assert f"satfinite.{fmt}x2" in kernel.asm["ptx"]
