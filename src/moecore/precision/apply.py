@@ -74,9 +74,10 @@ def apply_precision(
 ) -> dict[str, LinearPrecision]:
     """Let a model's linears compute in FP8, in place: each becomes an `Fp8Linear`.
 
-    Parameters, their names, hooks and FSDP2 units stay what they are, so it may be called before or
-    after sharding, and on meta; before a torch.compile. To call it once more replaces recipes and
-    drops histories. Linears under one parent that get the same input quantise it once.
+    Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
+    tensor parallelism, whose cut must leave multiples of 16, and before FSDP2 and torch.compile. To
+    call it once more replaces recipes and drops histories. Linears under one parent that get the
+    same input quantise it once.
 
     Args:
         model: any module.

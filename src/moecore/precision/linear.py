@@ -204,8 +204,8 @@ class Fp8Products:
         Raises:
             ValueError: when sizes or kinds of tensors do not fit.
         """
-        _check(x, weight)
         weight_NK = local_param(weight)
+        _check(x, weight_NK)
         bias_N = None if bias is None else local_param(bias)
         with_grad = torch.is_grad_enabled()
         seen = self.history.record(x.device) if self.history is not None and with_grad else {}
@@ -302,7 +302,7 @@ def why_not(weight: Tensor) -> str | None:
     """Return why a weight's products cannot be in FP8, or None.
 
     Args:
-        weight: parameter [N, K], whole or a DTensor.
+        weight: parameter [N, K], whole or cut by tensor parallelism, not yet by FSDP2.
     """
     sizes = weight.to_local().shape if isinstance(weight, DTensor) else weight.shape
     if len(sizes) != 2 or any(n == 0 or n % ALIGNED for n in sizes):
@@ -312,15 +312,16 @@ def why_not(weight: Tensor) -> str | None:
     return None
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _check(x: Tensor, weight_NK: Tensor) -> None:
     if isinstance(x, DTensor):
         raise ValueError("x (a DTensor) must be a plain tensor for FP8 products: pass x.to_local()")
-    reason = why_not(weight)
+    reason = why_not(weight_NK)
     if reason is not None:
         raise ValueError(f"weight must fit FP8 products, but {reason}: leave it in its dtype")
-    if x.shape[-1:] != weight.shape[-1:] and not isinstance(weight, DTensor):
+    if x.shape[-1:] != weight_NK.shape[1:]:
         raise ValueError(
-            f"x ({list(x.shape)}) must have the columns of weight ({list(weight.shape)}): correct x"
+            f"x ({list(x.shape)}) must have the columns of weight ({list(weight_NK.shape)}): "
+            "correct x"
         )
 
 
