@@ -24,6 +24,8 @@ from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from moecore.optim import AdamW
+from moecore.precision.recipe import Recipe
+from moecore.precision.roles import Precision
 from moecore.upcycle.models import MLPNames
 from moecore.upcycle.upcycle import UpcycleOptions
 
@@ -129,6 +131,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (MLPNames, {}),
     (ActivationOptions, {"kind": "swiglu"}),
     (ExpertMLPOptions, {"activation": ActivationOptions(kind="swiglu")}),
+    (Recipe, {}),
+    (Precision, {"recipe": Recipe()}),
     (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
 ]
 VALUES: list[Any] = [

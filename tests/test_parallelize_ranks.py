@@ -35,6 +35,8 @@ from moecore import (
 from moecore.checkpoint import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.state import moe_state
+from moecore.precision.recipe import Recipe
+from moecore.precision.roles import Precision
 from tests.ranks import run_ranks
 
 WORLD = 4
@@ -114,6 +116,11 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         built(balance=OTHER_BALANCE),
         built(balance=BALANCE),
         "balance (BalanceConfig(",
+    ),
+    "precision": (
+        built(precision=Precision(recipe=Recipe(), roles=("mlp",))),
+        built(),
+        "precision (Precision(recipe=Recipe(",
     ),
     "fsdp": (
         built(fsdp=FSDPOptions(reshard_after_forward=False)),

@@ -120,7 +120,7 @@ class MoELayer(nn.Module):
     def drop_step(self) -> None:
         """Drop the counts since the last optimizer step, and weights that were cast for it."""
         self.tracker.reset()
-        self.part("experts").reader.drop_casts()
+        self.part("experts").reader.end_step()
 
     def part(self, role: str) -> Any:
         """Return the child that plays "router", "experts" or "shared", whatever its name."""

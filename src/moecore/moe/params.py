@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,12 @@ class StepCopies:
     A copy is used while the announced micro-batches of a step last, and dropped by the last of
     them. Outside of a step every forward makes its own: fused optimizers, replayed graphs and
     writes to `.data` change a weight and count nowhere, so no copy may wait for a later step.
+    Copies of frozen weights stay, until torch counts a change of them, or all are dropped.
     """
 
     def __init__(self) -> None:
         self.shares = False
-        self._found: dict[Hashable, tuple[tuple[int, ...], Any]] = {}
+        self._found: dict[Hashable, _Copy] = {}
 
     def get(
         self,
@@ -79,21 +80,30 @@ class StepCopies:
             make: makes it.
             for_ever: whether it outlives steps: of frozen weights.
         """
-        stays = self.shares or for_ever
-        found = self._found.get(key) if stays else self._found.pop(key, None)
+        found = self._found.pop(key, None)
         made_of = tuple(number for param in params for number in _made_of(param))
-        if found is not None and found[0] == made_of:
-            copy: T = found[1]
-            return copy
-        made = make()
-        if stays:
-            self._found[key] = made_of, made
-        return made
+        copy: T = found.copy if found is not None and found.made_of == made_of else make()
+        if self.shares or for_ever:
+            self._found[key] = _Copy(made_of, copy, for_ever)
+        return copy
+
+    def end_step(self) -> None:
+        """Drop what does not outlive a step; the next forward is no announced micro-batch."""
+        self._found = {key: found for key, found in self._found.items() if found.for_ever}
+        self.shares = False
 
     def drop(self) -> None:
-        """Drop all copies; the next forward belongs to no announced micro-batch."""
+        """Drop all copies, those of frozen weights too."""
         self._found.clear()
         self.shares = False
+
+
+class _Copy(NamedTuple):
+    """A copy, and which values it was made of: addresses and versions."""
+
+    made_of: tuple[int, ...]
+    copy: Any
+    for_ever: bool
 
 
 @torch.no_grad()
@@ -163,8 +173,12 @@ class ParamReader:
         """Announce a forward and backward, and whether an optimizer step follows them."""
         self.copies.shares = self.keep and not is_last
 
+    def end_step(self) -> None:
+        """Drop what was made of trained weights, which change now."""
+        self.copies.end_step()
+
     def drop_casts(self) -> None:
-        """Drop what was made of the weights, which may change now."""
+        """Drop what was made of any weights: before a graph is captured, which makes its own."""
         self.copies.drop()
 
 

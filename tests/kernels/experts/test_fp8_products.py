@@ -361,3 +361,17 @@ def test_options_that_do_not_fit() -> None:
         ExpertMLPOptions(activation=activation, products="torch", recipe=Recipe())
     with pytest.raises(ValueError, match=r"keep_h \(False\) must be True with Recipe.keep_hidden"):
         options_of(keep_h=False, keep_hidden="fp8")
+
+
+@pytest.mark.parametrize("S", [0, 45])
+@pytest.mark.parametrize("recipe", [{}, {"power_of_two": False, "keep_hidden": "fp8"}], ids=str)
+def test_kernels_equal_the_oracle(recipe: dict[str, Any], S: int, device: str) -> None:
+    """The quantisers' kernels, and on a GPU the products': repeat runs have the same bits."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    leaves, ids = make("swiglu", S=S, D=128, F=128, device=device, dtype=dtype)
+    found, again = (run(leaves, ids, options_of(**recipe)) for _ in range(2))
+    assert all(torch.equal(found[n], again[n]) for n in OUTPUTS)
+    truth = oracle({n: t.detach().cpu() for n, t in leaves.items()}, ids.cpu(), "swiglu", **recipe)
+    # A GPU's sums of 128 are rounded more: some H in bf16, and so some A in FP8, are neighbours.
+    bound = 2e-2 if device == "cuda" else 1e-3
+    check({n: t.cpu() for n, t in found.items()}, truth, bound)

@@ -1,0 +1,299 @@
+"""Experts of a layer in FP8: who quantises their weights, how often, and that no copy is stale."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from moecore import (
+    ExpertLayout,
+    FSDPOptions,
+    LayerLayout,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.kernels.experts import fp8_products
+from moecore.moe import experts as experts_file
+from moecore.optim import AdamW
+from moecore.precision.recipe import Recipe
+from moecore.precision.roles import Precision
+
+pytestmark = pytest.mark.usefixtures("no_group_left")
+CONFIG = MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2)
+KEPT = FSDPOptions(reshard_after_forward=False)
+
+
+@pytest.fixture
+def quantised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every quantisation of a weight: by the reader, which keeps it, or within the products."""
+    calls: list[str] = []
+    real = fp8_products.quantise_matrices
+
+    def counted(who: str) -> Callable[..., Any]:
+        return lambda *args: calls.append(who) or real(*args)
+
+    monkeypatch.setattr(experts_file, "quantise_matrices", counted("kept"))
+    monkeypatch.setattr(fp8_products, "quantise_matrices", counted("again"))
+    yield calls
+
+
+def plain_layer(layout: ExpertLayout | None = None) -> MoELayer:
+    torch.manual_seed(0)
+    names = LayerLayout(expert_layout=layout or ExpertLayout())
+    layer = MoELayer(CONFIG, layout=names)
+    layer.part("experts").set_backend("auto", recipe=Recipe())
+    return layer
+
+
+def whole_model(fsdp: FSDPOptions = KEPT, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(MoELayer(CONFIG))
+    meshes = build_meshes(ParallelConfig(), "cpu")
+    return parallelize_moe(model, meshes, precision="blockwise", fsdp=fsdp, **options)
+
+
+def tokens(seed: int = 1) -> Tensor:
+    return torch.randn(24, 128, generator=torch.Generator().manual_seed(seed))
+
+
+def fresh(model: nn.Module) -> Tensor:
+    """The output of a layer that was made of the same weights just now."""
+    layer = plain_layer()
+    layer.load_state_dict({n: p.full_tensor() for n, p in model[0].state_dict().items()})
+    with torch.no_grad():
+        return layer(tokens())
+
+
+def test_a_plain_layer_quantises_once_for_forward_and_backward(quantised: list[str]) -> None:
+    layer = plain_layer()
+    for done in (1, 2):
+        layer(tokens()).sum().backward()
+        assert quantised == ["kept", "kept"] * done
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "freed"])
+def test_micro_batches_of_a_step_share_one_quantisation(quantised: list[str], kept: bool) -> None:
+    model = whole_model(KEPT if kept else FSDPOptions())
+    step = TrainStep(model, AdamW(model.parameters(), lr=1e-3), num_micro_batches=3)
+    for _ in range(2):
+        quantised.clear()
+        for seed in range(3):
+            with step.micro_batch():
+                model(tokens(seed).requires_grad_()).sum().backward()
+        # Without a kept copy forward and backward of each micro-batch make their own.
+        assert quantised == (["kept"] * 2 if kept else ["again"] * 12)
+        step.finish()
+
+
+@pytest.mark.parametrize("name", ["moecore", "fused", "foreach"])
+def test_no_step_computes_with_weights_of_the_one_before(name: str) -> None:
+    """Fused optimizers change weights and count it nowhere."""
+    model = whole_model()
+    how = {} if name == "moecore" else {name: True}
+    make = AdamW if name == "moecore" else torch.optim.AdamW
+    step = TrainStep(model, make(model.parameters(), lr=0.1, **how), num_micro_batches=2)
+    for _ in range(3):
+        for _ in range(2):
+            with step.micro_batch():
+                y = model(tokens())
+                y.sum().backward()
+            assert torch.equal(y, fresh(model))
+        step.finish()
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].experts.w1.mul_(1.5)
+
+
+def of_the_part(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].experts.w1.to_local().mul_(1.5)
+
+
+def loaded(model: nn.Module) -> None:
+    model.load_state_dict({n: p * 1.5 for n, p in model.state_dict().items()})
+
+
+def uncounted(model: nn.Module) -> None:
+    """As a replayed graph changes weights: whoever does it drops the copies."""
+    model[0].experts.w1.to_local().data.mul_(1.5)
+    model[0].experts.reader.drop_casts()
+
+
+@pytest.mark.parametrize("change", [in_place, of_the_part, loaded, uncounted])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_weights_that_change_within_a_step_are_quantised_anew(
+    change: Callable[[nn.Module], None], frozen: bool
+) -> None:
+    model = whole_model()
+    if frozen:
+        model[0].experts.requires_grad_(False)
+    step = TrainStep(model, num_micro_batches=3)
+    for i in range(3):
+        with step.micro_batch():
+            y = model(tokens())
+            y.sum().backward()
+        assert torch.equal(y, fresh(model))
+        if i == 0:
+            before = y
+            change(model)
+    assert not torch.equal(y, before)
+
+
+def test_experts_that_thaw_are_no_longer_frozen() -> None:
+    model = whole_model()
+    model[0].experts.requires_grad_(False)
+    step = TrainStep(model, AdamW(model.parameters(), lr=0.1), num_micro_batches=2)
+    for i in range(4):
+        model[0].experts.requires_grad_(i > 0)
+        for _ in range(2):
+            with step.micro_batch():
+                y = model(tokens())
+                y.sum().backward()
+            assert torch.equal(y, fresh(model))
+        step.finish()
+
+
+def test_frozen_experts_are_quantised_once(quantised: list[str]) -> None:
+    model = whole_model()
+    model[0].experts.requires_grad_(False)
+    step = TrainStep(model, AdamW(model.parameters(), lr=1e-3), num_micro_batches=2)
+    for _ in range(2):
+        for seed in range(2):
+            with step.micro_batch():
+                model(tokens(seed)).sum().backward()
+        step.finish()
+        with torch.no_grad():
+            model(tokens())
+    assert quantised == ["kept"] * 2
+
+
+@pytest.mark.parametrize("fsdp", [KEPT, FSDPOptions()], ids=["kept", "freed"])
+def test_checkpointed_blocks_have_the_same_gradients(fsdp: FSDPOptions) -> None:
+    grads = []
+    for recomputes in (False, True):
+        model = whole_model(fsdp)
+        step = TrainStep(model, num_micro_batches=2)
+        for seed in range(2):
+            with step.micro_batch():
+                x = tokens(seed).requires_grad_()
+                y = checkpoint(model, x, use_reentrant=False) if recomputes else model(x)
+                y.square().sum().backward()
+        grads.append([p.grad.full_tensor() for p in model.parameters()] + [x.grad])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
+
+
+def test_gate_and_up_apart_have_the_same_numbers() -> None:
+    split, apart = plain_layer(), plain_layer(ExpertLayout(gate_up="separate"))
+    state = split.state_dict()
+    w1, w3 = state.pop("experts.w1").unbind(1)
+    apart.load_state_dict({**state, "experts.w1": w1, "experts.w3": w3})
+    results = []
+    for layer in (split, apart):
+        y = layer(tokens())
+        y.square().sum().backward()
+        results.append([y, layer.experts.w2.grad, layer.router.weight.grad])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    both = torch.stack([apart.experts.w1.grad, apart.experts.w3.grad], 1)
+    assert torch.equal(both, split.experts.w1.grad)
+
+
+def test_under_autocast() -> None:
+    layer = plain_layer()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(tokens())
+    y.sum().backward()
+    assert layer.experts.w1.grad.dtype == torch.float32 and layer.experts.w1.grad.any()
+    rounded = plain_layer().bfloat16()
+    rounded.router.float()
+    difference = (y - rounded(tokens().bfloat16())).norm() / y.norm()
+    assert difference < 0.05
+
+
+def test_copies_of_a_layer_share_nothing() -> None:
+    layer = plain_layer()
+    layer.requires_grad_(False)
+    y = layer(tokens())
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.experts.w1.mul_(2.0)
+    assert torch.equal(layer(tokens()), y) and not torch.equal(other(tokens()), y)
+
+
+# ------------------------------------------------------------------------------ parallelize_moe
+
+
+def test_roles_and_overrides_decide_by_name() -> None:
+    torch.manual_seed(0)
+    config = MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2, shared_hidden_dim=128)
+    model = nn.Sequential(*(MoELayer(config) for _ in range(3)))
+    precision = Precision(
+        recipe=Recipe(keep_hidden="fp8"),
+        roles=("experts",),
+        overrides=(("1.experts", None), ("2.shared", Recipe())),
+    )
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision)
+    shown = repr(model)
+    assert shown.count("Experts(backend='auto', blockwise FP8: e4m3, 1x128") == 2
+    assert [layer.experts.recipe is not None for layer in model] == [True, False, True]
+    y = model(tokens())
+    y.sum().backward()
+    calls = [type(layer.shared.multiply[0]).__name__ for layer in model]
+    assert calls == ["function", "function", "Fp8Products"]
+    assert all(p.grad.to_local().any() for p in model.parameters())
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [
+    ({"precision": "fp4"}, {}, {}, r"precision \('fp4'\) must be one of 'blockwise'"),
+    ({"expert_backend": "torch"}, {}, {}, r"expert_backend \('torch'\) must be 'auto' or 'triton'"),
+    ({"expert_backend": "sequential"}, {}, {}, r"expert_backend \('sequential'\) must be 'auto'"),
+    ({}, {"etp": 2}, {}, r"MoEConfig.hidden_dim / etp \(64\) must be a multiple of 128"),
+    ({}, {}, {"fc1_bias": True}, r"MoEConfig.fc1_bias \(True\) must be False for experts in FP8"),
+    ({}, {}, {"latent_dim": 64}, r"MoEConfig.dim \(64\) must be a multiple of 128"),
+    (
+        {"precision": Recipe(keep_hidden="fp8"), "recompute_fc1": True},
+        {},
+        {},
+        r"recompute_fc1 \(True\) must be False with Recipe.keep_hidden",
+    ),
+    (
+        {"precision": Precision(recipe=Recipe(), overrides=(("none.such", Recipe()),))},
+        {},
+        {},
+        r"Precision.overrides \('none.such'\) must match",
+    ),
+    (
+        {"precision": Recipe(scaling="tensorwise", amax_history=4)},
+        {},
+        {"shared_hidden_dim": 128},
+        r"0: shared experts cannot be in FP8|Recipe.scaling|Recipe.amax_history",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "degrees", "changes", "message"), REFUSED)
+def test_refusals(
+    options: dict[str, Any], degrees: dict[str, int], changes: dict[str, Any], message: str
+) -> None:
+    """On a fake group: before any collective."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    meshes = build_meshes(ParallelConfig(**degrees), "cpu")
+    sizes: dict[str, Any] = {"dim": 128, "hidden_dim": 128, "num_experts": 4, "top_k": 2}
+    model = nn.Sequential(MoELayer(MoEConfig(**sizes | changes), device="meta"))
+    with pytest.raises(ValueError, match=message) as error:
+        parallelize_moe(model, meshes, **{"precision": "blockwise"} | options)
+    assert "\n" not in str(error.value)
+    assert model[0].experts.recipe is None

@@ -1,0 +1,166 @@
+"""Experts in FP8 over ranks: the bits of one process, however they are cut, where scales allow it.
+
+A scale of X, dY, A or dH belongs to 128 columns of one row, and a scale of a weight to 128 x 128
+of one expert: no folding cuts these, since hidden_dim / etp is a multiple of 128. So every expert
+row has the same bits on every folding. What may differ:
+
+    sums over etp      parts of a row's output are added in another order
+    weight gradients   scales belong to 128 rows of an expert, in the order in which a rank gets
+                       them: ranks that see other rows of it (edp > 1) make other tiles. Scales
+                       that are powers of two move no value but what underflows.
+
+Six ranks, so that no two dims of the expert mesh that exceed 1 have one size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, TrainStep, build_meshes
+from moecore import parallelize_moe as parallelize
+from moecore.kernels.experts import fp8_products
+from moecore.moe import experts as experts_file
+from moecore.optim import AdamW
+from moecore.precision.recipe import Recipe
+from tests.ranks import run_ranks
+
+WORLD = 6
+CONFIG = MoEConfig(dim=128, hidden_dim=256, num_experts=6, top_k=2)
+FOLDINGS = {
+    "ep6": dict(ep=6),
+    "ep3-edp2": dict(ep=3),
+    "ep3-etp2": dict(ep=3, etp=2),
+    "edp6": dict(),
+}
+CASES = [("ep6", "alltoall"), ("ep3-edp2", "alltoall"), ("ep3-etp2", "allgather")]
+CASES += [("edp6", "local")]
+KEPT, FREED = FSDPOptions(reshard_after_forward=False), FSDPOptions()
+
+
+def batch(rank: int) -> Tensor:
+    """More than 128 rows of an expert over all ranks, and another number on each."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(70 + 5 * rank, 128, generator=generator)
+
+
+def make_layer() -> MoELayer:
+    torch.manual_seed(0)
+    layer = MoELayer(CONFIG)
+    layer.part("experts").set_backend("auto", recipe=Recipe())
+    return layer
+
+
+def gradient_of(y: Tensor) -> Tensor:
+    return torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)
+
+
+@cache
+def one_process(ranks: tuple[int, ...]) -> dict[str, Tensor]:
+    """Output, input gradient and gradients of one process on these ranks' tokens."""
+    xs = [batch(rank) for rank in ranks]
+    layer, x = make_layer(), torch.cat(xs).requires_grad_()
+    y = layer(x)
+    y.backward(torch.cat([gradient_of(part) for part in y.detach().split([len(x) for x in xs])]))
+    grads = {n: p.grad for n, p in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
+
+
+def on_ranks(folding: str, dispatcher: str, rank: int) -> dict[str, Tensor]:
+    model = nn.Sequential(make_layer())
+    meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu")
+    chosen: Any = dispatcher
+    parallelize(model, meshes, precision="blockwise", dispatcher=chosen, loss="sum")
+    x = batch(rank).requires_grad_()
+    y = model(x)
+    y.backward(gradient_of(y))
+    grads = {n.removeprefix("0."): p.grad.full_tensor() for n, p in model.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
+
+
+def compared(folding: str, dispatcher: str, rank: int) -> dict[str, tuple[bool, float]]:
+    """Quantity -> whether its bits are those of one process on every rank, and the worst error."""
+    found = on_ranks(folding, dispatcher, rank)
+    alone, together = one_process((rank,)), one_process(tuple(range(WORLD)))
+    errors = {}
+    for name, ours in found.items():
+        theirs = (alone if name in ("y", "x") else together)[name]
+        errors[name] = (torch.equal(ours, theirs), float((ours - theirs).norm() / theirs.norm()))
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, errors)
+    return {
+        name: (all(one[name][0] for one in everyone), max(one[name][1] for one in everyone))
+        for name in errors
+    }
+
+
+def quantisations(fsdp: FSDPOptions, rank: int) -> dict[str, Any]:
+    """Who quantised how often in each of two steps of gathered experts, and stale outputs."""
+    calls: list[str] = []
+    real = fp8_products.quantise_matrices
+    experts_file.quantise_matrices = lambda *a: calls.append("kept") or real(*a)  # type: ignore[assignment]
+    fp8_products.quantise_matrices = lambda *a: calls.append("again") or real(*a)
+    try:
+        model = nn.Sequential(make_layer())
+        meshes = build_meshes(ParallelConfig(ep=2), "cpu")
+        parallelize(model, meshes, precision="blockwise", fsdp=fsdp)
+        step = TrainStep(model, AdamW(model.parameters(), lr=0.1), num_micro_batches=2)
+        counts, stale = [], 0
+        for _ in range(2):
+            calls.clear()
+            for _ in range(2):
+                with step.micro_batch():
+                    x = batch(rank).requires_grad_()
+                    y = model(x)
+                    y.sum().backward()
+            counts.append(sorted(calls))
+            state = {n: p.full_tensor() for n, p in model[0].state_dict().items()}
+            plain = make_layer()
+            plain.load_state_dict(state)
+            stale += not torch.equal(plain(x), y)
+            step.finish()
+    finally:
+        experts_file.quantise_matrices = fp8_products.quantise_matrices = real
+    is_unit = isinstance(model[0].experts, FSDPModule)
+    assert is_unit and isinstance(model[0].experts.w1, DTensor)
+    return {"counts": counts, "stale": stale}
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"-".join(case): compared(*case, rank) for case in CASES}
+    found["kept"], found["freed"] = (quantisations(fsdp, rank) for fsdp in (KEPT, FREED))
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_ranks(WORLD, worker)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_equals_one_process(case: tuple[str, str], results: dict[str, Any]) -> None:
+    found, folding = results["-".join(case)], case[0]
+    bits = {name for name, (is_equal, _) in found.items() if is_equal}
+    if folding == "ep3-etp2":
+        assert max(found[name][1] for name in ("y", "x")) < 1e-6
+    else:
+        assert {"y", "x"} <= bits
+    weights = ("experts.w1", "experts.w2")
+    if folding == "ep6":  # a rank sees every row of its experts, in the order of ranks
+        assert set(weights) <= bits
+    assert max(found[name][1] for name in weights) < 1e-5
+    assert found["router.weight"][1] < 1e-5
+
+
+def test_gathered_experts_are_quantised_once_per_step_unless_they_are_freed(
+    results: dict[str, Any],
+) -> None:
+    assert results["kept"] == {"counts": [["kept"] * 2] * 2, "stale": 0}
+    assert results["freed"] == {"counts": [["again"] * 8] * 2, "stale": 0}
