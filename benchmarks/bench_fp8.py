@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Call
+from benchmarks.layers import FP8_TESTS
 from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
@@ -267,9 +268,7 @@ def quantised_activation_bwd(inputs: Inputs) -> Work:
     )
 
 
-PRODUCTS = "tests/kernels/grouped/test_fp8.py"
-QUANTISERS = "tests/kernels/rows/test_quantised.py"
-ACTIVATION = "tests/kernels/rows/test_quantised_activation.py"
+PRODUCTS, QUANTISERS, ACTIVATION = FP8_TESTS
 OPS = (
     Op(fp8_fc1, PRODUCTS),
     Op(fp8_fc2, PRODUCTS),

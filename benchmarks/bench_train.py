@@ -4,14 +4,20 @@ r"""A whole training step: tokens/s, TFLOP/s, share of the dense ceiling, memory
         --seq-len 4096 --batch-size 4 --dispatcher nvlink --row-factor 1.05 \
         --routing balanced --tokens random
 
+    torchrun --nproc-per-node 1 -m benchmarks.bench_train --preset qwen3-30b-a3b --layers 6 \
+        --compile --gather-once --seq-len 4096 --batch-size 2 --quantile --bias-per-micro-batch \
+        --lr 3e-4 --schedule-steps 400 --precision blockwise --against-bf16
+
 It is the loop of examples/train.py with that script's arguments; `--routing`, `--warm-up`,
-`--timed`, `--trace` and `--results` are its own. As there, ranks do not meet between steps and the
-host is a step ahead. A step's time is that from the end of the one before it to its own, on the
-device, so the times add up to that of all steps, data and metrics included; it is the slowest
-rank's. Power and clock are rank 0's, means over those steps. TFLOP/s count 6 FLOPs per active
-parameter and causal attention (`models/size.py`); the ceiling is a large square bf16 product of the
-same run, on warm GPUs. Rank 0 prints the row and, if one with the same arguments is committed, that
-one beside it; `--results` appends it to <folder>/<day>-<gpu>.jsonl.
+`--timed`, `--against-bf16`, `--trace` and `--results` are its own. As there, ranks do not meet
+between steps and the host is a step ahead. A step's time is that from the end of the one before it
+to its own, on the device, so the times add up to that of all steps, data and metrics included; it
+is the slowest rank's. Power and clock are rank 0's, means over those steps. TFLOP/s count 6 FLOPs
+per active parameter and causal attention (`models/size.py`); the ceiling is a large square bf16
+product of the same run, on warm GPUs, whatever `--precision` is. Rank 0 prints the row and, if one
+with the same arguments is committed, that one beside it; `--results` appends it to
+<folder>/<day>-<gpu>.jsonl. `over_bf16` is the rate over that of the run without `--precision`,
+which `--against-bf16` makes just before in the same process.
 """
 
 from __future__ import annotations
@@ -68,6 +74,7 @@ SHOWN = (
     "recompute_fc1",
     "gather_once",
     "keep_experts",
+    "precision",
     "moment_dtype",
     "blocks_per_unit",
     "no_overlap",
@@ -77,11 +84,13 @@ SHOWN = (
     "tp",
     "dp_shard",
 )
+RATE = "tokens_per_second_per_gpu"
 PRINTED = (
-    "tokens_per_second_per_gpu",
+    RATE,
     "tflops_per_gpu",
     "mfu",
     "step_ms",
+    "over_bf16",
     "peak_gib",
     "exposed_share",
     "power_watts",
@@ -97,27 +106,51 @@ def main() -> int:
         return 2
     args = parse_arguments([*rest, "--checkpoint-every", "0", "--sample-bytes", "0"])
     args.steps, args.routing = max(args.steps, own.warm_up + own.timed), own.routing
-    try:
-        if args.cuda_graph and own.warm_up < GRAPH_WARM_UP:
-            raise ValueError(
-                f"--warm-up ({own.warm_up}) must be >= {GRAPH_WARM_UP} with --cuda-graph, whose "
-                "first steps are eager ones and the capture"
-            )
-        job = train.build_job(args)
-        if own.routing == "balanced":
-            force_even_load(job.model)
-    except train.ARGUMENT_ERRORS as error:
-        return train.print_rank_error(error, int(os.environ["RANK"]))
-    try:
-        row = measure(job, own)
-    except train.RUN_ERRORS as error:
-        return train.print_run_error(error, args)
-    row["ceiling_tflops"] = ceiling(job.device)
-    row["mfu"] = row["tflops_per_gpu"] / row["ceiling_tflops"]
-    if dist.get_rank() == 0:
-        report(row, own.results)
+    rows: list[Row] = []
+    asked = args.precision
+    for precision in (None, asked) if own.against_bf16 else (asked,):
+        try:
+            check_own(own, args, asked)
+            args.precision = precision
+            job = train.build_job(args)
+            if own.routing == "balanced":
+                force_even_load(job.model)
+        except train.ARGUMENT_ERRORS as error:
+            return train.print_rank_error(error, int(os.environ["RANK"]))
+        try:
+            row = measure(job, own)
+        except train.RUN_ERRORS as error:
+            return train.print_run_error(error, args)
+        row["ceiling_tflops"] = ceiling(job.device)
+        row["mfu"] = row["tflops_per_gpu"] / row["ceiling_tflops"]
+        rows.append(row)
+        if len(rows) == 2:
+            row["over_bf16"] = row[RATE] / rows[0][RATE]
+        if dist.get_rank() == 0:
+            report(row, own.results)
+        del job
+        free_memory()
     dist.barrier()
     return 0
+
+
+def free_memory() -> None:
+    """Free what only cycles hold; `time_steps` has hidden them from the collector."""
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def check_own(own: argparse.Namespace, args: argparse.Namespace, precision: str | None) -> None:
+    """Raise ValueError for this script's options where they do not go with the others."""
+    if args.cuda_graph and own.warm_up < GRAPH_WARM_UP:
+        raise ValueError(
+            f"--warm-up ({own.warm_up}) must be >= {GRAPH_WARM_UP} with --cuda-graph, whose "
+            "first steps are eager ones and the capture"
+        )
+    if own.against_bf16 and precision is None:
+        raise ValueError("--precision (None) must be set with --against-bf16: use blockwise")
 
 
 def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -131,6 +164,7 @@ def parse_own(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--routing", default="learned", choices=("learned", "balanced"), help="who gets a token")
     add("--warm-up", type=int, default=5, help="steps that do not count")
     add("--timed", type=int, default=10, help="steps that do")
+    add("--against-bf16", action="store_true", help="of --precision: run without it before")
     add("--trace", action="store_true", help="profile one more step")
     add("--results", type=Path, help="folder for the record")
     return parser.parse_known_args(arguments)
@@ -200,7 +234,7 @@ def describe_run(job: train.Job, seconds: list[float], metrics: list[Metrics]) -
         "tokens_per_step": job.shape.tokens,
         "step_ms": step_s * 1e3,
         "slowest_step_ms": max(slowest.tolist()) * 1e3,
-        "tokens_per_second_per_gpu": rate,
+        RATE: rate,
         "flops_per_token": flops,
         "tflops_per_gpu": rate * flops / 1e12,
         "peak_gib": peak[0].item(),

@@ -18,6 +18,12 @@ from moecore.moe.forced import force_even_load
 
 SKEW_TOLERANCE = 0.1
 
+
+def kernel_tests(names: dict[str, str]) -> list[str]:
+    """Return the test files of kernels: wing -> names."""
+    return [f"tests/kernels/{w}/test_{n}.py" for w, ns in names.items() for n in ns.split()]
+
+
 # What proves the layer; on a GPU that includes every kernel that it launches.
 KERNELS = {
     "experts": "expert_mlp",
@@ -25,14 +31,12 @@ KERNELS = {
     "routing": "balance_kernels counts route router_logits",
     "rows": "activation index rows",
 }
-GPU_TESTS = [f"tests/kernels/{w}/test_{n}.py" for w, ns in KERNELS.items() for n in ns.split()]
-GPU_TESTS.append("tests/moe/test_layer_gpu.py")
+GPU_TESTS = [*kernel_tests(KERNELS), "tests/moe/test_layer_gpu.py"]
 CPU_TESTS = ["tests/moe/test_layer.py", "tests/moe/test_experts.py"]
-FP8_TESTS = [
-    "tests/kernels/grouped/test_fp8.py",
-    "tests/kernels/rows/test_quantised.py",
-    "tests/kernels/rows/test_quantised_activation.py",
-]
+FP8_KERNELS = {"grouped": "fp8", "rows": "quantised quantised_activation"}
+FP8_GPU_TESTS = kernel_tests(FP8_KERNELS)
+FP8_CPU_TESTS = ["tests/kernels/experts/test_fp8_products.py", *FP8_GPU_TESTS[1:]]
+FP8_TESTS = FP8_GPU_TESTS if torch.cuda.is_available() else FP8_CPU_TESTS
 
 
 def make_layer(shape: Shape, routing: str, *, device: torch.device) -> tuple[MoELayer, Tensor]:

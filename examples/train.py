@@ -13,6 +13,8 @@ first step; docs/performance.md has what it reaches:
         --seq-len 4096 --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink \
         --row-factor 1.5 --quantile --bias-per-micro-batch
 
+With --precision blockwise the products of experts and projections are in FP8: docs/precision.md.
+
 Started again with the same arguments, a run continues from its last whole checkpoint, bit for bit
 as if it had never stopped. `train` is the loop, `train_step` one optimizer step, `build_job` puts
 the model onto the ranks. The text is bytes: the Python standard library's own sources unless
@@ -288,6 +290,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         expert_backend=args.experts,
         recompute_fc1=args.recompute_fc1,
         compile_dense=args.compile,
+        precision=args.precision,
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(args, device),
             reshard_after_forward=not args.gather_once,

@@ -92,7 +92,7 @@ def test_the_competitor_computes_the_same_layer() -> None:
 
 def test_what_proves_the_layer_has_tests_for_the_device() -> None:
     """Else the gate would refuse the layer for want of a test, on a GPU alone."""
-    for path in layers.GPU_TESTS:
+    for path in (*layers.GPU_TESTS, *layers.FP8_GPU_TESTS):
         text = (ROOT / path).read_text()
         assert "device: str" in text or "mark.gpu" in text, path
-    assert all((ROOT / path).is_file() for path in layers.CPU_TESTS)
+    assert all((ROOT / path).is_file() for path in (*layers.CPU_TESTS, *layers.FP8_CPU_TESTS))
