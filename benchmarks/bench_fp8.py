@@ -86,7 +86,7 @@ class Operands:
 
     def columns(self, x_RN: Tensor) -> q.TokenTiles:
         """Return expert rows as weight gradients multiply them."""
-        return q.tile_tokens(Rows(x_RN), None, self.tiles, **HOW)
+        return q.tile_tokens(self.rows(x_RN), None, self.tiles)
 
     def times_transposed(self, x_RK: Tensor, w_ENK: Tensor) -> tuple[Call, Call]:
         """Return a product of the forward in FP8 and in bf16."""
@@ -230,8 +230,8 @@ def tile_tokens(inputs: Inputs) -> Work:
     o = Operands(inputs)
     rows, tiles, s = o.x, o.tiles, o.shape
     return _both(
-        lambda: q.tile_tokens(rows, o.row_ids_R, tiles, **HOW),
-        lambda: q.tile_tokens_ref(rows, o.row_ids_R, tiles, **HOW),
+        lambda: q.tile_tokens(rows, o.row_ids_R, tiles),
+        lambda: q.tile_tokens_ref(rows, o.row_ids_R, tiles),
         (s.tokens + s.rows) * s.dim * SCALED + 4 * s.rows,
     )
 
@@ -258,13 +258,13 @@ def quantised_activation(inputs: Inputs) -> Work:
 
 
 def quantised_activation_bwd(inputs: Inputs) -> Work:
-    """3 R F b and 4 R read; dH twice and A once, 5 R F values and scales, and 4 R written."""
+    """3 R F b and 4 R read; dH and A, 3 R F values and scales, and 4 R written."""
     o, s = Operands(inputs), inputs.shape
-    args = (inputs.h_RC, o.a_RF, inputs.weights_R, o.tiles, o.num_rows, SWIGLU)
+    args = (inputs.h_RC, o.a_RF, inputs.weights_R, o.num_rows, SWIGLU)
     return _both(
         lambda: qa.quantised_activation_bwd(*args, **HOW),
         lambda: qa.quantised_activation_bwd_ref(*args, **HOW),
-        s.rows * (s.hidden_dim * (6 + 5 * SCALED) + 8),
+        s.rows * (s.hidden_dim * (6 + 3 * SCALED) + 8),
     )
 
 

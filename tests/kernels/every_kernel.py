@@ -125,13 +125,14 @@ def run_quantised(device: str, index: Any) -> None:
     x_TD = torch.randn(index.slots_SK.shape[0], 256, device=device, dtype=torch.bfloat16)
     rows = quantise_rows(x_TD, **how)
     gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
-    tile_tokens(rows, index.row_ids_R, tiles, **how)
+    tile_tokens(rows, index.row_ids_R, tiles)
     quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
     h_RC = torch.randn(R, 512, device=device, dtype=torch.bfloat16)
     args = (h_RC.abs()[:, :256].contiguous(), index.weights_R)
     options = ActivationOptions(kind="swiglu")
     quantised_activation(h_RC, index.weights_R, index.num_rows, options, **how)
-    quantised_activation_bwd(h_RC, *args, tiles, index.num_rows, options, **how)
+    dh, _, _ = quantised_activation_bwd(h_RC, *args, index.num_rows, options, **how)
+    tile_tokens(dh, None, tiles)
 
 
 def run_adamw(device: str) -> None:

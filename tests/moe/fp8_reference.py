@@ -44,6 +44,23 @@ def fp8(x: Tensor, rows: int, columns: int, power_of_two: bool = True) -> Tensor
     return out
 
 
+def row_scales(row: Tensor, power_of_two: bool) -> Tensor:
+    """Return the scales of a row's blocks of 128 columns."""
+    blocks = row.float().split(BLOCK)
+    return torch.tensor([scale_of(float(b.abs().max()), power_of_two) for b in blocks])
+
+
+def aligned(rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return at most 128 quantised rows under the largest scale of each 128 columns, fp64."""
+    largest = torch.stack([scales for _, scales in rows]).amax(0)
+    out = []
+    for values, scales in rows:
+        factors = (scales / largest).half().repeat_interleave(BLOCK)
+        codes = (values / scales.repeat_interleave(BLOCK)).half() * factors
+        out.append(rounded(codes.double()) * largest.repeat_interleave(BLOCK))
+    return torch.stack(out)
+
+
 @dataclass
 class Result:
     """The output and its gradients, fp64."""
@@ -57,12 +74,12 @@ class Result:
 
 @dataclass
 class _Rows:
-    """What one expert has seen, in order: for its weights' gradients."""
+    """Quantised rows of one expert and their scales, in order: for its weights' gradients."""
 
-    x: list[Tensor] = field(default_factory=list)
-    dy: list[Tensor] = field(default_factory=list)
-    a: list[Tensor] = field(default_factory=list)
-    dh: list[Tensor] = field(default_factory=list)
+    x: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    dy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    a: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    dh: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 def experts_fp8(
@@ -116,14 +133,15 @@ def experts_fp8(
             out.x[s] += (fp8(dh, 1, BLOCK, two) @ w1_q[i]).to(dtype)[0].double()
             for rows, row in zip(
                 (seen[i].x, seen[i].dy, seen[i].a, seen[i].dh),
-                (x_q[s], dy_q[s], (act * weight)[0], dh[0]),
+                (x[s], dy[s], (act * weight)[0], dh[0]),
                 strict=True,
             ):
-                rows.append(row)
+                values = fp8(row[None].double(), 1, BLOCK, two)[0]
+                rows.append((values, row_scales(row, two)))
     for i, rows in enumerate(seen):
         for start in range(0, len(rows.x), BLOCK):
             x_t, dy_t, a_t, dh_t = (
-                fp8(torch.stack(found[start : start + BLOCK]), BLOCK, 1, two)
+                aligned(found[start : start + BLOCK])
                 for found in (rows.x, rows.dy, rows.a, rows.dh)
             )
             out.w1[i] += dh_t.T @ x_t

@@ -85,7 +85,7 @@ def assert_tiles(ours: q.TokenTiles, theirs: q.TokenTiles, tiles: RowTiles) -> N
     used = int(tiles.map[0, 0])
     assert ours.values_tC.shape == theirs.values_tC.shape and ours.values_tC.is_contiguous()
     assert_same(ours.values_tC[:used], theirs.values_tC[:used])
-    assert_same(ours.scales_tC[:used], theirs.scales_tC[:used])
+    assert_same(ours.scales_tB[:used], theirs.scales_tB[:used])
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -179,9 +179,14 @@ def test_no_rows(device: str) -> None:
     rows = q.quantise_rows(torch.zeros(0, 256, device=device), power_of_two=True)
     none = torch.zeros(3, device=device, dtype=torch.int32)
     tiles = map_row_tiles(none, 0)
-    assert q.tile_tokens(rows, none[:0], tiles, power_of_two=True).values_tC.shape[1:] == (256, 128)
+    assert q.tile_tokens(rows, none[:0], tiles).values_tC.shape[1:] == (256, 128)
     got = q.gather_row_blocks(rows, none[:0], none.new_zeros(0, 2), none[0])
     assert got.values_RK.shape == (0, 256) and got.scales_BR.shape == (2, 0)
+
+
+def row_blocks(x: Tensor, power_of_two: bool) -> q.RowBlocks:
+    rows = q.quantise_rows(x, power_of_two=power_of_two)
+    return q.gather_row_blocks(rows, None, None, None)
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -189,57 +194,74 @@ def test_no_rows(device: str) -> None:
 def test_tiles_of_rows_in_expert_order(counts: str, power_of_two: bool, device: str) -> None:
     tiles, R = tiles_of(COUNTS[counts], device)
     x = poisoned(R, 256, torch.bfloat16, device, used=R - SPARE)
-    got = q.tile_tokens(Rows(x), None, tiles, power_of_two=power_of_two)
-    want = q.tile_tokens_ref(Rows(x), None, tiles, power_of_two=power_of_two)
-    assert_tiles(got, want, tiles)
+    rows = row_blocks(x, power_of_two)
+    got = q.tile_tokens(rows, None, tiles)
+    assert_tiles(got, q.tile_tokens_ref(rows, None, tiles), tiles)
     assert not got.values_tC[: int(tiles.map[0, 0])].float().isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_of_hard_values(dtype: torch.dtype, device: str) -> None:
-    x = hard_values(dtype, device)
     tiles, R = tiles_of([200], device)
     ids = torch.arange(R, device=device, dtype=torch.int32) % 9
     for power_of_two in (True, False):
-        want = q.tile_tokens_ref(Rows(x), ids, tiles, power_of_two=power_of_two)
-        assert_tiles(q.tile_tokens(Rows(x), ids, tiles, power_of_two=power_of_two), want, tiles)
+        rows = q.quantise_rows(hard_values(dtype, device), power_of_two=power_of_two)
+        assert_tiles(q.tile_tokens(rows, ids, tiles), q.tile_tokens_ref(rows, ids, tiles), tiles)
 
 
-@pytest.mark.parametrize("kind", ["wide", "quantised", "travelled"])
+@pytest.mark.parametrize("kind", ["powers of two", "fp32", "travelled"])
 def test_tiles_of_gathered_rows(kind: str, device: str) -> None:
     S, D = 53, 384
     index = index_of(S, 4, 3, device)
     tiles = map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
     x = values_of(S, D, dtype=torch.bfloat16, device=device, spread=6)
+    x *= torch.exp2(torch.arange(S, device=device) % 25 - 12.0)[:, None]  # rows of many sizes
     x[(index.slots_SK < 0).all(1)] = torch.nan
     rows = {
-        "wide": lambda: Rows(x),
-        "quantised": lambda: q.quantise_rows(x, power_of_two=False),
+        "powers of two": lambda: q.quantise_rows(x, power_of_two=True),
+        "fp32": lambda: q.quantise_rows(x, power_of_two=False),
         "travelled": lambda: Rows.from_packed(pack_rows(x), D, x.dtype),
     }[kind]()
-    got = q.tile_tokens(rows, index.row_ids_R, tiles, power_of_two=True)
-    want = q.tile_tokens_ref(rows, index.row_ids_R, tiles, power_of_two=True)
-    assert_tiles(got, want, tiles)
-    # Against the rows themselves, one by one.
+    got = q.tile_tokens(rows, index.row_ids_R, tiles)
+    assert_tiles(got, q.tile_tokens_ref(rows, index.row_ids_R, tiles), tiles)
+    # Against the rows themselves, one by one: exact down to 2^-6 of the scale, then by 2^-9 of it.
     wide, ids = rows.widen().float(), index.row_ids_R.tolist()
     for t, (_, first, end, _) in enumerate(tiles.map[1 : 1 + int(tiles.map[0, 0])].tolist()):
         tokens = wide[ids[first : min(end, first + 128)]]
-        found = got.values_tC[t].float() * got.scales_tC[t, :, None]
-        largest = tokens.abs().amax(0)
-        bound = torch.maximum(tokens.abs() / 16, largest / 224 * 2**-10).T
+        scales = got.scales_tB[t].repeat_interleave(128)[:, None]
+        found = got.values_tC[t].float() * scales
+        bound = torch.where(tokens.T.abs() < scales * 2**-6, scales * 2**-10, 0.0)
+        if kind == "fp32":
+            bound = bound + tokens.T.abs() * (1 / 16 + 2**-10)
         assert ((found[:, : len(tokens)] - tokens.T).abs() <= bound).all()
         assert (found[:, len(tokens) :] == 0).all()
+
+
+def test_worked_example_of_a_tile(device: str) -> None:
+    """Scales 1 and 1/4: 3 of the second row is the code 12, which becomes 3 under the first's."""
+    x = torch.zeros(2, 128, device=device)
+    x[0, :2], x[1, :3] = torch.tensor([448.0, 5.0]), torch.tensor([112.0, 3.0, 0.0234375])
+    rows = row_blocks(x, True)
+    assert rows.scales_BR[0, :2].tolist() == [1.0, 0.25] and rows.values_RK[1, 1].float() == 12
+    tiles, _ = tiles_of([2], device)
+    got = q.tile_tokens(rows, None, tiles)
+    assert got.scales_tB[0].tolist() == [1.0]
+    assert got.values_tC[0, :3, :3].float().tolist() == [
+        [448, 112, 0],
+        [5, 3, 0],
+        [0, 0.0234375, 0],
+    ]
 
 
 def test_not_finite_rows_poison_their_own_tile(device: str) -> None:
     tiles, R = tiles_of([130, 5], device)
     x = torch.ones(R, 256, device=device, dtype=torch.bfloat16)
     x[3, 10], x[131, 20] = torch.nan, torch.inf
-    for rows in (Rows(x), q.quantise_rows(x, power_of_two=True)):
-        got = q.tile_tokens(rows, None, tiles, power_of_two=True)
-        nan = got.values_tC[:3].float().isnan()
-        assert nan[0].nonzero().tolist() == [[10, 3]] and not nan[1].any()
-        assert nan[2, 20, 1] and not nan[2, 128:].any()
+    got = q.tile_tokens(row_blocks(x, True), None, tiles)
+    nan = got.values_tC[:3].float().isnan()
+    assert nan[0].nonzero().tolist() == [[10, 3]] and not nan[1].any()
+    assert nan[2, :128, 1].all() and not nan[2, 128:].any()
+    assert got.scales_tB[:3].isinf().tolist() == [[False, False], [False, False], [True, False]]
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -264,7 +286,7 @@ def test_weights_of_the_reference(dtype: torch.dtype, power_of_two: bool, device
     "call",
     [
         lambda x: q.quantise_rows(x, power_of_two=True),
-        lambda x: q.tile_tokens(Rows(x), None, tiles_of([2], "cpu")[0], power_of_two=True),
+        lambda x: q.tile_tokens(Rows(x, x), None, tiles_of([2], "cpu")[0]),
         lambda x: q.quantise_weights(x[:1].expand(1, 128, -1), power_of_two=True),
     ],
 )
@@ -282,9 +304,7 @@ def test_addresses_past_2_to_the_31() -> None:
     want = q.quantise_rows_ref(x[-300:], power_of_two=True)
     assert_same(rows.values[-300:], want.values)
     tiles = map_row_tiles(torch.tensor([S], device="cuda").int(), S)
-    got, used = q.tile_tokens(rows, None, tiles, power_of_two=True), int(tiles.map[0, 0])
+    got, used = q.tile_tokens(rows, None, tiles), int(tiles.map[0, 0])
     last = map_row_tiles(torch.tensor([S % 128], device="cuda").int(), S % 128)
     end = Rows(rows.values[-(S % 128) :], rows.scales[-(S % 128) :], x.dtype)  # type: ignore[index]
-    assert_same(
-        got.values_tC[used - 1], q.tile_tokens_ref(end, None, last, power_of_two=True).values_tC[0]
-    )
+    assert_same(got.values_tC[used - 1], q.tile_tokens_ref(end, None, last).values_tC[0])

@@ -1,9 +1,8 @@
 """Products of a rank's experts in FP8, in blocks of 128 along the dim that is summed.
 
     X, dY     rows -> FP8, one scale per 128 columns, before they are gathered: bytes move
-    A         of H as it is kept, in fp32 -> FP8: rows for FC2, tiles for its weight gradient
-    dH        of dA and H, in fp32 -> FP8: rows for FC1's input gradient, tiles for its weights'
-    X, dY     FP8 rows -> tiles, quantised once more along 128 expert rows, for weight gradients
+    A, dH     in fp32 -> FP8, where they are computed of H as it is kept
+    all four  FP8 rows -> tiles, bytes transposed, where a weight gradient multiplies them
 
 H, dA and what is added per source row are in the dtype of the rows. Rows that travelled as FP8 are
 multiplied as they came.
@@ -58,14 +57,6 @@ class _OutputGrads(NamedTuple):
     kept: Rows
     rows: RowBlocks
     row_ids_R: Tensor | None
-
-
-class _HiddenGrads(NamedTuple):
-    """dH, for both products that read it."""
-
-    rows: RowBlocks
-    tiles: TokenTiles
-    dtype: torch.dtype
 
 
 class BlockwiseProducts:
@@ -135,14 +126,7 @@ class BlockwiseProducts:
     def fc1(self, rows: Rows) -> tuple[Tensor, _Blocks]:
         """Return H and the weighted activation."""
         h_RC = self._fc1(rows)
-        a = quantised_activation(
-            h_RC,
-            self.weights_R,
-            self.where[2],
-            self.activation,
-            power_of_two=self.recipe.power_of_two,
-        )
-        return h_RC, _Blocks(a, h_RC.dtype)
+        return h_RC, self._activation(h_RC)
 
     def h_as_kept(self, h_RC: Tensor) -> Rows:
         """Return H, in FP8 if the recipe keeps it so."""
@@ -156,11 +140,9 @@ class BlockwiseProducts:
         """Return H alone."""
         return Rows(self._fc1(rows))
 
-    def activation_again(self, h: Rows) -> TokenTiles:
+    def activation_again(self, h: Rows) -> _Blocks:
         """Return the weighted activation."""
-        h_RC = h.widen()
-        R, hidden_dim = h_RC.shape[0], self.weights.w2_eDF.shape[2]
-        return self._activation_bwd(h_RC, h_RC.new_zeros(R, hidden_dim))[2]
+        return self._activation(h.widen())
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
         """Return the gradient of each expert row's output."""
@@ -170,25 +152,29 @@ class BlockwiseProducts:
         kept = self._quantised(dy)
         return _OutputGrads(kept, gather_row_blocks(kept, *self.where), self.where[0])
 
-    def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_HiddenGrads, Tensor, TokenTiles]:
+    def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Blocks, Tensor, _Blocks]:
         """Return dH, the weights' gradients and the weighted activation."""
         da_RF = self._backward(dy.rows, self._w2, h.dtype)
-        rows, tiles, a, dweights_R = self._activation_bwd(h.widen(), da_RF)
-        return _HiddenGrads(rows, tiles, h.dtype), dweights_R, a
+        where = (self.weights_R, self.where[2], self.activation)
+        power_of_two = self.recipe.power_of_two
+        dh, dweights_R, a = quantised_activation_bwd(
+            h.widen(), da_RF, *where, power_of_two=power_of_two
+        )
+        return _Blocks(dh, h.dtype), dweights_R, _Blocks(a, h.dtype)
 
-    def fc1_bwd(self, dh: _HiddenGrads) -> Tensor:
+    def fc1_bwd(self, dh: _Blocks) -> Tensor:
         """Return the gradient of each expert row."""
         return self._backward(dh.rows, self._w1, dh.dtype)
 
-    def fc1_wgrad(self, rows: Rows, dh: _HiddenGrads, target: GradTarget) -> Tensor:
+    def fc1_wgrad(self, rows: Rows, dh: _Blocks, target: GradTarget) -> Tensor:
         """Put the gradient of w1 at the target; return it."""
-        return self._wgrad(
-            dh.tiles, self._tiles(rows, self.where[0]), target, self.weights.w1_eCD.dtype
-        )
+        x = tile_tokens(rows, self.where[0], self.tiles)
+        return self._wgrad(dh.rows, x, target, self.weights.w1_eCD.dtype)
 
-    def fc2_wgrad(self, dy: _OutputGrads, a: TokenTiles, target: GradTarget) -> Tensor:
+    def fc2_wgrad(self, dy: _OutputGrads, a: _Blocks, target: GradTarget) -> Tensor:
         """Put the gradient of w2 at the target; return it."""
-        return self._wgrad(self._tiles(dy.kept, dy.row_ids_R), a, target, self.weights.w2_eDF.dtype)
+        dy_tiles = tile_tokens(dy.kept, dy.row_ids_R, self.tiles)
+        return self._wgrad(dy_tiles, a.rows, target, self.weights.w2_eDF.dtype)
 
     @cached_property
     def _w1(self) -> WeightBlocks:
@@ -203,25 +189,13 @@ class BlockwiseProducts:
     def _quantised(self, x: Tensor) -> Rows:
         return quantise_rows(x, power_of_two=self.recipe.power_of_two)
 
-    def _tiles(self, rows: Rows, row_ids_R: Tensor | None) -> TokenTiles:
-        power_of_two = self.recipe.power_of_two
-        return tile_tokens(rows, row_ids_R, self.tiles, power_of_two=power_of_two)
-
     def _fc1(self, rows: Rows) -> Tensor:
         return self._forward(gather_row_blocks(rows, *self.where), self._w1, rows.dtype)
 
-    def _activation_bwd(
-        self, h_RC: Tensor, da_RF: Tensor
-    ) -> tuple[RowBlocks, TokenTiles, TokenTiles, Tensor]:
-        return quantised_activation_bwd(
-            h_RC,
-            da_RF,
-            self.weights_R,
-            self.tiles,
-            self.where[2],
-            self.activation,
-            power_of_two=self.recipe.power_of_two,
-        )
+    def _activation(self, h_RC: Tensor) -> _Blocks:
+        where = (self.weights_R, self.where[2], self.activation)
+        a = quantised_activation(h_RC, *where, power_of_two=self.recipe.power_of_two)
+        return _Blocks(a, h_RC.dtype)
 
     def _forward(self, rows: RowBlocks, w: WeightBlocks, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""
@@ -233,8 +207,14 @@ class BlockwiseProducts:
         return fp8_gemm(rows, w.transposed_eKN, scales_eKN, self.offsets_e, self.tiles, dtype)
 
     def _wgrad(
-        self, x: TokenTiles, y: TokenTiles, target: GradTarget, dtype: torch.dtype
+        self,
+        x: RowBlocks | TokenTiles,
+        y: RowBlocks | TokenTiles,
+        target: GradTarget,
+        dtype: torch.dtype,
     ) -> Tensor:
+        """Put the product of expert rows at the target; those not in tiles yet are transposed."""
+        x, y = (tile_tokens(z, None, self.tiles) if isinstance(z, RowBlocks) else z for z in (x, y))
         dtype = target.dtype or dtype
         add_to, scale = target.add_to, target.scale
         return fp8_wgrad(x, y, self.tiles, add_to=add_to, dtype=dtype, scale=scale)

@@ -119,7 +119,9 @@ def fp8_wgrad_ref(x: TokenTiles, y: TokenTiles, tiles: RowTiles) -> Tensor:
     for i, last in enumerate(tiles.ends_e.tolist()):
         for t in range(first, last):
             product = x.values_tC[t].float() @ y.values_tC[t].float().T
-            out_eMN[i] += product * x.scales_tC[t, :, None] * y.scales_tC[t]
+            x_scales_M = x.scales_tB[t].repeat_interleave(BLOCK)
+            y_scales_N = y.scales_tB[t].repeat_interleave(BLOCK)
+            out_eMN[i] += product * (x_scales_M[:, None] * y_scales_N)
         first = last
     return out_eMN
 
@@ -159,8 +161,8 @@ def fp8_wgrad(
         sm90_fp8_grouped_wgrad_kernel[(num_sms(out_eMN.device),)](
             gluon_descriptor(x.values_tC.view(-1, BLOCK), (BLOCK_M, BLOCK)),
             gluon_descriptor(y.values_tC.view(-1, BLOCK), (BLOCK_N, BLOCK)),
-            x.scales_tC,
-            y.scales_tC,
+            x.scales_tB,
+            y.scales_tB,
             tiles.ends_e,
             out_eMN,
             gluon_descriptor(out_eMN, block) if add_to is None else None,

@@ -3,6 +3,7 @@
     block_scale, magnitude   a block's scale, from the largest magnitude in it
     to_e4m3, to_words        values to bytes, and to four bytes in a word
     from_e4m3                bytes to values
+    transpose_words          four rows of four bytes to four columns, each row times a factor
     encode, decode           the same by integer operations
 
 A scale is amax / 448, at least 2^-126; or the smallest power of two with which the largest value
@@ -130,6 +131,92 @@ def to_words(x0, x1, x2, x3):  # fp32 of one shape, round to at most 448 but for
             "=r,f,f,f,f",
             [x0, x1, x2, x3],
             dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def _column(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
+    """Return a byte of each word, times its word's factor, as the bytes of one word."""
+    x0 = decode((w0 >> (8 * byte)) & 0xFF).to(tl.float16) * f0
+    x1 = decode((w1 >> (8 * byte)) & 0xFF).to(tl.float16) * f1
+    x2 = decode((w2 >> (8 * byte)) & 0xFF).to(tl.float16) * f2
+    x3 = decode((w3 >> (8 * byte)) & 0xFF).to(tl.float16) * f3
+    return to_words(x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32))
+
+
+@triton.jit
+def transpose_words(
+    w0,  # int32: four e4m3 of one row
+    w1,
+    w2,
+    w3,
+    f0,  # fp16, at most 1: of each word
+    f1,
+    f2,
+    f3,
+):
+    """Return four words: byte j of word i is byte i of word j times factor j, rounded in fp16."""
+    if INTERPRETED:
+        o0 = _column(w0, w1, w2, w3, f0, f1, f2, f3, 0)
+        o1 = _column(w0, w1, w2, w3, f0, f1, f2, f3, 1)
+        o2 = _column(w0, w1, w2, w3, f0, f1, f2, f3, 2)
+        o3 = _column(w0, w1, w2, w3, f0, f1, f2, f3, 3)
+        return o0, o1, o2, o3
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 l, h, f;
+            .reg .b32 x, y, g, r0, r1, r2, r3, t0, t1, t2, t3;
+            mov.b32 {l, h}, $4;
+            cvt.rn.f16x2.e4m3x2 x, l;
+            cvt.rn.f16x2.e4m3x2 y, h;
+            mov.b32 g, {$8, $8};
+            mul.rn.f16x2 x, x, g;
+            mul.rn.f16x2 y, y, g;
+            cvt.rn.satfinite.e4m3x2.f16x2 l, x;
+            cvt.rn.satfinite.e4m3x2.f16x2 h, y;
+            mov.b32 r0, {l, h};
+            mov.b32 {l, h}, $5;
+            cvt.rn.f16x2.e4m3x2 x, l;
+            cvt.rn.f16x2.e4m3x2 y, h;
+            mov.b32 g, {$9, $9};
+            mul.rn.f16x2 x, x, g;
+            mul.rn.f16x2 y, y, g;
+            cvt.rn.satfinite.e4m3x2.f16x2 l, x;
+            cvt.rn.satfinite.e4m3x2.f16x2 h, y;
+            mov.b32 r1, {l, h};
+            mov.b32 {l, h}, $6;
+            cvt.rn.f16x2.e4m3x2 x, l;
+            cvt.rn.f16x2.e4m3x2 y, h;
+            mov.b32 g, {$10, $10};
+            mul.rn.f16x2 x, x, g;
+            mul.rn.f16x2 y, y, g;
+            cvt.rn.satfinite.e4m3x2.f16x2 l, x;
+            cvt.rn.satfinite.e4m3x2.f16x2 h, y;
+            mov.b32 r2, {l, h};
+            mov.b32 {l, h}, $7;
+            cvt.rn.f16x2.e4m3x2 x, l;
+            cvt.rn.f16x2.e4m3x2 y, h;
+            mov.b32 g, {$11, $11};
+            mul.rn.f16x2 x, x, g;
+            mul.rn.f16x2 y, y, g;
+            cvt.rn.satfinite.e4m3x2.f16x2 l, x;
+            cvt.rn.satfinite.e4m3x2.f16x2 h, y;
+            mov.b32 r3, {l, h};
+            prmt.b32 t0, r0, r1, 0x5140;
+            prmt.b32 t1, r0, r1, 0x7362;
+            prmt.b32 t2, r2, r3, 0x5140;
+            prmt.b32 t3, r2, r3, 0x7362;
+            prmt.b32 $0, t0, t2, 0x5410;
+            prmt.b32 $1, t0, t2, 0x7632;
+            prmt.b32 $2, t1, t3, 0x5410;
+            prmt.b32 $3, t1, t3, 0x7632;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r,h,h,h,h",
+            [w0, w1, w2, w3, f0, f1, f2, f3],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
             pack=1,
         )

@@ -1,14 +1,19 @@
 """FP8 operands of grouped products, quantised in blocks of 128 along the dim that is summed.
 
     RowBlocks     1 x 128 along a row: what the forward and the input gradients multiply
-    TokenTiles    128 x 1 along the rows of one expert, transposed: what weight gradients multiply
+    TokenTiles    128 rows of one expert, transposed: what weight gradients multiply
     WeightBlocks  128 x 128, in both layouts
 
 Hopper's FP8 tensor cores take both operands with the summed dim innermost, hence the transposed
 copies. A value is float8_e4m3fn times its block's scale.
 
-Letters: R expert rows (length), K columns, C columns, B = K / 128 blocks, t row tiles of 128 rows
-of one expert (`grouped/row_tiles.py`), e experts, N rows of a matrix.
+The rows of a tile are summed by a weight gradient, so they share a scale: the largest of theirs in
+the same 128 columns. A row with a smaller scale has its values times the ratio of the two. With
+powers of two that changes exponents alone, and loses what is 2^-17 times the block's largest value
+or less: e4m3 has 16 binades of whole and 3 of shorter mantissas.
+
+Letters: S source rows, R expert rows (length), D K C columns, B = K / 128 blocks, t row tiles of
+128 rows of one expert (`grouped/row_tiles.py`), e experts, N rows of a matrix.
 """
 
 from __future__ import annotations
@@ -21,9 +26,8 @@ from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, use_kernel
 from moecore.kernels.grouped.row_tiles import MAP_FIELDS, RowTiles
-from moecore.kernels.rows.e4m3 import amax_ref, block_scale_ref
+from moecore.kernels.rows.e4m3 import LEAST_SCALE, amax_ref, block_scale_ref
 from moecore.kernels.rows.move import column_block
-from moecore.kernels.rows.packed import unpack_rows
 from moecore.kernels.rows.quantised_kernel import (
     gather_row_blocks_kernel,
     quantise_rows_kernel,
@@ -36,7 +40,8 @@ BLOCK = 128  # elements of one scale along the summed dim
 FP8 = torch.float8_e4m3fn
 SCALE_ROWS = 4  # of which the row length of `RowBlocks.scales_BR` is a multiple: 16 bytes, for TMA
 ROWS_PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # of one program: 32 elements per thread
-TILE_WARPS = 8  # of a 128 x 128 tile: 64 elements per thread
+TILE_WARPS = 4  # of a 128 x 128 block of weights
+TOKEN_WARPS = 4  # of 128 rows and columns: 32 words per thread
 SCALE_R, SCALE_B = 128, 16  # expert rows, and scales of each, that a program moves at a time
 
 
@@ -59,11 +64,11 @@ class TokenTiles(NamedTuple):
         values_tC: float8_e4m3fn [tiles, C, 128], contiguous: tile j holds the 128 rows of row tile
             j, transposed, and 0 past the end of its expert's rows. Tiles past the last one in use
             are uninitialised.
-        scales_tC: fp32 [tiles, C]: of each column's 128 rows.
+        scales_tB: fp32 [tiles, C / 128]: of 128 columns of the tile.
     """
 
     values_tC: Tensor
-    scales_tC: Tensor
+    scales_tB: Tensor
 
 
 class WeightBlocks(NamedTuple):
@@ -122,30 +127,32 @@ def gather_row_blocks_ref(rows: Rows, row_ids_R: Tensor | None) -> RowBlocks:
     return RowBlocks(values, _transposed_scales(scales))
 
 
-def token_tiles_ref(x_RD: Tensor, tiles: RowTiles, power_of_two: bool) -> TokenTiles:
-    """Return rows in expert order tile by tile, in plain PyTorch; 0 in tiles that nobody uses."""
-    R = x_RD.shape[0]
-    tile = torch.arange(tiles.most, device=x_RD.device)
-    _, first, end, _ = tiles.map[1:].long().unbind(1)
-    row = first[:, None] + torch.arange(BLOCK, device=x_RD.device)
-    used = (row < end[:, None]) & (tile < tiles.map[0, 0])[:, None]
-    # Row R is one of zeros.
-    x_tokens = F.pad(x_RD.float(), (0, 0, 0, 1))[torch.where(used, row, R)]
-    values, scales = quantise_ref(x_tokens, 1, power_of_two)
-    return TokenTiles(values.transpose(1, 2).contiguous(), scales[:, 0])
-
-
 def tile_tokens_ref(
-    rows: Rows, row_ids_R: Tensor | None, tiles: RowTiles, *, power_of_two: bool
+    rows: Rows | RowBlocks, row_ids_R: Tensor | None, tiles: RowTiles
 ) -> TokenTiles:
-    """Return what `tile_tokens` returns, in plain PyTorch."""
-    x_RD = rows.values.float()
-    if rows.scales is not None:
-        x_RD = unpack_rows(rows.values, rows.scales, torch.float32)
-    if row_ids_R is not None:
-        # An index without a source row has no row in use.
-        x_RD = F.pad(x_RD, (0, 0, 0, 1)).index_select(0, row_ids_R)
-    return token_tiles_ref(x_RD, tiles, power_of_two)
+    """Return what `tile_tokens` returns, in plain PyTorch; 0 in tiles that nobody uses."""
+    values_SD, scales_SB = _with_scales(rows)
+    tile = torch.arange(tiles.most, device=values_SD.device)
+    _, first, end, _ = tiles.map[1:].long().unbind(1)
+    row = first[:, None] + torch.arange(BLOCK, device=values_SD.device)
+    used = (row < end[:, None]) & (tile < tiles.map[0, 0])[:, None]
+    none = values_SD.shape[0]  # a row of zeros
+    if row_ids_R is not None and row_ids_R.numel():
+        row = row_ids_R.long()[row.clamp(max=row_ids_R.numel() - 1)]
+    row = torch.where(used, row, none)
+    values = blocks_of(F.pad(values_SD.half(), (0, 0, 0, 1))[row])  # [t, 128, B, 128]
+    scales = F.pad(scales_SB, (0, 0, 0, 1))[row]  # [t, 128, B]
+    largest_tB = scales.amax(1).clamp(min=LEAST_SCALE)
+    values = (values * (scales / largest_tB[:, None]).half()[..., None]).to(FP8)
+    return TokenTiles(values.flatten(2).transpose(1, 2).contiguous(), largest_tB)
+
+
+def _with_scales(rows: Rows | RowBlocks) -> tuple[Tensor, Tensor]:
+    """Return the values [S, D], and the scales as [S, B]."""
+    if isinstance(rows, RowBlocks):
+        return rows.values_RK, rows.scales_BR.T[: rows.values_RK.shape[0]]
+    assert rows.scales is not None
+    return rows.values, rows.scales
 
 
 def quantise_weights_ref(w_eNK: Tensor, *, power_of_two: bool) -> WeightBlocks:
@@ -176,14 +183,6 @@ def empty_row_blocks(like: Tensor, num_rows: int, num_columns: int) -> RowBlocks
     return RowBlocks(
         like.new_empty(num_rows, num_columns, dtype=FP8),
         like.new_empty(scales_shape, dtype=torch.float32),
-    )
-
-
-def empty_token_tiles(like: Tensor, tiles: RowTiles, num_columns: int) -> TokenTiles:
-    """Return uninitialised tiles."""
-    return TokenTiles(
-        like.new_empty(tiles.most, num_columns, BLOCK, dtype=FP8),
-        like.new_empty(tiles.most, num_columns, dtype=torch.float32),
     )
 
 
@@ -286,45 +285,45 @@ def gather_row_blocks(
     return out
 
 
-def tile_tokens(
-    rows: Rows, row_ids_R: Tensor | None, tiles: RowTiles, *, power_of_two: bool
-) -> TokenTiles:
-    """Return the source rows of each row tile, transposed and quantised along its 128 rows.
+def tile_tokens(rows: Rows | RowBlocks, row_ids_R: Tensor | None, tiles: RowTiles) -> TokenTiles:
+    """Return FP8 rows tile by tile, transposed, with one scale for 128 rows and 128 columns.
 
-    Rows with scales are widened to fp32 first. NaN of a row reaches its own tile alone, and there
-    its own place; infinity makes its column of the tile NaN. No autograd, no host sync.
+    NaN of a row stays in its own place. Infinity, which made 128 columns of its row NaN, makes the
+    scale of that block infinite. No autograd, no host sync.
 
     Args:
-        rows: of any format, maybe strided; D a multiple of 128. Those that no row of a tile names
+        rows: with scales, maybe strided; D a multiple of 128. Those that no row of a tile names
             are not read.
         row_ids_R: int32, source row of each expert row; None for rows in expert order.
         tiles: from `map_row_tiles` of the R expert rows.
-        power_of_two: of the scales; else amax / 448.
 
     Raises:
         ValueError: for other columns.
     """
-    S, D = rows.values.shape
+    values_SD, scales_SB = _with_scales(rows)
+    S, D = values_SD.shape
     check_columns("D", D)
-    if not use_kernel(rows.values):
-        return tile_tokens_ref(rows, row_ids_R, tiles, power_of_two=power_of_two)
-    out = empty_token_tiles(rows.values, tiles, D)
-    values, scales = rows.values, rows.scales
+    if not use_kernel(values_SD):
+        return tile_tokens_ref(rows, row_ids_R, tiles)
+    out = TokenTiles(
+        values_SD.new_empty(tiles.most, D, BLOCK),
+        scales_SB.new_empty(tiles.most, D // BLOCK),
+    )
     if S and D:
-        with on_device(values):
+        with on_device(values_SD):
             tile_tokens_kernel[(tiles.most * (D // BLOCK),)](
-                values if scales is None else values.view(torch.uint8),
-                scales,
+                values_SD.view(torch.int32),
+                scales_SB,
                 row_ids_R,
                 tiles.map,
                 out.values_tC.view(torch.int32),
-                out.scales_tC,
+                out.scales_tB,
+                scales_SB.stride(1),
                 D=D,
-                W=values.stride(0),
-                SCALES_W=0 if scales is None else scales.stride(0),
+                W=values_SD.stride(0) // 4,
+                SCALES_W=scales_SB.stride(0),
                 FIELDS=MAP_FIELDS,
-                POWER_OF_TWO=power_of_two,
-                num_warps=TILE_WARPS,
+                num_warps=TOKEN_WARPS,
             )
     return out
 

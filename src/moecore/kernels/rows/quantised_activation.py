@@ -3,15 +3,15 @@
     a[r, f] = act(gate[r, f], up[r, f]) * weight[r]
 
     backward, in one pass over h and da:
-    dh[r]      = da[r] * weight[r] * act'(h[r])     rows for dx, tiles for dw1
-    a[r]       as above                             tiles for dw2
+    dh[r]      = da[r] * weight[r] * act'(h[r])
+    a[r]       as above, again
     dweight[r] = sum over f of da[r, f] * act(h[r])[f]
 
-Letters: R expert rows (length), F hidden dim, C columns of h (2F for gated activations, else F),
-t row tiles. Gate columns come first, then up columns.
+Letters: R expert rows (length), F hidden dim, C columns of h (2F for gated activations, else F).
+Gate columns come first, then up columns.
 
 Bytes moved per expert row, with b bytes per element: forward C * b + F, backward
-(C + F) * b + 2C + F; the scales are 1/32 of the FP8 bytes, the parts of dweights 1/16 of F.
+(C + F) * b + C + F; the scales are 1/32 of the FP8 bytes, the parts of dweights 1/16 of F.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, on_device, use_kernel
-from moecore.kernels.grouped.row_tiles import MAP_FIELDS, RowTiles
 from moecore.kernels.rows.activation import (
     ActivationOptions,
     activation,
@@ -29,12 +28,9 @@ from moecore.kernels.rows.activation import (
 from moecore.kernels.rows.quantised import (
     BLOCK,
     RowBlocks,
-    TokenTiles,
     check_columns,
     empty_row_blocks,
-    empty_token_tiles,
     row_blocks_ref,
-    token_tiles_ref,
 )
 from moecore.kernels.rows.quantised_activation_kernel import (
     quantised_activation_bwd_kernel,
@@ -43,7 +39,7 @@ from moecore.kernels.rows.quantised_activation_kernel import (
 )
 
 FWD_PROGRAM = {"BLOCK_R": 32, "num_warps": 4}  # 32 elements per thread
-BWD_WARPS = 16  # of a 128 x 128 tile: 32 elements per thread of each of three gradients
+BWD_PROGRAM = {"BLOCK_R": 16, "num_warps": 4}  # 16 elements per thread of each of three gradients
 SUM_ROWS = 256  # whose parts a program adds
 
 
@@ -61,21 +57,15 @@ def quantised_activation_bwd_ref(
     h_RC: Tensor,
     da_RF: Tensor,
     weights_R: Tensor | None,
-    tiles: RowTiles,
     num_rows: Tensor | None,
     options: ActivationOptions,
     *,
     power_of_two: bool,
-) -> tuple[RowBlocks, TokenTiles, TokenTiles, Tensor]:
+) -> tuple[RowBlocks, Tensor, RowBlocks]:
     """Return what `quantised_activation_bwd` returns, in plain PyTorch."""
     wide = h_RC.float(), da_RF.float()  # in which nothing is rounded before it is quantised
     dh_RC, dweights_R, a_RF = weighted_activation_bwd_ref(*wide, weights_R, num_rows, options)
-    return (
-        row_blocks_ref(dh_RC, power_of_two),
-        token_tiles_ref(dh_RC, tiles, power_of_two),
-        token_tiles_ref(a_RF, tiles, power_of_two),
-        dweights_R,
-    )
+    return row_blocks_ref(dh_RC, power_of_two), dweights_R, row_blocks_ref(a_RF, power_of_two)
 
 
 def _constants(options: ActivationOptions, power_of_two: bool) -> dict[str, object]:
@@ -141,29 +131,26 @@ def quantised_activation_bwd(
     h_RC: Tensor,
     da_RF: Tensor,
     weights_R: Tensor | None,
-    tiles: RowTiles,
     num_rows: Tensor | None,
     options: ActivationOptions,
     *,
     power_of_two: bool,
-) -> tuple[RowBlocks, TokenTiles, TokenTiles, Tensor]:
-    """Return the gradients of the activation and its output again, ready for the FP8 products.
+) -> tuple[RowBlocks, Tensor, RowBlocks]:
+    """Return dh, dweights and the weighted activation again. The same bits in every run.
 
-    No host sync; the same bits in every run.
+    No autograd, no host sync.
 
     Args:
         h_RC: as given to the forward.
         da_RF: gradient of the output, dtype of h_RC, contiguous.
         weights_R: as given to the forward.
-        tiles: from `map_row_tiles` of the R expert rows; rows of no tile are not read.
-        num_rows: as given to the forward, the end of the last tile's rows.
+        num_rows: as given to the forward.
         options: as given to the forward.
         power_of_two: of the scales; else amax / 448.
 
     Returns:
-        dh as rows [R, C] and as tiles [t, C, 128], both quantised from the same fp32 values; the
-        forward's output as tiles [t, F, 128]; dweights_R fp32, zero from num_rows on. Rows of dh
-        from num_rows on are uninitialised.
+        dh [R, C], quantised from fp32 values; dweights_R fp32, zero from num_rows on; the forward's
+        output [R, F]. Rows of the first and the last from num_rows on are uninitialised.
 
     Raises:
         ValueError: for an F that is no multiple of 128.
@@ -171,34 +158,30 @@ def quantised_activation_bwd(
     (R, C), F = h_RC.shape, da_RF.shape[1]
     check_columns("F", F)
     if not use_kernel(h_RC, da_RF):
-        args = (h_RC, da_RF, weights_R, tiles, num_rows, options)
+        args = (h_RC, da_RF, weights_R, num_rows, options)
         return quantised_activation_bwd_ref(*args, power_of_two=power_of_two)
-    dh = empty_row_blocks(h_RC, R, C)
-    dh_tiles, a_tiles = empty_token_tiles(h_RC, tiles, C), empty_token_tiles(h_RC, tiles, F)
+    dh, a = empty_row_blocks(h_RC, R, C), empty_row_blocks(h_RC, R, F)
     dweights_R = h_RC.new_empty(R, dtype=torch.float32)
     sums = h_RC.new_empty(F // BLOCK, R, dtype=torch.float32)
     if R and F:
         with on_device(h_RC):
-            quantised_activation_bwd_kernel[(tiles.most * (F // BLOCK),)](
+            quantised_activation_bwd_kernel[(cdiv(R, BWD_PROGRAM["BLOCK_R"]) * (F // BLOCK),)](
                 h_RC,
                 da_RF,
                 weights_R,
-                tiles.map,
+                num_rows,
                 dh.values_RK.view(torch.uint8),
                 dh.scales_BR,
-                dh_tiles.values_tC.view(torch.int32),
-                dh_tiles.scales_tC,
-                a_tiles.values_tC.view(torch.int32),
-                a_tiles.scales_tC,
+                a.values_RK.view(torch.uint8),
+                a.scales_BR,
                 sums,
                 R,
                 dh.scales_BR.shape[1],
                 F=F,
-                FIELDS=MAP_FIELDS,
-                num_warps=BWD_WARPS,
                 **_constants(options, power_of_two),
+                **BWD_PROGRAM,
             )
             sum_parts_kernel[(cdiv(R, SUM_ROWS),)](
                 sums, num_rows, dweights_R, R, PARTS=F // BLOCK, BLOCK_R=SUM_ROWS
             )
-    return dh, dh_tiles, a_tiles, dweights_R
+    return dh, dweights_R, a

@@ -2,37 +2,21 @@
 
 Letters: as there.
 
-A tile of 128 tokens is held as four tensors of 32 rows: tensor j has the rows 4i + j. Then the four
-bytes of a transposed word lie in one thread, and words instead of bytes change places between
+128 rows that are transposed are held as four tensors of 32: tensor j has the rows 4i + j. Then the
+four bytes of a transposed word lie in one thread, and words instead of bytes change places between
 threads.
 """
 
 from functools import partial
 
 from moecore.kernels.common import tl, triton
-from moecore.kernels.rows.e4m3 import block_scale, from_e4m3, magnitude, to_e4m3, to_words
-
-
-@triton.jit
-def store_token_tile(
-    x0,  # fp32 [32, 128]: rows 0, 4, 8, ...
-    x1,
-    x2,
-    x3,
-    words_ptr,  # [tiles, C, 32] int32, out
-    scales_ptr,  # [tiles, C] fp32, out
-    columns,  # [128] int64, of [tiles * C]
-    POWER_OF_TWO: tl.constexpr,
-):
-    """Quantise each column and store it as 128 neighbouring bytes."""
-    low = tl.maximum(magnitude(x0), magnitude(x1))
-    high = tl.maximum(magnitude(x2), magnitude(x3))
-    scale, inverse = block_scale(tl.max(tl.maximum(low, high), axis=0), POWER_OF_TWO)
-    inverse = inverse[None, :]
-    words = to_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
-    at = columns[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(words_ptr + at, tl.trans(words))
-    tl.store(scales_ptr + columns, scale)
+from moecore.kernels.rows.e4m3 import (
+    block_scale,
+    magnitude,
+    to_e4m3,
+    to_words,
+    transpose_words,
+)
 
 
 @triton.jit
@@ -130,44 +114,44 @@ def gather_row_blocks_kernel(
 
 
 @triton.jit
-def _load_wide(
-    values_ptr,  # [S, D]; uint8 with scales
-    scales_ptr,  # [S, D / 128] fp32, or None
+def _load_words(
+    words_ptr,  # [S, D / 4] int32, from the first of the columns on
+    scales_ptr,  # [S] fp32, of these columns
     row_ids_ptr,  # [R] int32, or None: S == R
     rows,  # int64
     end,  # rows from there on are 0
-    block,  # which 128 columns
-    W: tl.constexpr,
+    W,  # words from one row to the next
     SCALES_W: tl.constexpr,
 ):
-    """Return fp32 [rows, 128]."""
+    """Return int32 [rows, 32] and fp32 [rows]."""
     used = rows < end
     sources = rows
     if row_ids_ptr is not None:
         sources = tl.load(row_ids_ptr + rows, mask=used, other=0).to(tl.int64)
-    columns = block * 128 + tl.arange(0, 128)
-    at = values_ptr + sources[:, None] * W + columns[None, :]
-    x = tl.load(at, mask=used[:, None], other=0)
-    if scales_ptr is not None:
-        scales = tl.load(scales_ptr + sources * SCALES_W + block, mask=used, other=0.0)
-        return from_e4m3(x) * scales[:, None]
-    else:
-        return x.to(tl.float32)
+    at = sources[:, None] * W + tl.arange(0, 32)[None, :]
+    words = tl.load(words_ptr + at, mask=used[:, None], other=0)
+    return words, tl.load(scales_ptr + sources * SCALES_W, mask=used, other=0.0)
 
 
 @triton.jit
+def _factor(scale, largest):
+    """Return by how much a row's values shrink under the largest scale, [rows, 1]."""
+    return tl.div_rn(scale, largest).to(tl.float16)[:, None]
+
+
+@partial(triton.jit, do_not_specialize=["stride"])
 def tile_tokens_kernel(
-    values_ptr,  # [S, D], W apart; uint8 with scales
-    scales_ptr,  # [S, D / 128] fp32, SCALES_W apart, or None
+    words_ptr,  # [S, D / 4] int32, W words apart
+    scales_ptr,  # fp32 [S, D / 128], SCALES_W apart, or [D / 128, stride]
     row_ids_ptr,  # [R] int32, or None: S == R
     map_ptr,  # [1 + tiles, FIELDS] int32
-    words_ptr,  # [tiles, D, 32] int32, out
-    tile_scales_ptr,  # [tiles, D] fp32, out
+    out_ptr,  # [tiles, D, 32] int32, out
+    out_scales_ptr,  # [tiles, D / 128] fp32, out
+    stride,  # from the scales of 128 columns to those of the next
     D: tl.constexpr,
     W: tl.constexpr,
     SCALES_W: tl.constexpr,
     FIELDS: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
 ):
     """Write 128 columns of one row tile."""
     B: tl.constexpr = D // 128
@@ -175,13 +159,24 @@ def tile_tokens_kernel(
     if tile < tl.load(map_ptr):
         at = map_ptr + (1 + tile) * FIELDS
         end = tl.load(at + 2)
-        rows = tl.load(at + 1).to(tl.int64) + 4 * tl.arange(0, 32)
-        x0 = _load_wide(values_ptr, scales_ptr, row_ids_ptr, rows, end, block, W, SCALES_W)
-        x1 = _load_wide(values_ptr, scales_ptr, row_ids_ptr, rows + 1, end, block, W, SCALES_W)
-        x2 = _load_wide(values_ptr, scales_ptr, row_ids_ptr, rows + 2, end, block, W, SCALES_W)
-        x3 = _load_wide(values_ptr, scales_ptr, row_ids_ptr, rows + 3, end, block, W, SCALES_W)
-        columns = tile.to(tl.int64) * D + block * 128 + tl.arange(0, 128)
-        store_token_tile(x0, x1, x2, x3, words_ptr, tile_scales_ptr, columns, POWER_OF_TWO)
+        r = tl.load(at + 1).to(tl.int64) + 4 * tl.arange(0, 32)
+        words = words_ptr + block * 32
+        scales = scales_ptr + block.to(tl.int64) * stride
+        w0, s0 = _load_words(words, scales, row_ids_ptr, r, end, W, SCALES_W)
+        w1, s1 = _load_words(words, scales, row_ids_ptr, r + 1, end, W, SCALES_W)
+        w2, s2 = _load_words(words, scales, row_ids_ptr, r + 2, end, W, SCALES_W)
+        w3, s3 = _load_words(words, scales, row_ids_ptr, r + 3, end, W, SCALES_W)
+        largest = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0)
+        f0, f1 = _factor(s0, largest), _factor(s1, largest)
+        f2, f3 = _factor(s2, largest), _factor(s3, largest)
+        o0, o1, o2, o3 = transpose_words(w0, w1, w2, w3, f0, f1, f2, f3)
+        columns = block * 128 + 4 * tl.arange(0, 32)
+        out = out_ptr + (tile.to(tl.int64) * D + columns[:, None]) * 32 + tl.arange(0, 32)[None, :]
+        tl.store(out, tl.trans(o0))
+        tl.store(out + 32, tl.trans(o1))
+        tl.store(out + 64, tl.trans(o2))
+        tl.store(out + 96, tl.trans(o3))
+        tl.store(out_scales_ptr + tile * B + block, largest)
 
 
 @triton.jit
