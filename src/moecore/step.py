@@ -2,6 +2,7 @@
 
     micro_batch() x n    forward and backward
     finish()             errors of transport -> clip -> optimizer -> zero_grad -> counts -> biases
+                         (and the scales of delayed scaling, after zero_grad)
 
 Micro-batches of a step share their communication: units that `FSDPOptions` leaves unsharded from
 forward to backward are gathered once per step, and reduced with the last micro-batch. Until then
@@ -26,6 +27,7 @@ from moecore.fsdp.progress import Progress
 from moecore.fsdp.resident import resident_units
 from moecore.moe.layer import MoELayer
 from moecore.moe.state import MoEMetrics, moe_state
+from moecore.precision.apply import advance_amax, has_history
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,7 @@ class TrainStep:
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()
+        self._is_delayed = has_history(self._model)
         self._resident = resident_units(self._model)
         for resident in self._resident:  # a later TrainStep of the same model takes over
             resident.progress = weakref.ref(self._progress)
@@ -178,6 +181,8 @@ class TrainStep:
                 self._norm = step_clipped(self._model, self._max_norm, self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
+            if self._is_delayed:
+                advance_amax(self._model)
             norm, self._norm = self._norm, None
             skipped = False if norm is None else norm.skipped
             metrics = [state.reduce_step(skipped=skipped) for state in self._states]

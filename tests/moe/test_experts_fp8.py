@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -254,6 +255,22 @@ def test_roles_and_overrides_decide_by_name() -> None:
     calls = [type(layer.shared.multiply[0]).__name__ for layer in model]
     assert calls == ["function", "function", "Fp8Products"]
     assert all(p.grad.to_local().any() for p in model.parameters())
+
+
+def test_a_step_advances_delayed_scaling() -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(CONFIG)
+    model = nn.Sequential(OrderedDict(up_proj=nn.Linear(128, 128), moe=layer))
+    recipe = Recipe(scaling="tensorwise", amax_history=3)
+    precision = Precision(recipe=recipe, roles=("mlp",))
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision)
+    step = TrainStep(model, AdamW(model.parameters(), lr=0.1))
+    history = model.up_proj.products.history
+    for done in (1, 2):
+        with step.micro_batch():
+            model(tokens()).sum().backward()
+        step.finish()
+        assert all(int((steps > 0).sum()) == done for steps in history.steps.values())
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [

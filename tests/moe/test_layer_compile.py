@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from moecore import BalanceConfig, MoEConfig, MoELayer
+from moecore.precision.recipe import Recipe
 
 LAYERS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "shared": dict(shared_hidden_dim=16, shared_gate=True),
     "latent": dict(latent_dim=16),
+    "fp8": dict(dim=128, hidden_dim=128),
     "balanced": dict(
         score_function="sigmoid",
         expert_bias=True,
@@ -24,8 +26,11 @@ LAYERS: dict[str, dict[str, Any]] = {
 def make(name: str) -> tuple[MoELayer, torch.Tensor]:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    config = MoEConfig(dim=32, hidden_dim=32, num_experts=4, top_k=2, **LAYERS[name])
-    return MoELayer(config), torch.randn(2, 8, 32)
+    sizes: dict[str, Any] = dict(dim=32, hidden_dim=32, num_experts=4, top_k=2)
+    layer = MoELayer(MoEConfig(**sizes | LAYERS[name]))
+    if name == "fp8":
+        layer.part("experts").set_backend("auto", recipe=Recipe())
+    return layer, torch.randn(2, 8, layer.config.dim)
 
 
 @pytest.mark.parametrize("name", LAYERS)

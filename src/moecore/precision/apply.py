@@ -152,6 +152,12 @@ def advance_amax(model: nn.Module) -> None:
             module.products.history.advance(module.weight)
 
 
+def has_history(model: nn.Module) -> bool:
+    """Return whether `advance_amax` has something to do."""
+    fp8 = (module for module in model.modules() if isinstance(module, Fp8Linear))
+    return any(module.products.history is not None for module in fp8)
+
+
 def _decide(
     name: str, module: nn.Linear, precision: Precision, role: Role | None
 ) -> LinearPrecision:

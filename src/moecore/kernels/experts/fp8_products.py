@@ -110,7 +110,7 @@ class BlockwiseProducts:
             shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes or ()))
             return (
                 f"dtype of the experts' rows ({shown}) must be torch.bfloat16 for experts in FP8: "
-                "convert the model"
+                "convert the model, or set FSDPOptions.param_dtype"
             )
         if spec.device is not None and not (is_cpu or has_hopper_kernels(spec.device)):
             return (
@@ -130,7 +130,9 @@ class BlockwiseProducts:
 
     def h_as_kept(self, h_RC: Tensor) -> Rows:
         """Return H, in FP8 if the recipe keeps it so."""
-        return self._quantised(h_RC) if self.recipe.keep_hidden == "fp8" else Rows(h_RC)
+        if self.recipe.keep_hidden == "wide":
+            return Rows(h_RC)
+        return self._quantised(h_RC, self.where[2])
 
     def fc2(self, a: _Blocks) -> Tensor:
         """Return the output of each expert row."""
@@ -147,7 +149,7 @@ class BlockwiseProducts:
     def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
         """Return the gradient of each expert row's output."""
         if unsummed:
-            kept = self._quantised(dy)
+            kept = self._quantised(dy, self.where[2])
             return _OutputGrads(kept, gather_row_blocks(kept, None, None, self.where[2]), None)
         kept = self._quantised(dy)
         return _OutputGrads(kept, gather_row_blocks(kept, *self.where), self.where[0])
@@ -186,8 +188,8 @@ class BlockwiseProducts:
         found = self.weights.quantised
         return found[1] if found else quantise_matrices(self.weights.w2_eDF, self.recipe)
 
-    def _quantised(self, x: Tensor) -> Rows:
-        return quantise_rows(x, power_of_two=self.recipe.power_of_two)
+    def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
+        return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
 
     def _fc1(self, rows: Rows) -> Tensor:
         return self._forward(gather_row_blocks(rows, *self.where), self._w1, rows.dtype)
