@@ -160,3 +160,58 @@ def _activation(h: Tensor, kind: str) -> Tensor:
     assert kind == "geglu", kind
     inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
     return 0.5 * gate * (1 + torch.tanh(inner)) * up
+
+
+def experts_scaled(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dy: Tensor,
+    *,
+    scaling: str,
+    kind: str = "swiglu",
+    power_of_two: bool = True,
+) -> Result:
+    """Return the same for a scale per row of either operand ("rowwise") or per tensor.
+
+    A tensor is all expert rows, or one expert's matrix. A, dA and dH are rounded to the dtype of
+    the rows before they are quantised.
+    """
+    dtype, two = x.dtype, power_of_two
+
+    def over_columns(rows: Tensor) -> Tensor:
+        return fp8(rows, 1 if scaling == "rowwise" else len(rows), rows.shape[1], two)
+
+    def over_rows(rows: Tensor) -> Tensor:
+        return over_columns(rows.T).T
+
+    pairs = [(i, s, k) for i in range(len(w1)) for s, k in (ids == i).nonzero().tolist()]
+    expert, source, choice = (torch.tensor(found) for found in zip(*pairs, strict=True))
+    weight = weights[source, choice].double()[:, None]
+    x_R, dy_R = over_columns(x[source]), over_columns(dy[source])
+    h = torch.cat([x_R[expert == i] @ over_columns(w).T for i, w in enumerate(w1)]).to(dtype)
+    leaf = h.double().requires_grad_()
+    act = _activation(leaf, kind)
+    a = (act.detach() * weight).to(dtype)
+    da = torch.cat([dy_R[expert == i] @ over_rows(w) for i, w in enumerate(w2)]).to(dtype)
+    (dh,) = torch.autograd.grad(act, leaf, da.double() * weight)
+    dh = dh.to(dtype)
+    a_R, dh_R = over_columns(a), over_columns(dh)
+    y_R = torch.cat([a_R[expert == i] @ over_columns(w).T for i, w in enumerate(w2)]).to(dtype)
+    dx_R = torch.cat([dh_R[expert == i] @ over_rows(w) for i, w in enumerate(w1)]).to(dtype)
+    out = Result(*(torch.zeros(t.shape, dtype=torch.float64) for t in (x, x, w1, w2, weights)))
+    out.y.index_add_(0, source, y_R.double())
+    out.x.index_add_(0, source, dx_R.double())
+    out.weights[source, choice] = (da.double() * act.detach()).sum(1)
+    for i in range(len(w1)):
+        mine = expert == i
+        columns = [t[mine] if scaling == "rowwise" else t for t in (dh, x[source], dy[source], a)]
+        dh_T, x_T, dy_T, a_T = (
+            over_rows(t) if len(t) else t.double() for t in columns
+        )  # of one expert, or of all rows
+        if scaling == "tensorwise":
+            dh_T, x_T, dy_T, a_T = (t[mine] for t in (dh_T, x_T, dy_T, a_T))
+        out.w1[i], out.w2[i] = dh_T.T @ x_T, dy_T.T @ a_T
+    return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -34,20 +35,34 @@ from moecore.precision.roles import Precision
 pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2)
 KEPT = FSDPOptions(reshard_after_forward=False)
+DELAYED = Recipe(scaling="tensorwise", amax_history=4)
 
 
 @pytest.fixture
 def quantised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every quantisation of a weight: by the reader, which keeps it, or within the products."""
+    with counted_quantisations(monkeypatch) as calls:
+        yield calls
+
+
+@contextmanager
+def counted_quantisations(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     calls: list[str] = []
-    real = fp8_products.quantise_matrices
+    weights, matrices = fp8_products.quantise_weights, experts_file.quantise_matrices
 
-    def counted(who: str) -> Callable[..., Any]:
-        return lambda *args: calls.append(who) or real(*args)
+    def counted(*args: Any, **how: Any) -> Any:
+        calls.append("again")
+        return weights(*args, **how)
 
-    monkeypatch.setattr(experts_file, "quantise_matrices", counted("kept"))
-    monkeypatch.setattr(fp8_products, "quantise_matrices", counted("again"))
-    yield calls
+    def kept(*args: Any) -> Any:
+        found = matrices(*args)
+        calls[-1] = "kept"
+        return found
+
+    with patch.context() as patched:
+        patched.setattr(fp8_products, "quantise_weights", counted)
+        patched.setattr(experts_file, "quantise_matrices", kept)
+        yield calls
 
 
 def plain_layer(layout: ExpertLayout | None = None) -> MoELayer:
@@ -293,10 +308,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [
         r"Precision.overrides \('none.such'\) must match",
     ),
     (
-        {"precision": Recipe(scaling="tensorwise", amax_history=4)},
+        {"precision": DELAYED},
+        {},
+        {},
+        r"Recipe.amax_history \(4\) must be 0 for experts",
+    ),
+    (
+        {"precision": Precision(recipe=DELAYED, roles=("shared_experts",))},
         {},
         {"shared_hidden_dim": 128},
-        r"0: shared experts cannot be in FP8|Recipe.scaling|Recipe.amax_history",
+        r"0: shared experts cannot be in FP8 \(tensorwise\), because the layer keeps no history",
     ),
 ]
 

@@ -26,10 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, TrainStep, build_meshes
 from moecore import parallelize_moe as parallelize
-from moecore.kernels.experts import fp8_products
-from moecore.moe import experts as experts_file
 from moecore.optim import AdamW
 from moecore.precision.recipe import Recipe
+from tests.moe.test_experts_fp8 import counted_quantisations
 from tests.ranks import run_ranks
 
 WORLD = 6
@@ -103,11 +102,7 @@ def compared(folding: str, dispatcher: str, rank: int) -> dict[str, tuple[bool, 
 
 def quantisations(fsdp: FSDPOptions, rank: int) -> dict[str, Any]:
     """Who quantised how often in each of two steps of gathered experts, and stale outputs."""
-    calls: list[str] = []
-    real = fp8_products.quantise_matrices
-    experts_file.quantise_matrices = lambda *a: calls.append("kept") or real(*a)  # type: ignore[assignment]
-    fp8_products.quantise_matrices = lambda *a: calls.append("again") or real(*a)
-    try:
+    with counted_quantisations(pytest.MonkeyPatch()) as calls:
         model = nn.Sequential(make_layer())
         meshes = build_meshes(ParallelConfig(ep=2), "cpu")
         parallelize(model, meshes, precision="blockwise", fsdp=fsdp)
@@ -126,8 +121,6 @@ def quantisations(fsdp: FSDPOptions, rank: int) -> dict[str, Any]:
             plain.load_state_dict(state)
             stale += not torch.equal(plain(x), y)
             step.finish()
-    finally:
-        experts_file.quantise_matrices = fp8_products.quantise_matrices = real
     is_unit = isinstance(model[0].experts, FSDPModule)
     assert is_unit and isinstance(model[0].experts.w1, DTensor)
     return {"counts": counts, "stale": stale}

@@ -25,8 +25,7 @@ from moecore._fields import Rules, check_fields
 from moecore.config import MoEConfig
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights, GradSink
 from moecore.kernels.experts.expert_mlp import expert_mlp
-from moecore.kernels.experts.fp8_products import quantise_matrices
-from moecore.kernels.rows.quantised import WeightBlocks
+from moecore.kernels.experts.products import quantise_matrices
 from moecore.moe.activation import activation_options
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.params import ParamReader, init_normal_, shard_parameter
@@ -288,7 +287,7 @@ class Experts(nn.Module):
 
     def _quantised(
         self, w1_eCD: Tensor, w2_eDF: Tensor
-    ) -> tuple[WeightBlocks, WeightBlocks] | None:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
         """Return the matrices by the recipe, for this forward and backward and maybe others."""
         recipe = self.recipe
         if recipe is None or not is_plain_eager():

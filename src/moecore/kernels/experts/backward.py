@@ -16,7 +16,6 @@ from moecore.kernels.experts.contract import ExpertWeights, GradientSender, Grad
 from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
-from moecore.kernels.rows.quantised import WeightBlocks
 from moecore.kernels.rows.record import Rows
 
 
@@ -76,7 +75,7 @@ class Saved:
         if len(tensors) > NUM_TENSORS:
             blocks = tensors[NUM_TENSORS:]
             half = len(blocks) // 2
-            pair = (WeightBlocks(*blocks[:half]), WeightBlocks(*blocks[half:]))
+            pair = (tuple(blocks[:half]), tuple(blocks[half:]))
             weights = replace(weights, quantised=pair)
         rows, hidden = _rows(x, x_scales, dtype), _rows(h, h_scales, dtype)
         return cls(rows, hidden, weights, ExpertIndex(*index))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moecore._fields import Rules, check_fields
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.kernels.rows.quantised import WeightBlocks
 from moecore.kernels.rows.record import Rows
 from moecore.precision.recipe import Recipe
 
@@ -58,8 +57,8 @@ class ExpertWeights:
         w2_eDF: FC2.
         b1_eC, b2_eD: biases, or None.
         sinks: of w1 and w2: what may take their gradients past autograd, or None.
-        quantised: w1 and w2 by the recipe, kept for backward. None = the products quantise them,
-            in backward once more.
+        quantised: w1 and w2 as the recipe's products take them, kept for backward. None = the
+            products quantise them, in backward once more.
     """
 
     w1_eCD: Tensor
@@ -67,7 +66,7 @@ class ExpertWeights:
     b1_eC: Tensor | None = None
     b2_eD: Tensor | None = None
     sinks: tuple[GradSink | None, GradSink | None] = (None, None)
-    quantised: tuple[WeightBlocks, WeightBlocks] | None = None
+    quantised: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
 
 class GradientSender(Protocol):

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.grouped.row_tiles import map_row_tiles
@@ -40,8 +39,6 @@ from moecore.kernels.rows.quantised_activation import (
 )
 from moecore.kernels.rows.record import Rows
 from moecore.precision.recipe import Recipe
-
-LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
 class _Blocks(NamedTuple):
@@ -69,6 +66,8 @@ class BlockwiseProducts:
         recipe: "blockwise".
     """
 
+    block = BLOCK  # of which D and F are multiples
+
     def __init__(
         self,
         index: ExpertIndex,
@@ -83,40 +82,14 @@ class BlockwiseProducts:
         self.weights = weights
 
     @staticmethod
+    def quantise(w_eNK: Tensor, recipe: Recipe) -> WeightBlocks:
+        """Return one matrix of every expert as these products take it. No autograd."""
+        w_eNK = w_eNK.detach().contiguous()
+        return quantise_weights(w_eNK, power_of_two=recipe.power_of_two)
+
+    @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        """Return why such experts cannot be multiplied, one line; None = they can."""
-        assert spec.recipe is not None
-        if spec.recipe.scaling != "blockwise":
-            return (
-                f"Recipe.scaling ({spec.recipe.scaling!r}) must be 'blockwise' for experts: use "
-                "it, or give this recipe to dense linears alone (Precision.roles)"
-            )
-        for field, refused in (
-            ("MoEConfig.fc1_bias", spec.fc1_bias),
-            ("MoEConfig.fc2_bias", spec.fc2_bias),
-            ("ExpertLayout.transposed", spec.transposed),
-            ("interleaved ExpertLayout.gate_up", spec.interleaved and spec.gated),
-        ):
-            if refused:
-                return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
-        for name, size in (("dim", spec.dim), ("hidden_dim / etp", spec.hidden_dim)):
-            if size is not None and size % BLOCK:
-                return (
-                    f"MoEConfig.{name} ({size}) must be a multiple of {BLOCK} for experts in "
-                    f"blockwise FP8: {LEAVE_OUT}"
-                )
-        is_cpu = spec.device is None or spec.device.type == "cpu"
-        if not is_cpu and spec.dtypes not in (None, {torch.bfloat16}):
-            shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes or ()))
-            return (
-                f"dtype of the experts' rows ({shown}) must be torch.bfloat16 for experts in FP8: "
-                "convert the model, or set FSDPOptions.param_dtype"
-            )
-        if spec.device is not None and not (is_cpu or has_hopper_kernels(spec.device)):
-            return (
-                f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
-                "experts in FP8: use precision=None"
-            )
+        """Return what this recipe lacks for experts, one line; None = nothing."""
         return None
 
     def as_kept(self, rows: Rows) -> Rows:
@@ -181,12 +154,15 @@ class BlockwiseProducts:
     @cached_property
     def _w1(self) -> WeightBlocks:
         found = self.weights.quantised
-        return found[0] if found else quantise_matrices(self.weights.w1_eCD, self.recipe)
+        return WeightBlocks(*found[0]) if found else self._blocks(self.weights.w1_eCD)
 
     @cached_property
     def _w2(self) -> WeightBlocks:
         found = self.weights.quantised
-        return found[1] if found else quantise_matrices(self.weights.w2_eDF, self.recipe)
+        return WeightBlocks(*found[1]) if found else self._blocks(self.weights.w2_eDF)
+
+    def _blocks(self, w_eNK: Tensor) -> WeightBlocks:
+        return self.quantise(w_eNK, self.recipe)
 
     def _quantised(self, x: Tensor, num_rows: Tensor | None = None) -> Rows:
         return quantise_rows(x, power_of_two=self.recipe.power_of_two, num_rows=num_rows)
@@ -220,8 +196,3 @@ class BlockwiseProducts:
         dtype = target.dtype or dtype
         add_to, scale = target.add_to, target.scale
         return fp8_wgrad(x, y, self.tiles, add_to=add_to, dtype=dtype, scale=scale)
-
-
-def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> WeightBlocks:
-    """Return one matrix of every expert as the products of a recipe take it. No autograd."""
-    return quantise_weights(w_eNK.detach().contiguous(), power_of_two=recipe.power_of_two)

@@ -2,7 +2,8 @@
 
     torch_products.py    torch's grouped product, any device
     triton_products.py   this package's kernels
-    fp8_products.py      FP8 on Hopper, references on a CPU
+    fp8_products.py      blockwise FP8: kernels on Hopper, references on a CPU
+    scaled_products.py   FP8 with a scale per row or per tensor: torch's grouped product, likewise
 
 A set of products is made for one index, one activation and the weights. Formats of what lies
 between two products are its own: what a verb returns goes to its other verbs alone.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from moecore.kernels.common import has_hopper_kernels
@@ -25,10 +27,14 @@ from moecore.kernels.experts.contract import (
     ProductsName,
 )
 from moecore.kernels.experts.fp8_products import BlockwiseProducts
+from moecore.kernels.experts.scaled_products import ScaledProducts
 from moecore.kernels.experts.torch_products import TorchProducts
 from moecore.kernels.experts.triton_products import HopperProducts, TritonProducts
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
+from moecore.precision.recipe import Recipe, Scaling
+
+LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
 class Products(Protocol):
@@ -85,6 +91,13 @@ class Products(Protocol):
         ...
 
 
+Fp8Products = type[BlockwiseProducts | ScaledProducts]
+
+OF_SCALING: dict[Scaling, Fp8Products] = {
+    "blockwise": BlockwiseProducts,
+    "rowwise": ScaledProducts,
+    "tensorwise": ScaledProducts,
+}
 NAMED: dict[str, type[TorchProducts]] = {"triton": TritonProducts, "torch": TorchProducts}
 
 
@@ -94,7 +107,40 @@ def why_not(name: ProductsName, spec: ExpertSpec) -> str | None:
         return NAMED["torch" if name == "auto" else name].supports(spec)
     if name == "torch":
         return refuse_recipe(name)
-    return BlockwiseProducts.supports(spec)
+    return _why_no_fp8(spec)
+
+
+def _why_no_fp8(spec: ExpertSpec) -> str | None:
+    """Return why experts cannot be multiplied by a spec's recipe, one line; None = they can."""
+    assert spec.recipe is not None
+    kind = OF_SCALING[spec.recipe.scaling]
+    for field, refused in (
+        ("MoEConfig.fc1_bias", spec.fc1_bias),
+        ("MoEConfig.fc2_bias", spec.fc2_bias),
+        ("ExpertLayout.transposed", spec.transposed),
+        ("interleaved ExpertLayout.gate_up", spec.interleaved and spec.gated),
+    ):
+        if refused:
+            return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
+    for name, size in (("dim", spec.dim), ("hidden_dim / etp", spec.hidden_dim)):
+        if size is not None and size % kind.block:
+            return (
+                f"MoEConfig.{name} ({size}) must be a multiple of {kind.block} for experts in "
+                f"{spec.recipe.scaling} FP8: {LEAVE_OUT}"
+            )
+    is_cpu = spec.device is None or spec.device.type == "cpu"
+    if not is_cpu and spec.dtypes not in (None, {torch.bfloat16}):
+        shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes or ()))
+        return (
+            f"dtype of the experts' rows ({shown}) must be torch.bfloat16 for experts in FP8: "
+            "convert the model, or set FSDPOptions.param_dtype"
+        )
+    if spec.device is not None and not (is_cpu or has_hopper_kernels(spec.device)):
+        return (
+            f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
+            "experts in FP8: use precision=None"
+        )
+    return kind.supports(spec)
 
 
 def refuse_recipe(name: str) -> str:
@@ -126,8 +172,14 @@ def make_products(
 ) -> Products:
     """Return the products of options whose name `choose_products` gave."""
     if options.recipe is not None:
-        return BlockwiseProducts(index, options.activation, weights, options.recipe)
+        of_recipe = OF_SCALING[options.recipe.scaling]
+        return of_recipe(index, options.activation, weights, options.recipe)
     kind, device = NAMED[options.products], index.row_ids_R.device
     if kind is TritonProducts and index.row_ids_R.shape[0] and has_hopper_kernels(device):
         kind = HopperProducts
     return kind(index, options.activation, weights)
+
+
+def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
+    """Return one matrix of every expert as the products of a recipe take it. No autograd."""
+    return OF_SCALING[recipe.scaling].quantise(w_eNK, recipe)

@@ -1,0 +1,161 @@
+"""Experts in FP8 with a scale per row or per tensor: values, gradients, operands of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.experts.contract import ExpertMLPOptions, UnsummedInput
+from moecore.kernels.grouped import scaled
+from moecore.kernels.grouped.scaled import (
+    pad_rows,
+    scale_columns,
+    scale_rows,
+    scale_weights,
+    scaled_gemm,
+    scaled_wgrad,
+)
+from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.move import sum_rows
+from moecore.precision.recipe import Recipe, Scaling
+from tests.kernels.experts.test_expert_mlp import NAMES, make, rows_of
+from tests.kernels.experts.test_fp8_products import OUTPUTS, apply, check, gradient_of, run
+from tests.moe.fp8_reference import Result, experts_scaled
+
+SIZES: dict[str, Any] = {"S": 23, "D": 32, "F": 48}
+SCALINGS: tuple[Scaling, ...] = ("rowwise", "tensorwise")
+
+
+def options_of(scaling: Scaling, kind: str = "swiglu", **recipe: Any) -> ExpertMLPOptions:
+    chosen = Recipe(scaling=scaling, **recipe)
+    activation = ActivationOptions(kind=kind)
+    return ExpertMLPOptions(activation=activation, products="triton", recipe=chosen)
+
+
+def oracle(leaves: dict[str, Tensor], ids: Tensor, scaling: str, **how: Any) -> Result:
+    plain = {n: t.detach() for n, t in leaves.items()}
+    where = (ids, plain["weights"], gradient_of(plain["x"]))
+    return experts_scaled(plain["x"], plain["w1"], plain["w2"], *where, scaling=scaling, **how)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_equals_the_oracle(scaling: Scaling, kind: str, power_of_two: bool) -> None:
+    leaves, ids = make(kind, **SIZES)
+    found = run(leaves, ids, options_of(scaling, kind, power_of_two=power_of_two))
+    # Only the order of sums differs; where that moves a value over a tie, by one step of FP8.
+    truth = oracle(leaves, ids, scaling, kind=kind, power_of_two=power_of_two)
+    check(found, truth, 1e-3)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_in_bf16(scaling: Scaling) -> None:
+    leaves, ids = make("swiglu", **SIZES, dtype=torch.bfloat16)
+    found = run(leaves, ids, options_of(scaling))
+    # A sum that rounds to the other bf16 may round to the other FP8 then.
+    check(found, oracle(leaves, ids, scaling), 2e-2)
+    assert {found[n].dtype for n in ("y", "x", "w1", "w2")} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("S", [0, 1])
+def test_few_rows(S: int, scaling: Scaling) -> None:
+    leaves, ids = make("swiglu", **SIZES | {"S": S})
+    found = run(leaves, ids, options_of(scaling))
+    if S:
+        check(found, oracle(leaves, ids, scaling), 1e-3)
+    else:
+        assert not any(found[n].any() for n in OUTPUTS)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rows_past_the_last_one_may_hold_anything(scaling: Scaling) -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    expected = run(leaves, ids, options_of(scaling))
+    index = build_index(ids, leaves["weights"], first=0, num_local=5, length=100)
+    used = int(index.num_rows)
+    handle_RD = leaves["x"].new_empty(1).expand(100, 32).requires_grad_()
+    y_RD = apply(leaves, index, options_of(scaling), unsummed=UnsummedInput(handle_RD))
+    where = (index.row_ids_R, index.slots_SK, index.num_rows)
+    assert torch.equal(sum_rows(y_RD.detach(), *where), expected["y"])
+    dy_RD = torch.full_like(y_RD, torch.nan)
+    dy_RD[:used] = gradient_of(leaves["x"])[index.row_ids_R[:used]]
+    y_RD.backward(dy_RD)
+    assert handle_RD.grad is not None
+    assert torch.equal(sum_rows(handle_RD.grad, *where), expected["x"])
+    for name in ("w1", "w2", "weights"):
+        assert torch.equal(leaves[name].grad, expected[name]), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("frozen", [("w1",), ("w2",), ("x",), ("weights", "x", "w1")], ids=str)
+def test_frozen_inputs(frozen: tuple[str, ...]) -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    whole = run(leaves, ids, options_of("rowwise"))
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    part = run(leaves, ids, options_of("rowwise"))
+    assert part.keys() == whole.keys() - set(frozen)
+    assert all(torch.equal(grad, whole[name]) for name, grad in part.items())
+
+
+def test_compiles_to_the_same_bits() -> None:
+    leaves, ids = make("swiglu", **SIZES)
+
+    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        tensors = {"x": x, "w1": w1, "w2": w2}
+        return apply(tensors, rows_of(ids, weights, 5), options_of("rowwise"))
+
+    results = []
+    for f in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        args = [leaves[n].detach().clone().requires_grad_() for n in NAMES]
+        y = f(*args)
+        y.backward(gradient_of(y))
+        results.append([y, *(a.grad for a in args)])
+    assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
+
+
+def test_padded_rows_worked_example() -> None:
+    padded = pad_rows(torch.tensor([3, 20], dtype=torch.int32), 22)
+    assert padded.offsets_e.tolist() == [16, 48] and padded.length == 64
+    assert padded.place_R.tolist() == [0, 1, 2, *range(16, 33), 64, 64]
+    assert padded.expert_R.tolist() == [0] * 3 + [1] * 17 + [2] * 2
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+def test_torch_takes_these_layouts(per_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checks of dtypes, strides and scales, on meta tensors of the operands' layouts."""
+    real = torch._scaled_grouped_mm
+
+    def on_meta(*args: Any, **how: Any) -> Tensor:
+        how = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in how.items()}
+        return real(*(arg.to("meta") for arg in args), **how)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", on_meta)
+    monkeypatch.setattr(scaled, "is_reference", lambda _: False)
+    how = {"per_row": per_row, "power_of_two": True}
+    offsets_e = torch.tensor([3, 3, 20], dtype=torch.int32)
+    x, y = torch.randn(22, 32).bfloat16(), torch.randn(22, 48).bfloat16()
+    w = scale_weights(torch.randn(3, 48, 32), **how)
+    out = scaled_gemm(scale_rows(x, **how), w[0], w[1], offsets_e, x.dtype)
+    assert out.shape == (22, 48) and out.dtype == torch.bfloat16
+    assert scaled_gemm(scale_rows(y, **how), w[2], w[3], offsets_e, x.dtype).shape == (22, 32)
+    padded = pad_rows(offsets_e, 22)
+    columns = (scale_columns(rows, padded, **how) for rows in (x, y))
+    assert scaled_wgrad(*columns, padded.offsets_e, x.dtype).shape == (3, 32, 48)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_of_torch_equal_their_reference(scaling: Scaling) -> None:
+    leaves, ids = make("swiglu", S=700, D=256, F=128, dtype=torch.bfloat16)
+    expected = run(leaves, ids, options_of(scaling))
+    on_gpu = {n: t.detach().cuda().requires_grad_() for n, t in leaves.items()}
+    found = run(on_gpu, ids.cuda(), options_of(scaling))
+    for name in OUTPUTS:
+        wrong = (found[name].cpu().float() - expected[name].float()).norm()
+        assert wrong <= 2e-2 * expected[name].float().norm(), name
