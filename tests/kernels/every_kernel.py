@@ -40,6 +40,8 @@ from moecore.kernels.rows.quantised import (
 from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
+from moecore.kernels.rows.widen import widen_rows
+from moecore.precision.recipe import Recipe
 
 # What one GPU alone can not run: `tests/kernels/exchange/test_exchange.py` plays the ranks.
 OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"}
@@ -116,6 +118,8 @@ def run_pieces(device: str) -> None:
     route_weights(logits_TE, ids_TK, options).sum().backward()
     for kind, keep_h in (("relu2", True), ("swiglu", False)):
         run_experts(kind, keep_h, x_TD, index)
+    x_TD = torch.randn(T, 128, device=device, dtype=torch.bfloat16)
+    run_experts("swiglu", True, x_TD, index, hidden_dim=128, recipe=Recipe(keep_hidden="fp8"))
 
 
 def run_quantised(device: str, index: Any) -> None:
@@ -127,6 +131,7 @@ def run_quantised(device: str, index: Any) -> None:
     gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
     tile_tokens(rows, index.row_ids_R, tiles)
     quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
+    widen_rows(rows, index.num_rows.clamp(max=rows.values.shape[0]))
     h_RC = torch.randn(R, 512, device=device, dtype=torch.bfloat16)
     args = (h_RC.abs()[:, :256].contiguous(), index.weights_R)
     options = ActivationOptions(kind="swiglu")
@@ -150,15 +155,23 @@ def run_adamw(device: str) -> None:
         adamw_(AdamWTensors(*columns, steps, [0, 1]), options)
 
 
-def run_experts(kind: str, keep_h: bool, x_TD: Tensor, index: Any) -> None:
-    """Experts without a gate, and experts whose FC1 runs again in backward."""
-    act = ActivationOptions(kind=kind)
-    columns = 2 * 136 if act.gated else 136
+def run_experts(
+    kind: str,
+    keep_h: bool,
+    x_TD: Tensor,
+    index: Any,
+    *,
+    hidden_dim: int = 136,
+    recipe: Recipe | None = None,
+) -> None:
+    """Experts without a gate, experts whose FC1 runs again in backward, and those in FP8."""
+    act, D = ActivationOptions(kind=kind), x_TD.shape[1]
+    columns = 2 * hidden_dim if act.gated else hidden_dim
     w1, w2 = (
         torch.randn(shape, device=x_TD.device, dtype=torch.bfloat16).requires_grad_()
-        for shape in ((4, columns, 72), (4, 72, 136))
+        for shape in ((4, columns, D), (4, D, hidden_dim))
     )
-    options = ExpertMLPOptions(activation=act, products="triton", keep_h=keep_h)
+    options = ExpertMLPOptions(activation=act, products="triton", keep_h=keep_h, recipe=recipe)
     expert_mlp(
         Rows(x_TD), ExpertWeights(w1_eCD=w1, w2_eDF=w2), index, options
     ).float().sum().backward()

@@ -31,7 +31,7 @@ from moecore.kernels.routing import (
     route_weights,
     router_logits,
 )
-from moecore.kernels.rows import activation, index, quantised, quantised_activation, record
+from moecore.kernels.rows import activation, index, quantised, quantised_activation, record, widen
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows import scaled_cast as scaled
@@ -186,6 +186,7 @@ def run_quantised_rows(travelled: bool) -> None:
     sources = quantised.quantise_rows(bf16(T, D), power_of_two=True, num_rows=ints())
     if travelled:
         sources = record.Rows.from_packed(fp8_rows.pack_rows(bf16(T, D)), D, torch.bfloat16)
+    widen.widen_rows(sources, ints())
     blocks = quantised.gather_row_blocks(sources, ints(T * K), ints(T, K), ints())
     quantised.gather_row_blocks(sources, None, None, ints())
     quantised.tile_tokens(sources, ints(T * K), tiles)
@@ -293,8 +294,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "margins of many experts": (lambda: run_margins(1536, 24), 3),
     "rows as FP8": (lambda: run_fp8_rows(7168), 2),
     "rows as FP8, odd": (lambda: run_fp8_rows(2896), 2),
-    "rows of FP8 products": (lambda: run_quantised_rows(False), 8),
-    "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 9),
+    "rows of FP8 products": (lambda: run_quantised_rows(False), 9),
+    "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 10),
     "weights of FP8 products": (run_quantised_weights, 4),
     **{
         f"quantised {kind}": (

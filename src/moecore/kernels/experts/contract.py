@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from moecore._fields import Rules, check_fields
+from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
 from moecore.precision.recipe import Recipe
 
 ProductsName = Literal["auto", "triton", "torch"]
+LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,4 +211,39 @@ class ExpertSpec:
                     f"{dtype} for grouped matmuls (16 bytes): pad it or use "
                     "expert_backend='sequential'"
                 )
+        return None
+
+    def refused_in_fp8(self, multiple: int) -> str | None:
+        """Return why experts cannot be multiplied in FP8, one line; None = they can.
+
+        Args:
+            multiple: of which D and F must be multiples.
+        """
+        for field, refused in (
+            ("MoEConfig.fc1_bias", self.fc1_bias),
+            ("MoEConfig.fc2_bias", self.fc2_bias),
+            ("ExpertLayout.transposed", self.transposed),
+            ("interleaved ExpertLayout.gate_up", self.interleaved and self.gated),
+        ):
+            if refused:
+                return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
+        for name, size in (("dim", self.dim), ("hidden_dim / etp", self.hidden_dim)):
+            if size is not None and size % multiple:
+                return (
+                    f"MoEConfig.{name} ({size}) must be a multiple of {multiple} for experts in "
+                    f"this FP8: {LEAVE_OUT}"
+                )
+        if self.device is None or self.device.type == "cpu":  # references take any dtype
+            return None
+        if self.dtypes not in (None, {torch.bfloat16}):
+            shown = ", ".join(sorted(str(dtype) for dtype in self.dtypes or ()))
+            return (
+                f"dtype of the experts' rows ({shown}) must be torch.bfloat16 for experts in FP8: "
+                "convert the model, or set FSDPOptions.param_dtype"
+            )
+        if not has_hopper_kernels(self.device):
+            return (
+                f"device of the experts ({self.device}) must be a Hopper GPU with Triton for "
+                "experts in FP8: use precision=None"
+            )
         return None

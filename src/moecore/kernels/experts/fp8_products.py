@@ -38,6 +38,7 @@ from moecore.kernels.rows.quantised_activation import (
     quantised_activation_bwd,
 )
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
 
 
@@ -66,8 +67,6 @@ class BlockwiseProducts:
         recipe: "blockwise".
     """
 
-    block = BLOCK  # of which D and F are multiples
-
     def __init__(
         self,
         index: ExpertIndex,
@@ -89,8 +88,8 @@ class BlockwiseProducts:
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        """Return what this recipe lacks for experts, one line; None = nothing."""
-        return None
+        """Return why such experts cannot be multiplied, one line; None = they can."""
+        return spec.refused_in_fp8(BLOCK)
 
     def as_kept(self, rows: Rows) -> Rows:
         """Return source rows in FP8; those that travelled so, as they came."""
@@ -117,7 +116,7 @@ class BlockwiseProducts:
 
     def activation_again(self, h: Rows) -> _Blocks:
         """Return the weighted activation."""
-        return self._activation(h.widen())
+        return self._activation(widen_rows(h, self.where[2]))
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
         """Return the gradient of each expert row's output."""
@@ -132,8 +131,9 @@ class BlockwiseProducts:
         da_RF = self._backward(dy.rows, self._w2, h.dtype)
         where = (self.weights_R, self.where[2], self.activation)
         power_of_two = self.recipe.power_of_two
+        h_RC = widen_rows(h, self.where[2])
         dh, dweights_R, a = quantised_activation_bwd(
-            h.widen(), da_RF, *where, power_of_two=power_of_two
+            h_RC, da_RF, *where, power_of_two=power_of_two
         )
         return _Blocks(dh, h.dtype), dweights_R, _Blocks(a, h.dtype)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from moecore.kernels.common import has_hopper_kernels
@@ -33,8 +32,6 @@ from moecore.kernels.experts.triton_products import HopperProducts, TritonProduc
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
 from moecore.precision.recipe import Recipe, Scaling
-
-LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
 class Products(Protocol):
@@ -91,9 +88,7 @@ class Products(Protocol):
         ...
 
 
-Fp8Products = type[BlockwiseProducts | ScaledProducts]
-
-OF_SCALING: dict[Scaling, Fp8Products] = {
+OF_SCALING: dict[Scaling, type[BlockwiseProducts | ScaledProducts]] = {
     "blockwise": BlockwiseProducts,
     "rowwise": ScaledProducts,
     "tensorwise": ScaledProducts,
@@ -107,40 +102,7 @@ def why_not(name: ProductsName, spec: ExpertSpec) -> str | None:
         return NAMED["torch" if name == "auto" else name].supports(spec)
     if name == "torch":
         return refuse_recipe(name)
-    return _why_no_fp8(spec)
-
-
-def _why_no_fp8(spec: ExpertSpec) -> str | None:
-    """Return why experts cannot be multiplied by a spec's recipe, one line; None = they can."""
-    assert spec.recipe is not None
-    kind = OF_SCALING[spec.recipe.scaling]
-    for field, refused in (
-        ("MoEConfig.fc1_bias", spec.fc1_bias),
-        ("MoEConfig.fc2_bias", spec.fc2_bias),
-        ("ExpertLayout.transposed", spec.transposed),
-        ("interleaved ExpertLayout.gate_up", spec.interleaved and spec.gated),
-    ):
-        if refused:
-            return f"{field} (True) must be False for experts in FP8: {LEAVE_OUT}"
-    for name, size in (("dim", spec.dim), ("hidden_dim / etp", spec.hidden_dim)):
-        if size is not None and size % kind.block:
-            return (
-                f"MoEConfig.{name} ({size}) must be a multiple of {kind.block} for experts in "
-                f"{spec.recipe.scaling} FP8: {LEAVE_OUT}"
-            )
-    is_cpu = spec.device is None or spec.device.type == "cpu"
-    if not is_cpu and spec.dtypes not in (None, {torch.bfloat16}):
-        shown = ", ".join(sorted(str(dtype) for dtype in spec.dtypes or ()))
-        return (
-            f"dtype of the experts' rows ({shown}) must be torch.bfloat16 for experts in FP8: "
-            "convert the model, or set FSDPOptions.param_dtype"
-        )
-    if spec.device is not None and not (is_cpu or has_hopper_kernels(spec.device)):
-        return (
-            f"device of the experts ({spec.device}) must be a Hopper GPU with Triton for "
-            "experts in FP8: use precision=None"
-        )
-    return kind.supports(spec)
+    return OF_SCALING[spec.recipe.scaling].supports(spec)
 
 
 def refuse_recipe(name: str) -> str:

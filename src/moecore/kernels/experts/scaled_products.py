@@ -47,8 +47,6 @@ class ScaledProducts:
         recipe: "rowwise" or "tensorwise".
     """
 
-    block = ALIGNED  # of which D and F are multiples
-
     def __init__(
         self,
         index: ExpertIndex,
@@ -63,7 +61,7 @@ class ScaledProducts:
 
     @staticmethod
     def supports(spec: ExpertSpec) -> str | None:
-        """Return what this recipe lacks for experts, one line; None = nothing."""
+        """Return why such experts cannot be multiplied, one line; None = they can."""
         assert spec.recipe is not None
         for field, value, wanted in (
             ("grad_format", spec.recipe.grad_format, "e4m3"),
@@ -75,7 +73,7 @@ class ScaledProducts:
                     "take e4m3 with scales of its own values: use it, or give this recipe to dense "
                     "linears alone (Precision.roles)"
                 )
-        return None
+        return spec.refused_in_fp8(ALIGNED)
 
     @staticmethod
     def quantise(w_eNK: Tensor, recipe: Recipe) -> ScaledWeights:
