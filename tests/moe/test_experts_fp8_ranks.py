@@ -24,10 +24,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, TrainStep, build_meshes
+from moecore import (
+    FSDPOptions,
+    MoEConfig,
+    MoELayer,
+    NVLinkOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+)
 from moecore import parallelize_moe as parallelize
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.optim import AdamW
 from moecore.precision.recipe import Recipe
+from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.moe.test_experts_fp8 import counted_quantisations
 from tests.ranks import run_ranks
 
@@ -39,15 +49,20 @@ FOLDINGS = {
     "ep3-etp2": dict(ep=3, etp=2),
     "edp6": dict(),
 }
-CASES = [("ep6", "alltoall"), ("ep3-edp2", "alltoall"), ("ep3-etp2", "allgather")]
-CASES += [("edp6", "local")]
+CASES = [("ep6", "alltoall"), ("ep3-edp2", "allgather"), ("ep3-etp2", "nvlink")]
+CASES += [("edp6", "local"), ("ep6", "nvlink-fp8")]
+# Rows are added while they travel; they travel as FP8, and once more in backward.
+NVLINK = {
+    "nvlink": NVLinkOptions(max_tokens=80),
+    "nvlink-fp8": NVLinkOptions(max_tokens=80, fp8_dispatch=True, keep_rows=False),
+}
 KEPT, FREED = FSDPOptions(reshard_after_forward=False), FSDPOptions()
 
 
 def batch(rank: int) -> Tensor:
     """More than 128 rows of an expert over all ranks, and another number on each."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.randn(70 + 5 * rank, 128, generator=generator)
+    return torch.randn(60 + 4 * rank, 128, generator=generator)
 
 
 def make_layer() -> MoELayer:
@@ -75,8 +90,12 @@ def one_process(ranks: tuple[int, ...]) -> dict[str, Tensor]:
 def on_ranks(folding: str, dispatcher: str, rank: int) -> dict[str, Tensor]:
     model = nn.Sequential(make_layer())
     meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu")
-    chosen: Any = dispatcher
+    chosen: Any = "alltoall" if dispatcher in NVLINK else dispatcher
     parallelize(model, meshes, precision="blockwise", dispatcher=chosen, loss="sum")
+    if dispatcher in NVLINK:
+        place = model[0].dispatcher.placement
+        pool = EmulatedExchangePool(place.group, ep=place.ep, options=NVLINK[dispatcher])
+        model[0].dispatcher = NVLinkDispatcher(place, pool)
     x = batch(rank).requires_grad_()
     y = model(x)
     y.backward(gradient_of(y))
