@@ -50,11 +50,10 @@ class _Blocks(NamedTuple):
 
 
 class _OutputGrads(NamedTuple):
-    """dY: as it came, in FP8; in expert order; which of its rows each expert row has."""
+    """dY in FP8, as it came: of source rows, or unsummed in expert order."""
 
-    kept: Rows
-    rows: RowBlocks
-    row_ids_R: Tensor | None
+    rows: Rows
+    is_unsummed: bool
 
 
 class BlockwiseProducts:
@@ -120,21 +119,18 @@ class BlockwiseProducts:
 
     def dy(self, dy: Tensor, *, unsummed: bool) -> _OutputGrads:
         """Return the gradient of each expert row's output."""
-        if unsummed:
-            kept = self._quantised(dy, self.where[2])
-            return _OutputGrads(kept, gather_row_blocks(kept, None, None, self.where[2]), None)
-        kept = self._quantised(dy)
-        return _OutputGrads(kept, gather_row_blocks(kept, *self.where), self.where[0])
+        return _OutputGrads(self._quantised(dy, self.where[2] if unsummed else None), unsummed)
 
     def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Blocks, Tensor, _Blocks]:
         """Return dH, the weights' gradients and the weighted activation."""
-        da_RF = self._backward(dy.rows, self._w2, h.dtype)
+        rows_of_dy = (None, None) if dy.is_unsummed else self.where[:2]
+        dy_rows = gather_row_blocks(dy.rows, *rows_of_dy, self.where[2])
+        da_RF = self._backward(dy_rows, self._w2, h.dtype)
+        del dy_rows
         where = (self.weights_R, self.where[2], self.activation)
-        power_of_two = self.recipe.power_of_two
         h_RC = widen_rows(h, self.where[2])
-        dh, dweights_R, a = quantised_activation_bwd(
-            h_RC, da_RF, *where, power_of_two=power_of_two
-        )
+        power_of_two = self.recipe.power_of_two
+        dh, dweights_R, a = quantised_activation_bwd(h_RC, da_RF, *where, power_of_two=power_of_two)
         return _Blocks(dh, h.dtype), dweights_R, _Blocks(a, h.dtype)
 
     def fc1_bwd(self, dh: _Blocks) -> Tensor:
@@ -148,7 +144,8 @@ class BlockwiseProducts:
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _Blocks, target: GradTarget) -> Tensor:
         """Put the gradient of w2 at the target; return it."""
-        dy_tiles = tile_tokens(dy.kept, dy.row_ids_R, self.tiles)
+        row_ids_R = None if dy.is_unsummed else self.where[0]
+        dy_tiles = tile_tokens(dy.rows, row_ids_R, self.tiles)
         return self._wgrad(dy_tiles, a.rows, target, self.weights.w2_eDF.dtype)
 
     @cached_property

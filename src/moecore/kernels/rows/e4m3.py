@@ -33,11 +33,11 @@ def block_scale_ref(amax: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     Returns:
         Scales, fp32; infinite where amax is. The factors, fp32; NaN where amax is infinite.
     """
-    scales = amax / MAX
+    scales = amax / torch.full_like(amax, MAX)  # a GPU multiplies by the reciprocal of a number
     if power_of_two:
         scales = (scales.view(torch.int32) + 0x007FFFFF & 0x7F800000).view(torch.float32)
     scales = scales.clamp(min=LEAST_SCALE)
-    return scales, (1 / scales).masked_fill(scales.isinf(), torch.nan)
+    return scales, (torch.ones_like(scales) / scales).masked_fill(scales.isinf(), torch.nan)
 
 
 def amax_ref(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
