@@ -123,12 +123,15 @@ class BlockwiseProducts:
 
     def activation_bwd(self, dy: _OutputGrads, h: Rows) -> tuple[_Blocks, Tensor, _Blocks]:
         """Return dH, the weights' gradients and the weighted activation."""
-        rows_of_dy = (None, None) if dy.is_unsummed else self.where[:2]
-        dy_rows = gather_row_blocks(dy.rows, *rows_of_dy, self.where[2])
+        row_ids_R, slots_SK, num_rows = self.where
+        if dy.is_unsummed:
+            dy_rows = gather_row_blocks(dy.rows, None, None, num_rows)
+        else:
+            dy_rows = gather_row_blocks(dy.rows, row_ids_R, slots_SK, num_rows)
         da_RF = self._backward(dy_rows, self._w2, h.dtype)
         del dy_rows
-        where = (self.weights_R, self.where[2], self.activation)
-        h_RC = widen_rows(h, self.where[2])
+        where = (self.weights_R, num_rows, self.activation)
+        h_RC = widen_rows(h, num_rows)
         power_of_two = self.recipe.power_of_two
         dh, dweights_R, a = quantised_activation_bwd(h_RC, da_RF, *where, power_of_two=power_of_two)
         return _Blocks(dh, h.dtype), dweights_R, _Blocks(a, h.dtype)
