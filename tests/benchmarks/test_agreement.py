@@ -1,0 +1,83 @@
+"""The bound that a layer in FP8 is held to: what it lets through, and what it does not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from benchmarks.agreement import OUTPUT_ROUNDINGS, ROUNDING, disagreement, roundings_of
+from torch import Tensor
+
+from moecore import MoEConfig, MoELayer
+from moecore.precision.recipe import Recipe
+
+FP8 = torch.float8_e4m3fn
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Each row by its own scale to E4M3 and back."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(FP8).float() * scale
+
+
+def test_one_rounding_is_what_it_is_derived_to_be() -> None:
+    x = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
+    error = float((rounded(x) - x).norm() / x.norm())
+    assert error == pytest.approx(ROUNDING, rel=0.15)
+
+
+def test_roundings_add_up_as_squares() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    error = float((rounded(a) @ rounded(b).T - a @ b.T).norm() / (a @ b.T).norm())
+    assert error == pytest.approx(ROUNDING * math.sqrt(2), rel=0.15)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, tuple[Tensor, Tensor]]:
+    """Output and input gradient of one layer, by recipe."""
+    torch.manual_seed(0)
+    config = MoEConfig(dim=256, hidden_dim=128, num_experts=4, top_k=2)
+    layer = MoELayer(config, dtype=torch.bfloat16)
+    x_TD = torch.randn(192, 256, dtype=torch.bfloat16, requires_grad=True)
+    dy_TD = torch.randn_like(x_TD)
+    found = {}
+    for name, recipe in (
+        ("bf16", None),
+        ("blockwise", Recipe()),
+        ("h8", Recipe(keep_hidden="fp8")),
+    ):
+        layer.part("experts").set_backend("auto", recipe=recipe)
+        x_TD.grad = None
+        y_TD = layer(x_TD)
+        y_TD.backward(dy_TD)
+        assert x_TD.grad is not None
+        found[name] = (y_TD.detach(), x_TD.grad)
+    return found
+
+
+@pytest.mark.parametrize("name", ["blockwise", "h8"])
+def test_a_layer_in_fp8_is_let_through(
+    results: dict[str, tuple[Tensor, Tensor]], name: str
+) -> None:
+    counts = roundings_of(kept_in_fp8=name == "h8")
+    for found, right, roundings in zip(results[name], results["bf16"], counts, strict=True):
+        assert disagreement(found, right, roundings) is None
+
+
+def test_what_is_not_fp8_or_wrong_is_not(results: dict[str, tuple[Tensor, Tensor]]) -> None:
+    (found, _), (right, _) = results["blockwise"], results["bf16"]
+
+    def problem(found: Tensor) -> str:
+        return disagreement(found, right, OUTPUT_ROUNDINGS) or ""
+
+    assert "less than one rounding" in problem(right), "it was bf16"
+    assert "more than" in problem(found * 2), "a scale off by a power of two"
+    one_row = found.clone()
+    one_row[[5, 6]] = found[[6, 5]]
+    assert problem(one_row), "two rows changed places"
+    one_block = found.clone()
+    one_block[:, :128] *= 2
+    assert "more than" in problem(one_block), "the scales of one block are another's"
+    assert "more than" in problem(found * torch.nan)

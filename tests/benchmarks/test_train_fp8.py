@@ -1,0 +1,162 @@
+"""Training in FP8 beside bf16, in short: what is compared, kept, printed and drawn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import fp8_runs, train_fp8
+from benchmarks.fp8_runs import Run
+from benchmarks.text import Text
+
+from moecore import Meshes, ParallelConfig, TrainStep, build_meshes
+
+SIZE = train_fp8.size_of(128, 128, 4, 2, 1, batch_size=2, seq_len=32)
+
+
+@pytest.fixture
+def meshes(no_group_left: None) -> Meshes:
+    return build_meshes(ParallelConfig(), "cpu")
+
+
+def some_text(size: int = 4096) -> Text:
+    bytes_N = torch.randint(256, (size,), generator=torch.Generator().manual_seed(0)).byte()
+    return Text(train_N=bytes_N, held_out_N=bytes_N[:512], num_files=2, digest="abc")
+
+
+def batches(seed: int | None, steps: int = 3) -> train_fp8.Batches:
+    return train_fp8.Batches(
+        some_text().train_N, SIZE, steps=steps, seed=seed, device=torch.device("cpu")
+    )
+
+
+def test_batches_follow_from_the_seed_and_labels_are_the_next_bytes() -> None:
+    tokens, labels = batches(7).at(2)
+    assert tokens.shape == labels.shape == (SIZE.batch_size, SIZE.seq_len)
+    assert torch.equal(tokens[:, 1:], labels[:, :-1])
+    assert torch.equal(tokens, batches(7).at(2)[0])
+    assert not torch.equal(tokens, batches(8).at(2)[0])
+    spread = batches(None, steps=2)
+    assert int(spread.starts_SB[0, 0]) == 0
+    assert int(spread.starts_SB[-1, -1]) == 4096 - SIZE.seq_len - 1
+
+
+def test_text_that_is_too_short_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"text \(20 bytes\) must be longer than a sequence \(32"):
+        train_fp8.Batches(torch.zeros(20).byte(), SIZE, steps=1, seed=0, device=torch.device("cpu"))
+
+
+def test_kinds_of_parameters() -> None:
+    key_of = train_fp8.key_of
+    assert key_of("model.layers.3.mlp.experts.w1") == "layers.3.experts"
+    assert key_of("model.layers.12.mlp.router.weight") == "layers.12.router"
+    assert key_of("model.layers.0.self_attn.q_proj.weight") == "layers.0.attention"
+    assert key_of("model.layers.0.input_layernorm.weight") == "layers.0.norms"
+    assert key_of("lm_head.weight") == key_of("model.norm.weight") == "ends"
+
+
+@pytest.mark.parametrize("variant", ["bf16", "blockwise"])
+def test_a_twin_follows_the_weights_and_the_choices(meshes: Meshes, variant: str) -> None:
+    """In bf16 it computes the same bits; in FP8 what FP8 rounds, whatever the weights became."""
+    model = train_fp8.build_model(SIZE, variant, 0, meshes)
+    probe = train_fp8.Probe(model, train_fp8.build_model(SIZE, "bf16", 1, meshes))
+    owner = TrainStep(model)
+    for step in range(2):
+        tokens, labels = batches(0).at(step)
+        with probe.recording(), owner.micro_batch():
+            model(tokens, labels).backward()
+        probe.compare(step, tokens, labels)
+        owner.drop()
+        with torch.no_grad():
+            for param in model.parameters():
+                train_fp8.local(param).mul_(1.5)
+    cosines = torch.stack(probe.cosines)
+    assert cosines.shape == (2, len(probe.names)) and probe.steps == [0, 1]
+    if variant == "bf16":
+        torch.testing.assert_close(cosines, torch.ones_like(cosines), rtol=0, atol=1e-6)
+        assert torch.stack(probe.moved).tolist() == [0.0, 0.0]
+    else:
+        assert 0.97 < float(cosines.min()) < 0.9999
+        assert all(float(share) < 0.2 for share in probe.moved)
+    assert all(p.grad is None for p in probe.twin.parameters())
+
+
+def test_moved_is_the_share_of_choices_that_another_router_lacks() -> None:
+    ours = {"a": [torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)]}
+    others = {"a": [torch.tensor([[1, 0], [2, 1]], dtype=torch.int32)]}
+    assert float(train_fp8.moved(ours, others, SIZE.config)) == 0.25
+    assert float(train_fp8.moved(ours, ours, SIZE.config)) == 0.0
+
+
+def test_a_run_end_to_end(
+    no_group_left: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(train_fp8, "read_text", lambda folders, most_bytes: some_text())
+    monkeypatch.setitem(train_fp8.SIZES, "cpu", SIZE)
+    monkeypatch.setattr(train_fp8, "EVAL_BATCHES", 2)
+    path = tmp_path / "runs.json"
+    common = ["--steps", "3", "--probe-every", "2", "--device", "cpu", "--json", str(path)]
+    assert train_fp8.main([*common, "--seeds", "0"]) == 0
+    assert train_fp8.main([*common, "--seeds", "1", "--variants", "bf16"]) == 0
+    found = json.loads(path.read_text())
+    runs = [Run(**run) for run in found["runs"]]
+    assert [(run.seed, run.variant) for run in runs] == [(0, "bf16"), (0, "blockwise"), (1, "bf16")]
+    base, fp8, _ = runs
+    assert len(fp8.losses) == len(fp8.loads) == len(fp8.mean_loads) == 3
+    assert 0 < abs(fp8.losses[0] - base.losses[0]) < 0.01 * base.losses[0]
+    assert fp8.probe_steps == [0, 2] and not base.cosines
+    assert all(len(values) == 2 for values in fp8.cosines.values())
+    assert fp8.held_out[-1][0] == 3 and fp8.skipped == 0
+    assert found["settings"]["parameters"] == sum(
+        p.numel() for p in train_fp8.Decoder(SIZE.config, device="meta").parameters()
+    )
+    out = capsys.readouterr().out
+    assert "blockwise" in out and "/ bf16: loss x" in out and "cosine >= " in out
+    assert train_fp8.main([*common, "--lr", "1e-3"]) == 2
+    assert "must have runs of the same lr: name another file" in capsys.readouterr().err
+
+
+def made(seed: int, variant: str, loss: float) -> Run:
+    steps = 2 * fp8_runs.LAST
+    return Run(
+        seed=seed,
+        variant=variant,
+        losses=[9.0] * fp8_runs.LAST + [loss] * fp8_runs.LAST,
+        loads=[2.0] * steps,
+        mean_loads=[1.5] * steps,
+        held_out=[[steps, 2 * loss]],
+        seconds=1.0,
+    )
+
+
+def test_ratios_are_to_bf16_of_the_same_seed() -> None:
+    other = made(1, "blockwise", 1.01)
+    other.cosines, other.moved = {"ends": [0.9, 0.99], "layers.0.experts": [0.8, 0.9]}, [0.1, 0.02]
+    lines = fp8_runs.summary([made(0, "bf16", 2.0), made(1, "bf16", 1.0), other])
+    assert len(lines) == 3 and "/ bf16" not in lines[0] + lines[1].replace("bf16  ", "")
+    assert "loss x1.0100 held out x1.0100 load x1.000" in lines[2]
+    assert "cosine >= 0.8000 (layers.0.experts), 10.00% of choices moved" in lines[2]
+
+
+def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    other = made(0, "blockwise", 1.01)
+    other.cosines, other.probe_steps = {"layers.0.experts": [0.9, 0.99]}, [0, 50]
+    other.moved = [0.1, 0.02]
+    path = tmp_path / "runs.json"
+    fp8_runs.write(path, {"lr": 1.0}, [made(0, "bf16", 1.0), other])
+    monkeypatch.setattr(sys, "argv", ["fp8_runs", str(path), str(tmp_path / "plot.png")])
+    assert fp8_runs.main() == 0
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["--steps", "--batch-size"])
+def test_numbers_out_of_range(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_fp8.main([name, "0"]) == 2
+    assert f"{name} (0) must be >= 1" in capsys.readouterr().err
