@@ -1,6 +1,6 @@
 """Curves of `benchmarks/train_fp8.py`: one JSON file, how its runs compare, and their plot.
 
-python -m benchmarks.fp8_runs benchmarks/results/fp8/training.json docs/precision.png
+python -m benchmarks.fp8_runs benchmarks/results/fp8/training.json precision.png
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ Without a GPU `pytest benchmarks` is a smoke test of the harness and keeps no re
 
 How to read the rows:
 
-- All rows are bf16, and of one GPU where no number of GPUs is named. `fwd` is a training forward,
-  `fwd+bwd` adds gradients of input, weights and router. Times are medians. Variants and baselines
-  run in the same rounds, in changing order.
+- Rows are bf16 but for those of FP8, and of one GPU where no number of GPUs is named. `fwd` is a
+  training forward, `fwd+bwd` adds gradients of input, weights and router. Times are medians.
+  Variants and baselines run in the same rounds, in changing order.
 - `two` and `six grouped_mm` are the bare grouped matmuls of a forward, and of forward and backward,
   on the layer's own routing with rows already gathered. The ratio to them is the layer's overhead.
 - TFLOP/s count 6 T K D F for a forward and 18 T K D F for both: matrix products alone.
@@ -56,7 +56,8 @@ How to read the rows:
 - A `transformers` row is the Qwen3-MoE block of transformers with its grouped_mm experts.
 """
 
-BACKENDS = ("triton", "torch", "te", "transformers")
+FP8_BACKENDS = ("blockwise", "blockwise+weights", "blockwise-h8", "te-blockwise")
+BACKENDS = ("triton", "torch", "te", "transformers", *FP8_BACKENDS)
 MOVES = ("dispatch", "combine")
 REMOVED = ("nvlink-experts",)  # lost: "tokens that arrive" in docs/findings/dispatch.md
 SHAPE_HEADER = ("shape", "T", "D", "F", "E", "K")
@@ -112,7 +113,7 @@ def _layers(records: list[Record]) -> str:
     header = ("shape", "routing", "backend", "fwd ms", "/ two", "fwd+bwd ms (p20-p80)", "/ six")
     header += ("six ms", "TFLOP/s", "saved GiB", "/ least", "peak GiB", "launches", "syncs")
     rows = []
-    for both in sorted((r for r in records if r["op"] == "layer_fwd_bwd"), key=_position):
+    for both in sorted(filter(_is_bf16_layer, records), key=_position):
         names = {k: both[k] for k in ("shape", "routing", "backend")}
         forward = _find(records, op="layer_fwd", date=both["date"], **names) or {}
         rows.append(
@@ -134,6 +135,43 @@ def _layers(records: list[Record]) -> str:
     return table(header, rows) if rows else ""
 
 
+def _is_bf16_layer(record: Record) -> bool:
+    return record["op"] == "layer_fwd_bwd" and record["backend"] not in FP8_BACKENDS
+
+
+def _fp8(records: list[Record]) -> str:
+    """Layers in FP8, only beside what one run measured."""
+    header = ("shape", "routing", "FP8", "fwd+bwd ms (p20-p80)", "bf16 ms", "bf16 / FP8")
+    header += ("of blockwise", "TFLOP/s", "saved GiB", "/ bf16's", "peak GiB", "launches", "syncs")
+    found = [r for r in records if r["op"] == "layer_fwd_bwd" and r["backend"] in FP8_BACKENDS]
+    rows = []
+    for both in sorted(found, key=_position):
+        same = {k: both[k] for k in ("op", "shape", "routing", "date")}
+        blockwise = _find(records, backend="blockwise", **same) or {}
+        names = {k: both[k] for k in ("shape", "routing", "backend", "date")}
+        forward = _find(records, op="layer_fwd", **names) or {}
+        rows.append(
+            [
+                *(both[k] for k in ("shape", "routing", "backend")),
+                f"{both['ms']:.2f} ({both['p20']:.2f}-{both['p80']:.2f})",
+                _number(both.get("bf16_ms"), ".2f"),
+                _number(both.get("speedup"), ".3f"),
+                _quotient(both["ms"], blockwise.get("ms")),
+                _number(both.get("tflops"), ".0f"),
+                _gib(both.get("saved_bytes")),
+                _number(both.get("saved_over_bf16"), ".3f"),
+                _gib(both.get("peak_bytes")),
+                forward.get("launches"),
+                both.get("syncs"),
+            ]
+        )
+    note = (
+        "`bf16 ms` is moecore's own bf16 in the same rounds. What each row is:\n"
+        "`benchmarks/bench_layer_fp8.py`; `te-blockwise` has rounds of its own.\n\n"
+    )
+    return note + table(header, rows) if rows else ""
+
+
 def _gib(num_bytes: int | None) -> str | None:
     return _number(None if num_bytes is None else num_bytes / 2**30, ".2f")
 
@@ -143,7 +181,7 @@ def _skew(records: list[Record]) -> str:
     header = ("shape", "backend", "hottest (learned)", "hottest (skewed)", "learned / even")
     header += ("skewed / even", "skewed / even, six grouped_mm alone")
     rows = []
-    for even in sorted((r for r in records if r["op"] == "layer_fwd_bwd"), key=_position):
+    for even in sorted(filter(_is_bf16_layer, records), key=_position):
         if even["routing"] != "even":
             continue
         same = dict(op="layer_fwd_bwd", shape=even["shape"], backend=even["backend"])
@@ -259,6 +297,7 @@ def _provenance(records: list[Record]) -> str:
 
 SECTIONS: tuple[tuple[str, Callable[[list[Record]], str]], ...] = (
     ("Whole layer", _layers),
+    ("Whole layer in FP8", _fp8),
     ("Skew", _skew),
     ("Kernels", _kernels),
     ("Expert parallelism", _expert_parallel),
@@ -270,7 +309,7 @@ def _bars(records: list[Record]) -> dict[str, dict[str, float]]:
     """Return backend -> shape -> fwd+bwd time over six grouped_mm, learned routing."""
     found: dict[str, dict[str, float]] = {}
     for r in sorted(records, key=_position):
-        if r["op"] == "layer_fwd_bwd" and r["routing"] == "learned" and r.get("ratio"):
+        if _is_bf16_layer(r) and r["routing"] == "learned" and r.get("ratio"):
             found.setdefault(r["backend"], {})[r["shape"]] = r["ratio"]
     return found
 

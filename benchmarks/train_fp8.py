@@ -2,7 +2,7 @@ r"""Trains one decoder in bf16 and in FP8 and compares: losses, expert loads, gr
 
     python -m benchmarks.train_fp8 --json benchmarks/results/fp8/training.json
     python -m benchmarks.train_fp8 --seeds 0 --steps 50 --device cpu
-    python -m benchmarks.fp8_runs benchmarks/results/fp8/training.json docs/precision.png
+    python -m benchmarks.fp8_runs benchmarks/results/fp8/training.json precision.png
 
 A native decoder of 428 M parameters (8 layers of 32 experts, 4 per token) reads the bytes of text
 that the machine has (`benchmarks/text.py`). The runs of a seed have the same weights, batches and

@@ -78,6 +78,19 @@ def test_skew_compares_rows_of_one_run() -> None:
     assert "| qwen3-30b | triton | - | - | - | - | - |" in report.make_page([even, later])
 
 
+def test_fp8_stands_beside_bf16_of_its_rounds() -> None:
+    fields = dict(ms=10.0, bf16_ms=14.0, speedup=1.4, saved_over_bf16=0.93, syncs=0)
+    rows = [layer_row(), layer_row(backend="blockwise", **fields)]
+    rows.append(layer_row(backend="te-blockwise", ms=25.0))
+    page = report.make_page(rows)
+    cells = "| qwen3-30b | learned | blockwise | 10.00 (11.50-13.25) | 14.00 | 1.400 | 1.000 | 800 "
+    assert cells + "| 1.00 | 0.930 | - | - | 0 |\n" in page
+    assert "| te-blockwise | 25.00 (11.50-13.25) | - | - | 2.500 |" in page
+    whole = page.partition("### Whole layer in FP8")[0]
+    assert "| triton |" in whole and "blockwise |" not in whole
+    assert report.plot_digest(rows) == report.plot_digest(rows[:1]), "the plot is of bf16"
+
+
 def test_kernels_show_bandwidth_and_speedup() -> None:
     row = layer_row(op="gather_rows", ms=0.5, baseline_ms=1.0, gbps=3900.0, fraction=0.91)
     page = report.make_page([row | {"tflops": None, "launches": 1}])

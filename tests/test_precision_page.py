@@ -1,0 +1,35 @@
+"""The code of docs/precision.md runs as it stands there; its byte counts follow from the format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.shapes import SHAPES
+
+from moecore.precision.linear import Fp8Linear
+
+PAGE = Path(__file__).parents[1] / "docs" / "precision.md"
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_the_example_trains_in_fp8() -> None:
+    (code,) = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+    names: dict = {}
+    exec(code, names)
+    assert names["done"].norm.finite and names["loss"].isfinite()
+    layers = names["model"].model.layers
+    is_fp8 = [any(isinstance(m, Fp8Linear) for m in layer.modules()) for layer in layers]
+    assert is_fp8 == [False, True, True, True]
+    assert layers[1].mlp.part("experts").recipe == names["precision"].recipe
+
+
+@pytest.mark.parametrize(("row", "shape"), [("Qwen3-30B-A3B", "qwen3-30b"), ("V3", "dsv3-32e")])
+def test_kept_bytes(row: str, shape: str) -> None:
+    s, value = SHAPES[shape], 1 + 4 / 128
+    x, h = s.dim, 2 * s.top_k * s.hidden_dim  # elements per token
+    wide, narrow = x * value + 2 * h, (x + h) * value
+    assert 2 * (x + h) * s.tokens == s.least_saved_bytes
+    (line,) = [n for n in PAGE.read_text().splitlines() if n.startswith("| all") and row in n]
+    cells = [float(cell) for cell in line.split("|")[3:5]]
+    assert cells == [round(n / (2 * (x + h)), 2) for n in (wide, narrow)]
