@@ -33,7 +33,7 @@ class Run:
         cosines: "layers.3.experts" -> cosine of its gradient to bf16's, by probe.
         moved: share of the choices of experts that bf16 would not have made, by probe.
         skipped: steps whose gradient was not finite.
-        seconds: of all steps, probes and held-out text included.
+        step_ms: median time of a step, most of which have no probe.
     """
 
     seed: int
@@ -46,7 +46,7 @@ class Run:
     cosines: dict[str, list[float]] = field(default_factory=dict)
     moved: list[float] = field(default_factory=list)
     skipped: int = 0
-    seconds: float = 0.0
+    step_ms: float = 0.0
 
     @property
     def last_loss(self) -> float:
@@ -63,26 +63,57 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratios:
+    """One run over that of its seed in bf16."""
+
+    loss: float
+    held_out: float
+    load: float
+
+    @classmethod
+    def of(cls, run: Run, bases: dict[int, Run]) -> Ratios | None:
+        """Return them; None = there is no such run in bf16, or the run is it."""
+        base = bases.get(run.seed)
+        if base is None or base is run or len(base.losses) != len(run.losses):
+            return None
+        return cls(
+            loss=run.last_loss / base.last_loss,
+            held_out=run.held_out[-1][1] / base.held_out[-1][1],
+            load=run.last_load / base.last_load,
+        )
+
+
 def summary(runs: list[Run]) -> list[str]:
-    """Return one line per run in another precision, beside that of its seed in bf16."""
+    """Return one line per run, and one per variant over its seeds."""
     lines = []
     bases = {run.seed: run for run in runs if run.variant == BASE}
+    found: dict[str, list[Ratios]] = {}
     for run in sorted(runs, key=lambda run: (run.seed, run.variant)):
-        line = f"seed {run.seed} {run.variant:<20} loss {run.last_loss:.4f}"
-        line += f" held out {run.held_out[-1][1]:.4f} load {run.last_load:.2f}"
-        base = bases.get(run.seed)
-        if base is not None and base is not run and len(base.losses) == len(run.losses):
-            line += f" | / {BASE}: loss x{run.last_loss / base.last_loss:.4f}"
-            line += f" held out x{run.held_out[-1][1] / base.held_out[-1][1]:.4f}"
-            line += f" load x{run.last_load / base.last_load:.3f}"
-        if run.cosines:
-            name, least = min(
-                ((n, min(c)) for n, c in run.cosines.items()), key=lambda pair: pair[1]
-            )
-            line += f" | cosine >= {least:.4f} ({name}), {max(run.moved):.2%} of choices moved"
-        rate = run.seconds / len(run.losses)
-        lines.append(f"{line} | {run.skipped} skipped, {rate * 1e3:.0f} ms a step")
+        ratios = Ratios.of(run, bases)
+        lines.append(line_of(run, ratios))
+        if ratios is not None:
+            found.setdefault(run.variant, []).append(ratios)
+    for variant, of_seeds in found.items():
+        line = f"{variant} over {len(of_seeds)} seeds, / {BASE}:"
+        for name in ("loss", "held_out", "load"):
+            values = [getattr(ratios, name) for ratios in of_seeds]
+            line += f" {name} x{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+        lines.append(line)
     return lines
+
+
+def line_of(run: Run, ratios: Ratios | None) -> str:
+    """Return a run as one line."""
+    line = f"seed {run.seed} {run.variant:<20} loss {run.last_loss:.4f}"
+    line += f" held out {run.held_out[-1][1]:.4f} load {run.last_load:.2f}"
+    if ratios is not None:
+        line += f" | / {BASE}: loss x{ratios.loss:.4f} held out x{ratios.held_out:.4f}"
+        line += f" load x{ratios.load:.3f}"
+    if run.cosines:
+        least, name = min((min(values), name) for name, values in run.cosines.items())
+        line += f" | cosine >= {least:.4f} ({name}), {max(run.moved):.2%} of choices moved"
+    return f"{line} | {run.skipped} skipped, {run.step_ms:.0f} ms a step"
 
 
 def load_runs(path: Path, common: dict[str, Any]) -> list[Run]:

@@ -112,7 +112,7 @@ def test_a_run_end_to_end(
     assert 0 < abs(fp8.losses[0] - base.losses[0]) < 0.01 * base.losses[0]
     assert fp8.probe_steps == [0, 2] and not base.cosines
     assert all(len(values) == 2 for values in fp8.cosines.values())
-    assert fp8.held_out[-1][0] == 3 and fp8.skipped == 0
+    assert fp8.held_out[-1][0] == 3 and fp8.skipped == 0 and fp8.step_ms > 0
     assert found["settings"]["parameters"] == sum(
         p.numel() for p in train_fp8.Decoder(SIZE.config, device="meta").parameters()
     )
@@ -131,17 +131,20 @@ def made(seed: int, variant: str, loss: float) -> Run:
         loads=[2.0] * steps,
         mean_loads=[1.5] * steps,
         held_out=[[steps, 2 * loss]],
-        seconds=1.0,
+        step_ms=1.0,
     )
 
 
 def test_ratios_are_to_bf16_of_the_same_seed() -> None:
     other = made(1, "blockwise", 1.01)
     other.cosines, other.moved = {"ends": [0.9, 0.99], "layers.0.experts": [0.8, 0.9]}, [0.1, 0.02]
-    lines = fp8_runs.summary([made(0, "bf16", 2.0), made(1, "bf16", 1.0), other])
-    assert len(lines) == 3 and "/ bf16" not in lines[0] + lines[1].replace("bf16  ", "")
-    assert "loss x1.0100 held out x1.0100 load x1.000" in lines[2]
-    assert "cosine >= 0.8000 (layers.0.experts), 10.00% of choices moved" in lines[2]
+    runs = [made(0, "bf16", 2.0), made(1, "bf16", 1.0), other, made(0, "blockwise", 1.98)]
+    lines = fp8_runs.summary(runs)
+    assert len(lines) == 5 and not any("/ bf16" in line for line in (lines[0], lines[2]))
+    assert "loss x0.9900 held out x0.9900" in lines[1]
+    assert "loss x1.0100 held out x1.0100 load x1.000" in lines[3]
+    assert "cosine >= 0.8000 (layers.0.experts), 10.00% of choices moved" in lines[3]
+    assert lines[4].startswith("blockwise over 2 seeds, / bf16: loss x1.0000 (0.9900 to 1.0100)")
 
 
 def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
