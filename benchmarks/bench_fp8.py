@@ -1,9 +1,10 @@
-"""FP8 operations alone: products against torch's bare ones in bf16, quantisers against plain torch.
+"""FP8 operations alone: products and linears against bf16's, quantisers against plain torch.
 
 Products take operands that are quantised already, so `fp8_four_products` (of a layer's forward and
-its input gradients) and `fp8_two_wgrads` are what FP8 leaves of the time of bf16's products.
-Quantisers count the fewest bytes that they must move, b is 2 bytes (bf16), a value in FP8 has 1,
-and each 128 of them a scale of 4.
+its input gradients) and `fp8_two_wgrads` are what FP8 leaves of the time of bf16's products. A
+linear is forward and backward with all its casts, from D to D features, as projections around
+attention are. Quantisers count the fewest bytes that they must move: b is 2 bytes (bf16), a value
+in FP8 has 1, and each 128 of them a scale of 4.
 
 Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T * K,
 C = 2F columns of FC1, t row tiles.
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import Call
@@ -31,6 +33,8 @@ from moecore.kernels.rows import quantised as q
 from moecore.kernels.rows import quantised_activation as qa
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.record import Rows
+from moecore.precision.linear import Fp8Products
+from moecore.precision.recipe import Recipe, Scaling
 
 ROUTINGS = ("learned",)
 SWIGLU = ActivationOptions(kind="swiglu")
@@ -268,7 +272,41 @@ def quantised_activation_bwd(inputs: Inputs) -> Work:
     )
 
 
+def _linear(inputs: Inputs, scaling: Scaling) -> Work:
+    """Forward, input and weight gradients of one dense linear."""
+    s, products = inputs.shape, Fp8Products(Recipe(scaling=scaling))
+    x_TD = inputs.x_TD.detach().requires_grad_()
+    w_DD = (0.02 * inputs.random(s.dim, s.dim)).requires_grad_()
+    dy_TD = inputs.random(s.tokens, s.dim)
+
+    def each(op: Callable[[Tensor, Tensor], Tensor]) -> Call:
+        def call() -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                return torch.autograd.grad(op(x_TD, w_DD), (x_TD, w_DD), dy_TD)
+
+        return call
+
+    flops = 6 * s.tokens * s.dim * s.dim
+    return Work(each(products), each(F.linear), num_flops=flops, baseline="bf16")
+
+
+def fp8_linear(inputs: Inputs) -> Work:
+    """A linear from D to D, blockwise."""
+    return _linear(inputs, "blockwise")
+
+
+def fp8_linear_rowwise(inputs: Inputs) -> Work:
+    """The same by row."""
+    return _linear(inputs, "rowwise")
+
+
+def fp8_linear_tensorwise(inputs: Inputs) -> Work:
+    """The same by tensor."""
+    return _linear(inputs, "tensorwise")
+
+
 PRODUCTS, QUANTISERS, ACTIVATION = FP8_TESTS
+LINEAR = f"tests/precision/test_{'cast' if torch.cuda.is_available() else 'linear'}.py"
 OPS = (
     Op(fp8_fc1, PRODUCTS),
     Op(fp8_fc2, PRODUCTS),
@@ -284,6 +322,9 @@ OPS = (
     Op(quantise_weights, QUANTISERS),
     Op(quantised_activation, ACTIVATION),
     Op(quantised_activation_bwd, ACTIVATION),
+    Op(fp8_linear, LINEAR),
+    Op(fp8_linear_rowwise, LINEAR),
+    Op(fp8_linear_tensorwise, LINEAR),
 )
 
 
