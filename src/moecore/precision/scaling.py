@@ -85,7 +85,7 @@ def amax_ref(x: Tensor) -> Tensor:
 
 def scale_of(amax: Tensor, fmt: str, power_of_two: bool) -> Tensor:
     """Return the scale under which the largest magnitude is the format's largest value."""
-    scale = amax / MAX[fmt]
+    scale = amax / torch.full_like(amax, MAX[fmt])  # a GPU multiplies by a number's reciprocal
     if not power_of_two:
         return scale.clamp(min=SMALLEST)
     bits = scale.view(torch.int32) + 0x007FFFFF
@@ -119,7 +119,7 @@ def quantise_rows_ref(
     scales = scale_of(largest, fmt, power_of_two)
     scales_MK = _expanded(scales, kind, M128, K)
     is_infinite = scales_MK.isinf() | x_MK.isinf()
-    scaled_MK = (x_MK * (1 / scales_MK)).clamp(-MAX[fmt], MAX[fmt])
+    scaled_MK = (x_MK * (torch.ones_like(scales_MK) / scales_MK)).clamp(-MAX[fmt], MAX[fmt])
     scaled_MK = scaled_MK.masked_fill(is_infinite, torch.nan)
     values_MK = scaled_MK[:M].to(DTYPES[fmt])
     if kind == "tile":
