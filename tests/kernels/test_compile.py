@@ -294,8 +294,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "margins of many experts": (lambda: run_margins(1536, 24), 3),
     "rows as FP8": (lambda: run_fp8_rows(7168), 2),
     "rows as FP8, odd": (lambda: run_fp8_rows(2896), 2),
-    "rows of FP8 products": (lambda: run_quantised_rows(False), 9),
-    "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 10),
+    "rows of FP8 products": (lambda: run_quantised_rows(False), 7),
+    "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 8),
     "weights of FP8 products": (run_quantised_weights, 4),
     **{
         f"quantised {kind}": (

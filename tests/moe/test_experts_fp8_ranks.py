@@ -5,9 +5,9 @@ of one expert: no folding cuts these, since hidden_dim / etp is a multiple of 12
 row has the same bits on every folding. What may differ:
 
     sums over etp      parts of a row's output are added in another order
-    weight gradients   scales belong to 128 rows of an expert, in the order in which a rank gets
-                       them: ranks that see other rows of it (edp > 1) make other tiles. Scales
-                       that are powers of two move no value but what underflows.
+    weight gradients   128 rows of an expert, in the order in which a rank gets them, share the
+                       largest of their scales: ranks that see other rows of it (edp > 1) make other
+                       tiles. With powers of two that moves no value but what underflows.
 
 Six ranks, so that no two dims of the expert mesh that exceed 1 have one size.
 """

@@ -378,5 +378,7 @@ def test_kernels_equal_the_oracle(recipe: dict[str, Any], S: int, device: str) -
     assert all(torch.equal(found[n], again[n]) for n in OUTPUTS)
     truth = oracle({n: t.detach().cpu() for n, t in leaves.items()}, ids.cpu(), "swiglu", **recipe)
     # A GPU's sums of 128 are rounded more: some H in bf16, and so some A in FP8, are neighbours.
-    bound = 2e-2 if device == "cuda" else 1e-3
+    # Ratios of scales that are no powers of two are rounded to fp16, so an ulp of a scale shows.
+    is_exact = device == "cpu" and recipe.get("power_of_two", True)
+    bound = 1e-3 if is_exact else 2e-2
     check({n: t.cpu() for n, t in found.items()}, truth, bound)
