@@ -82,6 +82,15 @@ CASES = {
         balance=LOSSES,
         options=dict(overlap_shared=True),
     ),
+    "in FP8, tokens as FP8 rows, quantised weights kept": Case(
+        ep=WORLD,
+        nvlink=replace(ROOM, fp8_dispatch=True),
+        fsdp=dict(reshard_after_forward=False, reshard_experts=False),
+        options=dict(precision="blockwise"),
+    ),
+    "in FP8, weights quantised for every use": Case(
+        ep=WORLD, nvlink=ROOM, balance=LOSSES, options=dict(precision="blockwise")
+    ),
     "half the ranks": Case(
         ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)
     ),
