@@ -5,6 +5,7 @@ Rows `layer_fwd` and `layer_fwd_bwd` as in `bench_layer.py`, with moecore's bf16
     blockwise           weights quantised before, as the micro-batches of a step share them
     blockwise+weights   weights quantised in every forward, and kept for its backward
     blockwise-h8        the first, with FC1's output kept in FP8
+    rowwise, tensorwise measured where --backend names them; their products are torch's
     te-blockwise        Transformer Engine's blockwise experts, which quantise weights too
 
 The last has rounds of its own. Quantised weights count as saved where a forward makes them.
@@ -45,16 +46,20 @@ class Way:
     Attributes:
         recipe: of the experts.
         shares: whether forwards share the quantised weights.
+        by_name: measured only where --backend names it.
     """
 
     recipe: Recipe
     shares: bool
+    by_name: bool = False
 
 
 WAYS = {
     "blockwise": Way(recipe=Recipe(), shares=True),
     "blockwise+weights": Way(recipe=Recipe(), shares=False),
     "blockwise-h8": Way(recipe=Recipe(keep_hidden="fp8"), shares=True),
+    "rowwise": Way(recipe=Recipe(scaling="rowwise"), shares=True, by_name=True),
+    "tensorwise": Way(recipe=Recipe(scaling="tensorwise"), shares=True, by_name=True),
 }
 
 
@@ -106,8 +111,8 @@ def test_layer_fp8(shape: Shape, routing: str, session: Session, ceilings: Ceili
     reached = layers.hottest(ids_TK, shape.num_experts)
     x_TD.requires_grad_()
     plain = Contender(layer, bf16_backend(session.device), x_TD, dy_TD)
-    chosen = [n for n in WAYS if not session.backends or n in session.backends]
-    ways = {name: Fp8Contender(layer, name, x_TD, dy_TD) for name in chosen}
+    chosen = session.backends or [name for name, way in WAYS.items() if not way.by_name]
+    ways = {name: Fp8Contender(layer, name, x_TD, dy_TD) for name in WAYS if name in chosen}
     groups: list[dict[str, Contender]] = [{BF16: plain, **ways}] if ways else []
     has_te = session.device.type == "cuda" and te_experts.is_available()
     if has_te and routing == "learned" and (not session.backends or TE in session.backends):

@@ -56,7 +56,8 @@ How to read the rows:
 - A `transformers` row is the Qwen3-MoE block of transformers with its grouped_mm experts.
 """
 
-FP8_BACKENDS = ("blockwise", "blockwise+weights", "blockwise-h8", "te-blockwise")
+FP8_BACKENDS = ("blockwise", "blockwise+weights", "blockwise-h8", "rowwise", "tensorwise")
+FP8_BACKENDS += ("te-blockwise",)
 BACKENDS = ("triton", "torch", "te", "transformers", *FP8_BACKENDS)
 MOVES = ("dispatch", "combine")
 REMOVED = ("nvlink-experts",)  # lost: "tokens that arrive" in docs/findings/dispatch.md

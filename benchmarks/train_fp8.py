@@ -109,7 +109,7 @@ def size_of(dim: int, hidden_dim: int, experts: int, top_k: int, layers: int, **
 
 
 SIZES = {
-    "cuda": size_of(1536, 768, 32, 4, 4, batch_size=16, seq_len=512),
+    "cuda": size_of(1536, 768, 32, 4, 4, batch_size=32, seq_len=512),
     "cpu": size_of(128, 128, 4, 2, 2, batch_size=4, seq_len=32),
 }
 

@@ -244,6 +244,7 @@ ERRORS = {
     "--steps 0": r"argument --steps: (0) must be a whole number >= 1",
     "--lr fast": r"argument --lr: (fast) must be a number > 0",
     "--dtype int8": "argument --dtype: invalid choice: 'int8'",
+    "--precision fp4": "argument --precision: invalid choice: 'fp4'",
     "--preset huge": "preset ('huge') must be one of",
     "--preset tiny-qwen3": "--preset (tiny-qwen3) must have vocab_size (128) >= 256",
     "--seq-len 4096": "--seq-len (4096) must be <= max_seq_len (512)",
@@ -262,6 +263,7 @@ ERRORS = {
     "--data missing.txt": "--data (missing.txt) must be a readable file: No such file",
 }
 RANK_ERRORS = {
+    "--ranks 2 --preset tiny-qwen3 --tokens random --precision blockwise": "MoEConfig.dim (64)",
     "--ranks 3 --ep 3": "MoEConfig.num_experts (8) must be divisible by ParallelConfig.ep (3)",
 }
 

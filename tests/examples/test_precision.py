@@ -1,0 +1,71 @@
+"""--precision of examples/train.py, and of the benchmark of a step beside bf16."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from moecore.precision.linear import Fp8Linear
+from moecore.precision.recipe import Recipe
+
+ARGUMENTS = (
+    "--preset tiny --tokens random --layers 2 --batch-size 1 --seq-len 16 --sample-bytes 0"
+    " --checkpoint-every 0 --grad-accum 2"
+)
+
+
+def arguments(run_dir: Path, *more: str) -> list[str]:
+    return [*ARGUMENTS.split(), "--run-dir", str(run_dir), *more]
+
+
+@pytest.mark.parametrize("scaling", [None, "blockwise"])
+def test_experts_and_projections_get_the_recipe(
+    train: ModuleType, tmp_path: Path, scaling: str | None
+) -> None:
+    more = ["--precision", scaling] if scaling else []
+    job = train.build_job(train.parse_arguments(arguments(tmp_path, *more)))
+    dense, sparse = job.model.model.layers
+    recipe = Recipe(scaling=scaling) if scaling else None
+    assert sparse.mlp.part("experts").recipe == recipe
+    assert isinstance(dense.self_attn.q_proj, Fp8Linear) == (scaling is not None)
+    assert torch.tensor(train.train_step(job, 1).metrics()["loss"]).isfinite()
+
+
+def test_a_step_in_fp8_beside_one_without(
+    train: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from benchmarks import bench_train
+
+    own = ["--warm-up", "1", "--timed", "1", "--against-bf16"]
+    own += ["--results", str(tmp_path / "results")]
+    words = arguments(tmp_path, "--precision", "blockwise")
+    monkeypatch.setattr(sys, "argv", ["bench_train", *own, *words])
+    assert bench_train.main() == 0
+    (file,) = (tmp_path / "results").iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["precision"] for row in rows] == [None, "blockwise"]
+    rates = [row["tokens_per_second_per_gpu"] for row in rows]
+    assert rows[1]["over_bf16"] == pytest.approx(rates[1] / rates[0], rel=1e-4)
+    assert "over_bf16" not in rows[0] and "over_bf16" in capsys.readouterr().out
+    assert 0 < abs(rows[0]["losses"][0] - rows[1]["losses"][0]) < 0.05
+
+
+def test_without_a_precision_there_is_nothing_beside_bf16(
+    train: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from benchmarks import bench_train
+
+    monkeypatch.setattr(sys, "argv", ["bench_train", "--against-bf16", *arguments(tmp_path)])
+    assert bench_train.main() == 2
+    assert "--precision (None) must be set with --against-bf16" in capsys.readouterr().err
