@@ -67,6 +67,7 @@ from train import lr_at
 VARIANTS: dict[str, dict[str, Any]] = {
     BASE: {},
     "bf16-torch": {"expert_backend": "torch"},
+    "auto": {"precision": "auto"},
     "blockwise": {"precision": "blockwise"},
     "blockwise-fp8-hidden": {"precision": Recipe(keep_hidden="fp8")},
     "rowwise": {"precision": "rowwise"},

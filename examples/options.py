@@ -18,7 +18,7 @@ from moecore import MoEConfig, NVLinkOptions, ParallelConfig
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.parallelize import DispatcherName
-from moecore.precision.roles import SCALINGS
+from moecore.precision.roles import PrecisionName
 
 DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,7 +60,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
     add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
-    add("--precision", choices=SCALINGS, help="products in FP8, on Hopper (None = all in --dtype)")
+    add(
+        "--precision",
+        choices=get_args(PrecisionName),
+        help="products in FP8, on Hopper (None = all in --dtype)",
+    )
     add("--moment-dtype", default="float32", choices=("float32", "bfloat16"), help="of AdamW")
     add("--seed", type=count, default=0, help="of weights and data")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")

@@ -39,8 +39,8 @@ from moecore.moe.shared import SharedExpert
 from moecore.moe.state import STATE_NAME, MoEState
 from moecore.precision.apply import apply_precision, check_precision
 from moecore.precision.linear import Fp8Products
-from moecore.precision.recipe import Recipe, Scaling
-from moecore.precision.roles import Precision
+from moecore.precision.recipe import Recipe
+from moecore.precision.roles import Precision, PrecisionName
 from moecore.request import (
     DispatcherName,
     LossConvention,
@@ -65,7 +65,7 @@ def parallelize_moe(
     overlap_shared: bool = False,
     compile_dense: bool = False,
     balance: BalanceConfig | None = None,
-    precision: Precision | Recipe | Scaling | None = None,
+    precision: Precision | Recipe | PrecisionName | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
     adapters: Mapping[type, Adapter] | None = None,
@@ -86,8 +86,8 @@ def parallelize_moe(
         overlap_shared: on GPUs, run shared experts on a stream of their own. Experimental.
         compile_dense: run attention, norms and residual adds through torch.compile.
         balance: of every MoE layer; None keeps each one's own.
-        precision: which products are in FP8: a scaling or a recipe for all roles, or a record;
-            None = none. Routed experts then need expert_backend "auto" or "triton".
+        precision: which products are in FP8: "auto", a scaling or a recipe for all roles, or a
+            record; None = none. Routed experts then need expert_backend "auto" or "triton".
         fsdp: FSDP2 choices; None = the defaults.
         loss: each rank's is a "mean" over its tokens, or a "sum" over the global token count.
         adapters: block class -> `(block, model) -> MoELayer`, before moecore's own.
@@ -175,6 +175,9 @@ def _place_experts(
     recipe = request.recipe_of(name, layer, "experts")
     recompute_fc1 = request.recompute_fc1
     experts.set_backend(request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe)
+    why_wide = request.why_wide(name, layer)
+    if why_wide is not None:
+        logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
     if p.ep * p.etp > 1 or is_whole(meshes):
         experts.shard(meshes.expert["ep", "etp"])
     num_experts = layer.config.num_experts

@@ -23,6 +23,8 @@ from moecore.agreement import fields_of
 from moecore.config import BalanceConfig
 from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import FSDPOptions, is_tied, keeps_precision
+from moecore.kernels.experts.contract import ExpertSpec
+from moecore.kernels.experts.fp8_products import why_not_faster
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_backend
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
@@ -69,11 +71,34 @@ class Request:
 
     def recipe_of(self, layer_name: str, layer: MoELayer, role: Role) -> Recipe | None:
         """Return the recipe of a layer's "experts" or "shared_experts"; None = as they are."""
+        if role == "experts" and self.why_wide(layer_name, layer) is not None:
+            return None
+        return self._asked(layer_name, layer, role)
+
+    def why_wide(self, layer_name: str, layer: MoELayer) -> str | None:
+        """Return why experts keep their precision although a recipe is meant for them."""
+        recipe = self._asked(layer_name, layer, "experts")
+        if recipe is None or self.precision is None or not self.precision.only_faster:
+            return None
+        return why_not_faster(self.spec_of(layer, recipe))
+
+    def _asked(self, layer_name: str, layer: MoELayer, role: Role) -> Recipe | None:
         if self.precision is None:
             return None
         names = layer.layout
         part = names.experts if role == "experts" else names.shared
         return self.precision.recipe_of(clean_name(f"{layer_name}.{part}".lstrip(".")), role)
+
+    def spec_of(self, layer: MoELayer, recipe: Recipe | None) -> ExpertSpec:
+        """Return what decides which products can compute a layer's experts on this rank."""
+        experts: Experts = layer.part("experts")
+        return experts.spec(
+            dim=layer.config.expert_dim,
+            hidden_dim=layer.config.hidden_dim // self.meshes.parallel.etp,
+            dtypes=frozenset([self.fsdp.param_dtype or next(experts.parameters()).dtype]),
+            device=torch.device(self.meshes.device_type),
+            recipe=recipe,
+        )
 
     def entries(self) -> dict[str, Any]:
         """Return what must be the same on every rank; `build_meshes` has compared the degrees."""
@@ -267,14 +292,7 @@ def _check_compute(name: str, layer: MoELayer, request: Request) -> None:
     experts, backend = layer.part("experts"), request.expert_backend
     recipe = request.recipe_of(name, layer, "experts")
     experts.check_backend(backend, recompute_fc1=request.recompute_fc1, recipe=recipe)
-    spec = experts.spec(
-        dim=layer.config.expert_dim,
-        hidden_dim=layer.config.hidden_dim // request.meshes.parallel.etp,
-        dtypes=frozenset([request.fsdp.param_dtype or next(experts.parameters()).dtype]),
-        device=torch.device(request.meshes.device_type),
-        recipe=recipe,
-    )
-    check_backend(backend, spec)
+    check_backend(backend, request.spec_of(layer, recipe))
     shared = request.recipe_of(name, layer, "shared_experts")
     if isinstance(layer._modules.get(layer.layout.shared), SharedExpert) and shared is not None:
         _check_shared(name, layer.part("shared"), shared)

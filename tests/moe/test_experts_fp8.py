@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from moecore import (
 from moecore.kernels.experts import fp8_products
 from moecore.moe import experts as experts_file
 from moecore.optim import AdamW
+from moecore.precision.linear import Fp8Linear
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
 
@@ -335,3 +337,19 @@ def test_refusals(
         parallelize_moe(model, meshes, **{"precision": "blockwise"} | options)
     assert "\n" not in str(error.value)
     assert model[0].experts.recipe is None
+
+
+@pytest.mark.parametrize("hidden_dim, is_fp8", [(512, True), (384, False), (576, False)])
+def test_auto_is_fp8_where_that_is_faster(
+    hidden_dim: int, is_fp8: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(CONFIG, hidden_dim=hidden_dim)
+    model = nn.Sequential(MoELayer(config), nn.Linear(128, 128))
+    with caplog.at_level("INFO", "moecore.parallelize"):
+        parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision="auto")
+    assert (model[0].part("experts").recipe is not None) == is_fp8
+    assert not isinstance(model[1], Fp8Linear)
+    why = {384: "less than 512", 576: "multiple of 128"}.get(hidden_dim)
+    logged = [r.getMessage() for r in caplog.records if "precision leaves" in r.getMessage()]
+    assert len(logged) == (not is_fp8) and (why is None or why in logged[0])
+    model(tokens().requires_grad_()).sum().backward()

@@ -16,6 +16,7 @@ from moecore.precision.recipe import Recipe, Scaling
 Role = Literal["experts", "shared_experts", "mlp", "attention"]
 ROLES: tuple[Role, ...] = get_args(Role)
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+PrecisionName = Literal["auto", "blockwise", "rowwise", "tensorwise"]
 
 Roles = Annotated[tuple[Role, ...], f"pass a tuple of {', '.join(map(repr, ROLES))}"]
 Overrides = Annotated[
@@ -46,6 +47,8 @@ class Precision:
         overrides: pairs of a pattern, as `fnmatch` reads it, over a module's qualified name, and
             the recipe of the modules that it matches; None = they keep their precision. The first
             pattern that matches counts, whether the module's role is in `roles` or not.
+        only_faster: routed experts keep their precision where FP8 was measured to be slower, or
+            has no products for them, instead of being refused; a log line says why.
 
     Raises:
         ValueError: when a field is of the wrong type, a role or a pattern is there twice, or a
@@ -55,6 +58,7 @@ class Precision:
     recipe: Recipe
     roles: Roles = ROLES
     overrides: Overrides = ()
+    only_faster: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
@@ -77,7 +81,8 @@ class Precision:
         """Return the record that an argument stands for; None = nothing is quantised.
 
         Args:
-            precision: "blockwise", "rowwise", "tensorwise", a recipe for all roles, or a record.
+            precision: "auto", which is blockwise for routed experts where that is faster;
+                "blockwise", "rowwise", "tensorwise" or a recipe for all roles; or a record.
 
         Raises:
             ValueError: for anything else.
@@ -86,12 +91,14 @@ class Precision:
             return precision
         if isinstance(precision, Recipe):
             return cls(recipe=precision)
+        if isinstance(precision, str) and precision == "auto":
+            return cls(recipe=Recipe(), roles=("experts",), only_faster=True)
         for scaling in SCALINGS:
             if isinstance(precision, str) and precision == scaling:
                 return cls(recipe=Recipe(scaling=scaling))
         raise ValueError(
-            f"precision ({shown(precision)}) must be one of {', '.join(map(repr, SCALINGS))}, a "
-            'Recipe, a Precision or None: use "blockwise"'
+            f"precision ({shown(precision)}) must be one of 'auto', "
+            f"{', '.join(map(repr, SCALINGS))}, a Recipe, a Precision or None: use 'auto'"
         )
 
     def recipe_of(self, name: str, role: Role | None) -> Recipe | None:

@@ -41,6 +41,9 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
 
+# Smallest F from which a layer in FP8 was faster: "layers in FP8", docs/findings/kernels.md
+FASTER_FROM = 512
+
 
 class _Blocks(NamedTuple):
     """Rows in expert order, and the dtype of what their product gives."""
@@ -196,3 +199,13 @@ class BlockwiseProducts:
         dtype = target.dtype or dtype
         add_to, scale = target.add_to, target.scale
         return fp8_wgrad(x, y, self.tiles, add_to=add_to, dtype=dtype, scale=scale)
+
+
+def why_not_faster(spec: ExpertSpec) -> str | None:
+    """Return why experts had better keep their precision, one line; None = FP8 is faster."""
+    if spec.hidden_dim is not None and spec.hidden_dim < FASTER_FROM:
+        return (
+            f"MoEConfig.hidden_dim / etp ({spec.hidden_dim}) is less than {FASTER_FROM}, from "
+            "which on FP8 was faster"
+        )
+    return BlockwiseProducts.supports(spec)
