@@ -8,7 +8,10 @@ to a result make it u * sqrt(n):
 
     output     X and W1, each twice, through gate and up; A; W2                         n = 6
     dx         dY and W2; X and W1 twice, through the activation's derivative; dH; W1   n = 8
-               a kept H that is quantised, twice                                        2 more
+    dW1        the same with X as the last                                              n = 8
+    dW2        dY; X and W1 twice; A                                                    n = 6
+
+A kept H that is quantised is two more, through gate and up, for all but the output.
 
 Blocks of 128 leave few values so small that they have fewer bits. `ROOM` is for that, and for what
 an activation makes of an error. What is off by less than u did not multiply in FP8. A row in a
@@ -23,26 +26,28 @@ import math
 from torch import Tensor
 
 ROUNDING = 2**-4 / math.sqrt(7)
-OUTPUT_ROUNDINGS, GRAD_ROUNDINGS, KEPT_ROUNDINGS = 6, 8, 2
+ROUNDINGS = {"y": 6, "x": 8, "w1": 8, "w2": 6}  # of the output and of gradients
 ROOM, ROW_ROOM = 1.5, 2.0
 
 
-def roundings_of(*, kept_in_fp8: bool) -> tuple[int, int]:
-    """Return the operands on the way to the output, and on that to the input's gradient."""
-    return OUTPUT_ROUNDINGS, GRAD_ROUNDINGS + KEPT_ROUNDINGS * kept_in_fp8
+def roundings_of(*, kept_in_fp8: bool) -> dict[str, int]:
+    """Return the operands on the way to the output "y" and to each gradient."""
+    more = 2 * kept_in_fp8
+    return {name: n + (more if name != "y" else 0) for name, n in ROUNDINGS.items()}
 
 
 def disagreement(found: Tensor, right: Tensor, roundings: int) -> str | None:
     """Return why a result is not that of so many E4M3 roundings; None = it may be.
 
     Args:
-        found: [T, D].
+        found: [T, ...]: rows are tokens, or experts, whose gradients may be zero.
         right: the same in bf16.
         roundings: operands on the way to it.
     """
-    found, right = found.float(), right.float()
-    error_T, norm_T = (found - right).norm(dim=-1), right.norm(dim=-1)
-    error, worst = float(error_T.norm() / norm_T.norm()), float((error_T / norm_T).max())
+    found, right = found.flatten(1).float(), right.flatten(1).float()
+    error_T, norm_T = (found - right).norm(dim=1), right.norm(dim=1)
+    worst = float((error_T / norm_T).masked_fill((error_T == 0) & (norm_T == 0), 0).max())
+    error = float(error_T.norm() / norm_T.norm())
     bound = ROOM * ROUNDING * math.sqrt(roundings)
     if not error <= bound:
         return f"differs from bf16 by {error:.3g}, more than {bound:.3g}"

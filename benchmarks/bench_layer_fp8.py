@@ -140,17 +140,23 @@ def bf16_backend(device: torch.device) -> str:
 
 def check_agreement(plain: Contender, contenders: dict[str, Contender]) -> None:
     """Fail when a contender's error against bf16 is not that of FP8."""
-    expected = plain.result()
+    expected = results(plain)
     for name, contender in contenders.items():
         way = WAYS.get(name)
         kept = way is not None and way.recipe.keep_hidden == "fp8"
-        counts = roundings_of(kept_in_fp8=kept)
-        for tensor, found, right, roundings in zip(
-            "yx", contender.result(), expected, counts, strict=True
-        ):
-            problem = disagreement(found, right, roundings)
+        found = results(contender)
+        for tensor, roundings in roundings_of(kept_in_fp8=kept).items():
+            problem = disagreement(found[tensor], expected[tensor], roundings)
             if problem is not None:
                 pytest.fail(f"{name} in {tensor}: {problem}: no numbers")
+
+
+def results(contender: Contender) -> dict[str, Tensor]:
+    """Return the output "y" and the gradients of "x", "w1" and "w2"."""
+    y, dx = contender.result()
+    found = {name: p.grad for name, p in contender.experts.named_parameters()}
+    contender.prepare()  # drops all gradients, so that no other backward adds to these
+    return {"y": y, "x": dx, **found}
 
 
 def time_together(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from benchmarks.agreement import OUTPUT_ROUNDINGS, ROUNDING, disagreement, roundings_of
+from benchmarks.agreement import ROUNDING, ROUNDINGS, disagreement, roundings_of
 from torch import Tensor
 
 from moecore import MoEConfig, MoELayer
@@ -35,8 +35,8 @@ def test_roundings_add_up_as_squares() -> None:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, tuple[Tensor, Tensor]]:
-    """Output and input gradient of one layer, by recipe."""
+def results() -> dict[str, dict[str, Tensor]]:
+    """Output and gradients of one layer, by recipe."""
     torch.manual_seed(0)
     config = MoEConfig(dim=256, hidden_dim=128, num_experts=4, top_k=2)
     layer = MoELayer(config, dtype=torch.bfloat16)
@@ -48,29 +48,37 @@ def results() -> dict[str, tuple[Tensor, Tensor]]:
         ("blockwise", Recipe()),
         ("h8", Recipe(keep_hidden="fp8")),
     ):
-        layer.part("experts").set_backend("auto", recipe=recipe)
-        x_TD.grad = None
+        experts = layer.part("experts")
+        experts.set_backend("auto", recipe=recipe)
+        leaves = {"x": x_TD, "w1": experts.w1, "w2": experts.w2}
         y_TD = layer(x_TD)
-        y_TD.backward(dy_TD)
-        assert x_TD.grad is not None
-        found[name] = (y_TD.detach(), x_TD.grad)
+        grads = torch.autograd.grad(y_TD, list(leaves.values()), dy_TD)
+        found[name] = {"y": y_TD.detach(), **dict(zip(leaves, grads, strict=True))}
     return found
 
 
 @pytest.mark.parametrize("name", ["blockwise", "h8"])
-def test_a_layer_in_fp8_is_let_through(
-    results: dict[str, tuple[Tensor, Tensor]], name: str
-) -> None:
-    counts = roundings_of(kept_in_fp8=name == "h8")
-    for found, right, roundings in zip(results[name], results["bf16"], counts, strict=True):
-        assert disagreement(found, right, roundings) is None
+def test_a_layer_in_fp8_is_let_through(results: dict[str, dict[str, Tensor]], name: str) -> None:
+    for tensor, roundings in roundings_of(kept_in_fp8=name == "h8").items():
+        found, right = results[name][tensor], results["bf16"][tensor]
+        assert disagreement(found, right, roundings) is None, tensor
+        error = float((found.float() - right.float()).norm() / right.float().norm())
+        assert error == pytest.approx(ROUNDING * math.sqrt(roundings), rel=0.25), tensor
 
 
-def test_what_is_not_fp8_or_wrong_is_not(results: dict[str, tuple[Tensor, Tensor]]) -> None:
-    (found, _), (right, _) = results["blockwise"], results["bf16"]
+def test_an_expert_without_tokens_has_no_error(results: dict[str, dict[str, Tensor]]) -> None:
+    found, right = (results[name]["w2"].clone() for name in ("blockwise", "bf16"))
+    found[1] = right[1] = 0
+    assert disagreement(found, right, ROUNDINGS["w2"]) is None
+    found[1, 0, 0] = 1
+    assert "a row differs" in (disagreement(found, right, ROUNDINGS["w2"]) or "")
+
+
+def test_what_is_not_fp8_or_wrong_is_not(results: dict[str, dict[str, Tensor]]) -> None:
+    found, right = results["blockwise"]["y"], results["bf16"]["y"]
 
     def problem(found: Tensor) -> str:
-        return disagreement(found, right, OUTPUT_ROUNDINGS) or ""
+        return disagreement(found, right, ROUNDINGS["y"]) or ""
 
     assert "less than one rounding" in problem(right), "it was bf16"
     assert "more than" in problem(found * 2), "a scale off by a power of two"
