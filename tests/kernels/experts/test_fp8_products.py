@@ -66,8 +66,11 @@ def oracle(leaves: dict[str, Tensor], ids: Tensor, kind: str, **recipe: Any) -> 
     return experts_fp8(plain["x"], plain["w1"], plain["w2"], *where, kind=kind, **recipe)
 
 
-def check(found: dict[str, Tensor], truth: Result, bound: float) -> None:
-    """Relative error of the tensor, and of the worst row."""
+def check(
+    found: dict[str, Tensor], truth: Result, bound: float, worst: float | None = None
+) -> None:
+    """Relative error of the tensor, and of the worst row (None = twice that)."""
+    worst = 2 * bound if worst is None else worst
     for name in OUTPUTS:
         expected = getattr(truth, name)
         if not expected.numel():
@@ -76,7 +79,7 @@ def check(found: dict[str, Tensor], truth: Result, bound: float) -> None:
         wrong = (found[name].double() - expected).reshape(-1, expected.shape[-1])
         rows = expected.reshape(-1, expected.shape[-1]).norm(dim=1)
         assert wrong.norm() <= bound * rows.norm(), name
-        assert wrong.norm(dim=1).max() <= 2 * bound * rows.max(), name
+        assert wrong.norm(dim=1).max() <= worst * rows.max(), name
 
 
 @pytest.mark.parametrize("recipe", [{}, {"power_of_two": False}, {"keep_hidden": "fp8"}], ids=str)
@@ -381,4 +384,6 @@ def test_kernels_equal_the_oracle(recipe: dict[str, Any], S: int, device: str) -
     # Ratios of scales that are no powers of two are rounded to fp16, so an ulp of a scale shows.
     is_exact = device == "cpu" and recipe.get("power_of_two", True)
     bound = 1e-3 if is_exact else 2e-2
-    check({n: t.cpu() for n, t in found.items()}, truth, bound)
+    # A row of a gradient may have one large term, and that is off by 1/8 where its code is.
+    worst = 1 / 8 if device == "cuda" else None
+    check({n: t.cpu() for n, t in found.items()}, truth, bound, worst)

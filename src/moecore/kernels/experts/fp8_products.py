@@ -42,7 +42,7 @@ from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
 
 # Smallest F from which a layer in FP8 was faster: "layers in FP8", docs/findings/kernels.md
-FASTER_FROM = 512
+FASTER_FROM = 384
 
 
 class _Blocks(NamedTuple):
