@@ -42,9 +42,9 @@ def test_nothing_ran() -> None:
     [
         ("ncclDevKernel_AllGather_RING_LL(args)", "nccl"),
         ("_reduce_kernel", "nvlink dispatch"),
-        ("cooperative_kernel", "experts"),
-        ("pingpong_kernel", "experts"),
-        ("grouped_wgrad_kernel", "experts"),
+        ("sm90_bf16_grouped_kernel", "experts"),
+        ("sm90_bf16_grouped_nn_act_bwd_kernel", "experts"),
+        ("sm90_bf16_grouped_wgrad_kernel", "experts"),
         ("_sum_rows_fwd_kernel", "experts"),
         ("route_bwd_kernel", "routing"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),

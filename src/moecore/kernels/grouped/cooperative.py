@@ -20,7 +20,7 @@ power: a training step is bound by power (docs/findings/measuring.md). The Trito
 from torch import Tensor
 
 from moecore.kernels.common import gluon_descriptor, num_sms, on_device
-from moecore.kernels.grouped.cooperative_kernel import cooperative_kernel
+from moecore.kernels.grouped.cooperative_kernel import sm90_bf16_grouped_kernel
 from moecore.kernels.grouped.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
 from moecore.kernels.rows.activation import ActivationOptions
 
@@ -95,7 +95,7 @@ def cooperative_gemm(a_RK: Tensor, b_eKN: Tensor, tiles: RowTiles) -> Tensor:
     if out_RN.numel():
         args, constants = launch_arguments(a_RK, b_eKN, tiles, out_RN)
         with on_device(a_RK):
-            cooperative_kernel[(num_sms(a_RK.device),)](*args, **constants)
+            sm90_bf16_grouped_kernel[(num_sms(a_RK.device),)](*args, **constants)
     return out_RN
 
 
@@ -124,5 +124,5 @@ def cooperative_activation(
         b = w1_eCD.transpose(1, 2)
         args, constants = launch_arguments(x_RD, b, tiles, a_RF, h_RC, weights_R, options)
         with on_device(x_RD):
-            cooperative_kernel[(num_sms(x_RD.device),)](*args, **constants)
+            sm90_bf16_grouped_kernel[(num_sms(x_RD.device),)](*args, **constants)
     return h_RC, a_RF

@@ -197,7 +197,7 @@ def _consume(
 
 
 @gluon.jit
-def cooperative_kernel(
+def sm90_bf16_grouped_kernel(
     a_desc,  # [R, K] as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # see _produce
     map_ptr,  # see `grouped/row_tiles.py`

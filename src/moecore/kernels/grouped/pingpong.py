@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, gluon_descriptor, num_sms, on_device, tl, triton
-from moecore.kernels.grouped.pingpong_kernel import pingpong_kernel
+from moecore.kernels.grouped.pingpong_kernel import sm90_bf16_grouped_nn_act_bwd_kernel
 from moecore.kernels.grouped.row_tiles import BLOCK_M, MAP_FIELDS, RowTiles
 from moecore.kernels.rows.activation import ActivationOptions
 
@@ -154,7 +154,7 @@ def pingpong_activation_bwd(
     args, constants = launch_arguments(dy, w2_eDF, *where, a_RF, dh_RC, parts)
     e = offsets_e.shape[0]
     with on_device(dy):
-        pingpong_kernel[(num_sms(dy.device),)](*args, **constants)
+        sm90_bf16_grouped_nn_act_bwd_kernel[(num_sms(dy.device),)](*args, **constants)
         _finish_bwd_kernel[(CLEARED_ROWS + cdiv(R, ROWS_PER_SUM),)](
             parts,
             offsets_e,

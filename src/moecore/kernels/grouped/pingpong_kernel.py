@@ -258,7 +258,7 @@ def _consume(
 
 
 @partial(gluon.jit, do_not_specialize=["R"])
-def pingpong_kernel(
+def sm90_bf16_grouped_nn_act_bwd_kernel(
     a_ptr,  # [S or R, K]
     a_desc,  # the same as blocks [BLOCK_M, BLOCK_K]
     b_desc,  # see _produce

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore._compat import grouped_mm
 from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
-from moecore.kernels.grouped.wgrad_kernel import grouped_wgrad_kernel
+from moecore.kernels.grouped.wgrad_kernel import sm90_bf16_grouped_wgrad_kernel
 from moecore.kernels.rows.scaled_cast import scaled_cast
 
 BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M = 128, 256, 64, 3, 8
@@ -141,7 +141,7 @@ def grouped_wgrad(
         x, y_RN, row_ids_R, offsets_e, out, transposed=transposed, add=add, scale=scale
     )
     with on_device(x):
-        grouped_wgrad_kernel[(num_sms(x.device),)](*args, **constants)
+        sm90_bf16_grouped_wgrad_kernel[(num_sms(x.device),)](*args, **constants)
     return out
 
 

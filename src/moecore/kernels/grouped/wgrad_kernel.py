@@ -239,7 +239,7 @@ def _consume(
 
 
 @partial(gluon.jit, do_not_specialize=["num_experts"])
-def grouped_wgrad_kernel(
+def sm90_bf16_grouped_wgrad_kernel(
     x_ptr,  # [S or R, M]
     x_desc,  # the same as blocks [BLOCK_K, BLOCK_M]
     y_desc,  # [R, N] as blocks [BLOCK_K, BLOCK_N]
