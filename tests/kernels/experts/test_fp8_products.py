@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from moecore.kernels.experts import fp8_products
 from moecore.kernels.experts.contract import (
@@ -387,3 +394,50 @@ def test_kernels_equal_the_oracle(recipe: dict[str, Any], S: int, device: str) -
     # A row of a gradient may have one large term, and that is off by 1/8 where its code is.
     worst = 1 / 8 if device == "cuda" else None
     check({n: t.cpu() for n, t in found.items()}, truth, bound, worst)
+
+
+class Watch(TorchDispatchMode):
+    """A dispatch mode, under which the custom op runs instead of the autograd function."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("where", ["backward", "both"])
+@pytest.mark.parametrize("scaling", ["blockwise", "rowwise"])
+def test_under_a_dispatch_mode(scaling: Any, where: str) -> None:
+    """What the autograd function kept goes to the op; quantised weights are made again there."""
+    leaves, ids = make("swiglu", **SIZES)
+    fp8 = {"keep_hidden": "fp8"} if scaling == "blockwise" else {}
+    options = options_of(scaling=scaling, power_of_two=False, **fp8)
+    expected = run(leaves, ids, options)
+    pair = tuple(quantise_matrices(leaves[n], options.recipe) for n in ("w1", "w2"))
+    weights = ExpertWeights(w1_eCD=leaves["w1"], w2_eDF=leaves["w2"], quantised=pair)
+    index = rows_of(ids, leaves["weights"], 5)
+    with Watch() if where == "both" else nullcontext():
+        y = expert_mlp(Rows(leaves["x"]), weights, index, options)
+    with Watch():
+        y.backward(gradient_of(y))
+    assert torch.equal(y, expected["y"])
+    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]
+
+
+def test_selective_checkpointing_keeps_the_op_of_the_experts() -> None:
+    leaves, ids = make("swiglu", **SIZES)
+    expected, calls = run(leaves, ids, options_of()), []
+    kept = torch.ops.moecore.expert_mlp.default
+
+    def policy(ctx: Any, op: Any, *args: Any, **how: Any) -> CheckpointPolicy:
+        calls.append(op)
+        must = op is kept
+        return CheckpointPolicy.MUST_SAVE if must else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        return apply({"x": x, "w1": w1, "w2": w2}, rows_of(ids, weights, 5), options_of())
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    args = [leaves[n] for n in NAMES]
+    y = checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
+    y.backward(gradient_of(y))
+    assert kept in calls
+    assert all(torch.equal(leaves[n].grad, expected[n]) for n in NAMES)  # type: ignore[arg-type]

@@ -12,10 +12,10 @@ from moecore.kernels.experts.contract import ExpertMLPOptions, UnsummedInput
 from moecore.kernels.grouped import scaled
 from moecore.kernels.grouped.scaled import (
     pad_rows,
-    scale_columns,
-    scale_rows,
-    scale_weights,
+    scaled_columns,
     scaled_gemm,
+    scaled_rows,
+    scaled_weights,
     scaled_wgrad,
 )
 from moecore.kernels.rows.activation import ActivationOptions
@@ -140,12 +140,12 @@ def test_torch_takes_these_layouts(per_row: bool, monkeypatch: pytest.MonkeyPatc
     how = {"per_row": per_row, "power_of_two": True}
     offsets_e = torch.tensor([3, 3, 20], dtype=torch.int32)
     x, y = torch.randn(22, 32).bfloat16(), torch.randn(22, 48).bfloat16()
-    w = scale_weights(torch.randn(3, 48, 32), **how)
-    out = scaled_gemm(scale_rows(x, **how), w[0], w[1], offsets_e, x.dtype)
+    w = scaled_weights(torch.randn(3, 48, 32), **how)
+    out = scaled_gemm(scaled_rows(x, **how), w[0], w[1], offsets_e, x.dtype)
     assert out.shape == (22, 48) and out.dtype == torch.bfloat16
-    assert scaled_gemm(scale_rows(y, **how), w[2], w[3], offsets_e, x.dtype).shape == (22, 32)
+    assert scaled_gemm(scaled_rows(y, **how), w[2], w[3], offsets_e, x.dtype).shape == (22, 32)
     padded = pad_rows(offsets_e, 22)
-    columns = (scale_columns(rows, padded, **how) for rows in (x, y))
+    columns = (scaled_columns(rows, padded, **how) for rows in (x, y))
     assert scaled_wgrad(*columns, padded.offsets_e, x.dtype).shape == (3, 32, 48)
 
 

@@ -19,10 +19,10 @@ from moecore.kernels.grouped.scaled import (
     ALIGNED,
     ScaledWeights,
     pad_rows,
-    scale_columns,
-    scale_rows,
-    scale_weights,
+    scaled_columns,
     scaled_gemm,
+    scaled_rows,
+    scaled_weights,
     scaled_wgrad,
 )
 from moecore.kernels.grouped.wgrad import put_grad
@@ -79,7 +79,7 @@ class ScaledProducts:
     def quantise(w_eNK: Tensor, recipe: Recipe) -> ScaledWeights:
         """Return one matrix of every expert as these products take it. No autograd."""
         per_row = recipe.scaling == "rowwise"
-        return scale_weights(w_eNK.detach(), per_row=per_row, power_of_two=recipe.power_of_two)
+        return scaled_weights(w_eNK.detach(), per_row=per_row, power_of_two=recipe.power_of_two)
 
     def as_kept(self, rows: Rows) -> Rows:
         """Return source rows as they came."""
@@ -152,11 +152,11 @@ class ScaledProducts:
 
     def _product(self, a_RK: Tensor, b_eNK: Tensor, scales_eN: Tensor) -> Tensor:
         """Return each expert row times its expert's matrix, transposed."""
-        rows = scale_rows(a_RK, **self.how)
+        rows = scaled_rows(a_RK, **self.how)
         return scaled_gemm(rows, b_eNK, scales_eN, self.offsets_e, a_RK.dtype)
 
     def _wgrad(self, x_RM: Tensor, y_RN: Tensor, target: GradTarget, weight: Tensor) -> Tensor:
         padded = pad_rows(self.offsets_e, x_RM.shape[0])
-        x, y = (scale_columns(rows, padded, **self.how) for rows in (x_RM, y_RN))
+        x, y = (scaled_columns(rows, padded, **self.how) for rows in (x_RM, y_RN))
         grad = scaled_wgrad(x, y, padded.offsets_e, x_RM.dtype)
         return put_grad(grad, target.add_to, target.dtype or weight.dtype, target.scale)

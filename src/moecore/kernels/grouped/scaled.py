@@ -103,14 +103,14 @@ def pad_rows(offsets_e: Tensor, num_rows: int) -> PaddedRows:
     return PaddedRows(expert_R, place_R.where(expert_R < e, length), ends_e, length)
 
 
-def scale_rows(x_RK: Tensor, *, per_row: bool, power_of_two: bool) -> ScaledRows:
+def scaled_rows(x_RK: Tensor, *, per_row: bool, power_of_two: bool) -> ScaledRows:
     """Return rows in FP8, with a scale each or one for all, in plain PyTorch. No host sync."""
     per_row |= not x_RK.shape[0]  # no rows have no largest value
     values, scales = quantise_ref(x_RK, -1 if per_row else (0, 1), power_of_two)
     return ScaledRows(values, scales.flatten().expand(x_RK.shape[0]).contiguous())
 
 
-def scale_weights(w_eNK: Tensor, *, per_row: bool, power_of_two: bool) -> ScaledWeights:
+def scaled_weights(w_eNK: Tensor, *, per_row: bool, power_of_two: bool) -> ScaledWeights:
     """Return matrices in FP8, with a scale per row of either layout or one per expert."""
     e, N, K = w_eNK.shape
     rows, row_scales = quantise_ref(w_eNK, -1 if per_row else (1, 2), power_of_two)
@@ -125,7 +125,7 @@ def scale_weights(w_eNK: Tensor, *, per_row: bool, power_of_two: bool) -> Scaled
     )
 
 
-def scale_columns(
+def scaled_columns(
     x_RC: Tensor, padded: PaddedRows, *, per_row: bool, power_of_two: bool
 ) -> ScaledColumns:
     """Return columns in FP8, with a scale per expert and column or one for all. No host sync.
