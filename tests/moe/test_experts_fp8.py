@@ -28,7 +28,10 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.kernels.experts import fp8_products
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.record import Rows
 from moecore.moe import experts as experts_file
+from moecore.moe.records import ExpertInput
 from moecore.optim import AdamW
 from moecore.precision.linear import Fp8Linear
 from moecore.precision.recipe import Recipe
@@ -353,3 +356,25 @@ def test_auto_is_fp8_where_that_is_faster(
     logged = [r.getMessage() for r in caplog.records if "precision leaves" in r.getMessage()]
     assert len(logged) == (not is_fp8) and (why is None or why in logged[0])
     model(tokens().requires_grad_()).sum().backward()
+
+
+def test_tokens_that_the_router_keeps_are_kept_once() -> None:
+    """Without a dispatcher that copies rows, X in FP8 would come on top of the router's X."""
+    layer, seen = plain_layer(), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append((tensor.dtype, tuple(tensor.shape)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(tokens().requires_grad_())
+    assert (torch.float32, (24, 128)) in seen
+    assert (torch.float8_e4m3fn, (24, 128)) not in seen
+    y.sum().backward()
+    index = build_index(
+        torch.arange(24, dtype=torch.int32)[:, None] % 4, torch.ones(24, 1), first=0, num_local=4
+    )
+    seen.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer.part("experts")(ExpertInput(Rows(tokens().requires_grad_()), index, None))
+    assert (torch.float8_e4m3fn, (24, 128)) in seen

@@ -85,6 +85,7 @@ class _ExpertMLP(torch.autograd.Function):
             y = sum_rows_plain(y, *products.where)
         refetch = None if unsummed is None else unsummed.refetch
         kept = () if refetch is None else refetch.kept
+        x = rows if rows.is_kept else x
         saved = Saved(x if refetch is None else None, h_kept, weights, index)
         tensors = saved.tensors()
         ctx.save_for_backward(*tensors, *kept)
@@ -185,7 +186,7 @@ def expert_mlp(
         options = replace(options, products=name)
     handle_RD = None if unsummed is None else unsummed.handle_RD
     if rows.scales is None:
-        rows = Rows(rows.values.contiguous())
+        rows = replace(rows, values=rows.values.contiguous())
     if not is_plain_eager():
         return traced_expert_mlp(rows, weights, handle_RD, index, options)
     leaves = (rows.values, *tensors[1:], handle_RD)

@@ -22,11 +22,14 @@ class Rows:
         values: [S, D] bf16, fp16, fp32 or fp64; float8_e4m3fn with scales, rows maybe strided.
         scales: None, or fp32 [S, ceil(D / 128)]: factor of each 128 columns.
         wide_dtype: with scales: the dtype in which products multiply.
+        is_kept: the values are kept for backward anyway (a router reads them too), so that keeping
+            them in fewer bytes would only be another copy.
     """
 
     values: Tensor
     scales: Tensor | None = None
     wide_dtype: torch.dtype | None = None
+    is_kept: bool = False
 
     @classmethod
     def from_packed(cls, packed_SW: Tensor, dim: int, dtype: torch.dtype) -> Rows:
