@@ -41,7 +41,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
 
-# Smallest F from which a layer in FP8 was faster: "layers in FP8", docs/findings/kernels.md
+# Smallest F from which a layer in FP8 was faster: "Layers in FP8", docs/findings/fp8.md
 FASTER_FROM = 384
 
 
