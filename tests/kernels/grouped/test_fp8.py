@@ -74,7 +74,7 @@ def gemm_truth(a: RowBlocks, b: Tensor, scales: Tensor, stops: list[int]) -> tup
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", COUNTS)
 def test_gemm(name: str, sizes: tuple[int, int], transposed: bool, device: str) -> None:
-    if device == "cpu" and not ((name == "mixed" and sizes == SIZES[1]) or sizes == SIZES[0]):
+    if device == "cpu" and (name.startswith("more") or sizes not in SIZES[: 1 + (name == "mixed")]):
         pytest.skip("a CPU runs the reference, which these cases do not tell apart")
     offsets, tiles, R = offsets_of(COUNTS[name], device)
     (K, N), used = sizes, sum(COUNTS[name])
@@ -97,7 +97,7 @@ def test_gemm(name: str, sizes: tuple[int, int], transposed: bool, device: str) 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", COUNTS)
 def test_wgrad(name: str, sizes: tuple[int, int], target: str, device: str) -> None:
-    if device == "cpu" and not ((name == "mixed" and sizes == SIZES[1]) or sizes == SIZES[0]):
+    if device == "cpu" and (name.startswith("more") or sizes not in SIZES[: 1 + (name == "mixed")]):
         pytest.skip("a CPU runs the reference, which these cases do not tell apart")
     offsets, tiles, _ = offsets_of(COUNTS[name], device)
     (M, N), e = sizes, len(offsets)
