@@ -209,6 +209,16 @@ def test_history_worked_example() -> None:
     assert history.amax("gradient").item() == 1  # type: ignore[union-attr]
 
 
+def test_history_of_a_replayed_graph() -> None:
+    """A replay adds to `seen` as a training forward does, but runs no Python."""
+    history = AmaxHistory(2)
+    seen = history.record(torch.device("cpu"))["input"]
+    for amax in (3.0, 2.0, 1.0):
+        seen.fill_(amax)
+        history.advance(torch.eye(16))
+    assert history.steps["input"].tolist() == [1, 2]
+
+
 def test_delayed_scaling_uses_and_makes_the_history() -> None:
     x, weight, _, dy = operands()
     delayed, current = (

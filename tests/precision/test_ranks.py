@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
 from moecore.moe.params import shard_parameter
 from moecore.precision.apply import advance_amax, apply_precision
-from moecore.precision.linear import Fp8Products
+from moecore.precision.linear import Fp8Products, why_not
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
 from tests.ranks import run_ranks
@@ -72,6 +72,12 @@ def replicated(rank: int) -> bool:
     return bool((linear.weight.grad.full_tensor() == 4 * (1.0 + 2.0)).all())  # type: ignore[union-attr]
 
 
+def uneven() -> str | None:
+    """Return why a cut that gives rank 1 alone a multiple of 16 is refused."""
+    mesh = init_device_mesh("cpu", (2,))
+    return why_not(distribute_tensor(torch.zeros(33, 64), mesh, [Shard(0)]))
+
+
 def under_fsdp(rank: int, recipe: Recipe, policy: MixedPrecisionPolicy) -> list[float]:
     """Return errors of each step's gradients, against one process that has both batches."""
     plain, sharded = Model(), Model()
@@ -105,12 +111,14 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     results: dict[str, Any] = {
         "cut": {r.describe(): cut_weight(rank, r)["same"] for r in (Recipe(), TENSORWISE, DELAYED)},
         "replicated": replicated(rank),
+        "uneven": uneven(),
         "fp32": {r.scaling: under_fsdp(rank, r, fp32) for r in (Recipe(), TENSORWISE)},
         "bf16": under_fsdp(rank, Recipe(), bf16),
     }
     everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, results["cut"])
-    results["cut"] = everyone
+    for name in ("cut", "uneven"):
+        dist.all_gather_object(everyone, results[name])
+        results[name] = list(everyone)
     return results
 
 
@@ -122,6 +130,10 @@ def results() -> dict[str, Any]:
 def test_a_cut_weight_is_quantised_as_a_whole_one(results: dict[str, Any]) -> None:
     for rank in results["cut"]:
         assert all(rank.values()), rank
+
+
+def test_ranks_refuse_an_uneven_cut_alike(results: dict[str, Any]) -> None:
+    assert results["uneven"] == ["its weight [33, 64] is cut into 2 parts that are not alike"] * 2
 
 
 def test_a_whole_weight_has_partial_gradients(results: dict[str, Any]) -> None:

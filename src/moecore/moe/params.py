@@ -82,7 +82,11 @@ class StepCopies:
         """
         found = self._found.pop(key, None)
         made_of = tuple(number for param in params for number in _made_of(param))
-        copy: T = found.copy if found is not None and found.made_of == made_of else make()
+        if found is None or found.made_of != made_of:
+            found = None  # freed before its successor is made
+            copy = make()
+        else:
+            copy = found.copy
         if self.shares or for_ever:
             self._found[key] = _Copy(made_of, copy, for_ever)
         return copy

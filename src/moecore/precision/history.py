@@ -41,7 +41,7 @@ class AmaxHistory:
         self.num_steps = num_steps
         self.seen: dict[OperandName, Tensor] = {}
         self.steps: dict[OperandName, Tensor] = {}
-        self._has_seen = False
+        self._has_recorded = False  # and stays so: a replayed CUDA graph adds, but runs no Python
         self._has_step = False
 
     def amax(self, operand: OperandName) -> Tensor | None:
@@ -64,7 +64,7 @@ class AmaxHistory:
             if torch.compiler.is_compiling():
                 return {}
             self._start(device)
-        self._has_seen = True
+        self._has_recorded = True
         return self.seen
 
     def _start(self, device: torch.device) -> None:
@@ -74,13 +74,13 @@ class AmaxHistory:
 
     @torch.no_grad()
     def advance(self, weight: Tensor) -> None:
-        """Start the next step; one without a training forward is left out. No host sync.
+        """Start the next step; operands that this one had not are left out. No host sync.
 
         A collective for a weight that is a sharded DTensor.
         """
         if not self.seen:
             self._start(weight.device)
-        if not self._has_seen:
+        if not self._has_recorded:
             return
         self.seen["weight"].copy_(max_over_cut(self.seen["weight"], weight))
         for operand in OPERANDS:
@@ -88,7 +88,7 @@ class AmaxHistory:
             newest = torch.cat((seen, steps[:-1]))
             steps.copy_(torch.where(seen > 0, newest, steps))
             seen.zero_()
-        self._has_seen, self._has_step = False, True
+        self._has_step = True
 
 
 def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:

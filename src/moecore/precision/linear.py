@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from moecore._autograd import version
 from moecore.kernels.ops import Op
@@ -299,14 +299,21 @@ def shared_amax(weight: Tensor) -> Tensor:
 
 
 def why_not(weight: Tensor) -> str | None:
-    """Return why a weight's products cannot be in FP8, or None.
+    """Return why a weight's products cannot be in FP8, or None; the same on every rank.
 
     Args:
         weight: parameter [N, K], whole or cut by tensor parallelism, not yet by FSDP2.
     """
-    sizes = weight.to_local().shape if isinstance(weight, DTensor) else weight.shape
+    sizes = list(weight.shape)
+    if isinstance(weight, DTensor):
+        for mesh_dim, placement in enumerate(weight.placements):
+            if isinstance(placement, Shard):
+                parts = weight.device_mesh.size(mesh_dim)
+                if sizes[placement.dim] % parts:
+                    return f"its weight {sizes} is cut into {parts} parts that are not alike"
+                sizes[placement.dim] //= parts
     if len(sizes) != 2 or any(n == 0 or n % ALIGNED for n in sizes):
-        return f"its weight {list(sizes)} is no matrix of multiples of {ALIGNED}"
+        return f"its weight {sizes} is no matrix of multiples of {ALIGNED}"
     if not weight.is_floating_point() or weight.element_size() == 1:
         return f"its weight is {weight.dtype}"
     return None
