@@ -70,10 +70,10 @@ def counted_quantisations(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield calls
 
 
-def plain_layer(layout: ExpertLayout | None = None) -> MoELayer:
+def plain_layer(layout: ExpertLayout | None = None, config: MoEConfig = CONFIG) -> MoELayer:
     torch.manual_seed(0)
     names = LayerLayout(expert_layout=layout or ExpertLayout())
-    layer = MoELayer(CONFIG, layout=names)
+    layer = MoELayer(config, layout=names)
     layer.part("experts").set_backend("auto", recipe=Recipe())
     return layer
 
@@ -371,6 +371,11 @@ def test_tokens_that_the_router_keeps_are_kept_once() -> None:
     assert (torch.float32, (24, 128)) in seen
     assert (torch.float8_e4m3fn, (24, 128)) not in seen
     y.sum().backward()
+    seen.clear()
+    latent = plain_layer(config=replace(CONFIG, dim=256, latent_dim=128))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        latent(torch.randn(24, 256))  # no router reads what the experts do
+    assert (torch.float8_e4m3fn, (24, 128)) in seen
     index = build_index(
         torch.arange(24, dtype=torch.int32)[:, None] % 4, torch.ones(24, 1), first=0, num_local=4
     )

@@ -32,7 +32,7 @@ class LocalDispatcher:
                 routing.expert_ids_TK.numel(), self.num_experts * routing.most_rows_per_expert
             ),
         )
-        return ExpertInput(Rows(x_TD, is_kept=True), index, None)
+        return ExpertInput(Rows(x_TD), index, None)
 
     def combine(self, y_SD: Tensor, plan: None) -> Tensor:
         """Return y_SD: the experts have already added over a token's experts."""
