@@ -28,6 +28,7 @@ from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions
 from moecore.kernels.routing.route_weights import route_weights
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
@@ -40,6 +41,7 @@ from moecore.kernels.rows.quantised import (
 from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.scaled_cast import scaled_cast
+from moecore.kernels.rows.scaling import KINDS
 from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
 
@@ -138,6 +140,8 @@ def run_quantised(device: str, index: Any) -> None:
     quantised_activation(h_RC, index.weights_R, index.num_rows, options, **how)
     dh, _, _ = quantised_activation_bwd(h_RC, *args, index.num_rows, options, **how)
     tile_tokens(dh, None, tiles)
+    for kind in KINDS.values():
+        cast(x_TD[:, 16:161], kind, seen=amax(x_TD), **how)
 
 
 def run_adamw(device: str) -> None:

@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moecore._autograd import version
 from moecore.kernels.ops import Op
+from moecore.kernels.rows.cast import Both, amax, cast, operand
+from moecore.kernels.rows.scaling import ALIGNED, KINDS
 from moecore.moe.params import local_param
-from moecore.precision.cast import Both, amax, cast, operand
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
 from moecore.precision.products import product
 from moecore.precision.recipe import Recipe
-from moecore.precision.scaling import ALIGNED, KINDS
 
 Parts = tuple[Tensor, Tensor]  # values as bytes, scales
 

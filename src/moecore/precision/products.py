@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moecore.kernels.common import no_autocast
 from moecore.kernels.ops import Op
-from moecore.precision.cast import operand
-from moecore.precision.scaling import Operand, product_ref
+from moecore.kernels.rows.cast import operand
+from moecore.kernels.rows.scaling import Operand, product_ref
 
 # Of torch.nn.functional.ScalingType; the operator takes numbers.
 RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}

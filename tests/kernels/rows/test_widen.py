@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moecore.kernels.common import INTERPRET
-from moecore.kernels.rows.quantised import FP8, quantise_rows
+from moecore.kernels.rows.e4m3 import FP8
+from moecore.kernels.rows.quantised import quantise_rows
 from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.widen import widen_rows
 

@@ -22,9 +22,9 @@ from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarg
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.grouped.row_tiles import map_row_tiles
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.quantised import (
-    BLOCK,
     RowBlocks,
     TokenTiles,
     WeightBlocks,

@@ -19,9 +19,9 @@ from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights, Pr
 from moecore.kernels.experts.products import make_products
 from moecore.kernels.ops import register
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.kernels.rows.e4m3 import BLOCK, FP8
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
-from moecore.kernels.rows.quantised import BLOCK, FP8
 from moecore.kernels.rows.record import Rows
 from moecore.precision.recipe import Recipe
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv
-from moecore.kernels.rows.e4m3 import block_scale_ref
-from moecore.kernels.rows.quantised import FP8, quantise_ref
+from moecore.kernels.rows.e4m3 import FP8, block_scale_ref, magnitude_ref
+from moecore.kernels.rows.quantised import quantise_ref
 
 ALIGNED = 16  # of which K, N, and each expert's rows in P are multiples
 
@@ -138,7 +138,7 @@ def scaled_columns(
     """
     C, e = x_RC.shape[1], padded.offsets_e.shape[0]
     x_RC = x_RC.float()
-    amax_RC = torch.where(x_RC.isnan(), 0, x_RC).abs()
+    amax_RC = magnitude_ref(x_RC)
     if per_row or not x_RC.shape[0]:
         expert_RC = padded.expert_R[:, None].expand_as(x_RC)
         amax_eC = x_RC.new_zeros(e + 1, C).scatter_reduce_(0, expert_RC, amax_RC, "amax")

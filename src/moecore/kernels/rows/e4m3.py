@@ -1,5 +1,6 @@
 """FP8 values and the scales of their blocks, for every kernel that quantises.
 
+    BLOCK, FP8               elements of one scale, and the dtype of values
     block_scale, magnitude   a block's scale, from the largest magnitude in it
     to_e4m3, to_words        values to bytes, and to four bytes in a word
     from_e4m3                bytes to values
@@ -18,31 +19,41 @@ from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, tl, triton
 
-MAX = 448.0  # largest value of e4m3
+BLOCK = 128  # elements of one scale along the summed dim
+FP8 = torch.float8_e4m3fn
+MAX = 448.0  # its largest value
 LEAST_SCALE = 2.0**-126  # its reciprocal and itself are normal numbers of fp32
 INTERPRETED = tl.constexpr(INTERPRET)
 
 
-def block_scale_ref(amax: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def block_scale_ref(
+    amax: Tensor, power_of_two: bool, largest: float = MAX
+) -> tuple[Tensor, Tensor]:
     """Return the scales of blocks, and what their values are multiplied by, in plain PyTorch.
 
     Args:
         amax: fp32, any shape; largest magnitude of each block, NaN left out.
         power_of_two: see above.
+        largest: value of the format.
 
     Returns:
         Scales, fp32; infinite where amax is. The factors, fp32; NaN where amax is infinite.
     """
-    scales = amax / torch.full_like(amax, MAX)  # a GPU multiplies by the reciprocal of a number
+    scales = amax / torch.full_like(amax, largest)  # a GPU multiplies by the reciprocal of a number
     if power_of_two:
         scales = (scales.view(torch.int32) + 0x007FFFFF & 0x7F800000).view(torch.float32)
     scales = scales.clamp(min=LEAST_SCALE)
     return scales, (torch.ones_like(scales) / scales).masked_fill(scales.isinf(), torch.nan)
 
 
+def magnitude_ref(x: Tensor) -> Tensor:
+    """Return |x|, and 0 for NaN, in plain PyTorch."""
+    return torch.where(x.isnan(), 0, x).abs()
+
+
 def amax_ref(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """Return the largest magnitude along dims, which stay as 1; NaN left out."""
-    return torch.where(x.isnan(), 0, x).abs().amax(dim, keepdim=True)
+    return magnitude_ref(x).amax(dim, keepdim=True)
 
 
 @triton.jit

@@ -23,10 +23,19 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
-from moecore.kernels.rows.e4m3 import block_scale, block_scale_ref, decode, encode
+from moecore.kernels.rows.e4m3 import (
+    BLOCK,
+    FP8,
+    amax_ref,
+    block_scale,
+    block_scale_ref,
+    decode,
+    encode,
+    magnitude,
+)
 from moecore.kernels.rows.move import gather_rows_ref
 
-SCALED = 128  # columns of one scale
+SCALED = BLOCK  # columns of one scale
 ROW_BYTES = 16  # of which packed rows are multiples
 PACKED = torch.uint8
 PACKED_COLUMNS = 16  # of which D is a multiple
@@ -46,10 +55,9 @@ def pack_rows_ref(x_SD: Tensor) -> Tensor:
     B = cdiv(D, SCALED)
     padded = torch.nn.functional.pad(x_SD.float(), (0, B * SCALED - D))
     x_SB128 = padded.view(S, B, SCALED)
-    largest_SB = torch.where(x_SB128.isnan(), 0, x_SB128).abs().amax(2)
-    scales_SB, _ = block_scale_ref(largest_SB, power_of_two=True)
+    scales_SB, _ = block_scale_ref(amax_ref(x_SB128, 2)[..., 0], power_of_two=True)
     scaled = (x_SB128 / scales_SB[:, :, None]).masked_fill(scales_SB.isinf()[:, :, None], torch.nan)
-    values = scaled.to(torch.float8_e4m3fn)
+    values = scaled.to(FP8)
     packed_SW = x_SD.new_zeros(S, packed_bytes(D), dtype=PACKED)
     packed_SW[:, :D] = values.view(PACKED).flatten(1)[:, :D]
     packed_SW[:, D : D + 4 * B] = scales_SB.view(PACKED)
@@ -59,7 +67,7 @@ def pack_rows_ref(x_SD: Tensor) -> Tensor:
 def packed_views(packed_SW: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the values [S, D] float8_e4m3fn and the scales fp32 [S, B], in the same memory."""
     ends = dim + 4 * cdiv(dim, SCALED)
-    values_SD = packed_SW[:, :dim].view(torch.float8_e4m3fn)
+    values_SD = packed_SW[:, :dim].view(FP8)
     return values_SD, packed_SW[:, dim:ends].view(torch.float32)
 
 
@@ -96,8 +104,7 @@ def _pack_rows_kernel(
     blocks = tl.program_id(0) % PARTS * BLOCKS + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
     x = tl.load(x_ptr + row * D + columns, mask=columns < D, other=0.0).to(tl.float32)
-    largest = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
-    scale, inverse = block_scale(largest, True)
+    scale, inverse = block_scale(tl.max(magnitude(x), axis=1), True)
     code = encode(x * inverse[:, None])
     code = tl.where((scale == float("inf"))[:, None], 0x7F, code)  # whatever sign a NaN has
     tl.store(packed_ptr + row * W + columns, code.to(tl.uint8), mask=columns < D)

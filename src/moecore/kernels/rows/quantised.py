@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, use_kernel
 from moecore.kernels.grouped.row_tiles import MAP_FIELDS, RowTiles
-from moecore.kernels.rows.e4m3 import LEAST_SCALE, amax_ref, block_scale_ref
+from moecore.kernels.rows.e4m3 import BLOCK, FP8, LEAST_SCALE, amax_ref, block_scale_ref
 from moecore.kernels.rows.move import column_block
 from moecore.kernels.rows.quantised_kernel import (
     gather_row_blocks_kernel,
@@ -36,8 +36,6 @@ from moecore.kernels.rows.quantised_kernel import (
 )
 from moecore.kernels.rows.record import Rows
 
-BLOCK = 128  # elements of one scale along the summed dim
-FP8 = torch.float8_e4m3fn
 SCALE_ROWS = 4  # of which the row length of `RowBlocks.scales_BR` is a multiple: 16 bytes, for TMA
 ROWS_PROGRAM = {"BLOCKS": 32, "num_warps": 4}  # of one program: 32 elements per thread
 TILE_WARPS = 4  # of a 128 x 128 block of weights

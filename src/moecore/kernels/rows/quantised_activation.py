@@ -25,8 +25,8 @@ from moecore.kernels.rows.activation import (
     activation,
     weighted_activation_bwd_ref,
 )
+from moecore.kernels.rows.e4m3 import BLOCK
 from moecore.kernels.rows.quantised import (
-    BLOCK,
     RowBlocks,
     check_columns,
     empty_row_blocks,

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
+from moecore.kernels.rows.cast import amax, cast
 from moecore.kernels.rows.packed import pack_rows_ref, packed_views
-from moecore.precision.cast import amax, cast
-from moecore.precision.scaling import (
+from moecore.kernels.rows.scaling import (
     KINDS,
     Operand,
     dequantise,

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, cdiv, on_device, tl, triton, use_kernel
 from moecore.kernels.ops import Op
-from moecore.precision.scaling import (
-    BLOCK,
+from moecore.kernels.rows.e4m3 import BLOCK, magnitude
+from moecore.kernels.rows.scaling import (
     BY_BLOCKS,
     DTYPES,
     Operand,
@@ -38,11 +38,6 @@ from moecore.precision.scaling import (
 PROGRAM = {"num_warps": 8, "maxnreg": 128}  # two programs on a multiprocessor
 WIDE_PROGRAM = {"num_warps": 8}  # where that would spill
 KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
-
-
-@triton.jit
-def _magnitude(x):
-    return tl.where(x == x, tl.abs(x), 0.0)
 
 
 @triton.jit
@@ -101,7 +96,7 @@ def _amax_kernel(
     d = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     inside = (t < T)[:, None] & (d < D)[None, :]
     x = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0.0)
-    x = _magnitude(x.to(tl.float32))
+    x = magnitude(x.to(tl.float32))
     # Magnitudes are ordered as their bits, and a maximum is the same in any order.
     if WHOLE:
         tl.atomic_max(row_ptr, tl.max(tl.max(x, 1), 0))
@@ -134,11 +129,11 @@ def _cast_along(
     """Store a tile of an operand, and its scales."""
     is_first = tl.arange(0, BLOCK) == 0
     if KIND == 0:
-        amax = tl.max(_magnitude(x), AXIS)
+        amax = tl.max(magnitude(x), AXIS)
         place = tile_j.to(tl.int64) * M + i
         is_mine = (i < M) & (tile_j * BLOCK < K)
     elif KIND == 1:
-        amax = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(_magnitude(x), AXIS), 0)
+        amax = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(magnitude(x), AXIS), 0)
         place = tile_i * (tl.cdiv(tl.cdiv(K, BLOCK), 4) * 4) + tile_j + tl.zeros_like(i)
         is_mine = is_first & (tile_i * BLOCK < M) & (tile_j * BLOCK < K)
     elif KIND == 2:
@@ -152,7 +147,7 @@ def _cast_along(
     scale, inverse = _scale_of(amax, E5M2, POWER_OF_TWO)
     tl.store(scales_ptr + place, scale, mask=is_mine)
     value = x * tl.expand_dims(inverse, AXIS)
-    if INTERPRETED:  # noqa: SIM108 - Triton compiles plain statements
+    if INTERPRETED:
         value = _encode(value, E5M2)
     else:  # saturates
         value = value.to(values_ptr.dtype.element_ty)
@@ -197,7 +192,7 @@ def _cast_kernel(
     at = x_ptr + t.to(tl.int64)[:, None] * stride + d[None, :]
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if SEEN:
-        largest = _magnitude(x)
+        largest = magnitude(x)
         largest = tl.where(largest < float("inf"), largest, 0.0)
         tl.atomic_max(seen_ptr, tl.max(tl.max(largest, 1), 0))
     if GIVEN:  # else an infinity is its scale's

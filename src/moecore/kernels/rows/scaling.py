@@ -1,6 +1,7 @@
 """What FP8 operands of dense products are, in plain PyTorch that imitates every rounding.
 
-The truth of the kernels in `cast.py` and of torch's scaled products, and what CPUs compute.
+The truth of the kernels in `cast.py` and of torch's scaled products (`precision/products.py`), and
+what CPUs compute.
 
     kind      rows and columns of one scale   its scales in memory
     "tile"    1 x 128                         [K / 128, M]: those of neighbouring rows side by side
@@ -11,10 +12,10 @@ The truth of the kernels in `cast.py` and of torch's scaled products, and what C
 Letters: M rows of an operand, K columns, the dim that is summed; T rows and D columns of what is
 quantised. An operand's M and K are padded with zeros up to what tensor cores take.
 
-A scale is amax / MAX in fp32, or the smallest power of two that is not less; 2^-126 at least, so
-zeros have a finite scale. A value is multiplied by its scale's reciprocal in fp32, then rounded.
-NaN stays where it is and is no amax. Infinity makes everything under its scale NaN. With an amax
-from elsewhere (delayed scaling) larger values saturate, and infinity becomes NaN.
+A scale is amax / LARGEST in fp32, or the smallest power of two that is not less; it is at least
+2^-126, so zeros have a finite scale. A value is multiplied by its scale's reciprocal in fp32, then
+rounded. NaN stays where it is and is no amax. Infinity makes everything under its scale NaN. With
+an amax from elsewhere (delayed scaling) larger values saturate, and infinity becomes NaN.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moecore.kernels.common import cdiv
+from moecore.kernels.rows.e4m3 import BLOCK, FP8, MAX, block_scale_ref, magnitude_ref
 from moecore.precision.recipe import Block
 
-BLOCK = 128  # elements of one scale
 ALIGNED = 16  # of which sizes are multiples: 16 bytes
 SCALE_COLUMNS = 4  # of which the row length of a "block" operand's scales is a multiple
-SMALLEST = 2.0**-126  # of a scale
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+DTYPES = {"e4m3": FP8, "e5m2": torch.float8_e5m2}
+LARGEST = {"e4m3": MAX, "e5m2": 57344.0}  # values
 KINDS: dict[Block, str] = {
     (1, 128): "tile",
     (128, 128): "block",
@@ -80,16 +80,7 @@ def amax_ref(x: Tensor) -> Tensor:
     """Return the largest magnitude as fp32 [1], NaN left out; 0 for no elements."""
     if x.numel() == 0:
         return torch.zeros(1, device=x.device)
-    return _magnitudes(x.float()).amax().reshape(1)
-
-
-def scale_of(amax: Tensor, fmt: str, power_of_two: bool) -> Tensor:
-    """Return the scale under which the largest magnitude is the format's largest value."""
-    scale = amax / torch.full_like(amax, MAX[fmt])  # a GPU multiplies by a number's reciprocal
-    if not power_of_two:
-        return scale.clamp(min=SMALLEST)
-    bits = scale.view(torch.int32) + 0x007FFFFF
-    return (bits & 0x7F800000).clamp(min=0x00800000).view(torch.float32)
+    return magnitude_ref(x.float()).amax().reshape(1)
 
 
 def quantise_rows_ref(
@@ -109,18 +100,16 @@ def quantise_rows_ref(
     M128 = padded(M, BLOCK)
     x_MK = pad(x_TD.float(), (0, K - D, 0, M128 - T))
     if kind == "tile":
-        largest = _magnitudes(x_MK).view(M128, K // BLOCK, BLOCK).amax(2)
+        largest = magnitude_ref(x_MK).view(M128, K // BLOCK, BLOCK).amax(2)
     elif kind == "block":
-        largest = _magnitudes(x_MK).view(M128 // BLOCK, BLOCK, K // BLOCK, BLOCK).amax((1, 3))
+        largest = magnitude_ref(x_MK).view(M128 // BLOCK, BLOCK, K // BLOCK, BLOCK).amax((1, 3))
     elif kind == "row":
-        largest = _magnitudes(x_MK).amax(1, keepdim=True) if K else x_MK.new_zeros(M128, 1)
+        largest = magnitude_ref(x_MK).amax(1, keepdim=True) if K else x_MK.new_zeros(M128, 1)
     else:
         largest = (amax_ref(x_TD) if amax is None else amax).reshape(1, 1)
-    scales = scale_of(largest, fmt, power_of_two)
-    scales_MK = _expanded(scales, kind, M128, K)
-    is_infinite = scales_MK.isinf() | x_MK.isinf()
-    scaled_MK = (x_MK * (torch.ones_like(scales_MK) / scales_MK)).clamp(-MAX[fmt], MAX[fmt])
-    scaled_MK = scaled_MK.masked_fill(is_infinite, torch.nan)
+    scales, inverse = block_scale_ref(largest, power_of_two, LARGEST[fmt])
+    scaled_MK = x_MK * _expanded(inverse, kind, M128, K)
+    scaled_MK = scaled_MK.clamp(-LARGEST[fmt], LARGEST[fmt]).masked_fill(x_MK.isinf(), torch.nan)
     values_MK = scaled_MK[:M].to(DTYPES[fmt])
     if kind == "tile":
         scales = scales[:M].T.contiguous()
@@ -149,10 +138,6 @@ def product_ref(a: Operand, b: Operand) -> Tensor:
         product_MN = a_MK[:, k : k + step] @ b_NK[:, k : k + step].T
         out_MN += product_MN * a_scales[:, k, None] * b_scales[:, k]
     return out_MN
-
-
-def _magnitudes(x: Tensor) -> Tensor:
-    return torch.where(x.isnan(), 0, x).abs()
 
 
 def _by_rows(operand: Operand) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moecore.kernels.common import INTERPRET
-from moecore.precision import cast as casts
-from moecore.precision.scaling import DTYPES, amax_ref
+from moecore.kernels.rows import cast as casts
+from moecore.kernels.rows.scaling import DTYPES, amax_ref
 from tests.kernels.conftest import PARAMS, interpreter, poison
 
 __all__ = ["interpreter"]  # a fixture
