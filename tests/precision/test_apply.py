@@ -102,14 +102,6 @@ def test_latent_attention() -> None:
     assert len(attention) == 2 * 5
 
 
-def test_kept_weights() -> None:
-    for keep in (False, True):
-        model = Model()
-        apply_precision(model, Precision(recipe=Recipe()), keep_weights=keep)
-        model(torch.randn(4, 32)).sum().backward()
-        assert (model.q_proj.products._weight is not None) == keep
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

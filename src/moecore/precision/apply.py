@@ -69,8 +69,6 @@ def apply_precision(
     model: nn.Module,
     precision: Precision,
     roles_of: RolesOf = role_of,
-    *,
-    keep_weights: bool = False,
 ) -> dict[str, LinearPrecision]:
     """Let a model's linears compute in FP8, in place: each becomes an `Fp8Linear`.
 
@@ -83,8 +81,6 @@ def apply_precision(
         model: any module.
         precision: roles, recipes and overrides; names are those without wrappers' prefixes.
         roles_of: the role of a linear; None = none.
-        keep_weights: quantise a weight once per optimizer step, not per forward and backward, for
-            two bytes per element: see `Fp8Products.keep_weight`. Not for weights of FSDP2 units.
 
     Returns:
         What became of each linear, by name.
@@ -101,7 +97,6 @@ def apply_precision(
             continue
         siblings = (name.rpartition(".")[0], module.in_features, recipe)
         products = Fp8Products(recipe, inputs.setdefault(siblings, InputCast()))
-        products.keep_weight = keep_weights
         _swap(module, products)
     return table
 

@@ -11,9 +11,8 @@ pass that makes the forward's operand makes it too. The weight is kept as it is,
 and gathers it, and to quantise it again takes little beside a product. Where no gradient of the
 weight is wanted, x is not kept at all.
 
-**When the weight is quantised.** Once per forward and once per backward. FSDP2 gathers new values
-into the same memory without a new version, so outside of it alone may a copy be kept between
-micro-batches: see `Fp8Products.keep_weight`.
+**When the weight is quantised.** Once per forward and once per backward. No copy is kept: FSDP2 and
+fused optimizers put new values into the same memory without a new version.
 
 **What ranks share.** The largest magnitude of a weight that tensor parallelism cuts, so that
 "tensorwise" quantises it as one rank would. Activations and gradients have their own on every rank:
@@ -51,8 +50,6 @@ def _linear(
     column_scales: Tensor,
     weight_rows: Tensor,
     weight_row_scales: Tensor,
-    weight_columns: Tensor | None,
-    weight_column_scales: Tensor | None,
     weight_amax: Tensor | None,
     dy_amax: Tensor | None,
     dy_seen: Tensor | None,
@@ -62,7 +59,7 @@ def _linear(
     power_of_two: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return y_TN; `columns` and what follows the weight's rows are for backward."""
+    """Return y_TN; `columns` and what follows the weight's scales are for backward."""
     x = operand(rows, row_scales, activation_kind, "e4m3")
     weight = operand(weight_rows, weight_row_scales, weight_kind, "e4m3")
     y_TN = product(x, weight, dtype)[: x_TK.shape[0]]
@@ -75,17 +72,15 @@ def _linear_fake(x_TK, weight_NK, *rest):  # type: ignore[no-untyped-def]
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TK, weight_NK, bias_N = inputs[:3]
-    ctx.save_for_backward(weight_NK, *inputs[5:7], *inputs[9:13])
-    ctx.dy_seen = inputs[13]  # grows from one backward to the next, so autograd must not check it
-    ctx.how = inputs[14:18]
+    ctx.save_for_backward(weight_NK, *inputs[5:7], *inputs[9:11])
+    ctx.dy_seen = inputs[11]  # grows from one backward to the next, so autograd must not check it
+    ctx.how = inputs[12:16]
     ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
     ctx.num_inputs = len(inputs)
 
 
 def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-    weight_NK, columns, column_scales, w_columns, w_column_scales, w_amax, dy_amax = (
-        ctx.saved_tensors
-    )
+    weight_NK, columns, column_scales, w_amax, dy_amax = ctx.saved_tensors
     activation_kind, weight_kind, grad_fmt, power_of_two = ctx.how
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -101,10 +96,9 @@ def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         seen=ctx.dy_seen,
     )
     if dy.rows is not None:
-        if w_columns is None:
-            how: dict[str, Any] = dict(power_of_two=power_of_two, rows=False, amax=w_amax)
-            w_columns, w_column_scales = _parts(cast(weight_NK, weight_kind, **how).columns)
-        weight = operand(w_columns, w_column_scales, weight_kind, "e4m3")
+        how: dict[str, Any] = dict(power_of_two=power_of_two, rows=False, amax=w_amax)
+        weight = cast(weight_NK, weight_kind, **how).columns
+        assert weight is not None
         dx_TK = product(dy.rows, weight, x_dtype)[: dy_TN.shape[0]]
     if dy.columns is not None:
         x = operand(columns, column_scales, activation_kind, "e4m3")
@@ -178,9 +172,6 @@ class Fp8Products:
         inputs: shared with other weights that multiply the same input; None = with none.
 
     Attributes:
-        keep_weight: keep the quantised weight while its memory and version stay the same, which
-            takes two bytes per element. For a weight that no FSDP2 unit gathers, and whose every
-            change counts as one for autograd: not for one that a replayed CUDA graph updates.
         history: of delayed scaling; None without it.
     """
 
@@ -188,8 +179,6 @@ class Fp8Products:
         self.recipe = recipe
         self.inputs = inputs or InputCast()
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
-        self.keep_weight = False
-        self._weight: tuple[tuple[Any, ...], Both] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight^T + bias.
@@ -214,8 +203,9 @@ class Fp8Products:
         weight_amax = self._past("weight")
         if weight_amax is None and self.recipe.scaling == "tensorwise":
             weight_amax = shared_amax(weight)
-        weight_both = self._cast_weight(weight_NK, weight_amax, seen.get("weight"))
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
+        how: dict[str, Any] = dict(power_of_two=self.recipe.power_of_two, amax=weight_amax)
+        weight_both = cast(weight_NK, kinds[1], **how, columns=False, seen=seen.get("weight"))
         y_TN = _linear_op(
             x.reshape(-1, x.shape[-1]),
             weight_NK,
@@ -223,7 +213,6 @@ class Fp8Products:
             *_parts(x_both.rows),
             *_parts(x_both.columns, x),
             *_parts(weight_both.rows),
-            *(_parts(weight_both.columns) if weight_both.columns is not None else (None, None)),
             weight_amax,
             self._past("gradient"),
             seen.get("gradient"),
@@ -243,20 +232,6 @@ class Fp8Products:
         # A compiler computes equal casts once by itself.
         x_TK = x.reshape(-1, x.shape[-1])
         return cast_input(x_TK, self.recipe, columns=columns, amax=amax, seen=seen)
-
-    def _cast_weight(self, weight_NK: Tensor, amax: Tensor | None, seen: Tensor | None) -> Both:
-        """Return the weight for forward; with `keep_weight` for backward as well, perhaps kept."""
-        kind, power_of_two = KINDS[self.recipe.weight_block], self.recipe.power_of_two
-        keep = self.keep_weight and not torch.compiler.is_compiling()
-        keep = keep and not (weight_NK.is_cuda and torch.cuda.is_current_stream_capturing())
-        how: dict[str, Any] = dict(power_of_two=power_of_two, amax=amax, seen=seen)
-        if not keep:
-            return cast(weight_NK, kind, **how, columns=False)
-        key = (weight_NK.data_ptr(), version(weight_NK), weight_NK.dtype, weight_NK.shape)
-        if self._weight is None or self._weight[0] != key:
-            self._weight = None  # freed before its successor is made
-            self._weight = (key, cast(weight_NK, kind, **how))
-        return self._weight[1]
 
 
 def fp8_linear(x: Tensor, weight: Tensor, recipe: Recipe, bias: Tensor | None = None) -> Tensor:
