@@ -7,6 +7,7 @@ The one place that knows every room. Order matters: expert and tensor sharding f
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
@@ -76,8 +77,7 @@ def parallelize_moe(
     materialised afterwards, or real, with equal weights on every rank.
 
     Args:
-        model: any; its MoE layers and blocks with an adapter go to the expert mesh, all else to the
-            dense mesh.
+        model: any; its MoE layers' experts go to the expert mesh, all else to the dense mesh.
         meshes: from `build_meshes`.
         dispatcher: how tokens travel; "auto" chooses by the hardware, see docs/dispatchers.md.
         nvlink: sizes and times of the nvlink dispatcher, for "nvlink" and "auto".
@@ -111,15 +111,27 @@ def parallelize_moe(
         fsdp=fsdp or FSDPOptions(),
         loss=loss,
     )
-    check_request(model, request)
-    refuse_lost_outputs(model)
-    layers = swap_blocks(model, adapters or {})
-    check_layers(model, layers, request)
-    if request.precision is not None:
-        check_precision(model, request.precision)
+    layers = _check(model, request, adapters or {})
     _agree(model, layers, request)
     _apply(model, layers, request)
     return model
+
+
+def _check(
+    model: nn.Module, request: Request, adapters: Mapping[type, Adapter]
+) -> dict[str, MoELayer]:
+    """Raise what one rank can know, before any collective; return the MoE layers by name."""
+    check_request(model, request)
+    refuse_lost_outputs(model)
+    layers = swap_blocks(model, adapters)
+    check_layers(model, layers, request)
+    if request.precision is not None:
+        table = check_precision(model, request.precision)
+        may_be_wide = request.precision.only_faster and bool(layers)  # a log line says why
+        is_used = any(decided.recipe is not None for decided in table.values())
+        if not is_used and not may_be_wide and not any(request.recipes(layers).values()):
+            warnings.warn("precision is not used: the model has none of its roles", stacklevel=3)
+    return layers
 
 
 def _agree(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -> None:
@@ -128,7 +140,9 @@ def _agree(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -
 
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
     device_type = request.meshes.device_type
-    check_same(versions | request.entries() | model_entries(model, layers), device_type)
+    recipes = {"recipes": request.recipes(layers)}  # "auto" asks what each rank's GPU can do
+    entries = versions | request.entries() | model_entries(model, layers) | recipes
+    check_same(entries, device_type)
     check_equal_weights(model, device_type)
 
 

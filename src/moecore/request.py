@@ -82,6 +82,14 @@ class Request:
             return None
         return why_not_faster(self.spec_of(layer, recipe))
 
+    def recipes(self, layers: Mapping[str, MoELayer]) -> dict[str, Recipe | None]:
+        """Return the recipes of all layers' experts and shared experts, by name and role."""
+        return {
+            f"{role} of {name}": self.recipe_of(name, layer, role)
+            for name, layer in layers.items()
+            for role in _roles_of(layer)
+        }
+
     def _asked(self, layer_name: str, layer: MoELayer, role: Role) -> Recipe | None:
         if self.precision is None:
             return None
@@ -193,7 +201,7 @@ def _check_arguments(request: Request) -> None:
             "drop it"
         )
     if dispatcher in ("alltoall", "allgather", "nvlink") and p.ep * p.etp == 1:
-        warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=4)
+        warnings.warn(f"dispatcher ({dispatcher!r}) is not used: ep * etp is 1", stacklevel=5)
     if dispatcher == "local" and p.ep * p.etp > 1:
         raise ValueError(
             f"dispatcher ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use 'alltoall'"
@@ -240,6 +248,12 @@ def _check_degrees(model: nn.Module, meshes: Meshes) -> None:
         )
 
 
+def _roles_of(layer: MoELayer) -> tuple[Role, ...]:
+    """Return the roles of a layer's own products, which are no linears."""
+    is_own = isinstance(layer._modules.get(layer.layout.shared), SharedExpert)
+    return ("experts", "shared_experts") if is_own else ("experts",)
+
+
 def is_cut(model: nn.Module) -> bool:
     """Whether the model's owner has applied tensor parallelism."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
@@ -256,7 +270,7 @@ def _check_dense(request: Request) -> None:
         )
     unused = [n for n in ("nvlink", "recompute_fc1", "balance") if getattr(request, n)]
     if unused:
-        warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=4)
+        warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=5)
 
 
 def _check_experts(name: str, layer: MoELayer, meshes: Meshes) -> None:

@@ -27,6 +27,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore import parallelize as parallelize_file
 from moecore.kernels.experts import fp8_products
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
@@ -356,6 +357,25 @@ def test_auto_is_fp8_where_that_is_faster(
     logged = [r.getMessage() for r in caplog.records if "precision leaves" in r.getMessage()]
     assert len(logged) == (not is_fp8) and (why is None or why in logged[0])
     model(tokens().requires_grad_()).sum().backward()
+
+
+def test_a_precision_that_reaches_nothing_warns() -> None:
+    for precision, model in (
+        ("auto", nn.Linear(128, 128)),
+        (Precision(recipe=Recipe(), roles=("mlp",)), nn.Sequential(MoELayer(CONFIG))),
+    ):
+        with pytest.warns(UserWarning, match="precision is not used") as seen:
+            parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision=precision)
+        assert seen[0].filename == __file__
+
+
+def test_ranks_that_decide_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What "auto" decides is compared, not only that it was asked for."""
+    compared: dict[str, Any] = {}
+    monkeypatch.setattr(parallelize_file, "check_same", lambda items, _: compared.update(items))
+    model = nn.Sequential(MoELayer(replace(CONFIG, hidden_dim=384, shared_hidden_dim=128)))
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), precision="auto")
+    assert compared["recipes"] == {"experts of 0": Recipe(), "shared_experts of 0": None}
 
 
 def test_tokens_that_the_router_keeps_are_kept_once() -> None:

@@ -153,6 +153,7 @@ def test_what_stays_and_why() -> None:
     [
         ("*.v_proj", "it matches no linear and no experts"),
         ("lm_*", "it matches lm_head, which stays as it is: the head's logits"),
+        ("down*", "it matches down_proj, which stays as it is: its weight [32, 20] is no matrix"),
     ],
 )
 def test_patterns_that_reach_nothing(pattern: str, reason: str) -> None:

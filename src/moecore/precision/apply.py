@@ -188,7 +188,7 @@ def _check_overrides(
 
 def _can_be_quantised(name: str, table: dict[str, LinearPrecision]) -> bool:
     if name in table:
-        return table[name].role is not None
+        return table[name].recipe is not None
     return name.rpartition(".")[2] in SHARED | ROUTED
 
 

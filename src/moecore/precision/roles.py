@@ -52,7 +52,8 @@ class Precision:
 
     Raises:
         ValueError: when a field is of the wrong type, a role or a pattern is there twice, or a
-            pattern asks for the quantisation of what is never quantised.
+            pattern asks for the quantisation of what is never quantised; without "experts", for
+            a recipe that is about their hidden activations.
     """
 
     recipe: Recipe
@@ -68,6 +69,11 @@ class Precision:
             yield "roles", "have each role once: drop the repeated one"
         if not self.roles and not any(recipe for _, recipe in self.overrides):
             yield "roles", "have a role where no override has a recipe: use precision=None"
+        if self.roles and "experts" not in self.roles and self.recipe.keep_hidden == "fp8":
+            yield (
+                "roles",
+                "have 'experts' with Recipe.keep_hidden ('fp8'), which is about them: use 'wide'",
+            )
         patterns = [pattern for pattern, _ in self.overrides]
         if len(set(patterns)) < len(patterns):
             yield "overrides", "have each pattern once, because the first counts: drop the second"
