@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from moecore.config import MoEConfig
 from moecore.models import Decoder, DecoderConfig, MLAConfig
 from moecore.models.layers import Linear
+from moecore.moe.experts import Experts
 from moecore.precision.apply import (
     LinearPrecision,
     advance_amax,
     apply_precision,
-    describe_table,
     role_of,
 )
 from moecore.precision.linear import Fp8Linear
@@ -138,11 +138,6 @@ def test_what_stays_and_why() -> None:
         "lm_head": LinearPrecision(None, None, "the head's logits keep their precision"),
     }
     assert [type(m) for m in model.children()] == [Fp8Linear, *[nn.Linear] * 3, Scaled, nn.Linear]
-    lines = describe_table(table)
-    assert lines[0] == f"1 linear, attention: {rowwise.describe()} (first: q_proj)"
-    assert lines[1] == (
-        "2 linears, attention: as it is, because the precision leaves it out (first: k_proj)"
-    )
     once_more = apply_precision(model, Precision(recipe=blockwise))
     assert model.q_proj.products.recipe == blockwise and once_more["q_proj"].recipe == blockwise
     assert pickle.loads(pickle.dumps(model)).q_proj.products.recipe == blockwise
@@ -168,6 +163,9 @@ def test_patterns_that_reach_nothing(pattern: str, reason: str) -> None:
 def test_patterns_may_name_experts_and_wrapped_modules() -> None:
     overrides = (("model.layers.1.mlp.experts", Recipe(scaling="rowwise")),)
     apply_precision(decoder(), Precision(recipe=Recipe(), overrides=overrides))
+    titan = nn.ModuleDict({"inner_experts": Experts(MOE)})
+    overrides = (("inner_*", Recipe()),)
+    apply_precision(titan, Precision(recipe=Recipe(), overrides=overrides))
     model = decoder()
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
     table = apply_precision(model, Precision(recipe=Recipe(), roles=("mlp",)))

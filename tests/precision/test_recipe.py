@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from moecore.precision.recipe import Recipe
-from moecore.precision.roles import ROLES, Precision
+from moecore.precision.roles import Precision
 
 REFUSED = {
     "grad_format": dict(grad_format="e5m2"),
@@ -112,10 +112,3 @@ def test_precision_refusals() -> None:
     twice = (("a.*", None), ("a.*", Recipe()))
     refused("have each pattern once", Precision, recipe=Recipe(), overrides=twice)
     refused("Precision.overrides (", Precision, recipe=Recipe(), overrides=(("a", "blockwise"),))
-
-
-def test_precision_describes_itself() -> None:
-    precision = Precision(recipe=Recipe(), roles=("experts",), overrides=(("*.0.*", None),))
-    lines = precision.describe()
-    assert lines[0] == f"experts: {Recipe().describe()}"
-    assert lines[1:] == [f"{role}: as it is" for role in ROLES[1:]] + ["'*.0.*': as it is"]

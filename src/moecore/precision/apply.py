@@ -12,7 +12,9 @@ from typing import NamedTuple, cast
 from torch import nn
 
 from moecore.models.layers import Linear
+from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name
+from moecore.moe.shared import SharedExpert
 from moecore.precision.linear import Fp8Linear, Fp8Products, InputCast, why_not
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision, Role, never_quantised
@@ -43,11 +45,6 @@ class LinearPrecision(NamedTuple):
     role: Role | None
     recipe: Recipe | None
     reason: str | None
-
-    def describe(self) -> str:
-        """Return one line."""
-        how = self.recipe.describe() if self.recipe else f"as it is, because {self.reason}"
-        return f"{self.role or 'no role'}: {how}"
 
 
 def role_of(name: str, module: nn.Module) -> Role | None:
@@ -122,20 +119,6 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def describe_table(table: dict[str, LinearPrecision]) -> list[str]:
-    """Return one line for each thing that became of linears: how many, what, and the first name.
-
-    Example: "96 linears, attention: blockwise FP8: ... (first: model.layers.0.self_attn.q_proj)".
-    """
-    alike: dict[LinearPrecision, list[str]] = {}
-    for name, decided in table.items():
-        alike.setdefault(decided, []).append(name)
-    return [
-        f"{len(names)} linear{'s' * (len(names) > 1)}, {decided.describe()} (first: {names[0]})"
-        for decided, names in alike.items()
-    ]
-
-
 def advance_amax(model: nn.Module) -> None:
     """Start the next step of delayed scaling; call it once after each optimizer step.
 
@@ -171,10 +154,12 @@ def _check_overrides(
     model: nn.Module, precision: Precision, table: dict[str, LinearPrecision]
 ) -> None:
     """Raise for patterns with a recipe that reach nothing."""
-    names = [clean_name(name) for name, _ in model.named_modules()]
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    experts = {n for n, m in modules.items() if isinstance(m, Experts | SharedExpert)}
+    quantised = {name for name, decided in table.items() if decided.recipe is not None}
     for pattern, recipe in precision.overrides:
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if recipe is None or any(_can_be_quantised(name, table) for name in matched):
+        matched = [name for name in modules if fnmatchcase(name, pattern)]
+        if recipe is None or not (experts | quantised).isdisjoint(matched):
             continue
         linears = [name for name in matched if name in table]
         found = "matches no linear and no experts"
@@ -184,12 +169,6 @@ def _check_overrides(
             f"Precision.overrides ({pattern!r}) must match what can be quantised, but it {found}: "
             "correct the pattern"
         )
-
-
-def _can_be_quantised(name: str, table: dict[str, LinearPrecision]) -> bool:
-    if name in table:
-        return table[name].recipe is not None
-    return name.rpartition(".")[2] in SHARED | ROUTED
 
 
 def _swap(module: nn.Linear, products: Fp8Products) -> None:

@@ -122,18 +122,6 @@ class Precision:
                 return recipe
         return self.recipe if role in self.roles else None
 
-    def describe(self) -> list[str]:
-        """Return one line per role, then one per override.
-
-        Example: ["experts: blockwise FP8: ...", "mlp: as it is", "'model.layers.0.*': as it is"].
-        """
-        recipes = [(role, self.recipe if role in self.roles else None) for role in ROLES]
-        overrides = [(repr(pattern), recipe) for pattern, recipe in self.overrides]
-        return [
-            f"{name}: {recipe.describe() if recipe else 'as it is'}"
-            for name, recipe in (*recipes, *overrides)
-        ]
-
 
 def never_quantised(part: str) -> str | None:
     """Return why a part of a name is never quantised; None = it may be."""
