@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moecore.kernels.common import INTERPRET, cdiv, on_device, tl, triton, use_kernel
 from moecore.kernels.ops import Op
-from moecore.kernels.rows.e4m3 import BLOCK, magnitude
+from moecore.kernels.rows.e4m3 import BLOCK, encode, magnitude
 from moecore.kernels.rows.scaling import (
     BY_BLOCKS,
     DTYPES,
@@ -42,7 +42,7 @@ KIND_CODES = {"tile": 0, "block": 1, "row": 2, "tensor": 3}
 
 @triton.jit
 def _scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Return the scale of a largest magnitude and its reciprocal, NaN for infinity."""
+    """Return what `block_scale` does, of either format. To divide by a number would spill."""
     if POWER_OF_TWO:
         # Both formats end at 1.75 times a power of two: more than that needs the next one.
         bits = amax.to(tl.int32, bitcast=True) + 0x001FFFFF & 0x7F800000
@@ -62,20 +62,18 @@ def _encode(x, E5M2: tl.constexpr):  # fp32
     """Return FP8 as uint8: nearest, ties to even, saturated; see note "encode"."""
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
     x = tl.where(x == x, tl.minimum(tl.maximum(x, -largest), largest), x)
-    bits = x.to(tl.int32, bitcast=True)
-    positive = bits & 0x7FFFFFFF
-    # A normal result keeps the upper bits of the mantissa; a smaller one is a multiple of 2^-9, or
-    # 2^-16, to which the sum with 2^14, or 2^7, rounds.
     if E5M2:
+        bits = x.to(tl.int32, bitcast=True)
+        positive = bits & 0x7FFFFFFF
+        # A normal result keeps the upper bits of the mantissa; a smaller one is a multiple of
+        # 2^-16, to which the sum with 2^7 rounds.
         normal = (positive + 0x000FFFFF + ((positive >> 21) & 1) >> 21) - (112 << 2)
         small = (tl.abs(x) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
         code = tl.where(positive < 0x38800000, small, normal)
+        code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
     else:
-        normal = (positive + 0x0007FFFF + ((positive >> 20) & 1) >> 20) - (120 << 3)
-        small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(positive < 0x3C800000, small, normal)
-    code = tl.where(x == x, code, 0x7F)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+        code = encode(x)
+    return code.to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["T"])
