@@ -159,6 +159,21 @@ def test_an_input_that_is_gone_is_freed() -> None:
     assert copy.deepcopy(inputs)._both is None
 
 
+@pytest.mark.parametrize("T", [64, 70])
+def test_an_output_may_change_in_place(T: int) -> None:
+    x, weight, bias, dy = operands(T)
+    for shape in ((T, 144), (2, T // 2, 144)):
+        leaves = (x.detach().view(shape).requires_grad_(), weight, bias)
+        out_of_place = values(
+            lambda *a: Fp8Products(Recipe())(*a) * 2, *leaves, dy=dy.view(*shape[:-1], -1)
+        )
+        in_place = values(
+            lambda *a: Fp8Products(Recipe())(*a).mul_(2), *leaves, dy=dy.view(*shape[:-1], -1)
+        )
+        for a, b in zip(in_place, out_of_place, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_no_copy_of_a_weight_is_stale() -> None:
     """Fused optimizers and FSDP2 change weights without a new version."""
     x, weight, _, dy = operands()

@@ -221,7 +221,9 @@ class Fp8Products:
             self.recipe.power_of_two,
             _output_dtype(x),
         )
-        return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+        # No view, as of `nn.Linear`: what follows may change it in place.
+        y: Tensor = torch.ops.aten._unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
+        return y
 
     def _past(self, operand: OperandName) -> Tensor | None:
         return None if self.history is None else self.history.amax(operand)
