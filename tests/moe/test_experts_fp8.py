@@ -392,6 +392,11 @@ def test_tokens_that_the_router_keeps_are_kept_once() -> None:
     assert (torch.float8_e4m3fn, (24, 128)) not in seen
     y.sum().backward()
     seen.clear()
+    layer.part("router").weight.requires_grad_(False)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(tokens().requires_grad_())
+    assert (torch.float8_e4m3fn, (24, 128)) in seen
+    seen.clear()
     latent = plain_layer(config=replace(CONFIG, dim=256, latent_dim=128))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         latent(torch.randn(24, 256))  # no router reads what the experts do

@@ -156,8 +156,8 @@ class MoELayer(nn.Module):
         rows_TL, routing = self._rows(_autocast(routed_TD), routing)
         with mark("moecore::dispatch"):
             expert_input = self.dispatcher.dispatch(rows_TL, routing)
-        rows = expert_input.rows
-        if rows.values is routed_TD:  # which the router keeps for its own backward
+        rows, router = expert_input.rows, self.part("router")
+        if rows.values is routed_TD and router.weight.requires_grad:  # which the router keeps, too
             expert_input = replace(expert_input, rows=replace(rows, is_kept=True))
         with mark("moecore::experts"):
             y_SL = self.part("experts")(expert_input)
