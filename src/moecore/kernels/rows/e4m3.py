@@ -147,6 +147,33 @@ def to_words(x0, x1, x2, x3):  # fp32 of one shape, round to at most 448 but for
         )
 
 
+# PTX of `transpose_words`: each word times its factor, two values at a time, then 4 x 4 bytes.
+_TIMES = """
+mov.b32 {{l, h}}, ${word};
+cvt.rn.f16x2.e4m3x2 x, l;
+cvt.rn.f16x2.e4m3x2 y, h;
+mov.b32 g, {{${factor}, ${factor}}};
+mul.rn.f16x2 x, x, g;
+mul.rn.f16x2 y, y, g;
+cvt.rn.satfinite.e4m3x2.f16x2 l, x;
+cvt.rn.satfinite.e4m3x2.f16x2 h, y;
+mov.b32 r{row}, {{l, h}};"""
+TRANSPOSE_WORDS = tl.constexpr(
+    "{\n.reg .b16 l, h;\n.reg .b32 x, y, g, r0, r1, r2, r3, t0, t1, t2, t3;"
+    + "".join(_TIMES.format(row=i, word=4 + i, factor=8 + i) for i in range(4))
+    + """
+prmt.b32 t0, r0, r1, 0x5140;
+prmt.b32 t1, r0, r1, 0x7362;
+prmt.b32 t2, r2, r3, 0x5140;
+prmt.b32 t3, r2, r3, 0x7362;
+prmt.b32 $0, t0, t2, 0x5410;
+prmt.b32 $1, t0, t2, 0x7632;
+prmt.b32 $2, t1, t3, 0x5410;
+prmt.b32 $3, t1, t3, 0x7632;
+}"""
+)
+
+
 @triton.jit
 def _column(w0, w1, w2, w3, f0, f1, f2, f3, byte: tl.constexpr):
     """Return a byte of each word, times its word's factor, as the bytes of one word."""
@@ -177,54 +204,7 @@ def transpose_words(
         return o0, o1, o2, o3
     else:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 l, h, f;
-            .reg .b32 x, y, g, r0, r1, r2, r3, t0, t1, t2, t3;
-            mov.b32 {l, h}, $4;
-            cvt.rn.f16x2.e4m3x2 x, l;
-            cvt.rn.f16x2.e4m3x2 y, h;
-            mov.b32 g, {$8, $8};
-            mul.rn.f16x2 x, x, g;
-            mul.rn.f16x2 y, y, g;
-            cvt.rn.satfinite.e4m3x2.f16x2 l, x;
-            cvt.rn.satfinite.e4m3x2.f16x2 h, y;
-            mov.b32 r0, {l, h};
-            mov.b32 {l, h}, $5;
-            cvt.rn.f16x2.e4m3x2 x, l;
-            cvt.rn.f16x2.e4m3x2 y, h;
-            mov.b32 g, {$9, $9};
-            mul.rn.f16x2 x, x, g;
-            mul.rn.f16x2 y, y, g;
-            cvt.rn.satfinite.e4m3x2.f16x2 l, x;
-            cvt.rn.satfinite.e4m3x2.f16x2 h, y;
-            mov.b32 r1, {l, h};
-            mov.b32 {l, h}, $6;
-            cvt.rn.f16x2.e4m3x2 x, l;
-            cvt.rn.f16x2.e4m3x2 y, h;
-            mov.b32 g, {$10, $10};
-            mul.rn.f16x2 x, x, g;
-            mul.rn.f16x2 y, y, g;
-            cvt.rn.satfinite.e4m3x2.f16x2 l, x;
-            cvt.rn.satfinite.e4m3x2.f16x2 h, y;
-            mov.b32 r2, {l, h};
-            mov.b32 {l, h}, $7;
-            cvt.rn.f16x2.e4m3x2 x, l;
-            cvt.rn.f16x2.e4m3x2 y, h;
-            mov.b32 g, {$11, $11};
-            mul.rn.f16x2 x, x, g;
-            mul.rn.f16x2 y, y, g;
-            cvt.rn.satfinite.e4m3x2.f16x2 l, x;
-            cvt.rn.satfinite.e4m3x2.f16x2 h, y;
-            mov.b32 r3, {l, h};
-            prmt.b32 t0, r0, r1, 0x5140;
-            prmt.b32 t1, r0, r1, 0x7362;
-            prmt.b32 t2, r2, r3, 0x5140;
-            prmt.b32 t3, r2, r3, 0x7362;
-            prmt.b32 $0, t0, t2, 0x5410;
-            prmt.b32 $1, t0, t2, 0x7632;
-            prmt.b32 $2, t1, t3, 0x5410;
-            prmt.b32 $3, t1, t3, 0x7632;
-            }""",
+            TRANSPOSE_WORDS,
             "=&r,=&r,=&r,=&r,r,r,r,r,h,h,h,h",
             [w0, w1, w2, w3, f0, f1, f2, f3],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
