@@ -1,4 +1,4 @@
-"""Names of torch that differ between 2.11 and the newest release, looked up once.
+"""Names of torch's products that are private or differ between releases, looked up once.
 
 Everything else in moecore uses one spelling; a version check anywhere else is a bug.
 """
@@ -9,3 +9,7 @@ import torch
 
 # torch.nn.functional.grouped_mm is the public name where it exists; both record autograd.
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+# Their public forms take other arguments, and say less about the layout of scales.
+scaled_mm = torch._scaled_mm_v2
+scaled_grouped_mm = torch._scaled_grouped_mm

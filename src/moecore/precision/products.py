@@ -16,6 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
+from moecore._compat import scaled_mm
 from moecore.kernels.common import no_autocast
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import operand
@@ -28,7 +29,7 @@ RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
 @functools.cache
 def has_scaled_product(device: torch.device, kind: str) -> bool:
     """Return whether torch multiplies operands of this kind on the device's FP8 tensor cores."""
-    if device.type != "cuda" or not hasattr(torch, "_scaled_mm_v2"):
+    if device.type != "cuda":
         return False
     capability = torch.cuda.get_device_capability(device)
     return capability == (9, 0) if kind in ("tile", "block") else capability >= (8, 9)
@@ -51,7 +52,7 @@ def _product(
     if not M * N * K or not has_scaled_product(a_MK.device, a_kind):
         with no_autocast(a_MK):
             return product_ref(a, b).to(dtype)
-    return torch._scaled_mm_v2(
+    return scaled_mm(
         a.values_MK,
         b.values_MK.T,
         [_as_torch_takes_it(a, is_first=True)],

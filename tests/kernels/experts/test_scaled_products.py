@@ -129,13 +129,13 @@ def test_padded_rows_worked_example() -> None:
 @pytest.mark.parametrize("per_row", [True, False])
 def test_torch_takes_these_layouts(per_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checks of dtypes, strides and scales, on meta tensors of the operands' layouts."""
-    real = torch._scaled_grouped_mm
+    real = scaled.scaled_grouped_mm
 
     def on_meta(*args: Any, **how: Any) -> Tensor:
         how = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in how.items()}
         return real(*(arg.to("meta") for arg in args), **how)
 
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", on_meta)
+    monkeypatch.setattr(scaled, "scaled_grouped_mm", on_meta)
     monkeypatch.setattr(scaled, "is_reference", lambda _: False)
     how = {"per_row": per_row, "power_of_two": True}
     offsets_e = torch.tensor([3, 3, 20], dtype=torch.int32)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moecore._compat import scaled_grouped_mm
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import FP8, block_scale_ref, magnitude_ref
 from moecore.kernels.rows.quantised import quantise_ref
@@ -189,7 +190,7 @@ def scaled_gemm(
     if not a.values_RK.shape[0]:
         return b_eNK.new_empty(0, b_eNK.shape[1], dtype=dtype)
     b_eKN = b_eNK.transpose(1, 2)
-    return torch._scaled_grouped_mm(
+    return scaled_grouped_mm(
         a.values_RK, b_eKN, a.scales_R, scales_eN, offs=offsets_e, out_dtype=dtype
     )
 
@@ -223,6 +224,4 @@ def scaled_wgrad(
     if is_reference(offsets_e):
         return scaled_wgrad_ref(x, y, offsets_e, dtype)
     scales = (x.scales_eC.flatten(), y.scales_eC.flatten())
-    return torch._scaled_grouped_mm(
-        x.values_CP, y.values_CP.T, *scales, offs=offsets_e, out_dtype=dtype
-    )
+    return scaled_grouped_mm(x.values_CP, y.values_CP.T, *scales, offs=offsets_e, out_dtype=dtype)
