@@ -5,11 +5,13 @@ Everything else in moecore uses one spelling; a version check anywhere else is a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 # torch.nn.functional.grouped_mm is the public name where it exists; both record autograd.
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
-# Their public forms take other arguments, and say less about the layout of scales.
-scaled_mm = torch._scaled_mm_v2
-scaled_grouped_mm = torch._scaled_grouped_mm
+# Their public forms take other arguments. A release without them still trains in bf16.
+scaled_mm: Any = getattr(torch, "_scaled_mm_v2", None)
+scaled_grouped_mm: Any = getattr(torch, "_scaled_grouped_mm", None)

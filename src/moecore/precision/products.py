@@ -29,7 +29,7 @@ RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
 @functools.cache
 def has_scaled_product(device: torch.device, kind: str) -> bool:
     """Return whether torch multiplies operands of this kind on the device's FP8 tensor cores."""
-    if device.type != "cuda":
+    if device.type != "cuda" or scaled_mm is None:
         return False
     capability = torch.cuda.get_device_capability(device)
     return capability == (9, 0) if kind in ("tile", "block") else capability >= (8, 9)
