@@ -29,11 +29,11 @@ class Run:
         loads: busiest expert over the mean, of the worst layer, by step.
         mean_loads: the same, mean over layers.
         held_out: [step, loss on held-out text] now and then, and after the last step.
+        held_out_in_bf16: the last one, computed in bf16 with the same weights; None without probes.
         probe_steps: steps before which gradients were compared; 0 is the first.
         cosines: "layers.3.experts" -> cosine of its gradient to bf16's, by probe.
         moved: share of the choices of experts that bf16 would not have made, by probe.
         skipped: steps whose gradient was not finite.
-        step_ms: median time of a step, most of which have no probe.
     """
 
     seed: int
@@ -42,11 +42,11 @@ class Run:
     loads: list[float] = field(default_factory=list)
     mean_loads: list[float] = field(default_factory=list)
     held_out: list[list[float]] = field(default_factory=list)
+    held_out_in_bf16: float | None = None
     probe_steps: list[int] = field(default_factory=list)
     cosines: dict[str, list[float]] = field(default_factory=dict)
     moved: list[float] = field(default_factory=list)
     skipped: int = 0
-    step_ms: float = 0.0
 
     @property
     def last_loss(self) -> float:
@@ -106,14 +106,16 @@ def summary(runs: list[Run]) -> list[str]:
 def line_of(run: Run, ratios: Ratios | None) -> str:
     """Return a run as one line."""
     line = f"seed {run.seed} {run.variant:<20} loss {run.last_loss:.4f}"
-    line += f" held out {run.held_out[-1][1]:.4f} load {run.last_load:.2f}"
+    line += f" load {run.last_load:.2f} held out {run.held_out[-1][1]:.4f}"
+    if run.held_out_in_bf16 is not None:
+        line += f" (in bf16 {run.held_out_in_bf16:.4f})"
     if ratios is not None:
         line += f" | / {BASE}: loss x{ratios.loss:.4f} held out x{ratios.held_out:.4f}"
         line += f" load x{ratios.load:.3f}"
     if run.cosines:
         least, name = min((min(values), name) for name, values in run.cosines.items())
         line += f" | cosine >= {least:.4f} ({name}), {max(run.moved):.2%} of choices moved"
-    return f"{line} | {run.skipped} skipped, {run.step_ms:.0f} ms a step"
+    return f"{line} | {run.skipped} skipped"
 
 
 def load_runs(path: Path, common: dict[str, Any]) -> list[Run]:

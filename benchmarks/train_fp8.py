@@ -12,6 +12,8 @@ once more, with experts multiplied by torch, so that other roundings alone make 
 Every `--probe-every` steps a run in FP8 computes the gradient of its batch once more, by a twin in
 bf16 with the same weights and the same choice of experts; the cosine of both is kept per layer and
 kind of parameter. Left to itself the twin would send some tokens elsewhere: that share is kept too.
+After the last step the twin reads held-out text: what differs from the run's own loss there is the
+cost of computing in FP8, and what is left the cost of having trained in it.
 
 Losses, loads and cosines stay on the device until a run ends: a step has no host sync. The file is
 written after each run, and runs that it has already from the same command are replaced.
@@ -25,11 +27,9 @@ import argparse
 import dataclasses
 import gc
 import re
-import statistics
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +55,22 @@ from moecore.models.size import num_params
 from moecore.moe.state import MoEMetrics
 from moecore.optim import AdamW
 from moecore.precision.recipe import Recipe
+from moecore.precision.roles import Precision
 from moecore.rl import RouterReplay
 from moecore.rl.choices import Choices
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from metrics import Moment
 from train import lr_at
 
+EXPERTS_ALONE = Precision(recipe=Recipe(keep_hidden="fp8"), roles=("experts",))
 # Name -> arguments of parallelize_moe.
 VARIANTS: dict[str, dict[str, Any]] = {
     BASE: {},
     "bf16-torch": {"expert_backend": "torch"},
     "auto": {"precision": "auto"},
     "blockwise": {"precision": "blockwise"},
-    "blockwise-fp8-hidden": {"precision": Recipe(keep_hidden="fp8")},
+    "auto-fp8-hidden": {"precision": EXPERTS_ALONE},
     "rowwise": {"precision": "rowwise"},
     "tensorwise": {"precision": "tensorwise"},
 }
@@ -185,19 +186,27 @@ class Probe:
     def compare(self, step: int, tokens_BT: Tensor, labels_BT: Tensor) -> None:
         """Keep what the recorded forward and backward differ in from the twin's on this batch."""
         choices = self.own.choices()
-        with torch.no_grad():
-            tensors = (*self.model.parameters(), *self.model.buffers())
-            copies = (*self.twin.parameters(), *self.twin.buffers())
-            for tensor, copy in zip(tensors, copies, strict=True):
-                local(copy).copy_(local(tensor))
-            with self.others.record():
-                self.twin(tokens_BT, labels_BT)
+        self._copy_weights()
+        with torch.no_grad(), self.others.record():
+            self.twin(tokens_BT, labels_BT)
         self.moved.append(moved(choices, self.others.choices(), self.model.config))
         with self.others.replay(choices), self.owner.micro_batch():
             self.twin(tokens_BT, labels_BT).backward()
         self.cosines.append(self._cosines())
         self.steps.append(step)
         self.owner.drop()
+
+    def held_out_loss(self, batches: Batches) -> Tensor:
+        """Return the twin's loss with the model's weights; fp64 on the device."""
+        self._copy_weights()
+        return held_out_loss(self.twin, batches)
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        copies = (*self.twin.parameters(), *self.twin.buffers())
+        for tensor, copy in zip(tensors, copies, strict=True):
+            local(copy).copy_(local(tensor))
 
     @torch.no_grad()
     def _cosines(self) -> Tensor:
@@ -271,7 +280,6 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
     owner = TrainStep(model, optimizer, max_norm=1.0)
     values = torch.zeros(args.steps, 4, device=device, dtype=torch.float64)
     held_out: list[tuple[int, Tensor]] = []
-    moments = [Moment(device)]
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step + 1, args)
@@ -286,11 +294,11 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
         values[step, 0] = loss.detach()
         values[step, 1:3] = loads_of(done.metrics)
         values[step, 3] = done.skipped
-        moments.append(Moment(device))
         if (step + 1) % EVAL_EVERY == 0 or step + 1 == args.steps:
             held_out.append((step + 1, held_out_loss(model, unseen)))
-    moments.append(Moment(device))
-    run = Run(seed=seed, variant=variant, step_ms=median_ms(moments))
+    run = Run(seed=seed, variant=variant)
+    if probe is not None:
+        run.held_out_in_bf16 = float(probe.held_out_loss(unseen))
     return collect(run, values, held_out, probe)
 
 
@@ -307,13 +315,6 @@ def collect(
         run.moved = torch.stack(probe.moved).tolist()
         run.cosines = dict(zip(probe.names, columns, strict=True))
     return run
-
-
-def median_ms(moments: list[Moment]) -> float:
-    """Wait for the last moment; return the median time of a step, the last moment left out."""
-    moments[-1].wait()
-    times = [before.seconds_until(after) for before, after in pairwise(moments[:-1])]
-    return 1e3 * statistics.median(times)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
