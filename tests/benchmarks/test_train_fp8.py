@@ -112,7 +112,9 @@ def test_a_run_end_to_end(
     assert 0 < abs(fp8.losses[0] - base.losses[0]) < 0.01 * base.losses[0]
     assert fp8.probe_steps == [0, 2] and not base.cosines
     assert all(len(values) == 2 for values in fp8.cosines.values())
-    assert fp8.held_out[-1][0] == 3 and fp8.skipped == 0 and fp8.step_ms > 0
+    assert fp8.held_out[-1][0] == 3 and fp8.skipped == 0
+    assert base.held_out_in_bf16 is None
+    assert 0 < abs(fp8.held_out_in_bf16 - fp8.held_out[-1][1]) < 0.01 * fp8.held_out[-1][1]
     assert found["settings"]["parameters"] == sum(
         p.numel() for p in train_fp8.Decoder(SIZE.config, device="meta").parameters()
     )
@@ -131,7 +133,6 @@ def made(seed: int, variant: str, loss: float) -> Run:
         loads=[2.0] * steps,
         mean_loads=[1.5] * steps,
         held_out=[[steps, 2 * loss]],
-        step_ms=1.0,
     )
 
 
