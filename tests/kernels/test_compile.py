@@ -91,6 +91,17 @@ def spilled_bytes(kernel: Any, folder: Any) -> int:
     return max(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", done.stdout))
 
 
+def dead_barriers(kernel: Any) -> set[str]:
+    """Barriers that no partition uses: the compiler lets other buffers have their memory."""
+    text = kernel.asm["ttgir"]
+    captured = re.search(r"ttg\.warp_specialize\(([^)]*)\)", text)
+    if captured is None:  # Triton's own pipelines invalidate their barriers
+        return set()
+    made = set(re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*xi64", text))
+    assert made, "a ring has barriers"
+    return made - set(re.findall(r"%\w+", captured[1]))
+
+
 def bf16(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
@@ -322,6 +333,8 @@ def test_compiles_for_hopper_without_spills(
     assert all(n <= MAX_SPILL_BYTES for n in spills.values()), spills
     shared = {k: kernel.metadata.shared for k, kernel in compiled.items()}
     assert max(shared.values()) <= SHARED_MEMORY_BYTES, shared
+    dead = {k: names for k, kernel in compiled.items() if (names := dead_barriers(kernel))}
+    assert not dead, dead
 
 
 def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ What they share:
 
     ring    stages of a and of b, and two barriers each: full when its TMA has arrived, empty when
             both groups have read it; they do not wait for each other otherwise
-    stage   what TMA stores: blocks of out, or gate of each group and up of each; two barriers per
-            group: staged when gate and up are there, taken when those warps have read them
+    stage   what TMA stores: blocks of out, or gate of each group and up of each, with two barriers
+            per group: staged when gate and up are there, taken when those warps have read them
     tiles   the map (`grouped/row_tiles.py`), the number of row tiles, and that of column tiles
 
 A group stages its half of a tile in shared memory, once what it staged before has been read: by
@@ -148,7 +148,7 @@ def _consume(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 16]
     )
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    out_smem, staged, taken = stage
+    out_smem = stage[0]
     parity = 1
     step = 0
     for tile in range(gl.program_id(0), tiles.num_rows * tiles.num_columns, gl.num_programs(0)):
@@ -171,6 +171,7 @@ def _consume(
         if ACTIVATION:
             column = n * HALF_N
             gate, up = halves(out)
+            staged, taken = stage[1], stage[2]
             hopper.mbarrier.wait(taken.index(GROUP), parity)
             parity = 1 - parity
             begin_staging()
@@ -235,10 +236,12 @@ def sm90_bf16_grouped_kernel(
     block: gl.constexpr = out_desc.block_type.shape
     out_smem = gl.allocate_shared_memory(dtype, [blocks, block[0], block[1]], out_desc.layout)
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    staged, taken = make_barriers(2, 1), make_barriers(2, 1)
     num_n = gl.cdiv(N, BLOCK_N // 2 if ACTIVATION else BLOCK_N)
     ring = Ring(a_smem, b_smem, full, empty)
-    stage = (out_smem, staged, taken)
+    if ACTIVATION:
+        stage = (out_smem, make_barriers(2, 1), make_barriers(2, 1))
+    else:
+        stage = (out_smem,)
     tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
     sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FIELDS)
     constants: gl.constexpr = (ACTIVATION, B_IS_NK) + sizes
