@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.records import Environment
 
 BASE = "bf16"
-LAST = 50  # steps that the final training loss is the mean of
-POINT = 10  # steps that a point of the plot is the mean of
+POINT = 10  # steps that a point of a curve is the mean of
+LAST = 5  # points that the final training loss is the mean of
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,8 +25,8 @@ class Run:
     """What one run gave, as it goes into the file.
 
     Attributes:
-        losses: of training, by step.
-        loads: busiest expert over the mean, of the worst layer, by step.
+        losses: of training, by point: means of `POINT` steps.
+        loads: busiest expert over the mean, of the worst layer, by point.
         mean_loads: the same, mean over layers.
         held_out: [step, loss on held-out text] now and then, and after the last step.
         held_out_in_bf16: the last one, computed in bf16 with the same weights; None without probes.
@@ -50,12 +50,12 @@ class Run:
 
     @property
     def last_loss(self) -> float:
-        """Mean training loss of the last steps."""
+        """Mean training loss of the last points."""
         return mean(self.losses[-LAST:])
 
     @property
     def last_load(self) -> float:
-        """Mean load of the worst layer over the last steps."""
+        """Mean load of the worst layer over the last points."""
         return mean(self.loads[-LAST:])
 
 
@@ -165,12 +165,12 @@ def draw(runs: list[Run], path: Path) -> None:
     for run in runs:
         steps, label = point_steps(run), f"{run.variant}, seed {run.seed}"
         style = dict(color=f"C{run.seed}", linestyle="-" if run.variant == BASE else "--")
-        losses.plot(steps, points(run.losses), label=label, linewidth=1, **style)
-        loads.plot(steps, points(run.mean_loads), linewidth=1, **style)
+        losses.plot(steps, run.losses, label=label, linewidth=1, **style)
+        loads.plot(steps, run.mean_loads, linewidth=1, **style)
         if run.seed in bases and run.variant != BASE:
             pairs = zip(run.losses, bases[run.seed].losses, strict=True)
-            of_steps = [a / b for a, b in pairs]
-            ratios.plot(steps, points(of_steps), label=label, linewidth=1, color=style["color"])
+            of_points = [a / b for a, b in pairs]
+            ratios.plot(steps, of_points, label=label, linewidth=1, color=style["color"])
         for name, values in run.cosines.items():
             if name.endswith(".experts"):
                 cosines.plot(run.probe_steps, values, linewidth=0.8, color=style["color"])
@@ -189,7 +189,7 @@ def points(values: list[float]) -> list[float]:
 
 
 def point_steps(run: Run) -> list[int]:
-    return list(range(0, len(run.losses), POINT))
+    return [POINT * i for i in range(len(run.losses))]
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.fp8_runs import BASE, Run, load_runs, summary, write
+from benchmarks.fp8_runs import BASE, Run, load_runs, points, summary, write
 from benchmarks.gate import ROOT
 from benchmarks.text import Text, installed_folders, read_text
 from moecore import (
@@ -306,7 +306,8 @@ def collect(
     run: Run, values: Tensor, held_out: list[tuple[int, Tensor]], probe: Probe | None
 ) -> Run:
     """Fill a run from what lies on the device."""
-    run.losses, run.loads, run.mean_loads, skipped = values.T.tolist()
+    losses, loads, mean_loads, skipped = values.T.tolist()
+    run.losses, run.loads, run.mean_loads = map(points, (losses, loads, mean_loads))
     run.skipped = int(sum(skipped))
     run.held_out = [[step, float(loss)] for step, loss in held_out]
     if probe is not None:
