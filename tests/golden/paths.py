@@ -128,6 +128,18 @@ PATHS: dict[str, Path] = {
         lr=0.001,
         bound=1e-2,
     ),
+    "fp8": Path(
+        world=2,
+        parallel=ParallelConfig(ep=2),
+        moe=replace(SHARED, dim=128, hidden_dim=128, shared_hidden_dim=128),
+        options=dict(
+            precision="blockwise", fsdp=replace(GATHERED_ONCE, param_dtype=torch.bfloat16)
+        ),
+        accumulate=2,
+        lr=0.001,
+        steps=8,
+        bound=4e-2,
+    ),
     "transformers": Path(
         world=2,
         kind="transformers",

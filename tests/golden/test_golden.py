@@ -25,8 +25,7 @@ def test_equals_its_record(name: str, results: dict[str, Result]) -> None:
 
 
 def test_one_bit_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    best, record = records.nearest(records.platform_key())
-    golden = record["paths"]["local"]
+    best, golden = records.nearest(records.platform_key(), "local")
     monkeypatch.setattr(records, "platform_key", lambda: best)
     monkeypatch.setattr(records, "_packages", lambda path: golden["versions"])
     assert not differences("local", golden)
