@@ -78,7 +78,7 @@ def test_refuses_a_part_that_is_parallelized_already() -> None:
     with pytest.raises(ValueError, match=r"0 \(FSDPSequential\) must not be parallelized already"):
         parallelize(nn.Sequential(part, MoELayer(CONFIG, device="meta")), meshes)
     other = nn.Sequential(part[1], nn.Linear(32, 32, device="meta"))
-    with pytest.raises(ValueError, match=r"0 \(FSDPMoELayer\) must not be parallelized already"):
+    with pytest.raises(ValueError, match=r"0 \(FSDPMoELayer\) must not be sharded already"):
         parallelize(other, meshes)
 
 

@@ -16,27 +16,39 @@
 `Window(size=True)` raises a ValueError of one line, "Window.size (True) must be a whole number
 >= 1: pass an int"; `Window(size=4, overlap=4)` "Window.overlap (4) must be < size (4): lower it".
 
-An annotation is a class (bool, int, float, str, torch.dtype, a record), a Literal, or a tuple or a
-union of these. `Annotated` adds bounds, the values of which it is one (`OneOf`), and a string, the
-fix. Numbers without a bound of their own stay within `MOST`, so that int32 and fp32 hold them. No
-value is converted, and a tensor or an array is no number.
+A public function checks its arguments likewise, in its first line:
+
+    def prune(root: str | os.PathLike[str], keep: Count) -> list[Path]:
+        check_arguments(prune, locals())
+
+An annotation is a class (bool, int, float, str, torch.dtype, a record), a Literal, or a tuple, a
+collection, a mapping or a union of these; of a Callable only that it can be called is known, and
+`Any` is not checked. `Annotated` adds bounds, the values of which it is one (`OneOf`), and a
+string, the fix. Numbers without a bound of their own stay within `MOST`, so that int32 and fp32
+hold them. No value is converted, and a tensor or an array is no number.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, reduce
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
+from torch import nn
 
 MOST: dict[type, float] = {int: 2**31 - 1, float: 1e38}
-NAMES = {
+NAMES: dict[Any, tuple[str, str]] = {
     bool: ("True or False", "pass a bool"),
     str: ("a string", "pass a str"),
     torch.dtype: ("a torch.dtype", "pass one, like torch.bfloat16"),
+    nn.Module: ("an nn.Module", "pass a model"),
+    os.PathLike: ("a path", "pass a pathlib.Path"),
+    Callable: ("a function", "pass one"),
+    Mapping: ("a dict", "pass a dict"),
 }
 
 Rules = Iterator[tuple[str, str]]  # (field, "<relation>: <fix>") of every broken rule
@@ -59,6 +71,9 @@ Count = Annotated[int, Bound(">=", 1)]
 CountOrZero = Annotated[int, Bound(">=", 0)]
 Positive = Annotated[float, Bound(">", 0)]
 PositiveOrZero = Annotated[float, Bound(">=", 0)]
+NumBytes = Annotated[int, Bound(">=", 1), Bound("<", 2**63)]
+Seed = Annotated[int, Bound(">=", -(2**63)), Bound("<", 2**64)]
+MaxNorm = Annotated[float, Bound(">", 0), Bound("<=", math.inf), "use math.inf to only measure"]
 
 
 class _Kind(NamedTuple):
@@ -92,6 +107,26 @@ def check_fields(record: Any, rules: Callable[[], Rules] | None = None) -> None:
         _refuse(record, name, relation)
 
 
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise for the first argument of the wrong type or range: the first line of a function.
+
+    Under torch.compile nothing is checked.
+
+    Args:
+        function: the caller.
+        arguments: its `locals()`.
+
+    Raises:
+        ValueError: of one line, with the argument, its value, what it must be and the fix.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, kind in _argument_kinds(function):
+        value = arguments[name]
+        if not kind.takes(value):
+            raise ValueError(f"{name} ({shown(value)}) must be {kind.name(value)}: {kind.fix}")
+
+
 def check_value(name: str, value: object, annotation: Any) -> None:
     """Raise a ValueError of one line when the value of an argument is not of its annotation."""
     kind = _kind(annotation)
@@ -120,6 +155,12 @@ def _kinds(record: Any) -> list[tuple[str, _Kind]]:
 
 
 @cache
+def _argument_kinds(function: Callable[..., Any]) -> list[tuple[str, _Kind]]:
+    hints = get_type_hints(function, include_extras=True)
+    return [(n, _kind(h)) for n, h in hints.items() if n != "return" and h is not Any]
+
+
+@cache
 def _kind(hint: Any) -> _Kind:
     """Return what an annotation takes."""
     notes: list[Any] = []
@@ -145,12 +186,57 @@ def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
         return _any_of([_kind(arg) for arg in args])
     if origin is tuple:
         return _tuple_of(args)
+    if hint in (Any, object):
+        return _Kind(lambda value: True, lambda value: "anything", "pass one")
+    if isinstance(origin, type):
+        return _generic(origin, args)
     if not isinstance(hint, type):
         raise TypeError(f"annotation {hint!r} must be one that check_fields knows")
     if hint is type(None):
         return _Kind(lambda value: value is None, lambda value: "None", "pass None")
-    name, fix = NAMES.get(hint, (f"a {hint.__name__}", f"pass a {hint.__name__}"))
-    return _Kind(lambda value: isinstance(value, hint), lambda value: name, fix)
+    return _Kind(
+        lambda value: isinstance(value, hint), lambda value: _names(hint)[0], _names(hint)[1]
+    )
+
+
+def _names(cls: type) -> tuple[str, str]:
+    article = "an" if cls.__name__[0] in "AEIOU" else "a"
+    return NAMES.get(cls, (f"{article} {cls.__name__}", f"pass {article} {cls.__name__}"))
+
+
+def _generic(origin: type, args: tuple[Any, ...]) -> _Kind:
+    """Return what a class with type arguments takes; an iterator is not consumed."""
+    if origin is type:
+        (base,) = args
+        name = f"a subclass of {base.__name__}"
+        return _Kind(
+            lambda value: isinstance(value, type) and issubclass(value, base),
+            lambda value: name,
+            "pass a class",
+        )
+    name, fix = _names(origin)
+    if issubclass(origin, Mapping):
+        keys, values = (_kind(arg) for arg in args)
+        return _Kind(
+            lambda value: (
+                isinstance(value, origin)
+                and all(keys.takes(k) and values.takes(v) for k, v in value.items())
+            ),
+            lambda value: f"{name} of {keys.name(None)} to {values.name(None)}",
+            fix,
+        )
+    if issubclass(origin, Iterable):
+        (items,) = (_kind(arg) for arg in args)
+        return _Kind(
+            lambda value: (
+                isinstance(value, origin)
+                and not isinstance(value, str | bytes | torch.Tensor)
+                and (not isinstance(value, Collection) or all(items.takes(item) for item in value))
+            ),
+            lambda value: f"a list, each {items.name(None)}",
+            "pass a list",
+        )
+    return _Kind(lambda value: isinstance(value, origin), lambda value: name, fix)
 
 
 def _number(base: type, bounds: list[Bound]) -> _Kind:
@@ -162,6 +248,10 @@ def _number(base: type, bounds: list[Bound]) -> _Kind:
     low = max(_inclusive(b, base) for b in bounds + implied if b.sign[0] == ">")
     high = min(_inclusive(b, base) for b in bounds + implied if b.sign[0] == "<")
 
+    noun = "a whole number" if base is int else "a finite number"
+    if high == math.inf:
+        noun = "a number"
+
     def is_number(value: object) -> bool:
         return isinstance(value, classes) and not isinstance(value, bool)
 
@@ -170,8 +260,10 @@ def _number(base: type, bounds: list[Bound]) -> _Kind:
 
     def name(value: Any) -> str:
         broken = is_number(value) and abs(value) > MOST[base]
-        limits = " and ".join(f"{b.sign} {b.limit!r}" for b in bounds + (implied if broken else []))
-        return f"{'a finite number' if base is float else 'a whole number'} {limits}".rstrip()
+        shown_bounds = [b for b in bounds if b.limit != math.inf]
+        shown_bounds += implied if broken else []
+        limits = " and ".join(f"{b.sign} {b.limit!r}" for b in shown_bounds)
+        return f"{noun} {limits}".rstrip()
 
     return _Kind(takes, name, f"pass {'a float' if base is float else 'an int'}")
 

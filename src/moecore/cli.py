@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from moecore.checkpoint.directory import check_step, latest, prunable, prune, whole_directories
+from moecore._fields import check_value
+from moecore.checkpoint.directory import Step, latest, prunable, prune, whole_directories
 from moecore.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.checkpoint.meter import Progress
 
@@ -319,7 +320,7 @@ def _progress(what: str) -> Iterator[Progress | None]:
 def _step(text: str) -> int:
     try:
         step = int(text)
-        check_step(step)
+        check_value("step", step, Step)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be a whole number >= 0 and < 10**18"

@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore._distributed import inherit_timeout, unflatten
-from moecore._fields import Count, Rules, check_fields
+from moecore._fields import Count, OneOf, Rules, check_arguments, check_fields
 from moecore.agreement import check_same, fields_of
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_DIMS = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
+DeviceType = Annotated[str, OneOf(("cpu", "cuda"))]
 # int >= 1, or what is left
 Degree = Annotated[Count | Literal[-1], "use -1 once per view, for what is left"]
 
@@ -76,7 +77,7 @@ class ParallelConfig:
                     f"{view} view: set one of them",
                 )
 
-    def resolve(self, world_size: int) -> ParallelConfig:
+    def resolve(self, world_size: Count) -> ParallelConfig:
         """Return the same config with every -1 replaced, checked against the world size.
 
         Args:
@@ -85,6 +86,7 @@ class ParallelConfig:
         Raises:
             ValueError: when a view's degrees do not multiply to `world_size`.
         """
+        check_arguments(ParallelConfig.resolve, locals())
         updates: dict[str, int] = {}
         for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
             degrees = {name: getattr(self, name) for name in names}
@@ -151,7 +153,7 @@ class Meshes:
         return self.dense.device_type
 
 
-def build_meshes(parallel: ParallelConfig, device_type: str | None = None) -> Meshes:
+def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None) -> Meshes:
     """Build both views over all ranks of the default process group.
 
     Starts the process group when there is none: from torchrun's environment, or as a world of one
@@ -167,9 +169,8 @@ def build_meshes(parallel: ParallelConfig, device_type: str | None = None) -> Me
     Raises:
         ValueError: when the degrees do not multiply to the world size, or differ between ranks.
     """
+    check_arguments(build_meshes, locals())
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device_type not in ("cpu", "cuda"):
-        raise ValueError(f'device_type ({device_type!r}) must be "cpu" or "cuda": choose one')
     world_size = (
         dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     )

@@ -10,12 +10,13 @@ import logging
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from moecore._fields import check_arguments
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.agreement import check_equal_weights, check_same
 from moecore.config import BalanceConfig
@@ -57,7 +58,7 @@ logger = logging.getLogger("moecore.parallelize")
 
 def parallelize_moe(
     model: nn.Module,
-    meshes: Meshes,
+    meshes: Annotated[Meshes, "pass build_meshes(ParallelConfig(...))"],
     *,
     dispatcher: DispatcherName = "auto",
     nvlink: NVLinkOptions | None = None,
@@ -98,6 +99,7 @@ def parallelize_moe(
         NotImplementedError: for cp > 1, pp > 1, a model without tensor parallelism under tp > 1,
             and customised blocks of transformers.
     """
+    check_arguments(parallelize_moe, locals())
     request = Request(
         meshes=meshes,
         dispatcher=dispatcher,

@@ -13,12 +13,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from moecore._autograd import has_gradient_hooks
 from moecore._distributed import HAS_SEPARATE_PIECES
-from moecore._fields import check_value
 from moecore.agreement import fields_of
 from moecore.config import BalanceConfig
 from moecore.fsdp.check import check_parameters
@@ -39,6 +39,7 @@ from moecore.precision.roles import Precision, Role
 
 DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
 LossConvention = Literal["mean", "sum"]
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
 @runtime_checkable
@@ -185,16 +186,6 @@ def check_layers(model: nn.Module, layers: Mapping[str, MoELayer], request: Requ
 
 def _check_arguments(request: Request) -> None:
     p, dispatcher, nvlink = request.meshes.parallel, request.dispatcher, request.nvlink
-    for name, annotation in (
-        ("dispatcher", DispatcherName),
-        ("loss", LossConvention),
-        ("expert_backend", ExpertBackend),
-        ("nvlink", NVLinkOptions | None),
-        ("balance", BalanceConfig | None),
-        ("precision", Precision | None),
-        ("fsdp", FSDPOptions | None),
-    ):
-        check_value(name, getattr(request, name), annotation)
     if nvlink is not None and dispatcher not in ("auto", "nvlink"):
         raise ValueError(
             f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink' or 'auto': "
@@ -217,15 +208,27 @@ def _check_arguments(request: Request) -> None:
 def _check_fresh(model: nn.Module) -> None:
     """Raise for a model that is sharded already, or that has hooks which sharding would lose."""
     for name, module in model.named_modules():
-        is_unit = isinstance(module, FSDPModule)
-        has_layers = is_unit and any(isinstance(m, MoELayer) for m in module.modules())  # type: ignore[attr-defined]
-        is_root = is_unit and module is model
-        if is_root or has_layers or getattr(module, STATE_NAME, None) is not None:
+        where = f"{name or 'model'} ({type(module).__name__})"
+        if isinstance(module, WRAPPERS):
             raise ValueError(
-                f"{name or 'model'} ({type(module).__name__}) must not be parallelized already: "
-                "call parallelize_moe once, on the whole"
+                f"{where} must not be wrapped for data parallelism, which parallelize_moe brings: "
+                "pass the module in it"
+            )
+        if getattr(module, STATE_NAME, None) is not None:
+            raise ValueError(
+                f"{where} must not be parallelized already: call parallelize_moe once, on the whole"
+            )
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{where} must not be sharded already: leave out fully_shard, FSDPOptions has its "
+                "choices, and call parallelize_moe once, on the whole"
             )
     for name, param in model.named_parameters():
+        if isinstance(param, DTensor) and "tp" not in (param.device_mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"{name} (a DTensor over {param.device_mesh.mesh_dim_names}) must be whole, or cut "
+                'over meshes.dense["tp"]: leave the sharding over data ranks to parallelize_moe'
+            )
         if has_gradient_hooks(param):
             raise ValueError(
                 f"{name} must have no hooks, which its sharded parameter would not have: after "

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore._autograd import mark
-from moecore.fsdp.clip import GradientNorm, check_max_norm, clip_grad_norm_, step_clipped
+from moecore._fields import Count, MaxNorm, check_arguments
+from moecore.fsdp.clip import GradientNorm, clip_grad_norm_, step_clipped
+from moecore.fsdp.late_parameters import refuse_earlier
 from moecore.fsdp.progress import Progress
 from moecore.fsdp.resident import resident_units
 from moecore.moe.layer import MoELayer
@@ -77,14 +79,17 @@ class TrainStep:
         model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
-        max_norm: float = math.inf,
-        num_micro_batches: int = 1,
+        max_norm: MaxNorm = math.inf,
+        num_micro_batches: Count = 1,
     ) -> None:
-        check_max_norm(max_norm)
+        check_arguments(TrainStep.__init__, locals())
         models = [model] if isinstance(model, nn.Module) else list(model)
+        if not models:
+            raise ValueError("model ([]) must be at least one model: pass that of parallelize_moe")
         self._states = [moe_state(one) for one in models]
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._optimizers = _listed(optimizer)
+        refuse_earlier(self._model, self._optimizers)
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()
@@ -245,12 +250,8 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
     if optimizer is None:
         return []
     found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    if not found or not all(isinstance(one, Optimizer) for one in found):
-        shown = ", ".join(type(one).__name__ for one in found)
-        raise ValueError(
-            f"optimizer ({shown}) must be an optimizer of torch.optim, several, or None: leave it "
-            "out to step yourself"
-        )
+    if not found:
+        raise ValueError("optimizer ([]) must be one, several or None: leave it out to step alone")
     return found
 
 

@@ -647,9 +647,9 @@ def _mixed_keys(path: Path) -> None:
         (_mixed_keys, r"extra counts \(dict\) must be JSON-able or a tensor"),
         (_int_keys, r"extra counts \(dict\) must be JSON-able or a tensor: JSON has lists for"),
         (_tuple, r"extra place \(list\) must be JSON-able or a tensor: JSON has lists for tuples"),
-        (_huge_step, r"step \(1000000000000000000\) must be a whole number >= 0 and < 10\*\*18"),
+        (_huge_step, r"step \(1000000000000000000\) must be a whole number >= 0 and < 10{18}: "),
         (_other_format, r"format \(99\) must be 3, or that of another moecore"),
-        (_unknown_verify, r"verify \('no'\) must be one of full, sizes"),
+        (_unknown_verify, r"verify \('no'\) must be one of .full., .sizes."),
         (_config_object, r"config \(int\) must be a mapping or a dataclass instance"),
     ],
 )

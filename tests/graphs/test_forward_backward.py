@@ -296,7 +296,7 @@ def test_all_ranks_raise_when_one_gives_up(found: dict[str, Any]) -> None:
 def test_a_model_must_be_parallelized_and_a_warm_up_be_there() -> None:
     with pytest.raises(ValueError, match="must be parallelized"):
         GraphedForwardBackward(print, nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"warm_up \(1\) must be >= 2"):
+    with pytest.raises(ValueError, match=r"warm_up \(1\) must be a whole number >= 2"):
         GraphedForwardBackward(print, nn.Linear(2, 2), warm_up=1)
 
 

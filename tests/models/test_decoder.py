@@ -186,7 +186,7 @@ def test_sampling_repeats_with_its_generator_and_passes_the_window():
     assert outs[0].shape == (1, 26)
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
     assert torch.equal(model.generate(prompt, 0), prompt)
-    with pytest.raises(ValueError, match=r"temperature \(-1\) must be >= 0"):
+    with pytest.raises(ValueError, match=r"temperature \(-1\) must be a finite number >= 0"):
         model.generate(prompt, 1, temperature=-1)
 
 

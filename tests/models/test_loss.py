@@ -123,7 +123,7 @@ def test_wrong_arguments_are_refused():
     hidden, weight, labels = make(4, 4, 8)
     with pytest.raises(ValueError, match=r"num_tokens \(torch.float32\) must be an integer"):
         linear_cross_entropy(hidden, weight, labels, num_tokens=torch.tensor(4.0))
-    with pytest.raises(ValueError, match=r"chunk_tokens \(0\) must be >= 1"):
+    with pytest.raises(ValueError, match=r"chunk_tokens \(0\) must be a whole number >= 1"):
         linear_cross_entropy(hidden, weight, labels, chunk_tokens=0)
     with pytest.raises(ValueError, match=r"labels_N \(3,\) must have one label for each row"):
         linear_cross_entropy(hidden, weight, labels[:3])

@@ -257,7 +257,7 @@ def test_options_that_do_not_exist(replay: RouterReplay) -> None:
     choices: Any = {"first": [GOOD], "second": [GOOD]}
     other: Any = "guess"
     with (
-        pytest.raises(ValueError, match=r"unrecorded \('guess'\) must be 'drop' or 'route'"),
+        pytest.raises(ValueError, match=r"unrecorded \('guess'\) must be one of 'drop', 'route'"),
         replay.replay(choices, unrecorded=other),
     ):
         pytest.fail("must be refused on entry")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from moecore._fields import check_arguments
 from moecore.config import MoEConfig
 from moecore.moe.experts import Experts
 from moecore.moe.layer import LayerLayout, MoELayer
@@ -40,6 +41,7 @@ def adopt(
             shared gate comes without its name, without `shared`, or the other way round.
         NotImplementedError: for latent experts.
     """
+    check_arguments(adopt, locals())
     if bool(layout.shared_gate) != (shared_gate is not None):
         raise ValueError(
             f"LayerLayout.shared_gate ({layout.shared_gate!r}) must name the shared_gate "

@@ -24,7 +24,9 @@ import re
 import shutil
 import uuid
 from pathlib import Path
+from typing import Annotated
 
+from moecore._fields import Bound, Count, check_arguments
 from moecore.checkpoint.files import (
     open_regular,
     read_regular,
@@ -39,6 +41,9 @@ from moecore.checkpoint.manifest import MANIFEST, Manifest
 POINTER = "latest"
 _STEP_NAME = re.compile(r"step-([0-9]{6,18})")
 _POINTER_TEXT = re.compile(r"(step-[0-9]{6,18}) ([0-9a-f]{64})\n")
+
+Step = Annotated[int, Bound(">=", 0), Bound("<", 10**18)]  # that a directory can be named after
+Keep = Annotated[Count, "the newest must stay"]
 
 logger = logging.getLogger("moecore.checkpoint")
 
@@ -56,6 +61,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     Raises:
         ValueError: when the pointer file is damaged, or the manifest of what it names.
     """
+    check_arguments(latest, locals())
     root = Path(root)
     named = _pointed(root) or _pointed(root)  # again: a save may have replaced and pruned it
     if named is not None:
@@ -84,6 +90,7 @@ def set_latest(path: str | os.PathLike[str]) -> None:
         ValueError: when it is not a whole checkpoint.
         OSError: when another job writes to the run.
     """
+    check_arguments(set_latest, locals())
     path = Path(path)
     if _step_of(path) is None or not is_whole(path):
         raise ValueError(f"path ({path}) must be a whole checkpoint, with a {MANIFEST}")
@@ -93,7 +100,7 @@ def set_latest(path: str | os.PathLike[str]) -> None:
         sync(path.parent)
 
 
-def prune(root: str | os.PathLike[str], keep: int) -> list[Path]:
+def prune(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
     """Remove whole checkpoints but the newest, and return those removed.
 
     The one that `latest` names always stays. Later steps than it, those of a run that was rolled
@@ -122,10 +129,9 @@ def _prune(root: Path, keep: int) -> list[Path]:
     return old
 
 
-def prunable(root: str | os.PathLike[str], keep: int) -> list[Path]:
+def prunable(root: str | os.PathLike[str], keep: Keep) -> list[Path]:
     """Return what `prune` would remove; see there."""
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise ValueError(f"keep ({keep!r}) must be a whole number >= 1: the newest must stay")
+    check_arguments(prunable, locals())
     newest = latest(root)
     if newest is None:
         return []
@@ -135,12 +141,6 @@ def prunable(root: str | os.PathLike[str], keep: int) -> list[Path]:
     order = [path for path in whole if (_step_of(path) or 0) > last]
     order += [path for path in whole if (_step_of(path) or 0) <= last]
     return order[:-keep]
-
-
-def check_step(step: int) -> None:
-    """Raise ValueError for a step that no directory can be named after."""
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-        raise ValueError(f"step ({step!r}) must be a whole number >= 0 and < 10**18")
 
 
 def check_unused(root: Path) -> None:

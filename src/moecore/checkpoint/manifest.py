@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 
+from moecore._fields import check_arguments
 from moecore.checkpoint.files import read_regular
 
 MANIFEST = "moecore.json"
@@ -169,13 +171,15 @@ def make_manifest(
     return parse_manifest(_dump(values | {"sha256": _digest(values)}) + "\n")
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a checkpoint directory.
 
     Raises:
         ValueError: when the directory is no whole checkpoint, or the manifest is damaged.
         OSError: when it cannot be read.
     """
+    check_arguments(read_manifest, locals())
+    path = Path(path)
     try:
         data = read_regular(path / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):

@@ -37,8 +37,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore._distributed import default_timeout
-from moecore._fields import CountOrZero, check_value
-from moecore.checkpoint.directory import check_step, directory_of, discard
+from moecore._fields import CountOrZero, check_arguments
+from moecore.checkpoint.directory import Step, directory_of, discard
 from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.meter import Meter, Progress
@@ -47,6 +47,7 @@ from moecore.checkpoint.ranks import gather, on_every_rank, on_first_rank
 from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.checkpoint.state import Optimizers
 from moecore.checkpoint.store import begin, locals_of, write
+from moecore.fsdp.late_parameters import refuse_earlier
 
 logger = logging.getLogger("moecore.checkpoint")
 
@@ -80,11 +81,12 @@ class Saver:
         optimizer: Optimizers | None,
         *,
         scheduler: Schedulers | None = None,
-        keep: int = 0,
+        keep: CountOrZero = 0,
         config: object = None,
         progress: Progress | None = None,
     ) -> None:
-        check_value("keep", keep, CountOrZero)
+        check_arguments(Saver.__init__, locals())
+        refuse_earlier(model, optimizer)
         self._model, self._optimizer = model, optimizer
         self._lock = RunLock(Path(root))
         self._scheduler, self._keep, self._config = scheduler, keep, config
@@ -131,7 +133,7 @@ class Saver:
         self._finish()
         on_every_rank(lambda: self._copies.reserve(locals_of(self._snapshot(0, None))), self._group)
 
-    def save(self, step: int, extra: Mapping[str, Any] | None = None, *, wait: bool) -> Path:
+    def save(self, step: Step, extra: Mapping[str, Any] | None = None, *, wait: bool) -> Path:
         """Save a step and return where it will be. Collective.
 
         With `wait=False` the model may change as soon as this returns; the checkpoint is there
@@ -149,7 +151,7 @@ class Saver:
             RuntimeError: when a rank has no memory for the copies; the draft is removed.
             OSError: when a rank could not write; of the save before, or with `wait` of this one.
         """
-        check_step(step)
+        check_arguments(Saver.save, locals())
         self._check_open()
         self._finish()
         snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)

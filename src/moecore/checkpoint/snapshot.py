@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from moecore.checkpoint.state import (
 from moecore.moe.state import MoEState
 
 
+@runtime_checkable
 class Scheduler(Protocol):
     """What is asked of a learning rate scheduler; torch's own have it."""
 

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore._fields import CountOrZero, check_value
+from moecore._fields import CountOrZero, check_arguments
 from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.comparison import (
     Comparison,
@@ -29,7 +29,7 @@ from moecore.checkpoint.comparison import (
     rng_target,
     summary,
 )
-from moecore.checkpoint.directory import check_step, directory_of, discard, new_draft
+from moecore.checkpoint.directory import Step, directory_of, discard, new_draft
 from moecore.checkpoint.hyperparameters import restore_groups
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.manifest import Manifest, read_manifest
@@ -50,7 +50,7 @@ from moecore.checkpoint.snapshot import (
 )
 from moecore.checkpoint.state import ModelView, Optimizers, restore_rng
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
-from moecore.checkpoint.verify import Verify, check_how, verify_files
+from moecore.checkpoint.verify import Verify, verify_files
 from moecore.step import drop_step
 
 logger = logging.getLogger("moecore.checkpoint")
@@ -58,13 +58,13 @@ logger = logging.getLogger("moecore.checkpoint")
 
 def save(
     root: str | os.PathLike[str],
-    step: int,
+    step: Step,
     model: nn.Module,
     optimizer: Optimizers | None,
     extra: Mapping[str, Any] | None = None,
     *,
     scheduler: Schedulers | None = None,
-    keep: int = 0,
+    keep: CountOrZero = 0,
     config: object = None,
 ) -> Path:
     """Write a checkpoint of this step and return its directory. Collective.
@@ -97,8 +97,7 @@ def save(
         OSError: when another job writes to `root`, before anything is written; when a rank could
             not write. Nothing changed for `latest` then.
     """
-    check_step(step)
-    check_value("keep", keep, CountOrZero)
+    check_arguments(save, locals())
     snapshot = on_every_rank(
         lambda: take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
     )
@@ -149,7 +148,7 @@ def load(
         ValueError: when the checkpoint is damaged or does not fit, before anything is changed.
         OSError: when a rank could not read; the model may then be part old, part new.
     """
-    check_how(verify)
+    check_arguments(load, locals())
     path, meter = Path(path), Meter(progress)
     check_same_path(path)
     manifest = on_first_rank(lambda: read_manifest(path))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch.distributed as dist
 
+from moecore._fields import check_arguments
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.ranks import gather, on_first_rank
@@ -32,16 +33,10 @@ def verify(
         ValueError: on every rank, naming the first damaged file.
         OSError: when a rank could not read.
     """
-    check_how(how)
+    check_arguments(verify, locals())
     manifest = on_first_rank(lambda: read_manifest(Path(path)))
     verify_files(Path(path), manifest, how, Meter(progress))
     return manifest
-
-
-def check_how(how: str) -> None:
-    """Raise ValueError for a way to verify that there is not."""
-    if how not in get_args(Verify):
-        raise ValueError(f"verify ({how!r}) must be one of {', '.join(get_args(Verify))}")
 
 
 def verify_files(path: Path, manifest: Manifest, how: Verify, meter: Meter) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore._autograd import mark
+from moecore._fields import MaxNorm, check_arguments
 from moecore.fsdp.late_parameters import refuse_added
 
 
@@ -67,7 +68,7 @@ class GradientNorm:
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> GradientNorm:
+def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm) -> GradientNorm:
     """Scale all gradients so that their global L2 norm is at most `max_norm`. One host sync.
 
     A nan or inf anywhere sets all gradients to None on every rank, so that an optimizer changes
@@ -84,7 +85,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> GradientNorm:
         ValueError: when `max_norm` is not positive, or a parameter was added after
             `parallelize_moe`, so that its gradient is not reduced.
     """
-    check_max_norm(max_norm)
+    check_arguments(clip_grad_norm_, locals())
     refuse_added(model)
     params = _trained(model)
     norm = _measure(params)
@@ -131,12 +132,6 @@ def step_clipped(
                 for name in signals:
                     delattr(optimizer, name)
     return norm
-
-
-def check_max_norm(max_norm: float) -> None:
-    """Raise for a norm that is not positive."""
-    if not max_norm > 0:
-        raise ValueError(f"max_norm ({max_norm}) must be > 0: use math.inf to only measure")
 
 
 def _can_skip(optimizer: torch.optim.Optimizer) -> bool:

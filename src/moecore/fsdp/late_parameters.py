@@ -5,12 +5,13 @@ A new head, or an adapter beside a layer: every rank would train its own copy, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from moecore._autograd import has_accumulate_hooks
 from moecore.fsdp.resident import resident_units
@@ -47,6 +48,27 @@ def refuse_added(model: nn.Module) -> None:
             "or its gradient is not reduced and every rank trains its own: add it before, freeze "
             "it, or reduce it in a hook (register_post_accumulate_grad_hook)"
         )
+
+
+def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
+    """Raise for an optimizer that was made before the model's parameters: it would train others.
+
+    Args:
+        model: of `parallelize_moe`, which replaces every parameter, as `to_empty` does on meta.
+        optimizer: of the model; it may hold parameters besides that are not the model's.
+
+    Raises:
+        ValueError: names the class of the first that holds none of the model's parameters.
+    """
+    own = set(model.parameters())
+    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        held = [] if one is None else [p for group in one.param_groups for p in group["params"]]
+        if held and own.isdisjoint(held):
+            raise ValueError(
+                f"optimizer ({type(one).__name__}) must hold parameters of the model, which "
+                "parallelize_moe and to_empty have replaced: make it of model.parameters() "
+                "afterwards"
+            )
 
 
 def _reduced(model: nn.Module) -> Iterator[nn.Parameter]:

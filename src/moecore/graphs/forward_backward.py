@@ -26,12 +26,13 @@ import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore._fields import Bound, check_arguments
 from moecore.fsdp.resident import free_units, progress_of
 from moecore.graphs.facts import Facts, facts_of
 from moecore.moe.dispatch.exchange import ExchangeError
@@ -40,6 +41,7 @@ from moecore.moe.state import MoEState, moe_state
 SYNC_WARNING = "called a synchronizing CUDA operation"
 WATCH_WARNING = "Synchronization debug mode is a prototype"
 Inputs = tuple[Tensor, ...]
+WarmUp = Annotated[int, Bound(">=", 2), "the first call makes buffers, the last is watched"]
 
 
 class GraphedForwardBackward:
@@ -83,13 +85,9 @@ class GraphedForwardBackward:
     """
 
     def __init__(
-        self, forward_backward: Callable[..., Any], model: nn.Module, *, warm_up: int = 2
+        self, forward_backward: Callable[..., Any], model: nn.Module, *, warm_up: WarmUp = 2
     ) -> None:
-        if warm_up < 2:
-            raise ValueError(
-                f"warm_up ({warm_up}) must be >= 2: the first call makes buffers, the last is "
-                "watched"
-            )
+        check_arguments(GraphedForwardBackward.__init__, locals())
         self._state = moe_state(model)
         _check_dispatchers(self._state)
         self._device = _gpu_of(model)

@@ -6,15 +6,17 @@ it. An MoE layer has kernels of its own and FSDP2 hooks inside, so it stays as i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from moecore._fields import check_arguments
 from moecore.moe.layer import MoELayer
 
 
-def compile_blocks(blocks: list[nn.Module], **options: Any) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     """Compile each block but for its MoE layers. In place; parameter names stay.
 
     `compile_regions` of a block, or of a module in it, names its methods that hold no MoE layer.
@@ -26,6 +28,7 @@ def compile_blocks(blocks: list[nn.Module], **options: Any) -> None:
             themselves are left alone.
         **options: of `torch.compile`.
     """
+    check_arguments(compile_blocks, locals())
     for block in blocks:
         if isinstance(block, MoELayer):
             continue

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moecore._fields import check_arguments
+
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 NEEDS_MASK = ("sliding_window", "s_aux", "softcap")
 
@@ -28,6 +30,7 @@ def use_causal_attention(model: nn.Module) -> None:
         ValueError: later, in a forward: when it gets a mask, positions or keys of an earlier
             forward, or a layer's attention is more than causal (a sliding window, sinks).
     """
+    check_arguments(use_causal_attention, locals())
     from transformers import AttentionInterface
 
     AttentionInterface.register(CAUSAL, _causal_attention)

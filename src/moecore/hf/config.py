@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moecore._fields import check_arguments
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.hf.files import CONFIG, INDEX, SINGLE, read_headers, read_index, read_json
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
@@ -93,6 +94,7 @@ def decoder_config_from_hf(config: HFConfig) -> DecoderConfig:
         NotImplementedError: naming the field that the native decoder cannot express; a transformers
             model can be parallelized as it is.
     """
+    check_arguments(decoder_config_from_hf, locals())
     fields = Fields(read_config(config))
     build = FAMILIES.get(fields.model_type)
     if build is None:

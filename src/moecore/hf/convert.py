@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore._fields import NumBytes, check_arguments
 from moecore.checkpoint.comparison import below
 from moecore.checkpoint.directory import (
-    check_step,
+    Step,
     check_unused,
     directory_of,
     discard,
@@ -46,7 +47,7 @@ from moecore.hf.config_problems import config_problems
 from moecore.hf.export import (
     KEPT_FP32,
     ExportLayout,
-    check_arguments,
+    check_target,
     fill_shards,
     make_items,
     names_of,
@@ -78,7 +79,7 @@ def native_to_hf(
     *,
     config: HFConfig,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: NumBytes = 5 * 10**9,
     layout: ExportLayout = "per_expert",
     progress: Progress | None = None,
 ) -> int:
@@ -102,9 +103,10 @@ def native_to_hf(
         NotImplementedError: when a tensor has no Hugging Face name.
         OSError: when a file could not be read or written; nothing is left behind.
     """
+    check_arguments(native_to_hf, locals())
     _check_alone()
     path, out = Path(path), Path(out)
-    check_arguments(out, dtype, max_shard_bytes, layout)
+    check_target(out, dtype)
     manifest = verify(path)
     prefix = PREFIX + _wrapper_of(below(PREFIX, manifest))
     tensors = below(prefix, manifest)
@@ -133,9 +135,9 @@ def hf_to_native(
     path: str | os.PathLike[str],
     root: str | os.PathLike[str],
     *,
-    step: int = 0,
+    step: Step = 0,
     dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5 * 10**9,
+    max_file_bytes: NumBytes = 5 * 10**9,
     progress: Progress | None = None,
 ) -> Path:
     """Write a Hugging Face directory as a checkpoint of the native decoder; return its directory.
@@ -157,9 +159,9 @@ def hf_to_native(
         NotImplementedError: when the native decoder cannot express the model.
         OSError: when a file could not be read or written; `latest` did not change then.
     """
+    check_arguments(hf_to_native, locals())
     _check_alone()
     path, root, meter = Path(path), Path(root), Meter(progress)
-    check_step(step)
     check_unused(root)
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:

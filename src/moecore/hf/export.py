@@ -21,11 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from moecore._fields import NumBytes, check_arguments
 from moecore.checkpoint.files import sync, write_new
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.ranks import check_visible, on_every_rank, on_first_rank
@@ -69,7 +70,7 @@ def export_hf(
     *,
     config: HFConfig | None = None,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: NumBytes = 5 * 10**9,
     layout: ExportLayout = "per_expert",
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -98,10 +99,11 @@ def export_hf(
         NotImplementedError: when the layout has no name for a tensor.
         OSError: on every rank, when one could not write; nothing is left behind.
     """
+    check_arguments(export_hf, locals())
     started, path, meter = time.monotonic(), Path(path), Meter(progress)
 
     def planned() -> tuple[dict[str, Tensor], dict[str, Recipe], list[list[Item]], dict[str, Any]]:
-        check_arguments(path, dtype, max_shard_bytes, layout)
+        check_target(path, dtype)
         values = export_config(model, config)
         tensors = model_tensors(model)
         recipes = _complete_plan(model, tensors, names_of(layout, values))
@@ -166,23 +168,15 @@ def write_directory(
         raise
 
 
-def check_arguments(
-    path: Path, dtype: torch.dtype | None, max_shard_bytes: int, layout: str
-) -> None:
-    """Raise ValueError for what `export_hf` cannot do."""
+def check_target(path: Path, dtype: torch.dtype | None) -> None:
+    """Raise ValueError for a directory that is there, or a dtype that would quantise."""
     if path.exists():
         raise ValueError(f"path ({path}) must not exist yet: choose another, or remove it")
-    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
-    if dtype is not None and not is_float:
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
         raise ValueError(
             f"dtype ({dtype!r}) must be a float of 16 bits or more, a torch.dtype, or None: export "
             "quantises nothing"
         )
-    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes ({max_shard_bytes!r}) must be a whole number >= 1")
-    if layout not in get_args(ExportLayout):
-        choices = ", ".join(repr(c) for c in get_args(ExportLayout))
-        raise ValueError(f"layout ({layout!r}) must be one of {choices}: choose one")
 
 
 def names_of(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:

@@ -7,12 +7,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from moecore._fields import Seed, check_arguments
 from moecore.checkpoint.buffers import fresh_buffers
 from moecore.moe.params import clean_name, init_normal_
 
 
 @torch.no_grad()
-def init_hf(model: nn.Module, seed: int = 0) -> None:
+def init_hf(model: nn.Module, seed: Seed = 0) -> None:
     """Fill every parameter and buffer of a transformers model: the same values on every layout.
 
     transformers' own initialisation knows no DTensors and no MoELayers. Norms are 1, biases 0
@@ -30,6 +31,7 @@ def init_hf(model: nn.Module, seed: int = 0) -> None:
 
     Note: CPU and CUDA draw different values from the same seed.
     """
+    check_arguments(init_hf, locals())
     std = getattr(cast(Any, model).config, "initializer_range", None)
     if std is None:
         raise ValueError(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore._fields import check_arguments
 from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.config_differences import own_config
 from moecore.checkpoint.ranks import on_every_rank, on_first_rank
@@ -128,6 +129,7 @@ def load_hf(
         NotImplementedError: for a model whose Hugging Face names are not known.
         OSError: on every rank, when one could not read; the model may then be part old, part new.
     """
+    check_arguments(load_hf, locals())
     started, options = time.monotonic(), _Options(strict, cast)
     path = Path(path)
     table, config = _first_rank_reads(path)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moecore._fields import CountOrZero, PositiveOrZero, Seed, check_arguments
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import Linear, RMSNorm
@@ -173,6 +174,7 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_arguments(Decoder.__init__, locals())
         super().__init__()
         self.config = config
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -193,7 +195,7 @@ class Decoder(nn.Module):
         return self.model.layers
 
     @torch.no_grad()
-    def init_weights(self, seed: int = 0) -> None:
+    def init_weights(self, seed: Seed = 0) -> None:
         """Fill every parameter and buffer, the same on every layout. No communication.
 
         Matrices are N(0, 0.02^2), those that write into the residual stream are divided by
@@ -204,6 +206,7 @@ class Decoder(nn.Module):
 
         Source: the scaled residual matrices are GPT-2's.
         """
+        check_arguments(Decoder.init_weights, locals())
         scale = 1.0 / math.sqrt(2 * self.config.num_layers)
         for path, module in self.named_modules():
             key = clean_name(path)
@@ -266,6 +269,7 @@ class Decoder(nn.Module):
         Raises:
             ValueError: for wrong shapes, a sequence that is too long or does not divide by tp.
         """
+        check_arguments(Decoder.forward, locals())
         self._check(tokens_BT, labels_BT, padding_mask_BT)
         x_BTD = self.model(tokens_BT, padding_mask_BT)
         out = self.lm_head(x_BTD, labels_BT, num_tokens, self._tied_weight)
@@ -304,9 +308,9 @@ class Decoder(nn.Module):
     def generate(
         self,
         tokens_BT: Tensor,
-        max_new_tokens: int,
+        max_new_tokens: CountOrZero,
         *,
-        temperature: float = 1.0,
+        temperature: PositiveOrZero = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Return the tokens followed by new ones, one forward over the window per new token.
@@ -323,8 +327,7 @@ class Decoder(nn.Module):
         Returns:
             int64 [B, T + max_new_tokens].
         """
-        if temperature < 0:
-            raise ValueError(f"temperature ({temperature}) must be >= 0")
+        check_arguments(Decoder.generate, locals())
         for _ in range(max_new_tokens):
             window = tokens_BT[:, -self.config.max_seq_len :]
             logits_BV = self._last_logits(window).float()

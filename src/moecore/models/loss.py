@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecore._fields import Count, check_arguments
 from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_
 
 
@@ -28,7 +29,7 @@ def linear_cross_entropy(
     labels_N: Tensor,
     *,
     num_tokens: Tensor | int | None = None,
-    chunk_tokens: int = 2048,
+    chunk_tokens: Count = 2048,
 ) -> Tensor:
     """Return the cross-entropy of softmax(hidden @ weight^T) against the labels, an fp32 scalar.
 
@@ -51,8 +52,7 @@ def linear_cross_entropy(
             one int64 label per row of `hidden_ND`, or dtypes differ without autocast.
         NotImplementedError: in backward with create_graph=True.
     """
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens ({chunk_tokens}) must be >= 1")
+    check_arguments(linear_cross_entropy, locals())
     # Mixed precision casts floating arguments of a module, which would round the count.
     if isinstance(num_tokens, Tensor) and num_tokens.is_floating_point():
         raise ValueError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from moecore._fields import check_arguments
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 
@@ -28,6 +29,7 @@ def preset(name: str) -> DecoderConfig:
     Raises:
         ValueError: for an unknown name.
     """
+    check_arguments(preset, locals())
     if name not in PRESETS:
         raise ValueError(f"preset ({name!r}) must be one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -9,12 +9,14 @@ Multi-token prediction counts, because training runs it; published sizes leave i
 
 from __future__ import annotations
 
+from moecore._fields import CountOrZero, check_arguments
 from moecore.config import MoEConfig
 from moecore.models.config import DecoderConfig, MLAConfig
 
 
 def num_params(config: DecoderConfig) -> int:
     """Return the number of parameters; a tied head counts once, buffers do not count."""
+    check_arguments(num_params, locals())
     experts = config.moe.num_experts if config.moe else 0
     return _embedding(config) + _non_embedding(config, experts)
 
@@ -24,11 +26,12 @@ def active_params(config: DecoderConfig) -> int:
 
     The embedding table counts whole, as in the published "active" figures.
     """
+    check_arguments(active_params, locals())
     experts = config.moe.top_k if config.moe else 0
     return _embedding(config) + _non_embedding(config, experts)
 
 
-def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
+def flops_per_token(config: DecoderConfig, seq_len: CountOrZero) -> float:
     """Return the FLOPs of forward and backward per token, recompute not counted.
 
         6 * N + 3 * L * H * (d + v) * T
@@ -43,6 +46,7 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
         config: the decoder.
         seq_len: tokens per sequence T.
     """
+    check_arguments(flops_per_token, locals())
     experts = config.moe.top_k if config.moe else 0
     matmul = _non_embedding(config, experts)
     matmul += _embedding(config) * (config.num_mtp_layers + config.tie_embeddings)

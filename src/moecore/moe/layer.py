@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore._autograd import mark
-from moecore._fields import check_fields
+from moecore._fields import PositiveOrZero, Seed, check_arguments, check_fields
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
@@ -72,6 +72,7 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_arguments(MoELayer.__init__, locals())
         super().__init__()
         self.config = config
         self.layout = layout or LayerLayout()
@@ -91,7 +92,7 @@ class MoELayer(nn.Module):
         if not router.weight.is_meta:
             self.init_weights(key="", seed=int(torch.randint(1 << 62, ())))  # torch.manual_seed's
 
-    def init_weights(self, *, key: str, std: float = 0.02, seed: int = 0) -> None:
+    def init_weights(self, *, key: str, std: PositiveOrZero = 0.02, seed: Seed = 0) -> None:
         """Fill all parameters, the same on every layout. No communication.
 
         Args:
@@ -102,6 +103,7 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: when an adopted child (a model's own shared expert) cannot be filled.
         """
+        check_arguments(MoELayer.init_weights, locals())
         for name, child in self.named_children():
             if not isinstance(child, Router | Experts | SharedExpert | Latent):
                 raise ValueError(
@@ -112,6 +114,7 @@ class MoELayer(nn.Module):
 
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
+        check_arguments(MoELayer.set_balance, locals())
         self.config = replace(self.config, balance=balance)
         self.tracker.set_config(self.config)
         for owner in (self.part("router"), self.part("experts")):

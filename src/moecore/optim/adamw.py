@@ -54,6 +54,7 @@ class AdamW(torch.optim.AdamW):
         *,
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_value("params", params, ParamsT)
         check_value("moment_dtype", moment_dtype, MOMENT_DTYPE)
         pair = tuple(betas) if isinstance(betas, list) else betas
         AdamWOptions(lr=lr, betas=pair, eps=eps, weight_decay=weight_decay)

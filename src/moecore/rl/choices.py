@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecore._fields import check_arguments
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 
@@ -85,6 +86,7 @@ def choices_to_tensors(choices: Mapping[str, Sequence[Tensor]]) -> dict[str, Ten
     Names are "<layer>/<forward>", for example "model.layers.3.mlp/0"; a layer that never ran is
     "<layer>/none", a tensor without elements. Tensors are contiguous and share no memory.
     """
+    check_arguments(choices_to_tensors, locals())
     tensors: dict[str, Tensor] = {}
     for name, records in choices.items():
         for forward, ids_TK in enumerate(records):
@@ -100,6 +102,7 @@ def choices_from_tensors(tensors: Mapping[str, Tensor]) -> Choices:
     Raises:
         ValueError: for a name of another form, or a layer whose forwards are not 0, 1, 2, ...
     """
+    check_arguments(choices_from_tensors, locals())
     found: dict[str, dict[int, Tensor]] = {}
     for key, ids_TK in tensors.items():
         name, slash, forward = key.rpartition("/")

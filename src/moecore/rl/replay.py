@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore._fields import Count, CountOrZero, check_arguments
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name
 from moecore.moe.router import Router
@@ -48,6 +49,7 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module, *, layers: Sequence[str] | None = None) -> None:
+        check_arguments(RouterReplay.__init__, locals())
         found = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
         if not found:
             raise ValueError(
@@ -103,6 +105,7 @@ class RouterReplay:
         Raises:
             ValueError: when nothing has been recorded.
         """
+        check_arguments(RouterReplay.choices, locals())
         if self._records is None:
             raise ValueError(
                 "choices (None) must have been recorded: run forwards inside record() and leave it"
@@ -142,6 +145,7 @@ class RouterReplay:
                 captures a forward, and in backward for a recompute that belongs to no known forward
                 and nothing was selected.
         """
+        check_arguments(RouterReplay.replay, locals())
         self._agree(lambda: check_choices(choices, self.layers))
         self._check_unrecorded(unrecorded)
         refuse_taken(self._routers)
@@ -175,7 +179,7 @@ class RouterReplay:
         if error is not None:
             raise error
 
-    def select(self, forward: int | None) -> None:
+    def select(self, forward: CountOrZero | None) -> None:
         """Say which entry forwards use from now on, until `replay` ends; None = the next one.
 
         For schedules that run forwards in another order than they were recorded, or repeat one. A
@@ -187,10 +191,9 @@ class RouterReplay:
         Raises:
             ValueError: outside of `replay`, or for a negative index.
         """
+        check_arguments(RouterReplay.select, locals())
         if self._replaying is None:
             raise ValueError(f"select({forward}) must be called inside replay(): enter it first")
-        if forward is not None and forward < 0:
-            raise ValueError(f"forward ({forward}) must be >= 0: count from the first forward")
         self._replaying.selected = forward
 
     def from_engine(self, indices: Any, layer_names: Sequence[str | None] | None = None) -> Choices:
@@ -212,13 +215,14 @@ class RouterReplay:
             ValueError: for wrong shapes, dtypes or ids, layers that are not named exactly once, or
                 a sequence that tp does not divide.
         """
+        check_arguments(RouterReplay.from_engine, locals())
         names = list(self.layers) if layer_names is None else layer_names
         forwards = indices if isinstance(indices, list | tuple) else [indices]
         every = [own_choices(indices_BSLK, self.layers, names) for indices_BSLK in forwards]
         return {name: [own[name] for own in every] for name in self.layers}
 
     def to_engine(
-        self, choices: Mapping[str, Sequence[Tensor]], *, batch_size: int = 1
+        self, choices: Mapping[str, Sequence[Tensor]], *, batch_size: Count = 1
     ) -> list[Tensor]:
         """Return int32 [batch, sequence, layers, K] per forward: the reverse of `from_engine`.
 
@@ -232,11 +236,10 @@ class RouterReplay:
             ValueError: for choices that do not fit the layers, or of layers that ran different
                 numbers of times, on different tokens or with different K.
         """
+        check_arguments(RouterReplay.to_engine, locals())
         return engine_indices(choices, self.layers, batch_size)
 
     def _check_unrecorded(self, unrecorded: str) -> None:
-        if unrecorded not in get_args(Unrecorded):
-            raise ValueError(f"unrecorded ({unrecorded!r}) must be 'drop' or 'route'")
         for name, layer in self.layers.items():
             if unrecorded == "route" and layer.config.assignment == "expert_choice":
                 raise NotImplementedError(

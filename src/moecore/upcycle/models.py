@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moecore._fields import check_fields
+from moecore._fields import check_arguments, check_fields
 from moecore.adapters.adopt import adopt
 from moecore.config import GATED_ACTIVATIONS, MoEConfig
 from moecore.models.config import DecoderConfig
@@ -46,6 +46,7 @@ def upcycle_config(
         ValueError: when the decoder has MoE layers already, a layer does not exist, or a converted
             layer can not give the dense output.
     """
+    check_arguments(upcycle_config, locals())
     if config.moe is not None:
         raise ValueError(
             "DecoderConfig.moe must be None for upcycling, which starts from a dense decoder: "
@@ -85,6 +86,7 @@ def upcycle_state_dict(
     Raises:
         ValueError: when a tensor is missing, left over or of another shape.
     """
+    check_arguments(upcycle_state_dict, locals())
     skeleton = Decoder(config, device="meta")
     found = dict(state)
     for name, module in skeleton.named_modules():
@@ -139,6 +141,7 @@ def upcycle_decoder(
     Raises:
         ValueError: as `upcycle_config` and `upcycle_state_dict`.
     """
+    check_arguments(upcycle_decoder, locals())
     config = upcycle_config(model.config, options, layers=layers, **moe_fields)
     state = upcycle_state_dict(model.state_dict(), config=config, options=options)
     upcycled = Decoder(config, device="meta")
@@ -195,6 +198,7 @@ def upcycle_modules(
         ValueError: when an MLP is not found, has another form than `names` and the activation,
             or cannot be upcycled. The model is then unchanged.
     """
+    check_arguments(upcycle_modules, locals())
     names = names or MLPNames()
     layers: dict[nn.Module, MoELayer] = {}
     for name, block in _find(model, mlps).items():

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore._fields import Bound, Count, Rules, check_fields
+from moecore._fields import Bound, Count, Rules, check_arguments, check_fields
 from moecore.config import MoEConfig
 from moecore.moe.params import init_normal_
 
@@ -237,6 +237,7 @@ def upcycle_mlp(
         ValueError: when a tensor is missing, sharded, on meta or of another shape, or when the
             layer can not give the dense output.
     """
+    check_arguments(upcycle_mlp, locals())
     check_upcycle(config, options)
     _check_dense(dense, config, options, key)
     X, G = options.expansion, options.granularity

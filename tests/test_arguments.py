@@ -1,0 +1,133 @@
+"""Arguments of every public function: a value of a wrong type ends in one line that names it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moecore import BalanceConfig, LayerLayout, MoEConfig, MoELayer, ParallelConfig, build_meshes
+from moecore._fields import shown
+from moecore.checkpoint import UpcycleOptions
+from moecore.models import Decoder, preset
+from moecore.rl import RouterReplay
+from tests.test_api import SECTIONS
+from tests.test_fields import RECORDS
+
+TINY = preset("tiny")
+LAYER = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
+REPLAY = RouterReplay(MoELayer(LAYER))
+META = Decoder(TINY, device="meta")
+OPTIONS = UpcycleOptions(expansion=2, granularity=2, top_k=2)
+TOKENS = torch.ones(1, 4, dtype=torch.long)
+
+# What is no call: types of annotations, protocols, and records that moecore itself fills.
+NO_CALLS = {
+    *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
+    *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
+    *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
+}
+# Without a rule in the annotations: optimizers of torch check these in their own words.
+ELSEWHERE = {("AdamW", name) for name in ("lr", "betas", "eps", "weight_decay", "moment_dtype")}
+# Types that an annotation may name for each hostile value: with one of them it may be taken.
+WRONG: list[tuple[Any, str]] = [
+    (None, "None|Any|object"),
+    ("no such", "str|HFConfig|Any|object"),
+    (b"no", "Any|object"),
+    (1.5, "float|PositiveOrZero|MaxNorm|Any|object"),
+    (True, "bool|Any|object"),
+    (-1, "int|Seed|float|Any|object"),
+    ([], "Sequence|Iterable|Collection|Optimizers|Schedulers|ParamsT|Any|object"),
+    ({}, "Mapping|HFConfig|ParamsT|Iterable|Collection|dict|Any|object"),
+    ([1], "Any|object|Iterable"),
+    ({1: 2}, "Any|object|Iterable"),
+    (object(), "Any|object"),
+    (MoEConfig, "type|Callable|Progress|Any|object"),
+    (Path("no/such"), "PathLike|HFConfig|Any|object"),
+    (torch.ones(2), "Tensor|Any|object"),
+]
+
+
+METHODS: tuple[tuple[Any, str], ...] = (
+    (ParallelConfig(), "resolve"),
+    (MoELayer(LAYER), "init_weights"),
+    (MoELayer(LAYER), "set_balance"),
+    (META, "init_weights"),
+    (META, "forward"),
+    (META, "generate"),
+    *(
+        (RouterReplay(MoELayer(LAYER)), n)
+        for n in ("choices", "replay", "select", "to_engine", "from_engine")
+    ),
+)
+# Valid values of parameters without a default, by name, and where one name has several types.
+VALID: dict[str, Any] = {
+    **dict(model=META, meshes=None, parallel=ParallelConfig(), path="no", root="no", out="no"),
+    **dict(optimizer=None, step=1, keep=1, name="tiny", config=TINY, options=OPTIONS, key="a"),
+    **dict(layout=LayerLayout(), router={}, experts={}, dense={}, state={}, mlps=[], blocks=[]),
+    **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
+    **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
+    **dict(world_size=1, balance=BalanceConfig(), max_new_tokens=1, indices=TOKENS),
+}
+CONFIGS: dict[str, Any] = {
+    "MoELayer": LAYER,
+    "adopt": LAYER,
+    "upcycle_mlp": LAYER,
+    "native_to_hf": {},
+}
+
+
+def public_calls() -> dict[str, Callable[..., Any]]:
+    """Return what is public and takes arguments, by name."""
+    modules = [import_module(name) for name in SECTIONS]
+    left_out = NO_CALLS | {record.__name__ for record, _ in RECORDS}
+    found = {n: getattr(m, n) for m in modules for n in m.__all__ if n not in left_out}
+    return found | {f"{type(o).__name__}.{n}": getattr(o, n) for o, n in METHODS}
+
+
+def wrong_calls() -> Iterator[tuple[str, str, Callable[..., Any], dict[str, Any]]]:
+    """Yield function, parameter, function and arguments with one value of a wrong type."""
+    meshes = build_meshes(ParallelConfig(), "cpu")
+    for name, function in public_calls().items():
+        parameters = inspect.signature(function).parameters.values()
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+        valid = {n: VALID[n] for n in needed} | ({"meshes": meshes} if "meshes" in needed else {})
+        if "config" in needed:
+            valid["config"] = CONFIGS.get(name, TINY)
+        for parameter in parameters:
+            allowed = str(parameter.annotation)
+            if parameter.kind == parameter.VAR_KEYWORD or (name, parameter.name) in ELSEWHERE:
+                continue
+            for value, words in WRONG:
+                if not re.search(rf"\b({words})\b", allowed):
+                    yield name, parameter.name, function, valid | {parameter.name: value}
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for paths of calls that should have been refused
+    problems, number = [], 0
+    for name, parameter, function, arguments in wrong_calls():
+        number += 1
+        what = f"{name}({parameter}={shown(arguments[parameter])})"
+        try:
+            made = function(**arguments)
+            if hasattr(made, "__enter__"):
+                made.__enter__()
+            problems.append(f"{what} is taken")
+        except ValueError as error:
+            text = str(error)
+            if "\n" in text or len(text) > 500 or not text.startswith(f"{parameter} ("):
+                problems.append(f"{what}: {text!r}")
+        except Exception as error:
+            problems.append(f"{what}: {error!r}")
+    assert not problems, f"{len(problems)} of {number}: " + "\n".join(problems[:40])
+    assert number > 1500, number
