@@ -91,11 +91,13 @@ class ParallelConfig:
         for view, names in (("dense", DENSE_DIMS), ("expert", EXPERT_DIMS)):
             degrees = {name: getattr(self, name) for name in names}
             given = math.prod(value for value in degrees.values() if value != -1)
-            shown = " * ".join(f"{n}={v}" for n, v in degrees.items() if v != 1) or "1"
+            shown = " * ".join(f"{n}={v}" for n, v in degrees.items() if v not in (1, -1)) or "1"
             if world_size % given:
+                start = f"start ranks with torchrun --nproc-per-node {given}, or lower a degree"
+                fix = "change one of the degrees or the number of ranks"
                 raise ValueError(
                     f"ParallelConfig {view} view ({shown} = {given}) must divide the world size "
-                    f"({world_size}): change one of the degrees or the number of ranks"
+                    f"({world_size}): {start if world_size == 1 else fix}"
                 )
             open_names = [n for n, v in degrees.items() if v == -1]
             if open_names:
@@ -170,7 +172,10 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
         ValueError: when the degrees do not multiply to the world size, or differ between ranks.
     """
     check_arguments(build_meshes, locals())
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    has_gpu = torch.cuda.is_available()
+    device_type = device_type or ("cuda" if has_gpu else "cpu")
+    if device_type == "cuda" and not has_gpu:
+        raise ValueError('device_type (cuda) must be "cpu" here: torch sees no GPU')
     world_size = (
         dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     )

@@ -67,6 +67,7 @@ def parallelize_moe(
     overlap_shared: bool = False,
     compile_dense: bool = False,
     balance: BalanceConfig | None = None,
+    moe: Mapping[str, Any] | None = None,
     precision: Precision | Recipe | PrecisionName | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
@@ -87,6 +88,8 @@ def parallelize_moe(
         overlap_shared: on GPUs, run shared experts on a stream of their own. Experimental.
         compile_dense: run attention, norms and residual adds through torch.compile.
         balance: of every MoE layer; None keeps each one's own.
+        moe: fields of `MoEConfig` for every MoE layer, such as a transformers model's: capacity,
+            router_dtype, router_jitter.
         precision: which products are in FP8: "auto", a scaling or a recipe for all roles, or a
             record; None = none. Routed experts then need expert_backend "auto" or "triton".
         fsdp: FSDP2 choices; None = the defaults.
@@ -109,6 +112,7 @@ def parallelize_moe(
         overlap_shared=overlap_shared,
         compile_dense=compile_dense,
         balance=balance,
+        moe=dict(moe or {}),
         precision=Precision.of(precision),
         fsdp=fsdp or FSDPOptions(),
         loss=loss,
@@ -159,8 +163,7 @@ def _apply(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -
         apply_precision(model, request.precision)
     for name, layer in layers.items():
         layer.tracker.reset()  # what ran before is no part of a step
-        if request.balance is not None:
-            layer.set_balance(request.balance)
+        layer.set_config(request.config_of(layer))
         _place_experts(name, layer, request, exchanges)
         if layer.layout.shared in layer._modules:
             layer.shared_stream = stream

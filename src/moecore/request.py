@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from moecore._autograd import has_gradient_hooks
 from moecore._distributed import HAS_SEPARATE_PIECES
 from moecore.agreement import fields_of
-from moecore.config import BalanceConfig
+from moecore.config import BalanceConfig, MoEConfig
 from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import FSDPOptions, is_tied, keeps_precision
 from moecore.kernels.experts.contract import ExpertSpec
@@ -39,6 +39,7 @@ from moecore.precision.roles import Precision, Role
 
 DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
 LossConvention = Literal["mean", "sum"]
+MOE_FIELDS = ("capacity", "router_dtype", "router_jitter")  # of MoEConfig: they decide no parameter
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 
@@ -66,6 +67,7 @@ class Request:
     overlap_shared: bool
     compile_dense: bool
     balance: BalanceConfig | None
+    moe: Mapping[str, Any]
     precision: Precision | None
     fsdp: FSDPOptions
     loss: LossConvention
@@ -97,6 +99,11 @@ class Request:
         names = layer.layout
         part = names.experts if role == "experts" else names.shared
         return self.precision.recipe_of(clean_name(f"{layer_name}.{part}".lstrip(".")), role)
+
+    def config_of(self, layer: MoELayer) -> MoEConfig:
+        """Return what a layer trains with; raises for what its own config does not allow."""
+        balance = self.balance or layer.config.balance
+        return replace(layer.config, **self.moe, balance=balance)
 
     def spec_of(self, layer: MoELayer, recipe: Recipe | None) -> ExpertSpec:
         """Return what decides which products can compute a layer's experts on this rank."""
@@ -186,6 +193,12 @@ def check_layers(model: nn.Module, layers: Mapping[str, MoELayer], request: Requ
 
 def _check_arguments(request: Request) -> None:
     p, dispatcher, nvlink = request.meshes.parallel, request.dispatcher, request.nvlink
+    for name in request.moe:
+        if name not in MOE_FIELDS:
+            raise ValueError(
+                f"moe ({name!r}) must name one of {', '.join(map(repr, MOE_FIELDS))}: balance is "
+                "an argument of its own, and the model decides what else its layers compute"
+            )
     if nvlink is not None and dispatcher not in ("auto", "nvlink"):
         raise ValueError(
             f"nvlink ({nvlink}) must go with dispatcher ({dispatcher!r}) = 'nvlink' or 'auto': "
@@ -271,7 +284,7 @@ def _check_dense(request: Request) -> None:
             f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "
             "layers: drop them, or register an adapter for its MoE blocks, see docs/adapters.md"
         )
-    unused = [n for n in ("nvlink", "recompute_fc1", "balance") if getattr(request, n)]
+    unused = [n for n in ("nvlink", "recompute_fc1", "balance", "moe") if getattr(request, n)]
     if unused:
         warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=5)
 
@@ -313,8 +326,7 @@ def _check_compute(name: str, layer: MoELayer, request: Request) -> None:
     shared = request.recipe_of(name, layer, "shared_experts")
     if isinstance(layer._modules.get(layer.layout.shared), SharedExpert) and shared is not None:
         _check_shared(name, layer.part("shared"), shared)
-    if request.balance is not None:
-        replace(layer.config, balance=request.balance)  # its own rules
+    request.config_of(layer)
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:

@@ -89,6 +89,7 @@ class TrainStep:
         self._states = [moe_state(one) for one in models]
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._optimizers = _listed(optimizer)
+        _check_real(self._model, self._optimizers)
         refuse_earlier(self._model, self._optimizers)
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
@@ -253,6 +254,16 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
     if not found:
         raise ValueError("optimizer ([]) must be one, several or None: leave it out to step alone")
     return found
+
+
+def _check_real(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise for an optimizer of parameters that `to_empty` will replace."""
+    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if optimizers and on_meta is not None:
+        raise ValueError(
+            f"{on_meta} (on meta) must have storage before the optimizer is made: call "
+            "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"
+        )
 
 
 def _joined(metrics: Sequence[MoEMetrics]) -> MoEMetrics:

@@ -266,13 +266,19 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("beside", [(), (Stacked,)])
 @pytest.mark.parametrize("kind", ROUTED)
-def test_experts_without_an_adapter_are_not_dense_in_silence(kind: str, beside: Any) -> None:
-    model = block_list(*(block() for block in beside), ROUTED[kind]())
-    with pytest.warns(UserWarning, match=rf"layers.{len(beside)}.0 \(Module\) looks like a router"):
-        layers = swap_blocks(model, dict.fromkeys(beside, stacked_adapter))
-    assert len(layers) == len(beside)
+def test_experts_without_an_adapter_are_not_dense_in_silence(kind: str) -> None:
+    adapters = {Stacked: stacked_adapter}
+    with pytest.warns(UserWarning, match=r"layers.0.0 \(Module\) looks like a router"):
+        assert not swap_blocks(block_list(ROUTED[kind]()), {})
+    message = (
+        r"block layers.1.0 \(Module\) must have an adapter, as layers.0.0 of the same list has"
+    )
+    with pytest.raises(ValueError, match=message):
+        swap_blocks(block_list(Stacked(), ROUTED[kind]()), adapters)
+    apart = parts(layers=block_list(Stacked()), head=ROUTED[kind]())
+    with pytest.warns(UserWarning, match=r"head \(Module\) looks like a router"):
+        assert len(swap_blocks(apart, adapters)) == 1
 
 
 @pytest.mark.parametrize("kind", DENSE)

@@ -632,10 +632,10 @@ def _mixed_keys(path: Path) -> None:
         ),
         (
             _optimizers_by_name,
-            r"optimizer \(dict\) must be one of torch's, or a list of several",
+            r"optimizer \(\{.*\) must be an Optimizer or a list, each an Optimizer",
         ),
-        (_no_optimizers, r"optimizer \(list\) must be one of torch's, or a list of several: pass"),
-        (_optimizer_and_none, r"optimizer \(NoneType\) must be one of torch's, or a list of sever"),
+        (_no_optimizers, r"optimizer \(\[\]\) must be one of torch's, or a list of several: pass"),
+        (_optimizer_and_none, r"optimizer \(\[.* must be an Optimizer or a list, each an Opt"),
         (
             _no_schedulers,
             r"scheduler \(\[\]\) must hold a scheduler: pass None where there is none",

@@ -34,7 +34,8 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
             else than a MoELayer, or a block that would be swapped has hooks. The model is then
             unchanged.
 
-    Warns of experts that are sharded as dense modules: see `_routes_densely`.
+    Warns of experts that are sharded as dense modules: see `_routes_densely`. They are refused in a
+    list whose other entries hold known MoE blocks.
     """
     found = _find_blocks(model, adapters)
     used = {type(model.get_submodule(name)) for name in found}
@@ -76,6 +77,7 @@ def _find_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str
             f"MoE block {unknown[0]}{_more(unknown)} has no adapter: pass parallelize_moe(..., "
             "adapters={BlockClass: fn(block, model) -> MoELayer}), see docs/adapters.md"
         )
+    _refuse_beside(dense, inside)
     if dense:
         warnings.warn(
             f"{dense[0]}{_more(dense)} looks like a router and a list of experts without an "
@@ -89,6 +91,24 @@ def _find_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str
             "nn.Sequential, or build a MoELayer"
         )
     return found
+
+
+def _refuse_beside(dense: Sequence[str], inside: Sequence[str]) -> None:
+    """Raise for a look-alike in an entry of a list whose other entries hold known MoE blocks."""
+    known = [name.rstrip(".").split(".") for name in inside]
+    for name in dense:
+        path = name.partition(" ")[0].split(".")
+        # The outermost entry of a list that holds the look-alike and no known block.
+        places = [i for i, part in enumerate(path) if part.isdecimal()]
+        alone = (i for i in places if not any(k[: i + 1] == path[: i + 1] for k in known))
+        i = next(alone, None)
+        beside = [k for k in known if i is not None and k[:i] == path[:i] and k[i].isdecimal()]
+        if beside:
+            raise ValueError(
+                f"MoE block {name} must have an adapter, as {'.'.join(beside[0])} of the same list "
+                "has: pass parallelize_moe(..., adapters={BlockClass: fn(block, model) -> "
+                "MoELayer}), see docs/adapters.md"
+            )
 
 
 def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> MoELayer:

@@ -351,6 +351,8 @@ class Decoder(nn.Module):
     def _check(
         self, tokens_BT: Tensor, labels_BT: Tensor | None, padding_mask_BT: Tensor | None
     ) -> None:
+        if tokens_BT.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens ({tokens_BT.dtype}) must be ids: pass tokens.long()")
         if tokens_BT.ndim != 2:
             raise ValueError(f"tokens {tuple(tokens_BT.shape)} must be [B, T]: add a batch dim")
         if tokens_BT.shape[1] > self.config.max_seq_len:

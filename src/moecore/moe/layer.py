@@ -115,10 +115,17 @@ class MoELayer(nn.Module):
     def set_balance(self, balance: BalanceConfig) -> None:
         """Replace the balance config of this layer."""
         check_arguments(MoELayer.set_balance, locals())
-        self.config = replace(self.config, balance=balance)
-        self.tracker.set_config(self.config)
+        self.set_config(replace(self.config, balance=balance))
+
+    def set_config(self, config: MoEConfig) -> None:
+        """Follow a config that differs in balance, capacity, router_dtype or router_jitter alone.
+
+        Those decide no parameter and no option of the kernels.
+        """
+        self.config = config
+        self.tracker.set_config(config)
         for owner in (self.part("router"), self.part("experts")):
-            owner.config = self.config
+            owner.config = config
 
     def drop_step(self) -> None:
         """Drop the counts since the last optimizer step, and weights that were cast for it."""

@@ -55,7 +55,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.options = _options(config)  # no field of it changes with `set_balance`
+        self.options = _options(config)  # no field of it changes with `set_config`
         self.expert_bias_name = expert_bias_name
         self.tape: ChoiceTape | None = None
         # (T, E, K, device) -> int32 ids [T, K], whatever the scores; see moe/forced.py.

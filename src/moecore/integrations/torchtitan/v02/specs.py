@@ -23,13 +23,16 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moecore.integrations.torchtitan.missing import import_error
+
 try:
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 except ModuleNotFoundError as error:
-    raise ImportError(
+    raise import_error(
+        error,
         "moecore.integrations.torchtitan.v02.specs needs torchtitan 0.2 (pip install "
         "'torchtitan<0.3'): with torchtitan 0.3 use --module "
-        "moecore.integrations.torchtitan.v03.jobs"
+        "moecore.integrations.torchtitan.v03.jobs",
     ) from error
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import (

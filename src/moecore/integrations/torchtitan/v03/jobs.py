@@ -21,13 +21,16 @@ from functools import partial
 
 from torch import nn
 
+from moecore.integrations.torchtitan.missing import import_error
+
 try:
     from torchtitan.protocols.model_spec import ModelSpec
 except ModuleNotFoundError as error:
-    raise ImportError(
+    raise import_error(
+        error,
         "moecore.integrations.torchtitan.v03.jobs needs torchtitan 0.3 (pip install "
         "'torchtitan>=0.3', torch >= 2.14): with torchtitan 0.2 use "
-        "moecore.integrations.torchtitan.v02.specs"
+        "moecore.integrations.torchtitan.v02.specs",
     ) from error
 from torchtitan.components.optimizer import default_adamw, register_moe_load_balancing_hook
 from torchtitan.components.quantization.utils import has_quantization
