@@ -14,7 +14,8 @@ import torch
 
 from moecore import BalanceConfig, LayerLayout, MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore._fields import shown
-from moecore.checkpoint import UpcycleOptions
+from moecore.checkpoint import UpcycleOptions, latest, load, read_manifest, set_latest, verify
+from moecore.hf import decoder_config_from_hf, hf_to_native, load_hf, native_to_hf
 from moecore.models import Decoder, preset
 from moecore.rl import RouterReplay
 from tests.test_api import SECTIONS
@@ -61,10 +62,8 @@ METHODS: tuple[tuple[Any, str], ...] = (
     (META, "init_weights"),
     (META, "forward"),
     (META, "generate"),
-    *(
-        (RouterReplay(MoELayer(LAYER)), n)
-        for n in ("choices", "replay", "select", "to_engine", "from_engine")
-    ),
+    (OPTIONS, "moe_config"),
+    *((REPLAY, n) for n in ("choices", "replay", "select", "to_engine", "from_engine")),
 )
 # Valid values of parameters without a default, by name, and where one name has several types.
 VALID: dict[str, Any] = {
@@ -73,7 +72,9 @@ VALID: dict[str, Any] = {
     **dict(layout=LayerLayout(), router={}, experts={}, dense={}, state={}, mlps=[], blocks=[]),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
-    **dict(world_size=1, balance=BalanceConfig(), max_new_tokens=1, indices=TOKENS),
+    **dict(
+        world_size=1, balance=BalanceConfig(), max_new_tokens=1, indices=TOKENS, dim=1, hidden_dim=4
+    ),
 }
 CONFIGS: dict[str, Any] = {
     "MoELayer": LAYER,
@@ -131,3 +132,28 @@ def test_a_wrong_type_of_any_argument_is_one_line_that_names_it(
             problems.append(f"{what}: {error!r}")
     assert not problems, f"{len(problems)} of {number}: " + "\n".join(problems[:40])
     assert number > 1500, number
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda path: load(path, META),
+        lambda path: load_hf(path, META),
+        lambda path: hf_to_native(path, path / "run"),
+        lambda path: native_to_hf(path, path / "hf", config={}),
+        *(decoder_config_from_hf, read_manifest, set_latest, verify),
+    ],
+)
+def test_a_path_that_is_not_there_is_one_line_that_names_it(
+    function: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "no such"
+    with pytest.raises((ValueError, OSError)) as caught:
+        function(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert latest(path) is None and not path.exists()
+
+
+def test_what_an_engine_gives_must_be_numbers() -> None:
+    with pytest.raises(ValueError, match=r"^indices \('no such'\) must be integers, a tensor"):
+        REPLAY.from_engine("no such")

@@ -175,7 +175,7 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
     has_gpu = torch.cuda.is_available()
     device_type = device_type or ("cuda" if has_gpu else "cpu")
     if device_type == "cuda" and not has_gpu:
-        raise ValueError('device_type (cuda) must be "cpu" here: torch sees no GPU')
+        raise ValueError("device_type ('cuda') must be 'cpu' on this host: torch sees no GPU")
     world_size = (
         dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     )

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore._autograd import mark
-from moecore._fields import Count, MaxNorm, check_arguments
+from moecore._fields import MaxNorm, check_arguments
 from moecore.fsdp.clip import GradientNorm, clip_grad_norm_, step_clipped
 from moecore.fsdp.late_parameters import refuse_earlier
 from moecore.fsdp.progress import Progress
 from moecore.fsdp.resident import resident_units
 from moecore.moe.layer import MoELayer
-from moecore.moe.state import MoEMetrics, moe_state
+from moecore.moe.state import MoEMetrics, NumMicroBatches, moe_state
 from moecore.precision.apply import advance_amax, has_history
 
 
@@ -80,7 +80,7 @@ class TrainStep:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         max_norm: MaxNorm = math.inf,
-        num_micro_batches: Count = 1,
+        num_micro_batches: NumMicroBatches = 1,
     ) -> None:
         check_arguments(TrainStep.__init__, locals())
         models = [model] if isinstance(model, nn.Module) else list(model)

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecore._fields import Count, check_value
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.dispatch.exchange import ExchangePool
 from moecore.moe.params import clean_name
 from moecore.moe.quantile import bias_move
 
+NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer step"]
 STATE_NAME = "_moecore_state"  # attribute of a parallelized model
 
 
@@ -101,11 +103,7 @@ class MoEState:
 
         Auxiliary losses are divided by it; no other factor on the main loss reaches them.
         """
-        if not isinstance(num_micro_batches, int) or num_micro_batches < 1:
-            raise ValueError(
-                f"num_micro_batches ({num_micro_batches}) must be a whole number >= 1: use the "
-                "number of backwards per optimizer step"
-            )
+        check_value("num_micro_batches", num_micro_batches, NumMicroBatches)
         self.num_micro_batches = num_micro_batches
         scale = 1.0 / num_micro_batches
         if self.loss == "sum":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._fields import check_arguments
+from moecore._fields import check_arguments, shown
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 
@@ -134,7 +134,12 @@ def own_choices(
     Raises:
         ValueError: for wrong shapes or dtypes, or layers that are not named exactly once.
     """
-    ids_BSLK = torch.as_tensor(indices_BSLK)
+    try:
+        ids_BSLK = torch.as_tensor(indices_BSLK)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"indices ({shown(indices_BSLK)}) must be integers, a tensor or array: {error}"
+        ) from None
     if ids_BSLK.ndim != 4 or ids_BSLK.shape[2] != len(engine_layers):
         raise ValueError(
             f"indices {tuple(ids_BSLK.shape)} must be [batch, sequence, {len(engine_layers)} layers"

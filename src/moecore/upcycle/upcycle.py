@@ -125,7 +125,7 @@ class UpcycleOptions:
         """Experts of a layer."""
         return self.expansion * self.granularity
 
-    def moe_config(self, *, dim: int, hidden_dim: int, **moe_fields: Any) -> MoEConfig:
+    def moe_config(self, *, dim: Count, hidden_dim: Count, **moe_fields: Any) -> MoEConfig:
         """Return the MoE layer that a dense MLP becomes.
 
         Args:
@@ -136,6 +136,7 @@ class UpcycleOptions:
         Raises:
             ValueError: when the layer can not give the dense output.
         """
+        check_arguments(UpcycleOptions.moe_config, locals())
         if hidden_dim % self.granularity:
             raise ValueError(
                 f"UpcycleOptions.granularity ({self.granularity}) must divide the dense hidden dim "

@@ -1,0 +1,307 @@
+"""Mistakes of a first hour: each ends in one line that names it, before anything communicates."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
+
+from moecore import (
+    BalanceConfig,
+    CapacityConfig,
+    Meshes,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.checkpoint import Saver
+from moecore.models import Decoder, preset
+from tests.test_api import SECTIONS
+
+pytestmark = pytest.mark.usefixtures("no_group_left")
+CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=4, top_k=2)
+
+
+@pytest.fixture
+def meshes() -> Meshes:
+    return build_meshes(ParallelConfig(), "cpu")
+
+
+def make(config: MoEConfig = CONFIG) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), MoELayer(config))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def refused(message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    text = str(caught.value)
+    assert text.startswith(message) and "\n" not in text and len(text) < 300, text
+
+
+# ---------------------------------------------------------------------- models that came too late
+
+
+def of_root(model: nn.Module, meshes: Meshes) -> nn.Module:
+    return fully_shard(model, mesh=meshes.dense_fsdp)
+
+
+def of_part(model: nn.Module, meshes: Meshes) -> nn.Module:
+    fully_shard(model[0], mesh=meshes.dense_fsdp)
+    return model
+
+
+def of_experts(model: nn.Module, meshes: Meshes) -> nn.Module:
+    fully_shard(model[1].experts, mesh=meshes.dense_fsdp)
+    return model
+
+
+def of_tensors(model: nn.Module, meshes: Meshes) -> nn.Module:
+    distribute_module(model[0], meshes.dense_fsdp)
+    return model
+
+
+def in_ddp(model: nn.Module, meshes: Meshes) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def part_in_ddp(model: nn.Module, meshes: Meshes) -> nn.Module:
+    model[0] = DistributedDataParallel(model[0])
+    return model
+
+
+def in_dp(model: nn.Module, meshes: Meshes) -> nn.Module:
+    return nn.DataParallel(model)
+
+
+SHARDED: list[tuple[Callable[[nn.Module, Meshes], nn.Module], str]] = [
+    (of_root, "model (FSDPSequential) must not be sharded already: leave out fully_shard, "),
+    (of_part, "0 (FSDPLinear) must not be sharded already: leave out fully_shard, "),
+    (of_experts, "1.experts (FSDPExperts) must not be sharded already: leave out fully_shard, "),
+    (of_tensors, "0.weight (a DTensor over ('dp_shard',)) must be whole, or cut over "),
+    (in_ddp, "model (DistributedDataParallel) must not be wrapped for data parallelism, "),
+    (part_in_ddp, "0 (DistributedDataParallel) must not be wrapped for data parallelism, "),
+    (in_dp, "model (DataParallel) must not be wrapped for data parallelism, "),
+    (parallelize_moe, "model (FSDPSequential) must not be parallelized already: call "),
+]
+
+
+@pytest.mark.parametrize(("shard", "message"), SHARDED, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_model_that_is_sharded_or_wrapped_already(
+    shard: Callable[[nn.Module, Meshes], nn.Module], message: str, meshes: Meshes
+) -> None:
+    refused(message, lambda: parallelize_moe(shard(make(), meshes), meshes))
+
+
+def test_an_optimizer_that_was_made_before(meshes: Meshes, tmp_path: Any) -> None:
+    model = make()
+    early = adamw(model)
+    parallelize_moe(model, meshes)
+    message = "optimizer (AdamW) must hold parameters of the model, which parallelize_moe and "
+    refused(message, lambda: TrainStep(model, early))
+    refused(message, lambda: TrainStep(model, [adamw(model), early]))
+    refused(message, lambda: Saver(tmp_path, model, early))
+    TrainStep(model, adamw(model))
+    other = nn.Parameter(torch.ones(1))
+    TrainStep(model, torch.optim.AdamW([*model.parameters(), other]))
+
+
+def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
+    with torch.device("meta"):
+        model = make()
+    parallelize_moe(model, meshes)
+    refused("0.weight (on meta) must have storage before", lambda: TrainStep(model, adamw(model)))
+    TrainStep(model)
+    model.to_empty(device="cpu")
+    TrainStep(model, adamw(model))
+
+
+# --------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda model, meshes: parallelize_moe(model, meshes.parallel),
+            "meshes (ParallelConfig(pp=1, dp_replicate=1, ",
+        ),
+        (lambda model, meshes: parallelize_moe(model, meshes.dense), "meshes (DeviceMesh("),
+        (lambda model, meshes: parallelize_moe(meshes, model), "model (Meshes(parallel="),
+        (
+            lambda model, meshes: parallelize_moe(model, None),
+            "meshes (None) must be a Meshes: pass build_meshes(ParallelConfig(...))",
+        ),
+        (
+            lambda model, meshes: parallelize_moe(model, meshes, balance={"z_loss_coef": 0.1}),
+            "balance ({'z_loss_coef': 0.1}) must be a BalanceConfig or None: pass a BalanceConfig",
+        ),
+        (
+            lambda model, meshes: parallelize_moe(model, meshes, overlap_shared="no"),
+            "overlap_shared ('no') must be True or False: pass a bool",
+        ),
+        (
+            lambda model, meshes: build_meshes(ParallelConfig),
+            "parallel (<class 'moecore.mesh.ParallelConfig'>) must be a ParallelConfig: pass a ",
+        ),
+        (
+            lambda model, meshes: build_meshes(ParallelConfig(ep=8), "cpu"),
+            "ParallelConfig expert view (ep=8 = 8) must divide the world size (1): start ranks "
+            "with torchrun --nproc-per-node 8, or lower a degree",
+        ),
+        (lambda model, meshes: TrainStep([]), "model ([]) must be at least one model"),
+        (
+            lambda model, meshes: TrainStep(model),
+            "model (Sequential) must be parallelized to have a balance record: call parallelize_",
+        ),
+        (
+            lambda model, meshes: Decoder(preset("tiny"), device="meta")(torch.ones(1, 4)),
+            "tokens (torch.float32) must be ids: pass tokens.long()",
+        ),
+    ],
+)
+def test_what_does_not_belong_there(call: Any, message: str, meshes: Meshes) -> None:
+    refused(message, lambda: call(make(), meshes))
+
+
+def test_gpus_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = "device_type ('cuda') must be 'cpu' on this host"
+    refused(message, lambda: build_meshes(ParallelConfig(), "cuda"))
+    assert not dist.is_initialized()
+
+
+def test_a_model_in_eval_mode_is_told_once(meshes: Meshes) -> None:
+    """`from_pretrained` gives eval mode; a step then counts nothing and balances nothing."""
+    model = parallelize_moe(nn.Sequential(make(), MoELayer(CONFIG)), meshes).eval()
+    step = TrainStep(model, adamw(model), num_micro_batches=2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(4):
+            with step.micro_batch():
+                model(torch.randn(8, 32)).square().mean().backward()
+            if step._progress.done == 2:
+                step.finish()
+    texts = [str(w.message) for w in seen if "eval mode" in str(w.message)]
+    assert len(texts) == 1 and "call model.train() before training" in texts[0]
+    model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with step.micro_batch():
+                model(torch.randn(8, 32)).square().mean().backward()
+        assert all(n.sum() for n in step.finish().metrics.tokens_per_expert.values())
+
+
+# ----------------------------------------------------------- options of a model that came as it is
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    """Return a loss, its gradients and the dropped choices of a step."""
+    torch.manual_seed(1)
+    step = TrainStep(model)
+    with step.micro_batch():
+        loss = model(torch.randn(64, 32)).square().mean()
+        loss.backward()
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    return [loss, *grads, *step.finish().metrics.dropped_per_expert.values()]
+
+
+def test_fields_of_layers_that_a_model_does_not_set(meshes: Meshes) -> None:
+    """They give what a layer gives that was built with them, and leave the model's balance."""
+    balance = BalanceConfig(micro_batch_coef=0.1)
+    fields: dict[str, Any] = dict(capacity=CapacityConfig(factor=0.5), router_jitter=0.1)
+    own = parallelize_moe(make(replace(CONFIG, balance=balance, **fields)), meshes)
+    given = parallelize_moe(make(replace(CONFIG, balance=balance)), meshes, moe=fields)
+    assert own[1].config == given[1].config == given[1].router.config
+    expected, found = trained(own), trained(given)
+    assert len(found) == len(expected) and found[-1].sum() > 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("moe", "message"),
+    [
+        (
+            {"top_k": 1},
+            "moe ('top_k') must name one of 'capacity', 'router_dtype', 'router_",
+        ),
+        ({"balance": BalanceConfig()}, "moe ('balance') must name one of 'capacity', 'router_dty"),
+        (
+            {"capacity": 1.25},
+            "MoEConfig.capacity (1.25) must be a CapacityConfig or None: pass",
+        ),
+        ({"router_jitter": 1}, "MoEConfig.router_jitter (1) must be a finite number >= 0 and < 1"),
+        ({1: 2}, "moe ({1: 2}) must be a dict of a string to anything or None: pass a dict"),
+    ],
+)
+def test_fields_that_no_model_can_change(moe: Any, message: str, meshes: Meshes) -> None:
+    model = make()
+    refused(message, lambda: parallelize_moe(model, meshes, moe=moe))
+    assert model[1].config == CONFIG
+
+
+# ------------------------------------------------------------------------------- without Triton
+
+
+WITHOUT_TRITON = """
+import sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name=name)
+
+sys.meta_path.insert(0, NoTriton())
+import torch
+from importlib import import_module
+for name in {modules}:
+    import_module(name)
+from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.models import Decoder, preset
+from moecore.optim import AdamW
+
+model = parallelize_moe(Decoder(preset("tiny")), build_meshes(ParallelConfig(), "cpu"))
+step = TrainStep(model, AdamW(model.parameters()), max_norm=1.0)
+tokens = torch.arange(18).view(2, 9)
+with step.micro_batch():
+    model(tokens[:, :-1], tokens[:, 1:].contiguous()).backward()
+assert step.finish().norm.finite and "triton" not in sys.modules
+try:
+    import_module("moecore.integrations.torchtitan.{version}")
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_triton_all_imports_and_a_decoder_trains() -> None:
+    """CPU builds of torch lack it; torchtitan imports it, and then the error names triton."""
+    installed = find_spec("torchtitan") is not None and metadata.version("torchtitan")
+    version = "v03.jobs" if installed and installed.startswith("0.3") else "v02.specs"
+    code = WITHOUT_TRITON.format(modules=[*SECTIONS, "moecore.cli"], version=version)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = f"moecore.integrations.torchtitan.{version} needs torchtitan"
+    if installed:
+        expected = "triton (None) must be installed for torchtitan"
+    assert done.stdout.startswith(expected), done.stdout
