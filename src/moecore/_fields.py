@@ -122,16 +122,13 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     if torch.compiler.is_compiling():
         return
     for name, kind in _argument_kinds(function):
-        value = arguments[name]
-        if not kind.takes(value):
-            raise ValueError(f"{name} ({shown(value)}) must be {kind.name(value)}: {kind.fix}")
+        _check(name, arguments[name], kind)
 
 
 def check_value(name: str, value: object, annotation: Any) -> None:
     """Raise a ValueError of one line when the value of an argument is not of its annotation."""
-    kind = _kind(annotation)
-    if not torch.compiler.is_compiling() and not kind.takes(value):
-        raise ValueError(f"{name} ({shown(value)}) must be {kind.name(value)}: {kind.fix}")
+    if not torch.compiler.is_compiling():
+        _check(name, value, _kind(annotation))
 
 
 def shown(value: object) -> str:
@@ -141,6 +138,11 @@ def shown(value: object) -> str:
     except Exception:  # any object's own; ints of more than 4,300 digits have none
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check(name: str, value: object, kind: _Kind) -> None:
+    if not kind.takes(value):
+        raise ValueError(f"{name} ({shown(value)}) must be {kind.name(value)}: {kind.fix}")
 
 
 def _refuse(record: Any, name: str, relation: str) -> None:
