@@ -8,8 +8,8 @@ from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.experts import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
+from moecore.moe.metrics import MoEMetrics
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
-from moecore.moe.state import MoEMetrics
 from moecore.parallelize import parallelize_moe
 from moecore.request import DispatcherName, LossConvention, TensorParallelModel
 from moecore.step import StepResult, TrainStep

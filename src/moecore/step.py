@@ -28,7 +28,8 @@ from moecore.fsdp.late_parameters import refuse_earlier
 from moecore.fsdp.progress import Progress
 from moecore.fsdp.resident import resident_units
 from moecore.moe.layer import MoELayer
-from moecore.moe.state import MoEMetrics, NumMicroBatches, moe_state
+from moecore.moe.metrics import MoEMetrics
+from moecore.moe.state import NumMicroBatches, moe_state
 from moecore.precision.apply import advance_amax, has_history
 
 

@@ -26,6 +26,7 @@ from moecore.kernels.routing import (
     balance,
     balance_loss,
     counts,
+    entropy,
     margins,
     route,
     route_weights,
@@ -186,6 +187,13 @@ def run_margins(E: int, K: int) -> None:
     margins.even_bias(histogram, where[1], K)
 
 
+def run_entropy(E: int) -> None:
+    for function in ("softmax", "sqrtsoftplus"):
+        total = torch.zeros(2, dtype=torch.int64)
+        entropy.add_entropy_(total, torch.zeros(T, E), function)
+        entropy.add_entropy_(total, torch.zeros(T, E), function, torch.zeros(T, dtype=torch.bool))
+
+
 def run_fp8_rows(D: int) -> None:
     packed = fp8_rows.pack_rows(bf16(T, D))
     views = fp8_rows.packed_views(packed, D)
@@ -303,6 +311,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "weight gradients in fp32": (run_wide_wgrad, 4),
     "margins": (lambda: run_margins(128, 8), 3),
     "margins of many experts": (lambda: run_margins(1536, 24), 3),
+    "entropy": (lambda: run_entropy(128), 4),
+    "entropy of many experts": (lambda: run_entropy(1536), 4),
     "rows as FP8": (lambda: run_fp8_rows(7168), 2),
     "rows as FP8, odd": (lambda: run_fp8_rows(2896), 2),
     "rows of FP8 products": (lambda: run_quantised_rows(False), 7),

@@ -353,7 +353,7 @@ def test_a_layer_without_losses_launches_nothing_before_backward() -> None:
     routing = routing_from(torch.tensor([[0, 1], [2, -1], [0, 2]]), torch.zeros(3, 4))
     with Record() as record:
         out = tracker.attach(y, routing, MicroBatch(), None)
-    assert record.ops == ["aten.detach.default"]
+    assert set(record.ops) == {"aten.detach.default"}
     out.sum().backward()
     assert tracker.counts is not None and tracker.counts.chosen_E.tolist() == [2, 1, 2, 0]
 

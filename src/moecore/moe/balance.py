@@ -18,7 +18,7 @@ whatever the folding: ranks that share a micro-batch (cp, tp) count tokens toget
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from moecore.config import MoEConfig
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
 from moecore.kernels.routing.counts import add_expert_counts, count_experts_and_tokens
+from moecore.kernels.routing.entropy import add_entropy_
 from moecore.kernels.routing.margins import add_margins_
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.quantile import new_histogram
@@ -64,6 +65,7 @@ class LoadCounts:
         best_E: int64, how often each expert was among a token's best scores; None where the
             global-batch loss does not count that.
         losses: fp32, in the order of `LOSS_NAMES`.
+        entropy_2: int64, of the router over all tokens in units of `entropy.UNIT`, and the tokens.
         margins_EX: int64, histograms of quantile balancing; None without it.
     """
 
@@ -71,6 +73,7 @@ class LoadCounts:
     kept_E: Tensor | None
     best_E: Tensor | None
     losses: Tensor
+    entropy_2: Tensor
     margins_EX: Tensor | None
 
     @classmethod
@@ -85,12 +88,13 @@ class LoadCounts:
             kept_E=torch.zeros(E, dtype=torch.int64, device=device) if drops else None,
             best_E=torch.zeros(E, dtype=torch.int64, device=device) if best else None,
             losses=torch.zeros(len(LOSS_NAMES), device=device),
+            entropy_2=torch.zeros(2, dtype=torch.int64, device=device),
             margins_EX=new_histogram(E, device) if quantile else None,
         )
 
     def tensors(self) -> list[Tensor]:
         """The tensors that exist."""
-        every = (self.chosen_E, self.kept_E, self.best_E, self.losses, self.margins_EX)
+        every = (getattr(self, f.name) for f in fields(self))
         return [t for t in every if t is not None]
 
 
@@ -136,7 +140,7 @@ class LoadTracker:
         """Return y with the auxiliary losses and the counts riding on it.
 
         Without gradients it is y itself, and nothing is counted. Without auxiliary losses nothing
-        is launched here, and one kernel in backward. No host sync.
+        is launched here, and two kernels in backward. No host sync.
 
         Args:
             y: the layer's output.
@@ -180,9 +184,9 @@ class LoadTracker:
             routing.chosen_ids_TK,
             routing.expert_ids_TK,
             best_TK if config.balance.global_batch_coef else None,
-            routing.logits_TE.detach() if quantile else None,
+            routing.logits_TE.detach(),  # which the router's backward keeps, too
             bias_E if quantile else None,
-            routing.padding_mask_T if quantile else None,
+            routing.padding_mask_T,
         )
         return _Attach.apply(y, losses, self, *observed)
 
@@ -211,13 +215,13 @@ class LoadTracker:
             self.counts = moved
 
     def commit(self, losses: Tensor | None, observed: tuple[Any, ...]) -> None:
-        """Add one micro-batch; called by backward. One kernel, and one more per option that counts.
+        """Add one micro-batch; called by backward. Two kernels, and one per option that counts.
 
         Args:
             losses: fp32, in the order of `LOSS_NAMES`; None = no auxiliary loss is on.
             observed: chosen ids, kept ids, ids of the best scores where a global-batch loss
-                counts them (int32 [T, K]), and for quantile balancing the logits, the bias and
-                the padding mask; else None.
+                counts them (int32 [T, K]), the logits, for quantile balancing the bias, and the
+                padding mask; None = there is none.
         """
         chosen_TK, kept_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
@@ -233,6 +237,7 @@ class LoadTracker:
             add_expert_counts(counts.kept_E[None], kept_TK)
         if counts.best_E is not None:
             add_expert_counts(counts.best_E[None], best_TK)
+        add_entropy_(counts.entropy_2, logits_TE, self.config.score_function, padding_mask_T)
         if losses is not None:
             counts.losses += losses
         if counts.margins_EX is not None:

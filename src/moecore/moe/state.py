@@ -9,7 +9,6 @@ Legend: E experts, X columns of one layer's counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -17,55 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore._fields import Count, check_value
+from moecore.kernels.routing.entropy import UNIT
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.dispatch.exchange import ExchangePool
+from moecore.moe.metrics import MoEMetrics
 from moecore.moe.params import clean_name
 from moecore.moe.quantile import bias_move
 
 NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer step"]
 STATE_NAME = "_moecore_state"  # attribute of a parallelized model
-
-
-@dataclass(frozen=True, slots=True)
-class MoEMetrics:
-    """What one optimizer step routed. Tensors stay on the device until read.
-
-    Attributes:
-        tokens_per_expert: layer name -> int64 [E], choices over all ranks and micro-batches,
-            those that capacity dropped included.
-        dropped_per_expert: layer name -> int64 [E], choices that capacity dropped; only layers
-            with a capacity.
-        aux_losses: layer name -> fp32 [4] in the order of `LOSS_NAMES`, coefficients applied.
-    """
-
-    tokens_per_expert: dict[str, Tensor] = field(default_factory=dict)
-    dropped_per_expert: dict[str, Tensor] = field(default_factory=dict)
-    aux_losses: dict[str, Tensor] = field(default_factory=dict)
-
-    def load_max_over_mean(self) -> dict[str, float]:
-        """Return layer name -> most loaded expert over the mean. One host sync for all layers."""
-        if not self.tokens_per_expert:
-            return {}
-        ratios = [
-            n.max() / n.float().mean().clamp(min=1e-9) for n in self.tokens_per_expert.values()
-        ]
-        return dict(zip(self.tokens_per_expert, torch.stack(ratios).tolist(), strict=True))
-
-    def drop_rate(self) -> dict[str, float]:
-        """Return layer name -> share of the choices that were dropped. One host sync."""
-        if not self.dropped_per_expert:
-            return {}
-        rates = [
-            dropped.sum() / self.tokens_per_expert[name].sum().clamp(min=1)
-            for name, dropped in self.dropped_per_expert.items()
-        ]
-        return dict(zip(self.dropped_per_expert, torch.stack(rates).tolist(), strict=True))
-
-    def total_aux_loss(self) -> float:
-        """Return the sum over layers of all auxiliary losses. One host sync."""
-        if not self.aux_losses:
-            return 0.0
-        return float(torch.stack(list(self.aux_losses.values())).sum())
 
 
 class MoEState:
@@ -173,19 +132,25 @@ class MoEState:
         """
         chosen = {name: c.chosen_E for name, c in counts.items()}
         losses = {name: c.losses for name, c in counts.items()}
+        entropies = {name: c.entropy_2 for name, c in counts.items()}
         kept = {name: c.kept_E for name, c in counts.items() if c.kept_E is not None}
         parts = [
-            torch.cat(list(found.values())).double() for found in (chosen, losses, kept) if found
+            torch.cat(list(found.values())).double()
+            for found in (chosen, losses, entropies, kept)
+            if found
         ]
         packed = torch.cat(parts)
         if self.groups.global_batch is not None:
             dist.all_reduce(packed, group=self.groups.global_batch)
-        all_chosen, all_losses, *all_kept = packed.split([len(part) for part in parts])
+        all_chosen, all_losses, all_entropies, *all_kept = packed.split([len(p) for p in parts])
+        units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
+        entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
         # As set, not as counted: replays of a CUDA graph run no Python, and the rest is checked.
         shares = self.num_micro_batches * self.groups.data_ranks
         metrics = MoEMetrics(
             tokens_per_expert=_split(all_chosen.long(), chosen),
             aux_losses=_split((all_losses / shares).float(), losses),
+            router_entropy=dict(zip(counts, entropy_L.unbind(), strict=True)),
         )
         for kept_E in all_kept:
             for name, n_E in _split(kept_E.long(), kept).items():

@@ -10,7 +10,8 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 
 from moecore.integrations.torchtitan.layer import TitanLayer
-from moecore.moe.state import MoEMetrics, moe_state
+from moecore.moe.metrics import MoEMetrics
+from moecore.moe.state import moe_state
 
 METRICS = "moe_metrics"  # where a step's metrics wait on the optimizers for the next log line
 

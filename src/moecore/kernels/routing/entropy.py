@@ -1,0 +1,116 @@
+"""The entropy of a router's choices: how undecided it is about each token.
+
+    entropy[t] = -sum over e of p[t, e] log p[t, e], in nats
+    p          = softmax(logits), or, with a score function of each logit, score / (sum + 1e-20)
+    total      = sum over tokens of round(entropy[t] / UNIT), and the number of tokens
+
+0 is a router that is certain, log(E) one that sees no difference. Whole units of 2^-24 nats are
+added: integer sums have no order to depend on, and ranks and micro-batches add up to the same bits
+however the tokens are dealt out. An int64 has room for 10^11 tokens of 1024 experts.
+
+Letters: T tokens, E experts.
+
+Bytes moved: 4 T E, the logits are read once, and T for a padding mask. One launch.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.routing.scores import row_scores, scores_ref
+
+UNIT = 2.0**-24  # nats
+TILE = 4096  # logits of a program of 4 warps, which holds whole rows
+
+
+def add_entropy_ref(
+    total_2: Tensor, logits_TE: Tensor, score_function: str, padding_mask_T: Tensor | None
+) -> None:
+    """Do what `add_entropy_` does, in plain PyTorch."""
+    scores_TE = scores_ref(logits_TE, score_function)
+    if score_function != "softmax":
+        scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+    units_T = (torch.special.entr(scores_TE).sum(-1).double() / UNIT).nan_to_num(0.0).round().long()
+    if padding_mask_T is None:
+        total_2[1] += len(units_T)
+    else:
+        units_T = units_T.masked_fill(padding_mask_T, 0)
+        total_2[1] += (~padding_mask_T).sum()
+    total_2[0] += units_T.sum()
+
+
+# `partial` because jit with options, as a decorator, needs Triton to be installed.
+@partial(triton.jit, do_not_specialize=["num_tokens"])
+def _add_entropy_kernel(
+    logits_ptr,  # [T, E] fp32
+    padding_ptr,  # [T] bool, or None
+    total_ptr,  # [2] int64, added to
+    num_tokens,
+    E: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    UNITS: tl.constexpr,  # of one nat
+    BT: tl.constexpr,
+    EP: tl.constexpr,  # E up to a power of two
+):
+    rows = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)[:, None]
+    columns = tl.arange(0, EP)[None, :]
+    here = rows < num_tokens
+    real = columns < E
+    logits = tl.load(logits_ptr + rows * E + columns, mask=here & real, other=float("-inf"))
+    scores, _, _ = row_scores(tl.where(here, logits, 0.0), FUNCTION)
+    scores = tl.where(real, scores, 0.0)
+    if FUNCTION != "softmax":
+        scores = scores / (tl.sum(scores, axis=1, keep_dims=True) + 1e-20)
+    # A NaN is not > 0, so that it counts as 0, in a step that will be skipped.
+    terms = tl.where(scores > 0.0, -scores * tl.log(tl.where(scores > 0.0, scores, 1.0)), 0.0)
+    entropy = tl.sum(terms, axis=1, keep_dims=True)
+    counted = here
+    if padding_ptr is not None:
+        counted = counted & (tl.load(padding_ptr + rows, mask=here, other=1).to(tl.int32) == 0)
+    units = tl.where(counted, (entropy.to(tl.float64) * UNITS + 0.5).to(tl.int64), 0)
+    tl.atomic_add(total_ptr, tl.sum(tl.sum(units, axis=1), axis=0), sem="relaxed")
+    num_counted = tl.sum(tl.sum(counted.to(tl.int64), axis=1), axis=0)
+    tl.atomic_add(total_ptr + 1, num_counted, sem="relaxed")
+
+
+def add_entropy_(
+    total_2: Tensor,
+    logits_TE: Tensor,
+    score_function: str,
+    padding_mask_T: Tensor | None = None,
+) -> None:
+    """Add the entropy of some tokens and their number, in place. One launch, no host sync.
+
+    A token with a NaN adds 0 to the entropy.
+
+    Example, one token, softmax of two equal logits: total_2 gains [round(log(2) * 2^24), 1].
+
+    Args:
+        total_2: int64, contiguous: units of 2^-24 nats, and tokens.
+        logits_TE: of the router.
+        score_function: one of `SCORE_FUNCTIONS`.
+        padding_mask_T: bool, True = not counted; None = no padding.
+    """
+    if not use_kernel(logits_TE) or logits_TE.dtype != torch.float32:
+        wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        add_entropy_ref(total_2, wide_TE, score_function, padding_mask_T)
+        return
+    T, E = logits_TE.shape
+    EP = next_power_of_2(E)
+    BT = max(1, TILE // EP)
+    if T:
+        with on_device(logits_TE):
+            _add_entropy_kernel[(cdiv(T, BT),)](
+                logits_TE.contiguous(),
+                None if padding_mask_T is None else padding_mask_T.contiguous(),
+                total_2,
+                T,
+                E=E,
+                FUNCTION=score_function,
+                UNITS=1 / UNIT,
+                BT=BT,
+                EP=EP,
+                num_warps=4,
+            )

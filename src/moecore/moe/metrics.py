@@ -1,0 +1,121 @@
+"""MoEMetrics: what one optimizer step routed, as tensors by layer and as numbers by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from moecore.moe.balance import LOSS_NAMES
+
+OfLayers = dict[str, list[float]]  # layer name -> numbers
+
+
+@dataclass(frozen=True, slots=True)
+class MoEMetrics:
+    """What one optimizer step routed. Tensors stay on the device until read.
+
+    Attributes:
+        tokens_per_expert: layer name -> int64 [E], choices over all ranks and micro-batches,
+            those that capacity dropped included.
+        dropped_per_expert: layer name -> int64 [E], choices that capacity dropped; only layers
+            with a capacity.
+        aux_losses: layer name -> fp32 [4] in the order of `LOSS_NAMES`, coefficients applied.
+        router_entropy: layer name -> fp64 scalar in nats, the mean over tokens of the entropy of
+            each one's probabilities: the scores over their sum, before any bias. 0 is certain,
+            log(E) undecided.
+    """
+
+    tokens_per_expert: dict[str, Tensor] = field(default_factory=dict)
+    dropped_per_expert: dict[str, Tensor] = field(default_factory=dict)
+    aux_losses: dict[str, Tensor] = field(default_factory=dict)
+    router_entropy: dict[str, Tensor] = field(default_factory=dict)
+
+    def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
+        """Return name -> number, for any logger. One copy from the device, one host sync.
+
+            expert_load_max_over_mean   the busiest expert over the mean, in the worst layer
+            expert_load/<layer>         the same of a layer
+            expert_load/<layer>/<e>     choices of an expert over the mean
+            drop_rate, /<layer>         share of the choices that capacity dropped; mean over layers
+            balance_loss, /<layer>      auxiliary losses of all scopes; sum over layers
+            z_loss, /<layer>            sum over layers
+            router_entropy, /<layer>    see the attribute; mean over layers
+
+        Args:
+            per_expert: with the load of each expert: thousands of numbers in large models.
+
+        Returns:
+            The same on every rank; empty without MoE layers, no drop rate without a capacity.
+        """
+        found = self._on_host()
+        if not found["tokens_per_expert"]:
+            return {}
+        loads = {layer: _over_mean(counts) for layer, counts in found["tokens_per_expert"].items()}
+        numbers = _named("expert_load", {layer: max(of_E) for layer, of_E in loads.items()})
+        numbers = {"expert_load_max_over_mean": max(numbers.values()), **numbers}
+        numbers |= _with_mean("drop_rate", _drop_rates(found))
+        z = LOSS_NAMES.index("z")
+        for name, places in (("balance_loss", range(z)), ("z_loss", [z])):
+            of_layers = {
+                layer: sum(losses[i] for i in places)
+                for layer, losses in found["aux_losses"].items()
+            }
+            numbers |= {name: sum(of_layers.values()), **_named(name, of_layers)}
+        entropies = {layer: entropy for layer, (entropy,) in found["router_entropy"].items()}
+        numbers |= _with_mean("router_entropy", entropies)
+        if per_expert:
+            for layer, of_E in loads.items():
+                numbers |= {f"expert_load/{layer}/{e}": load for e, load in enumerate(of_E)}
+        return numbers
+
+    def load_max_over_mean(self) -> dict[str, float]:
+        """Return layer name -> most loaded expert over the mean. One host sync for all layers."""
+        found = self._on_host()["tokens_per_expert"]
+        return {layer: max(_over_mean(counts)) for layer, counts in found.items()}
+
+    def drop_rate(self) -> dict[str, float]:
+        """Return layer name -> share of the choices that were dropped. One host sync."""
+        return _drop_rates(self._on_host())
+
+    def total_aux_loss(self) -> float:
+        """Return the sum over layers of all auxiliary losses. One host sync."""
+        return sum(map(sum, self._on_host()["aux_losses"].values()), start=0.0)
+
+    def _on_host(self) -> dict[str, OfLayers]:
+        """Return field -> layer -> its numbers. One copy; fp64 carries counts exactly, to 2^53."""
+        of_fields = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts = [
+            torch.cat([t.reshape(-1) for t in of_layers.values()]).double()
+            for of_layers in of_fields.values()
+            if of_layers
+        ]
+        numbers = iter(torch.cat(parts).tolist() if parts else [])
+        return {
+            name: {layer: [next(numbers) for _ in range(t.numel())] for layer, t in of.items()}
+            for name, of in of_fields.items()
+        }
+
+
+def _over_mean(counts: list[float]) -> list[float]:
+    mean = max(sum(counts) / len(counts), 1e-9)
+    return [count / mean for count in counts]
+
+
+def _drop_rates(found: dict[str, OfLayers]) -> dict[str, float]:
+    return {
+        layer: sum(dropped) / max(sum(found["tokens_per_expert"][layer]), 1)
+        for layer, dropped in found["dropped_per_expert"].items()
+    }
+
+
+def _named(name: str, of_layers: dict[str, float]) -> dict[str, float]:
+    return {f"{name}/{layer}": value for layer, value in of_layers.items()}
+
+
+def _with_mean(name: str, of_layers: dict[str, float]) -> dict[str, float]:
+    """Return what layers have under their names, and the mean under its own; {} for no layers."""
+    if not of_layers:
+        return {}
+    return {name: sum(of_layers.values()) / len(of_layers), **_named(name, of_layers)}
