@@ -353,6 +353,8 @@ def train(
             found[f"counts/{i}/{name}"] = counts.float()
         for name, losses in named(metrics.aux_losses.items()):
             found[f"aux/{i}/{name}"] = losses
+        for name, entropy in named(metrics.router_entropy.items()):
+            found[f"entropy/{i}/{name}"] = entropy
         optimizers[OPTIMIZERS[i]].step()
         model.zero_grad()
         if i in (1, 3):
@@ -396,6 +398,7 @@ def train_reference(
     for i, step in enumerate(batches):
         ranks, prior = range(len(step[0])), dict.fromkeys(layers, 0)
         losses, counts, aux = [0.0] * len(ranks), defaultdict(int), defaultdict(int)
+        entropies = defaultdict(list)  # of each token
         for micro in step:
             micro_losses = [model(*batch, **loss_scale(case, step)) for batch in micro]
             shares = {
@@ -410,6 +413,7 @@ def train_reference(
                     total = total + values.sum()
                     aux[name] = aux[name] + values.detach()
                     counts[name] = counts[name] + outputs[name][rank].counts_E
+                    entropies[name].append(_entropies(outputs[name][rank]))
                 total.backward()
                 losses[rank] += loss.detach()
             prior = shares
@@ -425,6 +429,7 @@ def train_reference(
         for name, layer in layers.items():
             expected[f"counts/{i}/{name}"] = counts[name].float()
             expected[f"aux/{i}/{name}"] = aux[name]
+            expected[f"entropy/{i}/{name}"] = torch.cat(entropies[name]).mean()
             rate = layer.config.balance.bias_update_rate
             if rate:
                 count = counts[name].double()
@@ -456,6 +461,11 @@ def _aux_losses(config: MoEConfig, out: ReferenceOutput, counts_E: Tensor) -> Te
     even = config.num_experts * (share_E * out.mean_scores_E).sum()
     losses = out.losses | {"global_batch": config.balance.global_batch_coef * even}
     return torch.stack([losses[name] for name in LOSS_NAMES])
+
+
+def _entropies(out: ReferenceOutput) -> Tensor:
+    """How undecided the router is about each token of a data rank."""
+    return torch.distributions.Categorical(out.routing.scores_NE.detach()).entropy()
 
 
 def worst_error(found: Tensor, expected: Tensor) -> float:
