@@ -237,3 +237,16 @@ def test_one_process_without_a_process_group() -> None:
         [sys.executable, "-c", ALONE], env=keep, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "ok", done.stderr
+
+
+def test_what_meshes_print() -> None:
+    folded = ParallelConfig(dp_shard=4, tp=2, edp_shard=2, ep=4)
+    with fake_world(3, 8):
+        assert str(build_meshes(folded, "cpu")) == (
+            "Meshes(cpu, rank 3 of 8\n"
+            "  dense  dp_shard=4 tp=2, this rank dp_shard=1 tp=1\n"
+            "  expert edp_shard=2 ep=4, this rank edp_shard=0 ep=3)"
+        )
+    with fake_world(0, 1):
+        alone = build_meshes(ParallelConfig(), "cpu")
+        assert repr(alone) == "Meshes(cpu, rank 0 of 1\n  dense  one rank\n  expert one rank)"

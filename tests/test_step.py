@@ -210,6 +210,30 @@ def two_models() -> tuple[bool, list[str], float, float]:
     return is_same, list(done.metrics.tokens_per_expert), done.norm.total, math.sqrt(squares)
 
 
+def numbers() -> tuple[dict[str, float], float, list[float]]:
+    """A step's numbers on this rank, with a learning rate that a scheduler then changes in place.
+
+    The second step is not finite.
+    """
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), fused=True)
+    step = TrainStep(model, optimizer)
+    run(step, model)
+    done = step.finish()
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    with step.micro_batch():
+        (loss_of(model, 0) * math.nan).backward()
+    bad = step.finish().to_dict()
+    assert done.norm is not None
+    return done.to_dict(), done.norm.total, [bad["skipped"], bad["lr"], bad["grad_norm"]]
+
+
+def of_all_ranks(found: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return every
+
+
 def marks() -> list[str]:
     model = make()
     step = TrainStep(model, adamw(model))
@@ -226,6 +250,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
         found[f"after {how}"] = broken_off(how, folder)
     found["not finite"] = [not_finite(fused=fused) for fused in (True, False)]
     found["two"] = two_models()
+    found["numbers"] = of_all_ranks(numbers())
     found["marks"] = marks()
     return found
 
@@ -291,3 +316,16 @@ def test_models_share_a_step(found: dict[str, Any]) -> None:
 
 def test_phases_are_marked_in_a_profile(found: dict[str, Any]) -> None:
     assert {f"moecore::{name}" for name in MARKS} <= set(found["marks"])
+
+
+def test_a_result_is_one_dict_for_loggers_the_same_on_every_rank(found: dict[str, Any]) -> None:
+    first, *others = [shown for shown, *_ in found["numbers"]]
+    assert all(other == first for other in others)
+    shown, total, (skipped, lr, norm) = found["numbers"][0]
+    assert (shown["grad_norm"], shown["skipped"], shown["lr"]) == (total, 0.0, 0.25)
+    assert (skipped, lr) == (1.0, 0.5) and math.isnan(norm)
+    layers = [f"model.layers.{n}.mlp" for n in range(CONFIG.num_layers)]
+    assert {f"router_entropy/{name}" for name in layers} <= shown.keys()
+    assert all(0 < shown[f"router_entropy/{name}"] <= math.log(4) + 1e-6 for name in layers)
+    for name in layers:
+        assert sum(shown[f"expert_load/{name}/{e}"] for e in range(4)) == pytest.approx(4)

@@ -1,6 +1,7 @@
 """moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name."""
 
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig
+from moecore.explain import explain
 from moecore.fsdp import FSDPOptions, GradientNorm, clip_grad_norm_
 from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.backends import ExpertBackend
@@ -41,5 +42,6 @@ __all__ = [
     "TrainStep",
     "build_meshes",
     "clip_grad_norm_",
+    "explain",
     "parallelize_moe",
 ]

@@ -110,7 +110,7 @@ class ParallelConfig:
         return replace(self, **updates)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Meshes:
     """The two views of the world, and what rooms need to know about them.
 
@@ -134,6 +134,12 @@ class Meshes:
     dispatch_group: dist.ProcessGroup | None
     micro_batch_group: dist.ProcessGroup | None
     stage_group: dist.ProcessGroup
+
+    def __repr__(self) -> str:
+        """Return both views in three lines: sizes, and where this rank is; dims of 1 left out."""
+        ranks = f"Meshes({self.device_type}, rank {dist.get_rank()} of {dist.get_world_size()}"
+        views = (("dense ", self.dense), ("expert", self.expert))
+        return "\n".join([ranks, *(f"  {name} {_view(mesh)}" for name, mesh in views)]) + ")"
 
     @property
     def data_ranks(self) -> int:
@@ -199,6 +205,15 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
         micro_batch_group=_joined_group(world, dense, ("cp", "tp")),
         stage_group=_stage_group(world, p),
     )
+
+
+def _view(mesh: DeviceMesh) -> str:
+    """Return the dims of a mesh that are not 1, and this rank's places."""
+    names = [name for name in mesh.mesh_dim_names or () if mesh.size(_dim(mesh, name)) > 1]
+    if not names:
+        return "one rank"
+    sizes = " ".join(f"{name}={mesh.size(_dim(mesh, name))}" for name in names)
+    return f"{sizes}, this rank {' '.join(f'{n}={mesh.get_local_rank(n)}' for n in names)}"
 
 
 def _ensure_process_group(device_type: str) -> None:

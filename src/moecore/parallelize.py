@@ -44,6 +44,7 @@ from moecore.precision.linear import Fp8Products
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision, PrecisionName
 from moecore.request import (
+    REQUEST_NAME,
     DispatcherName,
     LossConvention,
     Request,
@@ -183,6 +184,7 @@ def _apply(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -
     check = partial(refuse_added, model)
     state = MoEState(layers, groups, loss=request.loss, exchanges=exchanges, check_parameters=check)
     setattr(model, STATE_NAME, state)
+    setattr(model, REQUEST_NAME, request)
 
 
 def _place_experts(

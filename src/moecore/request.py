@@ -37,6 +37,7 @@ from moecore.precision.linear import why_not
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision, Role
 
+REQUEST_NAME = "_moecore_request"  # attribute of a parallelized model
 DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
 LossConvention = Literal["mean", "sum"]
 MOE_FIELDS = ("capacity", "router_dtype", "router_jitter")  # of MoEConfig: they decide no parameter
@@ -121,6 +122,11 @@ class Request:
         records = ("meshes", "nvlink", "fsdp")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
         return plain | fields_of(self.fsdp) | fields_of(self.nvlink or NVLinkOptions())
+
+
+def request_of(model: nn.Module) -> Request | None:
+    """Return what `parallelize_moe` was asked for; None = the model has not been parallelized."""
+    return getattr(model, REQUEST_NAME, None)
 
 
 def model_entries(model: nn.Module, layers: Mapping[str, MoELayer]) -> dict[str, Any]:

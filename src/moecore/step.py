@@ -41,11 +41,29 @@ class StepResult:
         norm: the gradient before clipping; None for a step without an optimizer and `clip()`.
         skipped: whether the gradient was not finite, so that nothing has changed.
         metrics: what the MoE layers routed.
+        lr: with which the first group of the first optimizer stepped; None without one.
     """
 
     norm: GradientNorm | None
     skipped: bool | Tensor
     metrics: MoEMetrics
+    lr: float | Tensor | None = None
+
+    def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
+        """Return name -> number, for any logger: "grad_norm", "skipped", "lr" and those of MoE.
+
+        One host sync; the copies after the first one wait for nothing.
+
+        Args:
+            per_expert: as in `MoEMetrics.to_dict`, whose names these are.
+        """
+        numbers = self.metrics.to_dict(per_expert=per_expert)
+        if self.norm is not None:
+            numbers |= {
+                "grad_norm": self.norm.total,
+                "skipped": float(not math.isfinite(self.norm.total)),
+            }
+        return numbers if self.lr is None else numbers | {"lr": float(self.lr)}
 
 
 class TrainStep:
@@ -194,7 +212,10 @@ class TrainStep:
             skipped = False if norm is None else norm.skipped
             metrics = [state.reduce_step(skipped=skipped) for state in self._states]
         self._progress.restart()
-        return StepResult(norm=norm, skipped=skipped, metrics=_joined(metrics))
+        lr = self._optimizers[0].param_groups[0]["lr"] if self._optimizers else None
+        if isinstance(lr, Tensor):  # which a scheduler changes in place
+            lr = lr.clone()
+        return StepResult(norm=norm, skipped=skipped, metrics=_joined(metrics), lr=lr)
 
     def drop(self) -> None:
         """Drop the step: its gradients, counts and micro-batches, as if they had never run.

@@ -23,7 +23,7 @@ from moecore import (
     clip_grad_norm_,
 )
 from moecore import parallelize_moe as parallelize
-from moecore.fsdp.clip import step_clipped
+from moecore.fsdp.clip import GradientNorm, step_clipped
 from moecore.moe.state import moe_state
 from tests.ranks import run_ranks
 
@@ -257,3 +257,14 @@ def test_an_optimizer_of_a_part_is_refused() -> None:
         step_clipped(model, 0.1, [part])
     model.get_parameter(name).grad = None
     step_clipped(model, 0.1, [part])
+
+
+def test_a_norm_is_a_number() -> None:
+    norm = GradientNorm(("a", "b"), torch.tensor([9.0, 16.0], dtype=torch.float64))
+    assert f"{norm:.3f} {norm}" == "5.000 5.0" and str(norm) == "5.0" and float(norm) == 5
+    assert repr(norm) == "GradientNorm(5.0)"
+    assert 4 < norm < 6 and 5 <= norm <= 5 and not norm > norm and norm >= 5
+    assert max(norm, 1.0) is norm
+    bad = GradientNorm(("a", "b"), torch.tensor([9.0, math.nan], dtype=torch.float64))
+    assert f"{bad:.1f}" == "nan" and not bad < 1 and not bad >= 1
+    assert repr(bad) == "GradientNorm(nan, non_finite=('b',))"

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
+from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,9 @@ from moecore.fsdp.late_parameters import refuse_added
 
 
 class GradientNorm:
-    """The gradient before clipping. The first look at `total` or `non_finite` is a host sync.
+    """The gradient before clipping: prints, formats and compares as the number `total`.
+
+    The first look at `total` or `non_finite` is a host sync.
 
     Args:
         names: of the parameters.
@@ -65,6 +68,29 @@ class GradientNorm:
 
     def __float__(self) -> float:
         return self.total
+
+    def __format__(self, spec: str) -> str:
+        return format(self.total, spec)
+
+    def __str__(self) -> str:
+        return str(self.total)
+
+    def __repr__(self) -> str:
+        named = f", non_finite={self.non_finite}" if self.non_finite else ""
+        return f"GradientNorm({self.total}{named})"
+
+    # Ordered but not equal to a number: equality would take the hash.
+    def __lt__(self, other: SupportsFloat) -> bool:
+        return self.total < float(other)
+
+    def __le__(self, other: SupportsFloat) -> bool:
+        return self.total <= float(other)
+
+    def __gt__(self, other: SupportsFloat) -> bool:
+        return self.total > float(other)
+
+    def __ge__(self, other: SupportsFloat) -> bool:
+        return self.total >= float(other)
 
 
 @torch.no_grad()

@@ -1,0 +1,144 @@
+"""explain: what it lists is what ranks hold, on every rank of a world that this process plays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moecore import (
+    FSDPOptions,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+    explain,
+    parallelize_moe,
+)
+from moecore.explain import _rows
+from moecore.models import Decoder, preset
+
+PAGE = Path(__file__).parent.parent / "docs" / "parallelize.md"
+FOLDED = ParallelConfig(dp_shard=4, tp=2, edp_shard=2, ep=4)
+KINDS = {"embeddings", "norms", "attention", "MLP", "router", "experts", "head"}
+
+pytestmark = pytest.mark.usefixtures("no_group_left")
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def parallelized(parallel: ParallelConfig, **options: Any) -> nn.Module:
+    model = Decoder(preset("tiny"), device="meta")
+    return parallelize_moe(model, build_meshes(parallel, "cpu"), **options)
+
+
+def test_the_page_shows_what_it_prints() -> None:
+    with fake_world(3, 8):
+        lines = explain(parallelized(FOLDED)).splitlines()
+    page = PAGE.read_text()
+    shown = re.search(r"```text\n(Decoder: .*?)\n```", page, flags=re.DOTALL)
+    assert shown is not None and shown[1].splitlines() == lines
+    assert 18 <= len(lines) <= 24 and max(map(len, lines)) <= 150
+
+
+@pytest.mark.parametrize(
+    "parallel", [FOLDED, ParallelConfig(dp_replicate=2, dp_shard=4, ep=2, etp=4)], ids=str
+)
+def test_every_byte_of_every_rank_is_in_one_row(parallel: ParallelConfig) -> None:
+    """Over ranks, each row has every element as often as its parameters are replicated."""
+    held: dict[str, int] = {}
+    experts = set()
+    for rank in range(8):
+        with fake_world(rank, 8):
+            model = parallelized(parallel)
+            with CommDebugMode() as communicated:
+                text = explain(model)
+            assert communicated.get_total_counts() == 0
+            layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+            rows = list(_rows(model, layers))
+            assert {row.kind for row in rows} == KINDS
+            assert sum(row.number for row in rows) == len(list(model.parameters()))
+            for row in rows:
+                name = f"{row.kind} {row.names} {row.shapes[0]}"
+                held[name] = held.get(name, 0) + row.num_bytes
+            p = parallel.resolve(8)
+            assert f"rank {rank} of 8\n  dense  dp_" in text
+            assert (f", 1/{p.etp} of each" in text) == (p.etp > 1)
+            first, last = re.search(r"this rank has (\d) to (\d)", text).groups()  # type: ignore[union-attr]
+            experts |= set(range(int(first), int(last) + 1))
+    assert experts == set(range(8))
+    for row in rows:
+        whole = 4 * torch.Size(row.shapes[0]).numel() * row.number
+        copies = 1 if row.kind == "experts" else p.dp_replicate
+        is_over_tp = "tp: replicated" in row.placement
+        copies *= p.tp if is_over_tp else 1
+        assert held[f"{row.kind} {row.names} {row.shapes[0]}"] == copies * whole, row
+
+
+def test_a_plain_model_is_whole() -> None:
+    model = Decoder(preset("tiny"))
+    model.get_parameter("model.norm.weight").requires_grad_(False)
+    text = explain(model)
+    total = sum(p.numel() for p in model.parameters())
+    assert text.startswith(f"Decoder: {total / 1e6:.3g} M parameters, ")
+    assert "not parallelized" in text and "this rank has all 8; dispatcher local" in text
+    assert re.search(r"norms \(frozen\) +norm +128 +128 +whole +512 B", text)
+    assert "FSDP2" not in text
+
+
+def test_active_parameters_count_top_k() -> None:
+    config = MoEConfig(dim=8, hidden_dim=64, num_experts=4, top_k=1, shared_hidden_dim=8)
+    layer = MoELayer(config, device="meta")
+    experts = sum(p.numel() for p in layer.experts.parameters())
+    active = sum(p.numel() for p in layer.parameters()) - experts * 3 // 4
+    assert f"{active / 1e3:.3g} k active" in explain(layer)
+    assert "shared experts" in explain(layer)
+
+
+def test_choices_are_shown() -> None:
+    fsdp = FSDPOptions(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, reshard_after_forward=False
+    )
+    with fake_world(0, 4):
+        parallel = ParallelConfig(ep=2)
+        text = explain(parallelized(parallel, dispatcher="allgather", fsdp=fsdp))
+        again = explain(parallelized(parallel, recompute_fc1=True))
+        slow = explain(parallelized(parallel, expert_backend="sequential"))
+    assert "dispatcher allgather among 2 ranks" in text and "auto (torch)" in text
+    assert "FC1's output H, 1.02 kB per token and layer" in text  # 2 x 2 x 128 in bf16
+    assert "FSDP2 units: 10: 4 of blocks, 3 of experts, 1 of routers, 1 of heads" in text
+    assert "all kept for backward" in text
+    assert "computed in bfloat16, gradients reduced in bfloat16; no FP8" in text
+    assert "rows X and runs FC1 again" in again and "blocks and experts freed" in again
+    assert "expert_backend sequential; backward keeps what autograd does" in slow
+
+
+def test_many_shapes_of_a_kind_are_folded_into_one_row() -> None:
+    model = nn.ModuleDict({f"mlp{n}": nn.Linear(n, 2, bias=False) for n in range(3, 12)})
+    rows = [line for line in explain(model).splitlines() if line.startswith("other")]
+    assert len(rows) == 4 and "6 more shapes" in rows[-1]
+    assert rows[-1].endswith(f"{4 * 2 * sum(range(6, 12))} B")
+
+
+def test_a_part_of_a_sharded_model_has_no_meshes() -> None:
+    with fake_world(0, 2):
+        part = parallelized(ParallelConfig(ep=2)).get_submodule("model.layers.1")
+        assert any(isinstance(p, DTensor) for p in part.parameters())
+        assert "sharded, but not what parallelize_moe returned" in explain(part)
