@@ -35,7 +35,7 @@ quick: $(READY)  ## run the tests that most changes break, in about a minute
 	CUDA_VISIBLE_DEVICES= $(ONE_THREAD) $(PY) -m pytest -q $(WORKERS) $(QUICK) $(ARGS)
 
 demo: $(READY)  ## train the tiny preset into runs/demo
-	$(PY) examples/train.py --preset tiny --run-dir runs/demo $(ARGS)
+	$(PY) examples/train.py --preset tiny --eval-every 50 --run-dir runs/demo $(ARGS)
 
 bench: $(READY)  ## run the benchmarks (on a GPU; else a smoke), then: make bench-docs
 	$(PY) -m pytest -q benchmarks $(ARGS)

@@ -10,12 +10,14 @@ import json
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 VOCAB_SIZE = 256
+HELD_OUT = 20  # one part of so many of the text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,21 @@ def read_corpus(files: list[Path], *, seq_len: int) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
+def hold_out(corpus_N: Tensor, *, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Return the text to train on, and its end, a twentieth, to evaluate on.
+
+    Raises:
+        ValueError: for too little text for one sequence of each.
+    """
+    size = max(corpus_N.numel() // HELD_OUT, seq_len + 1)
+    if corpus_N.numel() - size <= seq_len:
+        raise ValueError(
+            f"--data ({corpus_N.numel()} bytes) must be longer than two of --seq-len ({seq_len}) "
+            "with --eval-every, which holds its end out: use more text, or --eval-every 0"
+        )
+    return corpus_N[:-size], corpus_N[-size:]
+
+
 def standard_library() -> list[Path]:
     """Return the sources that every Python brings along, without its tests, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -60,7 +77,7 @@ def standard_library() -> list[Path]:
 
 
 def read_batches(
-    corpus_N: Tensor, shape: BatchShape, *, seed: int, step: int, data_rank: int
+    corpus_N: Tensor, shape: BatchShape, *, seed: int, step: int | Literal["eval"], data_rank: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Return one (tokens_BT, labels_BT) per micro-batch, int64 on the CPU.
 

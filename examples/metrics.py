@@ -1,11 +1,11 @@
-"""What a step measured: loss, expert loads, learning rate, time, and the share of peak FLOPs.
-
-Legend: L MoE layers, E experts, P expert-parallel ranks.
-"""
+"""What a step measured: losses, what the layers routed, learning rate, time, memory, peak FLOPs."""
 
 from __future__ import annotations
 
+import itertools
 import re
+import resource
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moecore.fsdp import GradientNorm
-from moecore.moe.state import MoEMetrics
+from moecore import StepResult
 
 Metrics = dict[str, float]
 # Dense bf16 products, from NVIDIA's data sheets; the first name that fits counts.
@@ -59,49 +58,65 @@ class Launched:
 
     Attributes:
         step: its number.
-        layers: names of the MoE layers.
-        values: fp64 on the device: the loss, then what `of_routing` returns.
-        norm: before clipping.
+        loss: mean over ranks, on the device.
+        done: what the step was, on the device.
+        ep: ranks that share a layer's experts.
+        expert_loads: whether the load of each expert is among the metrics.
         reader: the stream that the host reads on, see `Job`.
+        eval_loss: after the step; None = not evaluated.
     """
 
     step: int
     began: Moment
     ended: Moment
-    lr: float
-    layers: list[str]
-    values: Tensor
-    norm: GradientNorm
+    loss: Tensor
+    done: StepResult
+    ep: int
+    expert_loads: bool
     reader: torch.cuda.Stream | None
+    eval_loss: float | None = None
 
     def metrics(self) -> Metrics:
         """Wait for the step, and for none after it; return its metrics, the same on every rank."""
         self.ended.wait()
         with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
-            loss, rank_load, aux_loss, *loads = self.values.tolist()
-            norm = self.norm.total
-        return {
-            "loss": loss,
-            "expert_load_max_over_mean": max(loads),
-            "rank_load_max_over_mean": rank_load,
-            "grad_norm": norm,
-            "lr": self.lr,
-            "aux_loss": aux_loss,
-            **{f"expert_load/{name}": n for name, n in zip(self.layers, loads, strict=True)},
-        }
+            found = {"loss": self.loss.item(), **self.done.to_dict()}
+        loads = {layer: expert_loads(found, layer) for layer in self.done.metrics.tokens_per_expert}
+        found["rank_load_max_over_mean"] = sum(
+            rank_load(of_E, self.ep) for of_E in loads.values()
+        ) / len(loads)
+        if not self.expert_loads:
+            for layer, of_E in loads.items():
+                for e in range(len(of_E)):
+                    del found[f"expert_load/{layer}/{e}"]
+        return found if self.eval_loss is None else found | {"eval_loss": self.eval_loss}
 
 
-def of_routing(routed: MoEMetrics, ep: int) -> Tensor:
-    """Return the load of ranks, the sum of all auxiliary losses, and each layer's load; fp64 [2+L].
+def expert_loads(metrics: Metrics, layer: str) -> list[float]:
+    """Return the load of each expert of a layer over the mean; [] = not among the metrics."""
+    names = (f"expert_load/{layer}/{e}" for e in itertools.count())
+    return [metrics[name] for name in itertools.takewhile(metrics.__contains__, names)]
 
-    A layer's load is that of its busiest expert over the mean: it measures balance. The load of
-    ranks is that of the busiest ep rank over the mean, averaged over layers: it measures time.
+
+def rank_load(loads_E: list[float], ep: int) -> float:
+    """Return the load of the busiest of ep ranks over the mean.
+
+    A layer's load, that of its busiest expert, measures balance; that of its ranks measures time.
     """
-    counts_LE = torch.stack(list(routed.tokens_per_expert.values())).double()
-    ranks_LP = counts_LE.unflatten(1, (ep, -1)).sum(2)
-    experts_L, ranks_L = (n.amax(1) / n.mean(1).clamp(min=1e-9) for n in (counts_LE, ranks_LP))
-    aux_losses = torch.stack(list(routed.aux_losses.values())).sum().double()
-    return torch.cat([torch.stack([ranks_L.mean(), aux_losses]), experts_L])
+    num_local = len(loads_E) // ep
+    ranks = [sum(loads_E[first : first + num_local]) for first in range(0, len(loads_E), num_local)]
+    return max(ranks) / max(sum(ranks) / ep, 1e-9)
+
+
+def memory_gib(device: torch.device) -> Metrics:
+    """Return the most memory that this rank has used so far; the host waits for nothing."""
+    if device.type == "cuda":
+        return {
+            "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+            "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        }
+    unit = 1 if sys.platform == "darwin" else 1024  # of what the system counts
+    return {"memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -68,6 +68,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--moment-dtype", default="float32", choices=("float32", "bfloat16"), help="of AdamW")
     add("--seed", type=count, default=0, help="of weights and data")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
+    add("--eval-every", type=count, default=0, help="steps between losses on held-out text")
+    add("--expert-loads-every", type=count, default=10, help="steps; load of each expert, 0 = none")
     add("--prompt", type=some, default="def ", help="what the sample continues")
     add("--sample-bytes", type=count, default=200, help="length of the sample; 0 = none")
     add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
@@ -159,6 +161,11 @@ def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
         raise ValueError(
             f"--prompt ({args.prompt!r}) must have bytes < vocab_size ({config.vocab_size}) of "
             f"--preset {args.preset}"
+        )
+    if args.eval_every and args.tokens == "random":
+        raise ValueError(
+            f"--eval-every ({args.eval_every}) must be 0 with --tokens random, which has no text "
+            "to hold out: drop it"
         )
     if args.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError(f"--wandb ({args.wandb}) must have wandb installed: pip install wandb")

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from metrics import Metrics
+from metrics import Metrics, expert_loads
 
 METRICS, CURVES, CHECKPOINTS = "metrics.jsonl", "curves.png", "checkpoints"
 DRAWN = ("loss", "expert_load_max_over_mean")
+MOST_TICKS = 16  # layers that are named beside the map
 NAMES = {
     "tqdm": "tqdm",
     "torch.utils.tensorboard": "tensorboard",
@@ -147,17 +148,64 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def draw_curves(figure: ModuleType, metrics: Path) -> None:
-    """Draw loss and expert load over the steps into curves.png beside the metrics."""
+    """Draw loss, load and two heat maps over the steps into curves.png beside the metrics.
+
+    The maps show each layer's busiest expert, and all experts of the layer that is least even.
+    """
     lines, _ = read_metrics(metrics)
     steps = [line["step"] for line in lines]
-    canvas = figure.Figure(figsize=(8, 6), layout="constrained")
-    upper, lower = canvas.subplots(2, 1, sharex=True)
-    upper.plot(steps, [line["loss"] for line in lines])
-    upper.set(ylabel="loss (nats per byte)")
-    lower.plot(steps, [line["expert_load_max_over_mean"] for line in lines])
-    lower.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
-    lower.set(ylabel="expert load, max / mean\n(worst layer)", xlabel="step")
-    canvas.savefig(metrics.with_name(CURVES), dpi=120)
+    canvas = figure.Figure(figsize=(11, 6.5), layout="constrained")
+    (loss, layers), (load, experts) = canvas.subplots(2, 2, sharex=True)
+    loss.plot(steps, [line["loss"] for line in lines], linewidth=1, label="training")
+    evaluated = [line for line in lines if "eval_loss" in line]
+    if evaluated:
+        points = [line["step"] for line in evaluated], [line["eval_loss"] for line in evaluated]
+        loss.plot(*points, marker="o", markersize=4, label="held-out text")
+        loss.legend()
+    loss.set(ylabel="loss (nats per byte)")
+    load.plot(steps, [line["expert_load_max_over_mean"] for line in lines], linewidth=1)
+    load.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
+    load.set(ylabel="busiest expert / mean\n(worst layer)", xlabel="step")
+    _draw_maps(canvas, layers, experts, lines)
+    experts.set(xlabel="step")
+    canvas.savefig(metrics.with_name(CURVES), dpi=110)
+
+
+def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any]]) -> None:
+    """Draw the load of layers and of one layer's experts; only lines that have them all."""
+    names = layer_names(lines[-1]) if lines else []
+    whole = [line for line in lines if names and all(f"expert_load/{n}" in line for n in names)]
+    rows = [[line[f"expert_load/{name}"] for line in whole] for name in names]
+    _draw_map(canvas, layers, whole, rows, vmin=1.0)
+    short = [name.removeprefix("model.layers.").removesuffix(".mlp") for name in names]
+    layers.set(ylabel="MoE layer", title="busiest expert / mean")
+    if len(names) <= MOST_TICKS:
+        layers.set_yticks(range(len(names)), short)
+    least_even = max(range(len(names)), key=lambda i: sum(rows[i]), default=None)
+    if least_even is None:
+        return
+    counted = [line for line in whole if expert_loads(line, names[least_even])]
+    loads = [expert_loads(line, names[least_even]) for line in counted]
+    by_expert = list(map(list, zip(*loads, strict=True)))
+    _draw_map(canvas, experts, counted, by_expert, vmin=0.0, vmax=2.0, cmap="RdBu_r")
+    experts.set(ylabel="expert", title=f"load of each expert / mean, layer {short[least_even]}")
+
+
+def _draw_map(
+    canvas: Any, axes: Any, lines: list[dict[str, Any]], rows: list[list[float]], **how: Any
+) -> None:
+    """Draw one row of colors per layer or expert; a map of one column would have no width."""
+    if len(lines) < 2:
+        return
+    steps = [line["step"] for line in lines]
+    colors = axes.pcolormesh(steps, range(len(rows)), rows, shading="nearest", **how)
+    canvas.colorbar(colors, ax=axes, extend="max")
+
+
+def layer_names(line: dict[str, Any]) -> list[str]:
+    """Return the MoE layers that a line of metrics has the load of."""
+    names = (name.split("/") for name in line)
+    return [parts[1] for parts in names if parts[0] == "expert_load" and len(parts) == 2]
 
 
 def _import(name: str) -> ModuleType | None:

@@ -21,10 +21,10 @@ the model onto the ranks. The text is bytes: the Python standard library's own s
 --data is given.
 
 Each step's metrics go into metrics.jsonl, into TensorBoard where it is installed, and with
---wandb PROJECT into Weights & Biases: loss, gradient norm, tokens/s; `expert_load/<layer>`, the
-busiest expert's tokens over the mean of the layer; and `mfu`, the share of the devices' dense peak
-that forward and backward use (6 FLOPs per active parameter, and attention), where the peak is
-known: see --peak-tflops.
+--wandb PROJECT into Weights & Biases: loss, what `StepResult.to_dict` has (docs/balancing.md),
+tokens/s and memory; and `mfu`, the share of the devices' dense peak that forward and backward use
+(6 FLOPs per active parameter, and attention), where the peak is known: see --peak-tflops. With
+--eval-every N the end of the text is held out, and `eval_loss` is the loss on it.
 
 Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
 So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
@@ -43,12 +43,12 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from data import BatchShape, random_batches, read_batches, read_corpus
+from data import BatchShape, hold_out, random_batches, read_batches, read_corpus
 from errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -58,7 +58,7 @@ from errors import (
     printed_once,
 )
 from launch import check_environment, launch, leave
-from metrics import Launched, Moment, of_routing, peak_tflops
+from metrics import Launched, Moment, memory_gib, peak_tflops
 from options import (
     DEGREES,
     DTYPES,
@@ -89,6 +89,7 @@ from moecore.models import Decoder, DecoderConfig, flops_per_token
 from moecore.optim import AdamW
 
 CPU_RANKS = 2
+EVAL_BATCHES = 8  # of each data rank
 KEPT_CHECKPOINTS = 2
 WARMUP_SHARE = 0.05  # of the schedule's steps
 LAST_LR_SHARE = 0.1  # of the peak
@@ -107,10 +108,12 @@ def train(job: Job) -> None:
         for step in range(job.start + 1, args.steps + 1):
             try:
                 running.append(train_step(job, step))
+                if comes_every(args.eval_every, step, args):
+                    running[-1] = replace(running[-1], eval_loss=evaluate(job))
             except RUN_ERRORS:
                 log(job, running, report)
                 raise
-            saved, last = is_saved(step, args), step == args.steps
+            saved, last = comes_every(args.checkpoint_every, step, args), step == args.steps
             log(job, running, report, keep=0 if saved or last else 1)
             saver.check()  # a save that failed in the background ends the run here
             if saved:
@@ -121,9 +124,9 @@ def train(job: Job) -> None:
 
 def train_step(job: Job, step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
-    began, lr = Moment(job.device), lr_at(step, job.args)
+    began = Moment(job.device)
     for group in job.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr_at(step, job.args)
     tokens_ABT, labels_ABT = (
         to_device(torch.stack(part), job.device)
         for part in zip(*batches_of(job, step), strict=True)
@@ -134,14 +137,28 @@ def train_step(job: Job, step: int) -> Launched:
     loss = total / dist.get_world_size()
     return Launched(
         step=step,
-        lr=lr,
-        layers=list(done.metrics.tokens_per_expert),
-        values=torch.cat([loss.double()[None], of_routing(done.metrics, job.meshes.parallel.ep)]),
-        norm=done.norm,
         began=began,
         ended=Moment(job.device),
+        loss=loss,
+        done=done,
+        ep=job.meshes.parallel.ep,
+        expert_loads=comes_every(job.args.expert_loads_every, step, job.args),
         reader=job.reader,
     )
+
+
+@torch.no_grad()
+def evaluate(job: Job) -> float:
+    """Return the loss on held-out text, the same sequences every time. Waits for the device."""
+    shape = replace(job.shape, grad_accum=EVAL_BATCHES)
+    where = {"seed": job.args.seed, "step": "eval", "data_rank": job.meshes.data_rank}
+    total = torch.zeros((), device=job.device)
+    job.model.eval()
+    for batch in read_batches(job.held_out_N, shape, **where):
+        total += job.model(*(to_device(part, job.device) for part in batch))
+    job.model.train()
+    dist.all_reduce(total)
+    return float(total) / (EVAL_BATCHES * dist.get_world_size())
 
 
 def make_forward_backward(
@@ -187,9 +204,8 @@ def lr_at(step: int, args: argparse.Namespace) -> float:
     return args.lr * (LAST_LR_SHARE + (1 - LAST_LR_SHARE) * cosine)
 
 
-def is_saved(step: int, args: argparse.Namespace) -> bool:
-    """Whether a checkpoint follows this step: every so many, and the last one."""
-    every = args.checkpoint_every
+def comes_every(every: int, step: int, args: argparse.Namespace) -> bool:
+    """Whether something follows this step that does so every so many, and the last one."""
     return every > 0 and (step % every == 0 or step == args.steps)
 
 
@@ -199,7 +215,7 @@ def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int 
         done = running.popleft()
         metrics = done.metrics()
         rate = job.shape.tokens / done.began.seconds_until(done.ended)
-        metrics["tokens_per_second"] = rate
+        metrics |= {"tokens_per_second": rate, **memory_gib(job.device)}
         if job.peak_tflops:
             flops = flops_per_token(job.model.config, job.shape.seq_len)
             metrics["mfu"] = rate * flops / (dist.get_world_size() * job.peak_tflops * 1e12)
@@ -216,6 +232,7 @@ class Job:
         forward_backward: see `make_forward_backward`.
         start: steps that the loaded checkpoint has done; 0 = none was there.
         corpus_N: uint8 bytes.
+        held_out_N: the end of the text, with --eval-every.
         reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
             that has been launched. None on other devices.
         peak_tflops: of one device; None = no MFU.
@@ -229,6 +246,7 @@ class Job:
     forward_backward: ForwardBackward
     optimizer: torch.optim.Optimizer
     corpus_N: Tensor
+    held_out_N: Tensor | None
     shape: BatchShape
     start: int
     reader: torch.cuda.Stream | None
@@ -243,7 +261,7 @@ def build_job(args: argparse.Namespace) -> Job:
         raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
     check_arguments(args, config)
     make_run_dir(args.run_dir)
-    corpus_N = read_corpus(args.data, seq_len=args.seq_len)
+    corpus_N, held_out_N = read_texts(args)
     meshes = build_meshes(parallel_config(args, config, world_size))
     device = torch.device(meshes.device_type)
     check_memory(args, config, device)
@@ -271,11 +289,18 @@ def build_job(args: argparse.Namespace) -> Job:
         forward_backward=make_forward_backward(model, owner, args),
         optimizer=optimizer,
         corpus_N=corpus_N,
+        held_out_N=held_out_N,
         shape=shape,
         start=resume(args, model, optimizer),
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
         peak_tflops=args.peak_tflops or peak_tflops(device, compute_dtype(args, device)),
     )
+
+
+def read_texts(args: argparse.Namespace) -> tuple[Tensor, Tensor | None]:
+    """Return the text to train on, and that to evaluate on; None = --eval-every is 0."""
+    corpus_N = read_corpus(args.data, seq_len=args.seq_len)
+    return hold_out(corpus_N, seq_len=args.seq_len) if args.eval_every else (corpus_N, None)
 
 
 def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes) -> Decoder:
@@ -340,7 +365,7 @@ def main() -> int:
         if not gpus:
             check_memory(args, config, torch.device("cpu"))
         make_run_dir(args.run_dir)
-        read_corpus(args.data, seq_len=args.seq_len)
+        read_texts(args)
     except ARGUMENT_ERRORS as error:
         return print_error(error)
     return launch(run_rank, args, world_size)

@@ -8,7 +8,8 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -46,12 +47,64 @@ def test_loads_of_layers_and_mfu_reach_every_log(
         assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 2e12)
         loads = [line[f"expert_load/model.layers.{n}.mlp"] for n in range(2)]
         assert max(loads) == line["expert_load_max_over_mean"] and min(loads) >= 1
+        assert line["memory_rss_gib"] > 0.1 and line["skipped"] == 0
+    of_experts = {f"expert_load/model.layers.{n}.mlp/{e}" for n in range(2) for e in range(8)}
+    assert of_experts <= lines[1].keys() and not of_experts & lines[0].keys()
+    assert lines[1]["rank_load_max_over_mean"] == pytest.approx(1)  # of one rank
     start, *logged, end = sys.modules["wandb"].calls
     assert start["project"] == "mine" and start["config"]["preset"] == "tiny-qwen3"
     assert [{"step": step, **metrics} for step, metrics in logged] == lines and end == "finish"
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = events.EventAccumulator(str(run_dir / "tensorboard")).Reload()
-    assert set(found.Tags()["scalars"]) == lines[0].keys() - {"step"}
+    assert set(found.Tags()["scalars"]) == lines[1].keys() - {"step"}
+
+
+def test_load_of_ranks_and_of_experts(train: ModuleType) -> None:
+    from metrics import expert_loads, rank_load
+
+    assert rank_load([2.0, 1.0, 0.5, 0.5], 2) == 1.5 and rank_load([0.0, 0.0], 2) == 0
+    found = {f"expert_load/a/{e}": float(e) for e in range(12)}
+    assert expert_loads(found, "a") == list(range(12)) and expert_loads(found, "b") == []
+
+
+@pytest.mark.parametrize("every", [1, 2, 0])
+def test_maps_have_the_loads_of_layers_and_of_the_least_even(
+    every: int, train: ModuleType, tmp_path: Path
+) -> None:
+    """Step by layer, and step by expert of layer 3; or no map where there is nothing to draw."""
+    figure = pytest.importorskip("matplotlib.figure")
+    import report
+
+    lines = []
+    for step in range(1, 7):
+        line = {"step": step, "loss": 3.0 / step, "expert_load_max_over_mean": 2.0}
+        for n, worst in ((1, 1.25), (3, 1.5)):
+            line |= {f"expert_load/model.layers.{n}.mlp": worst + step}
+            if every and step % every == 0:
+                loads = {0: worst + step, 1: 0.0, 2: 2.0 - step}
+                line |= {f"expert_load/model.layers.{n}.mlp/{e}": v for e, v in loads.items()}
+        lines.append(json.dumps(line | ({"eval_loss": 2.0} if step % 3 == 0 else {})))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    drawn: list[Any] = []
+
+    class Figure(figure.Figure):
+        def savefig(self, path: Path, **how: object) -> None:
+            drawn.append(self)
+            super().savefig(path, **how)
+
+    report.draw_curves(SimpleNamespace(Figure=Figure), tmp_path / "metrics.jsonl")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    axes = drawn[0].axes
+    maps = {a.get_ylabel(): a.collections[0].get_array() for a in axes if len(a.collections)}
+    maps = {name: values for name, values in maps.items() if name in ("MoE layer", "expert")}
+    steps = range(1, 7)
+    assert maps.pop("MoE layer").tolist() == [[w + s for s in steps] for w in (1.25, 1.5)]
+    if every:
+        steps = range(every, 7, every)
+        rows = [[1.5 + s for s in steps], [0.0 for _ in steps], [2.0 - s for s in steps]]
+        assert maps.pop("expert").tolist() == rows
+    assert not maps
+    assert [len(line.get_xdata()) for line in axes[0].lines] == [6, 2]
 
 
 def test_wandb_that_is_not_installed_is_refused(

@@ -34,7 +34,8 @@ MICRO = (
     "--batch-size 1 --seq-len 32 --grad-accum 2 --checkpoint-every 4 --bias-rate 0.01"
     " --sample-bytes 8"
 )
-TIMINGS = ("tokens_per_second",)
+WHOLE = f"--steps {STEPS} --eval-every 3 --expert-loads-every 2"
+MEASURED = ("tokens_per_second", "memory_rss_gib")  # other numbers in every run
 DAMAGE = b'{"step": 7, "lo\n\n\0\0\0\n\xff\xfe\n{"step": 1}\n[1]\n' + b"[" * 100_000  # in 7 lines
 KILL_AT = 6  # past the first checkpoint and before the second: steps 5 and 6 are lost
 KILLING_BAR = f"""
@@ -102,7 +103,7 @@ def rank_of_script(
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
 
 def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
@@ -136,7 +137,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     agent += ["--rdzv-endpoint", f"127.0.0.1:{port}", str(SCRIPT), "--run-dir", str(run_dir)]
     hosts = [
         subprocess.Popen(
-            [*agent, *f"{MICRO} --steps {STEPS}".split()],
+            [*agent, *f"{MICRO} {WHOLE}".split()],
             env=environment() | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -146,7 +147,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     ]
     printed = [host.communicate(timeout=300)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], printed
-    return run_dir, max(printed, key=len)  # of rank 0's host
+    return run_dir, max(printed, key=lambda text: "--- sample" in text)  # of rank 0's host
 
 
 @pytest.mark.slow
@@ -155,9 +156,16 @@ def test_a_run_leaves_its_files_and_a_sample(straight: tuple[Path, str]) -> None
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     loads = {"expert_load_max_over_mean", "rank_load_max_over_mean"}
-    wanted = {"loss", *loads, "grad_norm", "lr", "aux_loss"}
-    layers = {f"expert_load/model.layers.{n}.mlp" for n in (1, 2, 3)}
+    wanted = {"loss", *loads, "grad_norm", "lr", "balance_loss", "z_loss", "router_entropy"}
+    names = [f"model.layers.{n}.mlp" for n in (1, 2, 3)]
+    layers = {f"expert_load/{name}" for name in names}
     assert all(wanted | layers <= line.keys() for line in lines)
+    of_experts = {f"expert_load/{name}/{e}" for name in names for e in range(8)}
+    for line in lines:
+        assert of_experts & line.keys() == (set() if line["step"] % 2 else of_experts)
+    evaluated = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    assert list(evaluated) == [3, 6, 8]
+    assert all(abs(loss - lines[step - 1]["loss"]) < 0.5 for step, loss in evaluated.items())
     assert all(max(line[n] for n in layers) == line["expert_load_max_over_mean"] for line in lines)
     assert lines[0]["loss"] == pytest.approx(5.6, abs=0.3) and lines[-1]["loss"] < 5.0
     assert f"--- sample after {STEPS} steps ---\ndef " in printed
@@ -188,11 +196,11 @@ def test_killed_run_goes_on_as_if_nothing_happened(
     modules, run_dir = tmp_path / "modules", tmp_path / "run"
     modules.mkdir()
     (modules / "tqdm.py").write_text(KILLING_BAR)
-    shorter = f"--steps {STEPS - 1} --schedule-steps {STEPS}"
+    shorter = WHOLE.replace(f"--steps {STEPS}", f"--steps {STEPS - 1} --schedule-steps {STEPS}")
     run(run_dir, shorter, modules=modules, code=-signal.SIGKILL)
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(DAMAGE)
-    resumed = run_in_forks(run_dir, f"--steps {STEPS}")
+    resumed = run_in_forks(run_dir, WHOLE)
     assert "from step 4" in resumed
     assert f"{run_dir}/metrics.jsonl: dropped 7 damaged line(s)" in resumed
     assert_same_run(run_dir, straight[0])
@@ -202,7 +210,7 @@ def test_killed_run_goes_on_as_if_nothing_happened(
 def test_finished_run_only_samples(straight: tuple[Path, str]) -> None:
     run_dir, printed = straight
     before = (run_dir / "metrics.jsonl").read_text()
-    again = run_in_forks(run_dir, f"--steps {STEPS}")
+    again = run_in_forks(run_dir, WHOLE)
     assert f"is finished at step {STEPS}: only sampling" in again
     assert again.split("--- sample")[1] == printed.split("--- sample")[1]
     assert (run_dir / "metrics.jsonl").read_text() == before
@@ -221,7 +229,7 @@ def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
     printed = run(run_dir, f"{degrees} {data}", modules=tmp_path).stdout
     assert "4 cpu ranks (dp_shard=2 tp=2 ep=2 etp=2, alltoall)" in printed
     assert printed.count("going on without tqdm, tensorboard, matplotlib (pip install") == 1
-    assert metrics(run_dir)[0]["aux_loss"] == 0
+    assert metrics(run_dir)[0]["balance_loss"] == 0
     assert not (run_dir / "curves.png").exists()
     changed = run_in_forks(run_dir, "--steps 2 --seed 1", num_ranks=1, code=2)
     assert "--seed (1) must be 0 as in" in changed
@@ -260,6 +268,7 @@ ERRORS = {
     "--sample-bytes 509": "(509) and the 4 of --prompt must be <= max_seq_len (512)",
     "--preset tiny-qwen3 --tokens random --prompt \udcff": "must have bytes < vocab_size (128)",
     "--data /dev/zero": "--data (/dev/zero) must be a plain file",
+    "--eval-every 2 --tokens random": "--eval-every (2) must be 0 with --tokens random",
     "--data missing.txt": "--data (missing.txt) must be a readable file: No such file",
 }
 RANK_ERRORS = {
@@ -358,6 +367,16 @@ def test_wrong_jsonl_names_the_line(
     path.write_text('{"text": "fine"}\n' + line + "\n")
     printed = error_of(script, tmp_path, f"--data {path}", monkeypatch, capsys)
     assert f'--data ({path}) line 2 must be a JSON object with a string "text"' in printed
+
+
+def test_the_end_of_the_text_is_held_out(script: ModuleType) -> None:
+    text_N = torch.arange(100)
+    kept, held = script.hold_out(text_N, seq_len=4)
+    assert torch.equal(torch.cat([kept, held]), text_N) and len(held) == 5
+    kept, held = script.hold_out(text_N, seq_len=49)
+    assert (len(kept), len(held)) == (50, 50)
+    with pytest.raises(ValueError, match=r"--data \(100 bytes\) must be longer than two of"):
+        script.hold_out(text_N, seq_len=50)
 
 
 @pytest.mark.parametrize(
