@@ -199,7 +199,7 @@ def _draw_map(
         return
     steps = [line["step"] for line in lines]
     colors = axes.pcolormesh(steps, range(len(rows)), rows, shading="nearest", **how)
-    canvas.colorbar(colors, ax=axes, extend="max")
+    canvas.colorbar(colors, ax=axes, extend="max" if "vmax" in how else "neither")
 
 
 def layer_names(line: dict[str, Any]) -> list[str]:

@@ -61,6 +61,7 @@ class Row:
         return self.kind, names, count + whole, local, self.placement, _bytes(self.num_bytes)
 
 
+@torch.no_grad()
 def explain(model: nn.Module) -> str:
     """Return who owns what: sizes, meshes, shapes, placements, dispatcher, products, precision.
 
