@@ -134,7 +134,38 @@ def test_many_shapes_of_a_kind_are_folded_into_one_row() -> None:
     model = nn.ModuleDict({f"mlp{n}": nn.Linear(n, 2, bias=False) for n in range(3, 12)})
     rows = [line for line in explain(model).splitlines() if line.startswith("other")]
     assert len(rows) == 4 and "6 more shapes" in rows[-1]
-    assert rows[-1].endswith(f"{4 * 2 * sum(range(6, 12))} B")
+    assert [row.split()[1] for row in rows[:3]] == ["mlp9", "mlp10", "mlp11"]
+    left = 2 * sum(range(3, 9))
+    assert rows[-1].split()[-4:] == [str(left), str(left), str(4 * left), "B"]
+
+
+def test_kinds_of_a_transformers_model() -> None:
+    """Parts have other names and no declared roles; the head is the embedding."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        mlp_only_layers=[0],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=16,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = transformers.Qwen2MoeForCausalLM(config)
+    with fake_world(1, 2):
+        parallelize_moe(model, build_meshes(ParallelConfig(ep=2), "cpu"))
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+        kinds = {row.kind: row.names for row in _rows(model, layers)}
+        text = explain(model)
+    assert kinds.keys() == KINDS - {"head"} | {"shared experts"}
+    assert kinds["router"] == ["gate"] and kinds["shared experts"] == ["shared_expert_gate"]
+    assert "1 MoE layer of 4 experts, top 2; this rank has 2 to 3" in text
 
 
 def test_a_part_of_a_sharded_model_has_no_meshes() -> None:

@@ -33,7 +33,7 @@ HEADER = ("kind", "parameters", "global shape", "on this rank", "placement", "by
 Shape = tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
     """Parameters that are alike, of all layers.
 
@@ -77,7 +77,8 @@ def explain(model: nn.Module) -> str:
     rows = list(_rows(model, layers))
     lines = [_size(model, layers, rows), *_meshes(model, request), *_table(_folded(rows))]
     alike = Counter(_of_layer(layer, request) for layer in layers.values())
-    lines += [line for (what, how), n in alike.items() for line in (f"{n} MoE layers {what}", how)]
+    for (what, how), n in alike.items():
+        lines += [f"{n} MoE layer{'s' * (n > 1)} {what}", how]
     lines += [] if request is None else [_units(model, request)]
     return "\n".join([*lines, f"precision: {_precision(model, layers, request)}"])
 
@@ -167,19 +168,20 @@ def _placement(param: Tensor) -> str:
 
 
 def _folded(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows, those of one kind together, and what is too much of a kind in one."""
+    """Return the rows, those of one kind together, and the smallest of many shapes as one."""
     of_kind: dict[str, list[Row]] = {}
     for row in rows:
         of_kind.setdefault(row.kind, []).append(row)
     found: list[Row] = []
     for kind, some in of_kind.items():
         most = MOST_ROWS if len(some) <= MOST_ROWS else MOST_ROWS - 1
-        found += some[:most]
-        if rest := some[most:]:
-            names = [f"{len(rest)} more shapes"]
+        largest = sorted(some, key=lambda row: -row.num_bytes)[:most]
+        found += [row for row in some if row in largest]
+        if rest := [row for row in some if row not in largest]:
+            whole, local = (sum(prod(r.shapes[i]) * r.number for r in rest) for i in range(2))
             num_bytes = sum(row.num_bytes for row in rest)
-            shapes = (sum(prod(r.shapes[0]) * r.number for r in rest),), (num_bytes,)
-            found.append(Row(kind, shapes, "", names, 1, num_bytes))
+            names = [f"{len(rest)} more shapes"]
+            found.append(Row(kind, ((whole,), (local,)), "", names, 1, num_bytes))
     return found
 
 
