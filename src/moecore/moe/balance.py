@@ -7,7 +7,8 @@ on the layer's output. Backward adds their gradient and commits the counts, so t
 forward, eval mode and no_grad count nothing. Once per optimizer step `MoEState.finish_step`
 (`moe/state.py`) reduces the counts of all layers, moves the biases and returns the metrics.
 
-What is counted is what tokens chose, before capacity dropped any, and without padding. Where an
+What is counted is what tokens chose, before capacity dropped any, and without padding, and how
+undecided the router was about them (`kernels/routing/entropy.py`). Where an
 expert bias or groups move the choice, the losses count each token's K best scores instead: their
 gradient evens out the scores, which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437,
 equations 17 to 20).
