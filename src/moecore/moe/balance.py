@@ -8,10 +8,9 @@ forward, eval mode and no_grad count nothing. Once per optimizer step `MoEState.
 (`moe/state.py`) reduces the counts of all layers, moves the biases and returns the metrics.
 
 What is counted is what tokens chose, before capacity dropped any, and without padding, and how
-undecided the router was about them (`kernels/routing/entropy.py`). Where an
-expert bias or groups move the choice, the losses count each token's K best scores instead: their
-gradient evens out the scores, which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437,
-equations 17 to 20).
+undecided the router was about them (`kernels/routing/entropy.py`). Where an expert bias or groups
+move the choice, the losses count each token's K best scores instead: their gradient evens out the
+scores, which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
 
 An auxiliary loss is the mean over the step's micro-batches and data ranks of each one's loss,
 whatever the folding: ranks that share a micro-batch (cp, tp) count tokens together.
