@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 CHECKS = {
     "README.md": "done.norm.finite and len(done.metrics.tokens_per_expert) == 2",
     "docs/from_torchtitan.md": "done.norm.finite and loss.isfinite()",
+    "docs/trainer.md": "latest(args.output_dir + '/checkpoints').name == 'step-000004'",
     "docs/from_transformers.md": "done.norm.finite and latest(root).name == 'step-000004'",
 }
 

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 NEEDED="torch numpy pytest"
-OPTIONAL="transformers safetensors hypothesis xdist torchtitan ruff mypy triton matplotlib tqdm"
+OPTIONAL="transformers safetensors hypothesis xdist torchtitan ruff mypy triton matplotlib tqdm accelerate peft trl"
 
 venv=$PWD/.venv
 py=$venv/bin/python

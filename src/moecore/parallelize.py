@@ -24,6 +24,7 @@ from moecore.fsdp.late_parameters import refuse_added
 from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
 from moecore.graphs.regions import compile_blocks
 from moecore.hf.blocks import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache
+from moecore.hf.device_map import refuse_accelerate
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
@@ -173,6 +174,7 @@ def _apply(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -
                 layer.part("shared").multiply = (Fp8Products(recipe), Fp8Products(recipe))
     shard_model(model, meshes, request.fsdp, loss=request.loss)
     refuse_save_pretrained(model)
+    refuse_accelerate(model)
     if request.compile_dense:
         compile_blocks(find_blocks(model), dynamic=False)
         warn_about_cache(model)

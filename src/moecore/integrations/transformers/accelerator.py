@@ -1,0 +1,44 @@
+"""The Accelerator of a `MoETrainer`: devices, data loaders and gathers, but no part of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from moecore.step import TrainStep
+
+
+class ShardedAccelerator(Accelerator):
+    """An Accelerator that wraps no model and no optimizer, and clips through a `TrainStep`.
+
+    Attributes:
+        owner: of the optimizer steps, set before the first one.
+    """
+
+    owner: TrainStep
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return False: the model is not placed by accelerate (see `hf/device_map.py`)."""
+        return False
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Return the model itself, on the device; that is what evaluation mode does."""
+        return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> Optimizer:
+        """Return the optimizer itself, which a checkpoint must know by its class."""
+        return optimizer
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
+        """Clip the step's gradient over both meshes, at the norm that `owner` was made with."""
+        return self.owner.clip().total

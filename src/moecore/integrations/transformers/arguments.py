@@ -1,0 +1,67 @@
+"""TrainingArguments that would wrap, cast or save the model behind moecore's back."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import TrainingArguments
+
+from moecore.moe.state import moe_state
+
+_PRECISION = "give parallelize_moe fsdp=FSDPOptions(param_dtype=torch.bfloat16)"
+_SHARDING = "leave it out, parallelize_moe has sharded the model"
+# field -> what to do instead
+REFUSED = {
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "bf16_full_eval": _PRECISION,
+    "fp16_full_eval": _PRECISION,
+    "fsdp": _SHARDING,
+    "deepspeed": _SHARDING,
+    "parallelism_config": _SHARDING,
+    "torch_compile": "use parallelize_moe(compile_dense=True)",
+    "use_liger_kernel": "it replaces modules of the sharded model",
+    "auto_find_batch_size": "set per_device_train_batch_size",
+    "label_smoothing_factor": "Trainer shifts labels by the name of the class, which FSDP2 changes",
+    "save_only_model": "checkpoints are for resuming, save_model() exports",
+    "push_to_hub": "upload the directory that save_model() writes",
+    "enable_jit_checkpoint": "use save_steps, saves run in the background",
+}
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Raise ValueError for what `MoETrainer` cannot do with these arguments."""
+    for name, fix in REFUSED.items():
+        value = getattr(args, name, None)
+        if value:
+            raise ValueError(f"{name} ({value}) must be off for MoETrainer: {fix}")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"n_gpu ({args.n_gpu}) must be 1 for MoETrainer: start one process per GPU with "
+            "torchrun, or set CUDA_VISIBLE_DEVICES"
+        )
+    if not args.accelerator_config.even_batches:
+        raise ValueError(
+            "accelerator_config.even_batches (False) must be True for MoETrainer: every rank must "
+            "run the same number of forwards"
+        )
+    if args.load_best_model_at_end and args.save_total_limit:
+        raise ValueError(
+            f"save_total_limit ({args.save_total_limit}) must be None with load_best_model_at_end: "
+            "the oldest checkpoints are removed, and one of them may be the best"
+        )
+
+
+def check_model(model: nn.Module, args: TrainingArguments) -> None:
+    """Raise ValueError for a model that `MoETrainer` does not train as Trainer would."""
+    state = moe_state(model)
+    if state.loss != "mean":
+        raise ValueError(
+            f"loss ({state.loss!r}) of parallelize_moe must be 'mean' for MoETrainer: leave it "
+            "out, Trainer divides by the tokens of all ranks itself"
+        )
+    if state.groups.data_ranks != args.world_size:
+        raise ValueError(
+            f"data ranks ({state.groups.data_ranks}) must equal the processes of "
+            f"TrainingArguments ({args.world_size}): build meshes with tp=1 and cp=1, and start "
+            "all processes with torchrun"
+        )

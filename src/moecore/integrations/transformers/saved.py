@@ -1,0 +1,123 @@
+"""What a `MoETrainer` puts into a checkpoint beside tensors, and how it exports.
+
+`extra` of a checkpoint has two entries: Trainer's own state, the text of its trainer_state.json,
+and the generators of Python and numpy, [ranks, NUM_WORDS] fp64. torch's are kept by the checkpoint
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import TrainerState
+
+from moecore.checkpoint import latest, read_manifest
+from moecore.checkpoint.ranks import on_first_rank
+from moecore.hf import export_hf
+
+STATE = "trainer_state"
+GENERATORS = "host_generators"
+_NUM_PYTHON = 625  # words of random's state
+_NUM_NUMPY = 624
+NUM_WORDS = _NUM_PYTHON + 2 + _NUM_NUMPY + 3
+
+
+def find_checkpoint(
+    resume: str | os.PathLike[str] | bool | None, root: Path, *, saves: bool
+) -> Path | None:
+    """Return the checkpoint to resume from, the same on every rank; None = begin anew.
+
+    Args:
+        resume: a checkpoint; True takes the newest of `root`.
+        root: where the run keeps its checkpoints.
+        saves: whether the run saves checkpoints, which must not mix with those of another.
+
+    Raises:
+        ValueError: when there is none to resume from; when a new run would save beside some.
+    """
+    newest = on_first_rank(lambda: latest(root))
+    if resume is None or resume is False:
+        if saves and newest is not None:
+            raise ValueError(
+                f"output_dir ({root.parent}) must have no checkpoints ({newest.name}) for a new "
+                "run: train(resume_from_checkpoint=True), or use another directory"
+            )
+        return None
+    if resume is True and newest is None:
+        raise ValueError(
+            f"resume_from_checkpoint (True) must find a checkpoint in {root}: leave it out"
+        )
+    return newest if resume is True else Path(resume)
+
+
+def state_text(state: TrainerState) -> str:
+    """Return rank 0's state as the text of trainer_state.json. Collective."""
+    return on_first_rank(lambda: json.dumps(asdict(state)))
+
+
+def read_state_text(path: Path) -> str:
+    """Return what `state_text` gave when a checkpoint was saved. Collective.
+
+    Raises:
+        ValueError: for a checkpoint that no `MoETrainer` has saved.
+    """
+    extra = on_first_rank(lambda: read_manifest(path).facts.extra)
+    if STATE not in extra:
+        raise ValueError(
+            f"resume_from_checkpoint ({path}) must be a checkpoint of MoETrainer: load any other "
+            "with moecore.checkpoint.load before training"
+        )
+    return extra[STATE]
+
+
+def host_generators() -> Tensor:
+    """Return the state of this process's Python and numpy generators, fp64 [NUM_WORDS].
+
+    All words are below 2^32, so fp64 keeps them exactly beside the cached normal numbers.
+    """
+    _, words, cached = random.getstate()
+    state: Any = np.random.get_state()
+    _, keys, position, has_cached, numpy_cached = state
+    python = [*words, float(cached is not None), cached or 0.0]
+    numpy = [*keys.tolist(), position, has_cached, numpy_cached]
+    return torch.tensor([*python, *numpy], dtype=torch.float64)
+
+
+def set_host_generators(state: Tensor) -> None:
+    """Set Python's and numpy's generators to what `host_generators` returned."""
+    values = state.tolist()
+    has_cached, cached = values[_NUM_PYTHON : _NUM_PYTHON + 2]
+    words = tuple(map(int, values[:_NUM_PYTHON]))
+    random.setstate((3, words, cached if has_cached else None))
+    *keys, position, has_cached, cached = values[_NUM_PYTHON + 2 :]
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), int(position), int(has_cached), cached)
+    )
+
+
+def export_into(model: nn.Module, folder: Path) -> None:
+    """Export a model into a directory that may exist, in place of an earlier export. Collective."""
+    draft = folder / ".export"
+    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))  # a kill may have left one
+    export_hf(model, draft)
+    on_first_rank(lambda: _publish(draft, folder))
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    """Move an export's files up; config.json, without which nothing loads, goes and comes last."""
+    config = folder / "config.json"
+    config.unlink(missing_ok=True)
+    for old in folder.glob("model*.safetensors*"):
+        old.unlink()
+    for file in sorted(draft.iterdir(), key=lambda file: file.name == config.name):
+        file.replace(folder / file.name)
+    draft.rmdir()

@@ -1,0 +1,219 @@
+"""MoETrainer: transformers' Trainer around a `TrainStep`.
+
+    Trainer                              MoETrainer
+    accelerator.prepare(model)           the model as it is, optimizer as it is
+    get_batch_samples                    the batches of a step are its micro-batches
+    training_step                        runs in `TrainStep.micro_batch()`
+    accelerator.clip_grad_norm_          `TrainStep.clip()`, over both meshes
+    optimizer.step, model.zero_grad      its own
+    on_step_end                          `TrainStep.finish()`
+    _save_checkpoint, resume             `Saver`, `load`
+    save_model                           `export_hf`
+
+Note "loss": Trainer under DDP divides each loss by the tokens of all ranks and micro-batches and
+multiplies it by the number of ranks, since DDP averages gradients. `parallelize_moe(loss="mean")`
+averages them over data ranks too, so Trainer's losses are used as they are.
+
+Note "private names": five methods of Trainer that are overridden or called have no public one
+beside them. tests/integrations/test_transformers_trainer.py compares their signatures.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy, TrainOutput
+
+from moecore.checkpoint import Saver, load
+from moecore.checkpoint.directory import directory_of
+from moecore.integrations.transformers.accelerator import ShardedAccelerator
+from moecore.integrations.transformers.arguments import check_arguments, check_model
+from moecore.integrations.transformers.saved import (
+    GENERATORS,
+    STATE,
+    export_into,
+    find_checkpoint,
+    host_generators,
+    read_state_text,
+    set_host_generators,
+    state_text,
+)
+from moecore.moe.state import MoEMetrics
+from moecore.step import StepResult, TrainStep
+
+
+class MoETrainer(Trainer):
+    """A Trainer of a model that `parallelize_moe` has sharded; arguments are Trainer's.
+
+    It trains as Trainer does under DDP: the same batches, losses and updates. TRL's trainers become
+    one by inheritance: `class MoESFTTrainer(MoETrainer, SFTTrainer)`.
+
+    Checkpoints lie in `output_dir/checkpoints`, are written in the background and load on any
+    layout. `save_model` writes a Hugging Face directory. Training logs have the load of each MoE
+    layer.
+
+    Attributes:
+        result: of the last optimizer step; None before the first.
+
+    Raises:
+        ValueError: for a model that is not parallelized or whose loss convention is "sum", and for
+            arguments that wrap, cast or save the model otherwise.
+    """
+
+    result: StepResult | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._root = Path(self.args.output_dir) / "checkpoints"
+        self._saver: Saver | None = None
+        self.add_callback(_StepOwner(self))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator, after the first look at model and arguments."""
+        check_arguments(self.args)
+        check_model(self.model, self.args)
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = ShardedAccelerator  # Trainer makes its own and takes none
+
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """Train, and return what Trainer returns. Collective.
+
+        Args:
+            resume_from_checkpoint: a checkpoint of `output_dir/checkpoints`; True takes the newest.
+            args: more of Trainer's.
+            kwargs: more of Trainer's.
+
+        Raises:
+            ValueError: when there is no checkpoint to resume from, or one and `None` is given.
+            OSError: when a checkpoint could not be written.
+        """
+        saves = self.args.save_strategy != SaveStrategy.NO
+        self._checkpoint = find_checkpoint(resume_from_checkpoint, self._root, saves=saves)
+        with ExitStack() as self._open:
+            self._resumed = None
+            if self._checkpoint is not None:
+                self._resumed = self._open.enter_context(TemporaryDirectory())
+                text = read_state_text(self._checkpoint)
+                (Path(self._resumed) / "trainer_state.json").write_text(text)
+            return super().train(self._resumed, *args, **kwargs)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """Return a step's batches, fewer at the end of an epoch, and the tokens of all ranks."""
+        found = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if found[0]:
+            self.accelerator.owner.num_micro_batches = len(found[0])
+        return found
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run forward and backward of one micro-batch and return its loss."""
+        with self.accelerator.owner.micro_batch():
+            return super().training_step(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log; what the MoE layers routed in the last step goes with the training loss."""
+        if "loss" in logs and self.result is not None:
+            logs.update(_routed(self.result.metrics))
+        super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a Hugging Face directory, in place of what an earlier call wrote. Collective."""
+        folder = Path(output_dir or self.args.output_dir)
+        export_into(self.accelerator.unwrap_model(self.model), folder)
+        if self.processing_class is not None and self.is_world_process_zero():
+            self.processing_class.save_pretrained(folder)
+
+    def begin(self) -> None:
+        """Make the owner of the steps and of the checkpoints, and load the one to resume from."""
+        args = self.args
+        owner = TrainStep(
+            self.model,
+            max_norm=args.max_grad_norm or math.inf,
+            num_micro_batches=args.gradient_accumulation_steps,
+        )
+        owner.drop()  # of a step that an earlier call of `train` has left half done
+        self.accelerator.owner = owner
+        if self._checkpoint is not None and self._resumed is not None:
+            extra = load(self._checkpoint, self.model, self.optimizer, scheduler=self.lr_scheduler)
+            if args.process_index < len(extra[GENERATORS]):
+                set_host_generators(extra[GENERATORS][args.process_index])
+            # Trainer sets all generators from there when it has skipped the batches.
+            self._save_rng_state(self._resumed)
+        if args.save_strategy != SaveStrategy.NO:
+            saver = Saver(
+                self._root,
+                self.model,
+                self.optimizer,
+                scheduler=self.lr_scheduler,
+                keep=args.save_total_limit or 0,
+            )
+            self._saver = self._open.enter_context(saver)
+
+    def finish_step(self) -> None:
+        """End an optimizer step, and raise what went wrong in a background save."""
+        self.result = self.accelerator.owner.finish()
+        if self._saver is not None:
+            self._saver.check()
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # so Trainer clips by the Accelerator, which knows both meshes
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        assert self._saver is not None
+        self.accelerator.owner.check()  # no checkpoint of a step whose tokens got lost
+        self.store_flos()
+        step, state = self.state.global_step, self.state
+        if state.best_global_step == step:
+            state.best_model_checkpoint = str(directory_of(self._root, step))
+        for one in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(one, ExportableState):
+                state.stateful_callbacks[type(one).__name__] = one.state()
+        generators = self.accelerator.gather(host_generators()[None].to(self.args.device))
+        extra = {STATE: state_text(state), GENERATORS: generators.cpu()}
+        self._saver.save(step, extra, wait=False)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        pass  # `begin` does, when there is an optimizer
+
+    def _load_best_model(self) -> None:
+        assert self._saver is not None
+        self._saver.close()  # the best one may be under way
+        load(self.state.best_model_checkpoint, self.model)
+
+
+class _StepOwner(TrainerCallback):
+    """Calls the trainer where a step or a run begins and ends."""
+
+    def __init__(self, trainer: MoETrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.begin()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.finish_step()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.accelerator.owner.check()
+
+
+def _routed(metrics: MoEMetrics) -> dict[str, float]:
+    """Return what a step routed under the names of logs. Two host syncs at most."""
+    found = {f"expert_load/{layer}": load for layer, load in metrics.load_max_over_mean().items()}
+    return found | {f"drop_rate/{layer}": rate for layer, rate in metrics.drop_rate().items()}

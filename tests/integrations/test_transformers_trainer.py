@@ -1,0 +1,148 @@
+"""What MoETrainer refuses, what it relies on in transformers, and what it saves beside tensors."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainingArguments
+
+from moecore import ParallelConfig, build_meshes, parallelize_moe
+from moecore.checkpoint import save
+from moecore.hf.device_map import ShardedDeviceMap
+from moecore.integrations.transformers import MoETrainer
+from moecore.integrations.transformers.arguments import REFUSED, check_arguments
+from moecore.integrations.transformers.saved import (
+    NUM_WORDS,
+    host_generators,
+    set_host_generators,
+)
+from tests.hf.hf_models import random_model
+from tests.integrations.trainer_runs import padded, rows
+
+# Names of transformers without a public one beside them: parameters that moecore gives or takes.
+PRIVATE = {
+    "_has_mixed_mesh_grads": ["self", "model"],
+    "_save_checkpoint": ["self", "model", "trial"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_best_model": ["self"],
+    "_save_rng_state": ["self", "output_dir"],
+}
+
+
+@pytest.fixture
+def one_process(no_group_left: None) -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    common = dict(use_cpu=True, report_to=[], disable_tqdm=True, max_steps=1)
+    return TrainingArguments(str(folder), **common | options)
+
+
+def sharded(**options: Any) -> nn.Module:
+    return parallelize_moe(
+        random_model("qwen3-moe"), build_meshes(ParallelConfig(), "cpu"), **options
+    )
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_private_names_of_trainer(name: str) -> None:
+    assert list(inspect.signature(getattr(Trainer, name)).parameters) == PRIVATE[name]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_that_is_refused(name: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    assert hasattr(args, name)
+    check_arguments(args)
+    setattr(args, name, "given")
+    with pytest.raises(ValueError, match=rf"{name} \(given\) must be off for MoETrainer: "):
+        check_arguments(args)
+
+
+def test_arguments_that_do_not_fit_together(tmp_path: Path) -> None:
+    args = arguments(tmp_path, accelerator_config={"even_batches": False})
+    with pytest.raises(ValueError, match=r"accelerator_config.even_batches \(False\) must be True"):
+        check_arguments(args)
+    best = dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=500)
+    args = arguments(tmp_path, save_total_limit=2, **best)
+    with pytest.raises(ValueError, match=r"save_total_limit \(2\) must be None with load_best"):
+        check_arguments(args)
+    args = arguments(tmp_path)
+    args._n_gpu = 4
+    with pytest.raises(ValueError, match=r"n_gpu \(4\) must be 1"):
+        check_arguments(args)
+
+
+def test_models_that_are_refused(one_process: None, tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    with pytest.raises(ValueError, match=r"model \(Qwen3MoeForCausalLM\) must be parallelized"):
+        MoETrainer(random_model("qwen3-moe"), args)
+    with pytest.raises(ValueError, match=r"loss \('sum'\) of parallelize_moe must be 'mean'"):
+        MoETrainer(sharded(loss="sum"), args)
+
+
+def test_data_ranks_that_are_no_processes(
+    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingArguments, "world_size", 4)
+    with pytest.raises(ValueError, match=r"data ranks \(1\) must equal the processes .* \(4\)"):
+        MoETrainer(sharded(), arguments(tmp_path))
+
+
+def test_checkpoints_to_resume_from(one_process: None, tmp_path: Path) -> None:
+    model = sharded()
+    trainer = MoETrainer(model, arguments(tmp_path), padded, rows(2))
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint \(True\) must find a checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    path = save(tmp_path / "other", 1, model, None)
+    with pytest.raises(ValueError, match=r"must be a checkpoint of MoETrainer"):
+        trainer.train(resume_from_checkpoint=path)
+
+
+def test_one_process_of_plain_trainer_is_refused(one_process: None, tmp_path: Path) -> None:
+    model = sharded()
+    with pytest.raises(ValueError, match=r"must not be wrapped by Trainer or accelerate.*MoETrain"):
+        Trainer(model, arguments(tmp_path), padded, rows(2)).train()
+    with pytest.raises(ValueError, match=r"must not be wrapped by Trainer or accelerate"):
+        Accelerator(cpu=True).prepare(model)
+    assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False).shape[0] == 1
+
+
+def test_a_device_map_without_entries() -> None:
+    found = ShardedDeviceMap("Model")
+    assert set(found.values()) == set()
+    assert "" not in found
+    with pytest.raises(ValueError, match=r"model \(Model\) must not be wrapped"):
+        len(found)
+
+
+def test_generators_come_back_exactly() -> None:
+    def draws() -> list[float]:
+        found = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand()]
+        return [*found, float(np.random.randint(1 << 30))]
+
+    random.seed(3)
+    np.random.seed(4)
+    draws()  # half of a pair of normal numbers is cached now
+    state = host_generators()
+    assert state.shape == (NUM_WORDS,)
+    expected = draws()
+    draws()
+    set_host_generators(state)
+    assert draws() == expected

@@ -1,0 +1,123 @@
+"""MoETrainer on two ranks with ep=2 equals stock Trainer under DDP, and keeps its promises."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from tests.integrations.trainer_runs import (
+    against_stock,
+    best_model,
+    enter_launcher,
+    exported,
+    refused,
+    resumed,
+    skipped,
+)
+from tests.ranks import run_ranks
+
+# An epoch has 7 rows for each rank, in 4 micro-batches of which the last has one row.
+PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tokens of all ranks": (dict(num_train_epochs=2, eval_strategy="epoch"), {}),
+    "tokens of each rank": (dict(max_steps=3, average_tokens_across_devices=False), {}),
+    "a step of one batch": (dict(max_steps=3, gradient_accumulation_steps=3, max_grad_norm=0), {}),
+    "own balance loss": (dict(max_steps=2), dict(output_router_logits=True)),
+}
+
+
+def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    enter_launcher(rank, folder)
+    found: dict[str, Any] = {
+        name: against_stock(f"{folder}/parity", options, **config)
+        for name, (options, config) in PARITY.items()
+    }
+    found["resumed"] = resumed(f"{folder}/resumed")
+    found["skipped"] = skipped(f"{folder}/skipped")
+    found["best"] = best_model(f"{folder}/best")
+    found["exported"] = exported(f"{folder}/exported")
+    found["refused"] = refused(f"{folder}/refused")
+    if find_spec("trl") is not None:
+        from tests.integrations.trl_runs import dpo, sft
+
+        found["sft"] = sft(f"{folder}/sft")
+        found["dpo"] = dpo(f"{folder}/dpo")
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(2, worker, str(tmp_path_factory.mktemp("trainer")))
+
+
+@pytest.mark.parametrize("case", PARITY)
+def test_equals_stock_trainer_under_ddp(case: str, results: dict[str, Any]) -> None:
+    found = results[case]
+    for ours, stock in zip(found["ours"], found["stock"], strict=True):
+        assert ours == pytest.approx(stock, rel=1e-6)
+    assert len(found["ours"][0]) >= 2
+    distance, name = found["distance"]
+    assert distance <= 1e-6, name
+    assert found["moved"][0] > 1e-3
+
+
+def test_evaluation_and_metrics_are_logged(results: dict[str, Any]) -> None:
+    found = results["tokens of all ranks"]
+    assert len(found["ours"][3]) == 2
+    assert {f"expert_load/model.layers.{i}.mlp" for i in range(2)} <= found["log"].keys()
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(results: dict[str, Any]) -> None:
+    found = results["resumed"]
+    assert found["losses"][0] == found["losses"][1]
+    assert found["draws"][0] == found["draws"][1]
+    assert found["distance"][0] == 0.0
+    assert found["checkpoints"] == ["step-000006"]
+
+
+def test_a_new_run_beside_checkpoints_is_refused(results: dict[str, Any]) -> None:
+    assert "must have no checkpoints (step-000006)" in results["resumed"]["refusal"]
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all(results: dict[str, Any]) -> None:
+    second, third = results["skipped"]
+    assert second == 0.0
+    assert third > 0.0
+
+
+def test_the_best_model_is_loaded_at_the_end(results: dict[str, Any]) -> None:
+    found = results["best"]
+    best = max(found["losses"])
+    assert best > found["losses"][-1]
+    assert found["best"] == f"step-{found['losses'].index(best) + 1:06d}"
+    assert math.isclose(found["now"], best, rel_tol=1e-6)
+
+
+def test_save_model_writes_what_from_pretrained_reads(results: dict[str, Any]) -> None:
+    found = results["exported"]
+    assert {"config.json", "model.safetensors"} <= set(found["files"])
+    assert ".export" not in found["files"]
+    assert found["distance"][0] == 0.0
+
+
+def test_plain_trainer_names_the_one_to_use(results: dict[str, Any]) -> None:
+    assert len(results["refused"]) == 3
+    for error in results["refused"]:
+        assert error.startswith("model (Qwen3MoeForCausalLM) must not be wrapped by Trainer")
+        assert "moecore.integrations.transformers.MoETrainer" in error
+
+
+@pytest.mark.parametrize("case", ["sft", "dpo"])
+def test_equals_trl_under_ddp(case: str, results: dict[str, Any]) -> None:
+    pytest.importorskip("trl")
+    found = results[case]
+    for ours, stock in zip(found["ours"], found["stock"], strict=True):
+        assert len(ours) >= 1
+        assert ours == pytest.approx(stock, rel=1e-6, abs=1e-6)
+    distance, name = found["distance"]
+    assert distance <= 1e-6, name

@@ -1,0 +1,263 @@
+"""Runs of MoETrainer beside stock Trainer under DDP, on the ranks that a test file has spawned."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from moecore import ParallelConfig, build_meshes, parallelize_moe
+from moecore.integrations.transformers import MoETrainer
+from tests.hf.hf_models import random_model
+
+COMMON: dict[str, Any] = dict(
+    use_cpu=True,
+    per_device_train_batch_size=2,
+    per_device_eval_batch_size=2,
+    gradient_accumulation_steps=2,
+    learning_rate=1e-2,
+    adam_epsilon=1e-3,  # or rounding errors of gradients near 0 become steps of lr
+    max_grad_norm=1.0,
+    logging_steps=1,
+    save_strategy="no",
+    report_to=[],
+    disable_tqdm=True,
+)
+
+
+def enter_launcher(rank: int, folder: str) -> None:
+    """Set what torchrun sets: accelerate looks there, although the group is running."""
+    port = Path(folder) / "port"
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port.write_text(str(free.getsockname()[1]))
+    dist.barrier()
+    world = str(dist.get_world_size())
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world)
+    os.environ.update(LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=port.read_text(), HF_HUB_OFFLINE="1")
+
+
+def rows(count: int, seed: int = 3) -> list[dict[str, Tensor]]:
+    """Sequences of 4 to 14 tokens, the first third of each without labels."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        length = int(torch.randint(4, 15, (), generator=generator))
+        ids = torch.randint(1, 61, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: length // 3] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def padded(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad on the right; padding has no labels."""
+
+    def whole(name: str, value: int) -> Tensor:
+        parts = [row[name] for row in batch]
+        return nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
+
+    ids = whole("input_ids", 0)
+    return {"input_ids": ids, "labels": whole("labels", -100), "attention_mask": (ids != 0).long()}
+
+
+def make_model(**options: Any) -> nn.Module:
+    return random_model("qwen3-moe", **options)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return parallelize_moe(model, build_meshes(ParallelConfig(ep=2)))
+
+
+def trainer_of(
+    cls: type[Trainer], model: nn.Module, folder: str, *, data: int = 14, **options: Any
+) -> Trainer:
+    """Return a trainer of `data` rows, 7 of 8 rows' micro-batches per epoch and rank."""
+    callbacks = options.pop("callbacks", None)
+    args = TrainingArguments(folder, **COMMON | options)
+    return cls(
+        model,
+        args,
+        data_collator=padded,
+        train_dataset=rows(data),
+        eval_dataset=rows(5, seed=4),
+        callbacks=callbacks,
+    )
+
+
+def logged(trainer: Trainer, *names: str) -> list[list[float]]:
+    """Return the values of a run's log, for each name those of all entries that have it."""
+    history = trainer.state.log_history
+    return [[entry[name] for entry in history if name in entry] for name in names]
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters, assembled. Collective."""
+    found = {}
+    for name, param in model.named_parameters():
+        value = param.detach()
+        found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return found
+
+
+def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Return the largest difference of an element, and where it is."""
+    assert found.keys() == expected.keys()
+    differences = [(float((found[n] - expected[n]).abs().max()), n) for n in expected]
+    return max(differences)
+
+
+def against_stock(folder: str, options: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """Train the same model by both; return both logs and the distance of the final parameters."""
+    model = make_model(**config)
+    start = whole(model)
+    stock = trainer_of(Trainer, copy.deepcopy(model), folder, **options)
+    stock.train()
+    ours = trainer_of(MoETrainer, sharded(model), folder, **options)
+    ours.train()
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return {
+        "stock": logged(stock, *names),
+        "ours": logged(ours, *names),
+        "distance": furthest(whole(ours.model), whole(stock.model)),
+        "moved": furthest(whole(stock.model), start),
+        "log": [entry for entry in ours.state.log_history if "loss" in entry][-1],
+    }
+
+
+class Draws(TrainerCallback):
+    """Records what the generators give after each step."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[float, float, float]] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.drawn.append((random.random(), np.random.normal(), float(torch.rand(()))))
+
+
+class StopsAfter(TrainerCallback):
+    """Ends a run early, as a kill would, but for the save that is under way."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self._step
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """Train 6 steps at once, and 3 and 3: dropout, data order and generators go on."""
+    options = dict(max_steps=6, save_strategy="steps", save_steps=3, save_total_limit=1)
+    found = {}
+    for name, stops in (("once", 0), ("before", 3), ("after", 0)):
+        draws = Draws()
+        trainer = trainer_of(
+            MoETrainer,
+            sharded(make_model(attention_dropout=0.2)),
+            folder + ("/once" if name == "once" else "/twice"),
+            callbacks=[draws, StopsAfter(stops)],
+            **options,
+        )
+        trainer.train(resume_from_checkpoint=name == "after")
+        found[name] = (logged(trainer, "loss")[0], draws.drawn, whole(trainer.model))
+    assert not torch.equal(found["once"][2]["lm_head.weight"], found["before"][2]["lm_head.weight"])
+    again = trainer_of(MoETrainer, sharded(make_model()), folder + "/twice", **options)
+    try:
+        again.train()
+        refusal = ""
+    except ValueError as error:
+        refusal = str(error)
+    return {
+        "losses": (found["once"][0], found["after"][0]),
+        "draws": (found["once"][1][3:], found["after"][1]),
+        "distance": furthest(found["after"][2], found["once"][2]),
+        "checkpoints": sorted(p.name for p in Path(folder, "twice", "checkpoints").glob("step*")),
+        "refusal": refusal,
+    }
+
+
+class NanOnOneRank(MoETrainer):
+    """The loss of rank 1 is not a number in the second step."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        is_bad = self.state.global_step == 1 and self.args.process_index == 1
+        return loss * float("nan") if is_bad and not kwargs.get("return_outputs") else loss
+
+
+class Parameters(TrainerCallback):
+    """Keeps all parameters after each step."""
+
+    def __init__(self) -> None:
+        self.after: list[dict[str, Tensor]] = []
+
+    def on_step_end(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+        self.after.append(whole(model))
+
+
+def skipped(folder: str) -> list[float]:
+    """Return how far the parameters move in the second step and in the third."""
+    kept = Parameters()
+    model = sharded(make_model())
+    trainer_of(NanOnOneRank, model, folder, max_steps=3, callbacks=[kept]).train()
+    return [furthest(kept.after[i + 1], kept.after[i])[0] for i in range(2)]
+
+
+def best_model(folder: str) -> dict[str, Any]:
+    """Train with the highest loss as the best, and come back to its checkpoint."""
+    trainer = trainer_of(
+        MoETrainer,
+        sharded(make_model()),
+        folder,
+        max_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        greater_is_better=True,
+    )
+    trainer.train()
+    losses = logged(trainer, "eval_loss")[0]
+    checkpoint = Path(trainer.state.best_model_checkpoint).name
+    return {"losses": losses, "best": checkpoint, "now": trainer.evaluate()["eval_loss"]}
+
+
+def exported(folder: str) -> dict[str, Any]:
+    """Export twice into the same directory; load it with transformers."""
+    trainer = trainer_of(MoETrainer, sharded(make_model()), folder, max_steps=1)
+    trainer.save_model()
+    trainer.train()
+    trainer.save_model()
+    names = sorted(path.name for path in Path(folder).iterdir())
+    loaded = type(make_model()).from_pretrained(folder)
+    return {"files": names, "distance": furthest(whole(loaded), whole(trainer.model))}
+
+
+def refused(folder: str) -> list[str]:
+    """Return what plain Trainer and accelerate raise for a parallelized model."""
+    model = sharded(make_model())
+    trainer = trainer_of(Trainer, model, folder, max_steps=1)
+    errors = []
+    for action in (trainer.train, trainer.evaluate, lambda: trainer.accelerator.prepare(model)):
+        try:
+            action()
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
