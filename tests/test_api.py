@@ -21,6 +21,8 @@ SECTIONS = {
 
 @pytest.mark.parametrize("module", SECTIONS)
 def test_the_page_has_what_a_module_exports(module: str) -> None:
+    if module == "moecore.integrations.transformers":
+        pytest.importorskip("accelerate")
     exported = import_module(module)
     assert SECTIONS[module] == set(exported.__all__)
     assert all(hasattr(exported, name) for name in SECTIONS[module])

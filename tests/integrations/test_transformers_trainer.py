@@ -13,18 +13,19 @@ import pytest
 import torch
 from torch import nn
 
+pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.checkpoint import save
 from moecore.hf.device_map import ShardedDeviceMap
 from moecore.integrations.transformers import MoETrainer
 from moecore.integrations.transformers.arguments import REFUSED, check_arguments
-from moecore.integrations.transformers.saved import (
+from moecore.integrations.transformers.run_state import (
     NUM_WORDS,
     host_generators,
     set_host_generators,
@@ -97,6 +98,11 @@ def test_models_that_are_refused(one_process: None, tmp_path: Path) -> None:
         MoETrainer(sharded(loss="sum"), args)
 
 
+def test_adapters_of_trl_come_too_late(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"peft_config \(object\) must be None for MoETrainer"):
+        MoETrainer(random_model("qwen3-moe"), arguments(tmp_path), peft_config=object())
+
+
 def test_data_ranks_that_are_no_processes(
     one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +119,18 @@ def test_checkpoints_to_resume_from(one_process: None, tmp_path: Path) -> None:
     path = save(tmp_path / "other", 1, model, None)
     with pytest.raises(ValueError, match=r"must be a checkpoint of MoETrainer"):
         trainer.train(resume_from_checkpoint=path)
+
+
+class Saves(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = True
+
+
+def test_a_callback_that_saves_where_nothing_is_saved(one_process: None, tmp_path: Path) -> None:
+    args = arguments(tmp_path, save_strategy="no")
+    trainer = MoETrainer(sharded(), args, padded, rows(2), callbacks=[Saves()])
+    with pytest.raises(ValueError, match=r"save_strategy \('no'\) must be another one"):
+        trainer.train()
 
 
 def test_one_process_of_plain_trainer_is_refused(one_process: None, tmp_path: Path) -> None:

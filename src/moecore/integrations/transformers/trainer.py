@@ -38,10 +38,10 @@ from moecore.checkpoint import Saver, load
 from moecore.checkpoint.directory import directory_of
 from moecore.integrations.transformers.accelerator import ShardedAccelerator
 from moecore.integrations.transformers.arguments import check_arguments, check_model
-from moecore.integrations.transformers.saved import (
+from moecore.integrations.transformers.export import export_into
+from moecore.integrations.transformers.run_state import (
     GENERATORS,
     STATE,
-    export_into,
     find_checkpoint,
     host_generators,
     read_state_text,
@@ -73,6 +73,11 @@ class MoETrainer(Trainer):
     result: StepResult | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("peft_config") is not None:
+            raise ValueError(
+                f"peft_config ({type(kwargs['peft_config']).__name__}) must be None for "
+                "MoETrainer: call get_peft_model before parallelize_moe"
+            )
         super().__init__(*args, **kwargs)
         self._root = Path(self.args.output_dir) / "checkpoints"
         self._saver: Saver | None = None
@@ -135,11 +140,13 @@ class MoETrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a Hugging Face directory, in place of what an earlier call wrote. Collective."""
         folder = Path(output_dir or self.args.output_dir)
-        export_into(self.accelerator.unwrap_model(self.model), folder)
-        if self.processing_class is not None and self.is_world_process_zero():
-            self.processing_class.save_pretrained(folder)
+        export_into(self.model, folder)
+        if self.is_world_process_zero():
+            for part in (getattr(self.model, "generation_config", None), self.processing_class):
+                if part is not None:
+                    part.save_pretrained(folder)
 
-    def begin(self) -> None:
+    def _begin_run(self) -> None:
         """Make the owner of the steps and of the checkpoints, and load the one to resume from."""
         args = self.args
         owner = TrainStep(
@@ -165,7 +172,7 @@ class MoETrainer(Trainer):
             )
             self._saver = self._open.enter_context(saver)
 
-    def finish_step(self) -> None:
+    def _finish_step(self) -> None:
         """End an optimizer step, and raise what went wrong in a background save."""
         self.result = self.accelerator.owner.finish()
         if self._saver is not None:
@@ -175,7 +182,10 @@ class MoETrainer(Trainer):
         return False  # so Trainer clips by the Accelerator, which knows both meshes
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        assert self._saver is not None
+        if self._saver is None:
+            raise ValueError(
+                "save_strategy ('no') must be another one for a callback that saves: use 'steps'"
+            )
         self.accelerator.owner.check()  # no checkpoint of a step whose tokens got lost
         self.store_flos()
         step, state = self.state.global_step, self.state
@@ -189,7 +199,7 @@ class MoETrainer(Trainer):
         self._saver.save(step, extra, wait=False)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        pass  # `begin` does, when there is an optimizer
+        pass  # `_begin_run` does, when there is an optimizer
 
     def _load_best_model(self) -> None:
         assert self._saver is not None
@@ -204,10 +214,10 @@ class _StepOwner(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.begin()
+        self._trainer._begin_run()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.finish_step()
+        self._trainer._finish_step()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.accelerator.owner.check()

@@ -1,4 +1,4 @@
-"""What a `MoETrainer` puts into a checkpoint beside tensors, and how it exports.
+"""What a `MoETrainer` puts into a checkpoint beside tensors, and which one it resumes from.
 
 `extra` of a checkpoint has two entries: Trainer's own state, the text of its trainer_state.json,
 and the generators of Python and numpy, [ranks, NUM_WORDS] fp64. torch's are kept by the checkpoint
@@ -10,19 +10,17 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerState
 
 from moecore.checkpoint import latest, read_manifest
 from moecore.checkpoint.ranks import on_first_rank
-from moecore.hf import export_hf
 
 STATE = "trainer_state"
 GENERATORS = "host_generators"
@@ -102,22 +100,3 @@ def set_host_generators(state: Tensor) -> None:
     np.random.set_state(
         ("MT19937", np.array(keys, dtype=np.uint32), int(position), int(has_cached), cached)
     )
-
-
-def export_into(model: nn.Module, folder: Path) -> None:
-    """Export a model into a directory that may exist, in place of an earlier export. Collective."""
-    draft = folder / ".export"
-    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))  # a kill may have left one
-    export_hf(model, draft)
-    on_first_rank(lambda: _publish(draft, folder))
-
-
-def _publish(draft: Path, folder: Path) -> None:
-    """Move an export's files up; config.json, without which nothing loads, goes and comes last."""
-    config = folder / "config.json"
-    config.unlink(missing_ok=True)
-    for old in folder.glob("model*.safetensors*"):
-        old.unlink()
-    for file in sorted(draft.iterdir(), key=lambda file: file.name == config.name):
-        file.replace(folder / file.name)
-    draft.rmdir()
