@@ -52,7 +52,7 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.size import num_params
-from moecore.moe.state import MoEMetrics
+from moecore.moe.metrics import MoEMetrics
 from moecore.optim import AdamW
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision

@@ -48,7 +48,6 @@ from moecore.integrations.transformers.run_state import (
     set_host_generators,
     state_text,
 )
-from moecore.moe.state import MoEMetrics
 from moecore.step import StepResult, TrainStep
 
 
@@ -134,7 +133,7 @@ class MoETrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; what the MoE layers routed in the last step goes with the training loss."""
         if "loss" in logs and self.result is not None:
-            logs.update(_routed(self.result.metrics))
+            logs.update(self.result.metrics.to_dict(per_expert=False))
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -221,9 +220,3 @@ class _StepOwner(TrainerCallback):
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.accelerator.owner.check()
-
-
-def _routed(metrics: MoEMetrics) -> dict[str, float]:
-    """Return what a step routed under the names of logs. Two host syncs at most."""
-    found = {f"expert_load/{layer}": load for layer, load in metrics.load_max_over_mean().items()}
-    return found | {f"drop_rate/{layer}": rate for layer, rate in metrics.drop_rate().items()}

@@ -241,7 +241,7 @@ def sm90_bf16_grouped_kernel(
     if ACTIVATION:
         stage = (out_smem, make_barriers(2, 1), make_barriers(2, 1))
     else:
-        stage = (out_smem,)
+        stage = (out_smem,)  # type: ignore[assignment]
     tiles = RowTiling(map_ptr, gl.load(map_ptr), num_n)
     sizes: gl.constexpr = (BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FIELDS)
     constants: gl.constexpr = (ACTIVATION, B_IS_NK) + sizes
