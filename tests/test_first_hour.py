@@ -147,7 +147,7 @@ def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:
             "meshes (ParallelConfig(pp=1, dp_replicate=1, ",
         ),
         (lambda model, meshes: parallelize_moe(model, meshes.dense), "meshes (DeviceMesh("),
-        (lambda model, meshes: parallelize_moe(meshes, model), "model (Meshes(parallel="),
+        (lambda model, meshes: parallelize_moe(meshes, model), "model (Meshes("),
         (
             lambda model, meshes: parallelize_moe(model, None),
             "meshes (None) must be a Meshes: pass build_meshes(ParallelConfig(...))",
