@@ -19,8 +19,6 @@ from moecore.hf.export import export_hf
 from moecore.hf.load import load_hf
 from moecore.hf.verify import verify_hf
 from moecore.models import Decoder, preset
-from moecore.upcycle.models import upcycle_modules
-from moecore.upcycle.upcycle import UpcycleOptions
 from tests.hf.hf_models import ARCHITECTURES, random_model, transformers
 from tests.hf.states import hf_state, native_state
 from tests.hf.test_config import TINY_JSON
@@ -241,77 +239,6 @@ def test_the_class_that_can_load_it_is_named(given, tmp_path):
     export_hf(causal, tmp_path / "mine")
     written = json.loads((tmp_path / "mine" / "config.json").read_text())
     assert written["architectures"] == ["Qwen3MoeForCausalLM"]
-
-
-class Wrapper(torch.nn.Module):
-    """As a PeftModel: has the config of the model that lies deeper in it."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.base_model = torch.nn.ModuleDict({"model": model})
-        self.config = model.config
-
-
-class Adapted(torch.nn.Module):
-    """As a LoRA layer in the place of a linear one."""
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        self.base_layer, self.lora_A = linear, torch.nn.Linear(linear.in_features, 2, bias=False)
-
-
-def adapted() -> torch.nn.Module:
-    model = random_model("mixtral")
-    attention = model.model.layers[1].self_attn
-    attention.q_proj = Adapted(attention.q_proj)
-    return model
-
-
-def upcycled_llama() -> torch.nn.Module:
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, vocab_size=32)
-    heads = dict(num_attention_heads=2, num_key_value_heads=2)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
-    options = UpcycleOptions(expansion=4, granularity=1, top_k=2)
-    upcycle_modules(model, options, mlps=["model.layers.0.mlp", "model.layers.1.mlp"])
-    return model
-
-
-def resized() -> torch.nn.Module:
-    model = random_model("olmoe")
-    model.lm_head = torch.nn.Linear(32, 70, bias=False)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (
-            lambda: Wrapper(random_model("qwen3-moe")),
-            r"model \(Wrapper\) must hold model.embed_tokens.weight of Qwen3MoeForCausalLM",
-        ),
-        (
-            lambda: random_model("qwen3-moe").model,
-            r"model \(Qwen3MoeModel\) must hold model.embed_tokens.weight of Qwen3MoeForCausalLM",
-        ),
-        (
-            lambda: random_model("gpt-oss").model.layers[1].self_attn,
-            r"\(GptOssAttention\) must hold",
-        ),
-        (
-            adapted,
-            r"\(MixtralForCausalLM\) must hold model.layers.1.self_attn.q_proj.weight of Mix",
-        ),
-        (upcycled_llama, r"must hold model.layers.0.mlp.gate_proj.weight of LlamaForCausalLM"),
-        (resized, r"lm_head.weight \(70, 32\) must be \(61, 32\) in OlmoeForCausalLM"),
-    ],
-)
-def test_a_model_that_lacks_parameters_of_its_class(made, message, tmp_path):
-    model = made()
-    state = torch.get_rng_state()
-    with pytest.raises(ValueError, match=message) as info:
-        export_hf(model, tmp_path / "out", layout="fused")
-    assert "\n" not in str(info.value) and list(tmp_path.iterdir()) == []
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_models_that_cannot_be_written(tmp_path):

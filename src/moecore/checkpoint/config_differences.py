@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from moecore.config import MoEConfig
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
@@ -84,6 +85,11 @@ def differences(
     if values is None or not required <= values.keys():
         return []
     return list(_differing(ours, values, "", skipped))
+
+
+def moe_differences(ours: MoEConfig, theirs: MoEConfig) -> list[Difference]:
+    """Return the fields in which two layers compute differently; see `TRAINING`."""
+    return list(_differing(ours, asdict(theirs), "moe.", TRAINING))
 
 
 def hf_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:

@@ -33,10 +33,12 @@ from moecore.checkpoint.ranks import check_visible, on_every_rank, on_first_rank
 from moecore.checkpoint.shard_file import Layout, ShardWriter, layout_of
 from moecore.hf.collect import Collector, Item, RankCollector, rank_and_world
 from moecore.hf.config import HFConfig
-from moecore.hf.export_config import check_complete, export_config
+from moecore.hf.export_check import check_readable, check_tied
+from moecore.hf.export_config import export_config
 from moecore.hf.files import CONFIG, INDEX, SINGLE
 from moecore.hf.names import HEAD, HFLayout, Recipe
 from moecore.hf.target import model_copies, model_plan, model_tensors
+from moecore.hf.upcycled import shared_of_no_size
 
 ExportLayout = Literal["per_expert", "fused"]
 KEPT_FP32 = ("e_score_correction_bias", "expert_bias")  # small steps need fp32, whatever the model
@@ -94,8 +96,9 @@ def export_hf(
 
     Raises:
         ValueError: for a wrong argument, a directory that is there, a config of another model, a
-            transformers model without all parameters of its class (a part of one, one with
-            adapters, one that was upcycled); before anything is written.
+            transformers model without all parameters of its class or with others (a part of one,
+            one with adapters, one that was upcycled into what no class computes); before anything
+            is written.
         NotImplementedError: when the layout has no name for a tensor.
         OSError: on every rank, when one could not write; nothing is left behind.
     """
@@ -106,7 +109,8 @@ def export_hf(
         check_target(path, dtype)
         values = export_config(model, config)
         tensors = model_tensors(model)
-        recipes = _complete_plan(model, tensors, names_of(layout, values))
+        tensors |= shared_of_no_size(model, values, tensors)
+        recipes = _complete_plan(model, tensors, values, names_of(layout, values))
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         items = list(make_items(dtypes, recipes, model_copies(model), dtype))
         return tensors, recipes, fill_shards(items, max_shard_bytes), values
@@ -125,12 +129,13 @@ def export_hf(
 
 
 def _complete_plan(
-    model: nn.Module, tensors: Mapping[str, Tensor], layout: HFLayout
+    model: nn.Module, tensors: Mapping[str, Tensor], values: Mapping[str, Any], layout: HFLayout
 ) -> dict[str, Recipe]:
-    """Return what a model's files are made of; refuse a part of a model, and one on meta."""
+    """Return what a model's files are made of; refuse what would not give the model back."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_complete(model, shapes)
     recipes = model_plan(model, shapes, layout)
+    check_readable(model, values, model_plan(model, shapes, "fused"), recipes)
+    check_tied(tensors, model_copies(model))
     for name in recipes:
         if tensors[name].is_meta:
             raise ValueError(f"{name} (meta) must have storage to be written: load it first")

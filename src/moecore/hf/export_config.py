@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from moecore.checkpoint.config_differences import TRAINING
 from moecore.hf.config import MTP_KEYS, HFConfig, decoder_config_from_hf, read_config
 from moecore.hf.config_problems import config_problems
+from moecore.hf.upcycled import upcycled_config
 from moecore.models.config import DecoderConfig
 from moecore.models.decoder import Decoder
 
@@ -35,20 +34,29 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     Raises:
         ValueError: when a native decoder has none, or it describes another model.
     """
+    if isinstance(model, Decoder):
+        return _decoder_config(model, config)
     own = getattr(model, "config", None)
+    if not hasattr(own, "to_dict"):
+        _refuse_wrapper(model)
+    upcycled = upcycled_config(model)
+    wanted: dict[str, Any] = own.to_dict() if upcycled is None else upcycled  # type: ignore[union-attr]
     if config is None:
-        if isinstance(model, Decoder) or not hasattr(own, "to_dict"):
-            raise ValueError(
-                f"config (None) must be given for {type(model).__name__}: pass the config.json of "
-                "the Hugging Face model that it is, as a path or a mapping"
-            )
-        values = own.to_dict()  # type: ignore[union-attr]
+        values = wanted
     else:
         values = read_config(config)
-    if not isinstance(model, Decoder):
-        if config is not None and hasattr(own, "to_dict"):
-            _check_same(values, own.to_dict())  # type: ignore[union-attr]
-        return finish_config(values, 0, type(model))
+        _check_same(values, wanted)
+    return finish_config(values, 0, type(model) if upcycled is None else None)
+
+
+def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
+    """The config given for a native decoder, checked against it."""
+    if config is None:
+        raise ValueError(
+            f"config (None) must be given for {type(model).__name__}: pass the config.json of "
+            "the Hugging Face model that it is, as a path or a mapping"
+        )
+    values = read_config(config)
     values = finish_config(values, model.config.num_mtp_layers)
     decoder_config_from_hf(values)  # raises where it cannot be a native decoder
     capacity = model.config.moe.capacity if model.config.moe else None
@@ -57,43 +65,18 @@ def export_config(model: nn.Module, config: HFConfig | None) -> dict[str, Any]:
     return values
 
 
-def check_complete(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise for a transformers model whose directory would lack what its class reads from it.
-
-    The class is the model's own; for a part of a model (a base without a head, an attention) and
-    for a wrapper it is the causal language model of its config.
-
-    Args:
-        model: any.
-        shapes: of its tensors, by name.
-
-    Raises:
-        ValueError: naming a parameter that is not there, or has another shape.
-    """
-    own = getattr(model, "config", None)
-    if isinstance(model, Decoder) or not hasattr(own, "to_dict"):
-        return
-    kind = _transformers_class(type(model))
-    if kind is None or getattr(model, "base_model", None) is model:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(own), kind)
-    if kind is None:
-        return
-    with torch.device("meta"):
-        wanted = kind(deepcopy(own)).state_dict()
-    fix = "export the whole model, and merge adapters into it first"
-    for name, tensor in wanted.items():
-        if name not in shapes:
+def _refuse_wrapper(model: nn.Module) -> NoReturn:
+    """Raise for a module that is no model, naming the one that it holds."""
+    for path, module in model.named_modules():
+        if isinstance(module, Decoder) or transformers_class(type(module)) is not None:
             raise ValueError(
-                f"model ({_name_of(type(model))}) must hold {name} of {kind.__name__}, which reads "
-                f"the directory: {fix}"
+                f"model ({type(model).__name__}) must be the {name_of(type(module))} in it, whose "
+                f"Hugging Face names are known: pass model.{path}"
             )
-        if shapes[name] != tuple(tensor.shape):
-            raise ValueError(
-                f"{name} {shapes[name]} must be {tuple(tensor.shape)} in {kind.__name__}, which "
-                "reads the directory: correct the model's config"
-            )
+    raise NotImplementedError(
+        f"model ({type(model).__name__}) must be a moecore Decoder or a transformers model, "
+        "whose Hugging Face names are known: translate other names yourself"
+    )
 
 
 def finish_config(
@@ -116,8 +99,8 @@ def finish_config(
     if num_mtp and not any(key in values for key in MTP_KEYS):
         values[MTP_KEYS[0]] = num_mtp
     known = ARCHITECTURES.get(str(values.get("model_type")))
-    name = _name_of(model_class) if model_class else None
-    kind = _transformers_class(model_class) if model_class else None
+    name = name_of(model_class) if model_class else None
+    kind = transformers_class(model_class) if model_class else None
     if kind is not None:
         values["architectures"] = [kind.__name__]  # such as one with another head than config's
     elif not values.get("architectures") and (known or name):
@@ -128,11 +111,12 @@ def finish_config(
         raise ValueError(f"config must be JSON-able: {error}") from None
 
 
-def _name_of(model_class: type) -> str:
+def name_of(model_class: type) -> str:
+    """Return the name of a model's class as it was before FSDP2."""
     return model_class.__name__.removeprefix("FSDP")  # FSDP2 renames it
 
 
-def _transformers_class(model_class: type) -> Any:
+def transformers_class(model_class: type) -> Any:
     """Return the class of transformers' models that a class is or extends, or None."""
     for cls in model_class.__mro__:
         if cls.__module__.startswith("transformers.models.") and hasattr(cls, "base_model_prefix"):

@@ -116,11 +116,10 @@ def _pieces(
     prefix, _, part = path.partition(".mlp.")
     if not part or part in DENSE_NAMES:
         return (Piece(path, (), shape),)
-    where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
-    if part == "router.weight":
-        return (Piece(f"{where}.gate.weight", (), shape),)
-    if part in ("experts.w1", "experts.w2") and len(shape) == (4 if part == "experts.w1" else 3):
-        return _expert_pieces(f"{where}.experts", part, shape, layout)
+    routed = routed_pieces(path, shape, layout)
+    if routed:
+        return routed
+    where = f"{prefix}.mlp"
     if layout != "mixtral" and part == EXPERT_BIAS[0]:
         return (Piece(f"{where}.{EXPERT_BIAS[1]}", (), shape),)
     if layout != "mixtral" and part.startswith("shared."):
@@ -132,6 +131,23 @@ def _pieces(
         "Qwen3-MoE, Qwen2-MoE and DeepSeek-V3 have no such tensor: keep the native names, or "
         "choose another layout"
     )
+
+
+def routed_pieces(name: str, shape: tuple[int, ...], layout: HFLayout) -> tuple[Piece, ...]:
+    """Return the sources of a router's or gated experts' native tensor; () for any other.
+
+    Args:
+        name: such as model.layers.3.mlp.experts.w1.
+        shape: of the tensor.
+        layout: of the Hugging Face names.
+    """
+    prefix, _, part = name.rpartition(".mlp.")
+    where = f"{prefix}.{'block_sparse_moe' if layout == 'mixtral' else 'mlp'}"
+    if part == "router.weight":
+        return (Piece(f"{where}.gate.weight", (), shape),)
+    if (part, len(shape)) in (("experts.w1", 4), ("experts.w2", 3)):
+        return _expert_pieces(f"{where}.experts", part, shape, layout)
+    return ()
 
 
 def _outer_name(name: str, config: DecoderConfig) -> str:

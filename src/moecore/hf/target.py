@@ -13,6 +13,8 @@ for Mixtral's block:
 | mlp.experts.gate_up_proj[3, F:] | the same | ...3.up_proj.weight | ...3.w3.weight |
 | mlp.experts.down_proj[3] | the same | ...3.down_proj.weight | ...3.w2.weight |
 
+Experts with moecore's own names (an upcycled model) have the names of `hf_plan`.
+
 `overlaps` returns the part of a piece that a rank's shard holds, and where. Loading and export both
 follow it, in opposite directions.
 """
@@ -37,6 +39,7 @@ from moecore.hf.names import (
     Recipe,
     hf_copies,
     hf_plan,
+    routed_pieces,
 )
 from moecore.models.decoder import Decoder
 from moecore.moe.params import clean_name
@@ -239,7 +242,11 @@ def _module_pieces(
     shapes: Mapping[str, tuple[int, ...]],
     layout: HFLayout,
 ) -> tuple[Piece, ...]:
-    """The sources of one tensor of a transformers module."""
+    """The sources of one tensor of a transformers module, or of a MoE layer put into one."""
+    if f"{name.rpartition('.mlp.')[0]}.mlp.experts.w1" in shapes:
+        routed = routed_pieces(name, shape, layout)
+        if routed:
+            return routed
     if layout == "fused":
         return (Piece(name, (), shape),)
     if f"{name}_bias" in shapes:
