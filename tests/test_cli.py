@@ -229,7 +229,7 @@ def test_prune(capsys, tmp_path):
     ("args", "message"),
     [
         (("inspect", "{tmp}/none"), "none) must be a directory: it is not there"),
-        (("inspect", "{tmp}"), "must hold a moecore.json, a config.json or whole step director"),
+        (("inspect", "{tmp}"), "must hold a moecore.json, a config.json, a .metadata or whole"),
         (("convert", "{home}/run", "{tmp}/x"), "--config must name the config.json"),
         (
             ("convert", "{home}/hf", "{tmp}/x", "--config", "{home}/hf"),

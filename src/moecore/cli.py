@@ -22,7 +22,8 @@ from moecore.checkpoint.meter import Progress
 
 DESCRIPTION = """\
 Work with checkpoints. A path is a step directory (runs/a/step-000100), a run (runs/a; its latest
-checkpoint is meant) or a Hugging Face directory (with config.json and safetensors)."""
+checkpoint is meant), a Hugging Face directory (with config.json and safetensors) or one of
+torch.distributed.checkpoint, plain or of Megatron-Core (with .metadata)."""
 
 EXAMPLES = """\
 examples:
@@ -31,11 +32,14 @@ examples:
   moecore checkpoint verify runs/a/step-000100            hash every byte
   moecore checkpoint convert hf/Qwen3-30B-A3B runs/start  Hugging Face -> native, as step 0
   moecore checkpoint convert runs/a hf/mine --config hf/Qwen3-30B-A3B --dtype bfloat16
+  moecore checkpoint convert megatron/iter_0001000 runs/start --config hf/Qwen3-30B-A3B
+  moecore checkpoint convert runs/a megatron/release --to megatron --config hf/Qwen3-30B-A3B
   moecore checkpoint prune runs/a --keep 3 --dry-run      which would be removed
 
 exit codes: 0 all is well, 1 a problem was found, 2 wrong usage"""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -85,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_readers(commands: Any) -> None:
     inspect = _command(commands, "inspect", _inspect, "print what a checkpoint holds")
-    inspect.add_argument("path", type=Path, help="step directory, run or Hugging Face directory")
+    inspect.add_argument(
+        "path", type=Path, help="step directory, run, Hugging Face or DCP directory"
+    )
     inspect.add_argument("--json", action="store_true", help="print one JSON object, all tensors")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
 
@@ -98,7 +104,9 @@ def _add_readers(commands: Any) -> None:
         "index, missing layers, experts and scales; that format has no digests, so damage inside a "
         "tensor is not seen.",
     )
-    verify.add_argument("path", type=Path, help="step directory, run or Hugging Face directory")
+    verify.add_argument(
+        "path", type=Path, help="step directory, run, Hugging Face or DCP directory"
+    )
     verify.add_argument(
         "--sizes", action="store_true", help="native: sizes and headers only, no hashing"
     )
@@ -109,14 +117,23 @@ def _add_convert(commands: Any) -> None:
         commands,
         "convert",
         _convert,
-        "native -> Hugging Face, or Hugging Face -> native",
+        "native <-> Hugging Face, Megatron-Core (torch_dist) or plain DCP",
         "One process, file to file, one tensor at a time: it needs memory for the largest tensor "
-        "only. Which way follows from the source. Optimizer state is not converted.",
+        "only. From a native checkpoint to Hugging Face unless --to names another format; from all "
+        "others to a native one. Optimizer state is not converted.",
     )
     convert.add_argument("source", type=Path, help="what to read")
     convert.add_argument("target", type=Path, help="new directory; for native, a new run")
     convert.add_argument(
-        "--config", type=Path, help="to Hugging Face: the model's config.json, or its directory"
+        "--config",
+        type=Path,
+        help="not from Hugging Face: the model's config.json, or its directory",
+    )
+    convert.add_argument(
+        "--to",
+        choices=TARGETS,
+        help="from native: hf (default), megatron (torch_dist), dcp (names of moecore's decoder), "
+        "dcp-transformers (names of transformers)",
     )
     convert.add_argument("--dtype", choices=DTYPES, help="of all float tensors; default: as stored")
     convert.add_argument(
@@ -143,7 +160,7 @@ def _command(
 
 def _inspect(args: Any) -> int:
     path, kind = _find(args.path)
-    facts = _native_facts(path) if kind == "native" else _hf_facts(path)
+    facts = {"native": _native_facts, "Hugging Face": _hf_facts, "DCP": _dcp_facts}[kind](path)
     tensors = facts.pop("tensors")
     facts |= _totals(tensors)
     if path != args.path:
@@ -206,6 +223,25 @@ def _hf_facts(path: Path) -> dict[str, Any]:
     }
 
 
+def _dcp_facts(path: Path) -> dict[str, Any]:
+    from moecore.interchange.convert import names_in
+    from moecore.interchange.dcp import DCPFiles
+
+    with DCPFiles(path) as files:
+        names, stored = names_in(files), files.tensors
+    used = sorted({chunk.file for tensor in stored.values() for chunk in tensor.chunks})
+    return {
+        "path": str(path),
+        "format": "DCP",
+        "names": names,
+        "files": {file: (path / file).stat().st_size for file in used},
+        "tensors": {
+            name: {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype]}
+            for name, tensor in stored.items()
+        },
+    }
+
+
 def _totals(tensors: dict[str, Any]) -> dict[str, Any]:
     """Number of tensors, elements and bytes by dtype."""
     dtypes: dict[str, int] = {}
@@ -229,6 +265,12 @@ def _verify(args: Any) -> int:
             manifest = verify(path, "sizes" if args.sizes else "full", progress=progress)
         print(f"{path}: whole, {len(manifest.files)} files, {_bytes(manifest.num_bytes)}")
         return 0
+    if kind == "DCP":
+        from moecore.interchange.dcp import DCPFiles
+
+        with DCPFiles(path) as files:
+            print(f"{path}: whole, {len(files.tensors)} tensors (.metadata; no digests)")
+        return 0
     from moecore.hf.verify import verify_hf
 
     problems = verify_hf(path)
@@ -240,37 +282,50 @@ def _verify(args: Any) -> int:
 
 
 def _convert(args: Any) -> int:
-    from moecore.hf.convert import hf_to_native, native_to_hf
-
     path, kind = _find(args.source)
-    dtype = None if args.dtype is None else DTYPES[args.dtype]
+    to = args.to or ("hf" if kind == "native" else "native")
+    if (kind == "native") == (to == "native"):
+        ways = " or ".join(TARGETS[1:]) if kind == "native" else "native, and then on from there"
+        raise UsageError(f"--to ({to}) must be {ways}: {path} is {kind}")
+    if kind == "Hugging Face" and args.config is not None:
+        raise UsageError(f"--config ({args.config}) must be left out: {path} has its own")
+    if kind != "Hugging Face" and args.config is None:
+        raise UsageError("--config must name the config.json of the Hugging Face model")
     with _progress("writing") as progress:
-        if kind == "Hugging Face":
-            if args.config is not None:
-                raise UsageError(f"--config ({args.config}) must be left out: {path} has its own")
-            target = hf_to_native(
-                path,
-                args.target,
-                step=args.step,
-                dtype=dtype,
-                max_file_bytes=args.max_shard_size,
-                progress=progress,
-            )
-        else:
-            if args.config is None:
-                raise UsageError("--config must name the config.json of the Hugging Face model")
-            target = args.target
-            native_to_hf(
-                path,
-                target,
-                config=args.config,
-                dtype=dtype,
-                max_shard_bytes=args.max_shard_size,
-                layout=args.layout,
-                progress=progress,
-            )
+        target = (_to_native if to == "native" else _from_native)(args, path, kind, to, progress)
     print(f"{path} -> {target}")
     return 0
+
+
+def _to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | None) -> Path:
+    from moecore.hf.convert import hf_to_native
+    from moecore.interchange.convert import dcp_to_native
+
+    options: dict[str, Any] = dict(
+        step=args.step,
+        dtype=DTYPES.get(args.dtype),
+        max_file_bytes=args.max_shard_size,
+        progress=progress,
+    )
+    if kind == "DCP":
+        return dcp_to_native(path, args.target, config=args.config, **options)
+    return hf_to_native(path, args.target, **options)
+
+
+def _from_native(args: Any, path: Path, _: str, to: str, progress: Progress | None) -> Path:
+    from moecore.hf.convert import native_to_hf
+    from moecore.interchange.convert import native_to_dcp
+
+    target: Path = args.target
+    options: dict[str, Any] = dict(
+        config=args.config, dtype=DTYPES.get(args.dtype), progress=progress
+    )
+    if to == "hf":
+        options |= dict(max_shard_bytes=args.max_shard_size, layout=args.layout)
+        native_to_hf(path, target, **options)
+    else:
+        native_to_dcp(path, target, names=to, **options)  # type: ignore[arg-type]
+    return target
 
 
 def _prune(args: Any) -> int:
@@ -284,18 +339,20 @@ def _prune(args: Any) -> int:
 
 
 def _find(path: Path) -> tuple[Path, str]:
-    """Return the checkpoint that a path means, and "native" or "Hugging Face"."""
+    """Return the checkpoint that a path means, and "native", "Hugging Face" or "DCP"."""
     if not path.is_dir():
         raise UsageError(f"path ({path}) must be a directory: it is not there")
     if (path / MANIFEST).is_file():
         return path, "native"
+    if (path / ".metadata").is_file():  # with or without the model's config.json beside it
+        return path, "DCP"
     if (path / "config.json").is_file():
         return path, "Hugging Face"
     newest = latest(path)
     if newest is None:
         raise UsageError(
-            f"path ({path}) must hold a {MANIFEST}, a config.json or whole step directories: it "
-            "has none of them"
+            f"path ({path}) must hold a {MANIFEST}, a config.json, a .metadata or whole step "
+            "directories: it has none of them"
         )
     return newest, "native"
 

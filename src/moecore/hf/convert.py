@@ -6,46 +6,27 @@ largest Hugging Face tensor (an expert's matrix, or the embedding), whatever the
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moecore._fields import NumBytes, check_arguments
 from moecore.checkpoint.comparison import below
-from moecore.checkpoint.directory import (
-    Step,
-    check_unused,
-    directory_of,
-    discard,
-    new_draft,
-    publish,
-)
-from moecore.checkpoint.lock import locked
-from moecore.checkpoint.manifest import (
-    Chunk,
-    Facts,
-    Manifest,
-    StoredFile,
-    StoredTensor,
-    make_manifest,
-)
+from moecore.checkpoint.directory import Step, check_unused
+from moecore.checkpoint.manifest import Manifest, StoredTensor
 from moecore.checkpoint.meter import Meter, Progress
-from moecore.checkpoint.shard_file import CHUNK_BYTES, ShardReader, ShardWriter, layout_of
-from moecore.checkpoint.snapshot import versions
+from moecore.checkpoint.shard_file import CHUNK_BYTES, ShardReader, layout_of
 from moecore.checkpoint.verify import verify
-from moecore.hf.collect import Item
+from moecore.hf.collect import Collector, Item
 from moecore.hf.config import HFConfig, decoder_config_from_hf, read_config
 from moecore.hf.config_problems import config_problems
 from moecore.hf.export import (
-    KEPT_FP32,
     ExportLayout,
     check_target,
     fill_shards,
@@ -65,12 +46,10 @@ from moecore.hf.names import (
     hf_copies,
     hf_plan,
 )
-from moecore.hf.quant import Source, find_sources
+from moecore.hf.native_writer import PREFIX, Origin, check_alone, write_native
+from moecore.hf.quant import find_sources
 from moecore.hf.target import stored_plan
-from moecore.hf.verify import content_problems, copy_problems, plan_problems
-from moecore.models.config import DecoderConfig
-
-PREFIX = "model."  # of the model's tensors in a native checkpoint
+from moecore.hf.verify import content_problems
 
 
 def native_to_hf(
@@ -104,31 +83,76 @@ def native_to_hf(
         OSError: when a file could not be read or written; nothing is left behind.
     """
     check_arguments(native_to_hf, locals())
-    _check_alone()
+    check_alone()
     path, out = Path(path), Path(out)
     check_target(out, dtype)
+    with ExitStack() as stack:
+        names = names_of(layout, read_config(config))
+        stored = open_native(path, stack, config=config, dtype=dtype, layout=names)
+        shards = fill_shards(stored.items, max_shard_bytes)
+        write_directory(out, shards, stored.values, stored.collector, Meter(progress))
+    return len(stored.items)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """The model of a native checkpoint, by its Hugging Face names.
+
+    Attributes:
+        values: of config.json.
+        items: its Hugging Face tensors.
+        collector: reads them.
+        tensors: as stored, by their own names.
+        is_decoder: whether these are the native decoder's.
+    """
+
+    values: dict[str, Any]
+    items: list[Item]
+    collector: Collector
+    tensors: dict[str, StoredTensor]
+    is_decoder: bool
+
+
+def open_native(
+    path: Path,
+    stack: ExitStack,
+    *,
+    config: HFConfig,
+    dtype: torch.dtype | None,
+    layout: HFLayout,
+) -> StoredModel:
+    """Return the model of a native checkpoint, verified and compared with a config.json.
+
+    Args:
+        path: a step's directory.
+        stack: closes its files.
+        config: the config.json of the model.
+        dtype: of all float tensors but the router's selection bias; None keeps each one's.
+        layout: of the Hugging Face names.
+
+    Raises:
+        ValueError: for a damaged checkpoint or one that the config does not describe.
+        NotImplementedError: when a tensor has no Hugging Face name.
+    """
     manifest = verify(path)
     prefix = PREFIX + _wrapper_of(below(PREFIX, manifest))
     tensors = below(prefix, manifest)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     num_mtp = len({name.split(".")[1] for name in shapes if name.startswith("mtp.")})
     values = finish_config(read_config(config), num_mtp)
-    recipes, copies = _plan_of(shapes, values, names_of(layout, values))
+    recipes, copies = _plan_of(shapes, values, layout)
     items = list(make_items({n: t.dtype for n, t in tensors.items()}, recipes, copies, dtype))
     problems = config_problems(values, manifest.facts.config)
     problems += content_problems({item.name: item.piece for item in items}, values, values)
-    shards = fill_shards(items, max_shard_bytes)
-    with ExitStack() as stack:
-        collector = _StoredCollector(path, manifest, prefix, stack)
-        if HEAD in tensors and HEAD in copies and not problems:
-            problems += _head_problems(collector, tensors)
-        if problems:
-            raise ValueError(
-                f"path ({path}) must hold the model that config.json describes: "
-                f"{listed(problems)}: pass the config of this model"
-            )
-        write_directory(out, shards, values, collector, Meter(progress))
-    return len(items)
+    collector = _StoredCollector(path, manifest, prefix, stack)
+    if HEAD in tensors and HEAD in copies and not problems:
+        problems += _head_problems(collector, tensors)
+    if problems:
+        raise ValueError(
+            f"path ({path}) must hold the model that config.json describes: "
+            f"{listed(problems)}: pass the config of this model"
+        )
+    return StoredModel(values, items, collector, tensors, _is_decoder(shapes))
 
 
 def hf_to_native(
@@ -160,151 +184,22 @@ def hf_to_native(
         OSError: when a file could not be read or written; `latest` did not change then.
     """
     check_arguments(hf_to_native, locals())
-    _check_alone()
+    check_alone()
     path, root, meter = Path(path), Path(root), Meter(progress)
     check_unused(root)
     config = decoder_config_from_hf(path)
     with HFFiles(path) as files:
-        sources, plan = _checked_plan(path, files, config, dtype)
-        facts = Facts(
+        quantization = read_json(path / CONFIG).get("quantization_config")
+        sources, problems = find_sources(files, quantization)
+        plan = hf_plan(config, find_layout(sources))
+        return write_native(
+            root,
+            Origin(path, files, sources, plan, config, problems),
             step=step,
-            world_size=1,
-            meshes=[],
-            versions=versions(),
-            config=asdict(config),
-            optimizer_class=None,
-            optimizer=None,
-            scheduler=None,
-            extra={},
+            dtype=dtype,
+            max_file_bytes=max_file_bytes,
+            meter=meter,
         )
-        with locked(root):
-            check_unused(root)  # reading took time
-            draft = new_draft(root, step)
-            try:
-                manifest = _write_native(
-                    draft, facts, plan, sources, files, dtype, max_file_bytes, meter
-                )
-                publish(draft, manifest, keep=0)
-            except BaseException:
-                discard(draft)
-                raise
-    return directory_of(root, step)
-
-
-def _check_alone() -> None:
-    """Raise on a rank among others: it would wait for them, or leave them their share of the work.
-
-    Raises:
-        ValueError: when there is a process group of several ranks.
-    """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world > 1:
-        raise ValueError(
-            f"world size ({world}) must be 1 to convert files: call export_hf or load_hf on every "
-            "rank, or run `python -m moecore checkpoint convert` beside the job"
-        )
-
-
-def _checked_plan(
-    path: Path, files: HFFiles, config: DecoderConfig, dtype: torch.dtype | None
-) -> tuple[dict[str, Source], dict[str, Recipe]]:
-    """Return what a directory holds and what its decoder is made of; raise if they differ."""
-    quantization = read_json(path / CONFIG).get("quantization_config")
-    sources, problems = find_sources(files, quantization)
-    plan = hf_plan(config, find_layout(sources))
-    problems += plan_problems(sources, plan, hf_copies(config))
-    if not problems:
-        problems = _dtype_problems(sources, plan, dtype)
-        problems += copy_problems(files, sources, hf_copies(config))
-    if problems:
-        raise ValueError(
-            f"path ({path}) must hold what its config.json says: {listed(problems)}: correct "
-            "one of them"
-        )
-    return sources, plan
-
-
-def _dtype_problems(
-    sources: Mapping[str, Source], plan: Mapping[str, Recipe], dtype: torch.dtype | None
-) -> list[str]:
-    """What would be cast without having been asked for."""
-    problems = []
-    for name, recipe in plan.items():
-        parts = [sources[piece.name] for piece in recipe.pieces]
-        odd = [s for s in parts if not s.dtype.is_floating_point or s.dtype.itemsize < 2]
-        problems += [f"{source.name} ({source.dtype}) must be a float tensor" for source in odd]
-        if name.endswith(KEPT_FP32):  # stays fp32 whatever `dtype` is: not rounded
-            problems += [
-                f"{source.name} ({source.dtype}) must fit into fp32, which is how the router's "
-                "selection bias is kept: store it as fp32"
-                for source in parts
-                if source.dtype.is_floating_point and source.dtype.itemsize > 4
-            ]
-        kept = {str(_native_dtype(name, source, dtype)) for source in parts}
-        if len(kept) > 1 and not odd:
-            problems.append(
-                f"{name} has parts in {' and '.join(sorted(kept))}: dtype must name one"
-            )
-    return problems
-
-
-def _write_native(
-    draft: Path,
-    facts: Facts,
-    plan: Mapping[str, Recipe],
-    sources: Mapping[str, Source],
-    files: HFFiles,
-    dtype: torch.dtype | None,
-    max_file_bytes: int,
-    meter: Meter,
-) -> Manifest:
-    items = []
-    for name, recipe in plan.items():
-        kept = _native_dtype(name, sources[recipe.pieces[0].name], dtype)
-        items.append(Item(f"{PREFIX}{name}", name, Piece(name, (), recipe.shape), kept))
-    meter.expect(sum(item.nbytes for item in items))
-    stored: dict[str, StoredFile] = {}
-    tensors: dict[str, StoredTensor] = {}
-    for number, shard in enumerate(fill_shards(items, max_file_bytes)):
-        file = f"rank-{number:05d}.safetensors"
-        by_key = {item.name: item for item in shard}
-        layout = layout_of({key: (item.dtype, item.piece.shape) for key, item in by_key.items()})
-        with ShardWriter(draft / file, layout.header, pinned=False, meter=meter) as writer:
-            for item in map(by_key.__getitem__, layout.begins):
-                _add(writer, plan[item.source], sources, files, item.dtype)
-            stored[file] = writer.finish()
-        for key, item in by_key.items():
-            shape = item.piece.shape
-            chunk = Chunk(file=file, key=key, offsets=(0,) * len(shape), sizes=shape)
-            tensors[key] = StoredTensor(shape=shape, dtype=item.dtype, chunks=(chunk,))
-    return make_manifest(facts, stored, tensors)
-
-
-def _native_dtype(name: str, source: Source, dtype: torch.dtype | None) -> torch.dtype:
-    if name.endswith(KEPT_FP32):
-        return torch.float32
-    if dtype is not None:
-        return dtype
-    return torch.bfloat16 if source.quantized else source.dtype
-
-
-def _add(
-    writer: ShardWriter,
-    recipe: Recipe,
-    sources: Mapping[str, Source],
-    files: HFFiles,
-    dtype: torch.dtype,
-) -> None:
-    """Append a tensor part by part; a recipe's pieces follow each other in it."""
-    for piece in recipe.pieces:
-        source = sources[piece.name]
-        rows = piece.shape[0] if piece.shape else 1
-        row_bytes = max(1, math.prod(piece.shape[1:]) * 4)
-        step = max(1, CHUNK_BYTES // row_bytes)
-        for first in range(0, rows, step):
-            cut = (slice(first, min(first + step, rows)),) if piece.shape else ()
-            box = (*cut, *(slice(0, n) for n in piece.shape[1:]))
-            writer.add(source.read(files, box).to(dtype).contiguous())
 
 
 class _StoredCollector:
@@ -384,11 +279,16 @@ def _head_problems(collector: _StoredCollector, tensors: Mapping[str, StoredTens
     return [f"{HEAD} must equal {EMBEDDING} with tie_word_embeddings (True)"]
 
 
+def _is_decoder(names: Collection[str]) -> bool:
+    """Whether names are the native decoder's; a dense one's are those of transformers too."""
+    return any(".mlp.experts.w1" in name or name.startswith("mtp.") for name in names)
+
+
 def _plan_of(
     shapes: Mapping[str, tuple[int, ...]], values: dict[str, Any], layout: HFLayout
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
     """Recipes and copies of a checkpoint's tensors, of a native decoder or a transformers model."""
-    if not any(".mlp.experts.w1" in name or name.startswith("mtp.") for name in shapes):
+    if not _is_decoder(shapes):
         tied = values.get("tie_word_embeddings", False)
         return stored_plan(shapes, layout), {HEAD: EMBEDDING} if tied else {}
     config = decoder_config_from_hf(values)

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,6 +51,14 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class BoxReader(Protocol):
+    """Reads boxes of stored tensors."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a new CPU tensor, the box of a stored tensor."""
+        ...
 
 
 class HFFiles:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moecore.hf.files import Box, HFFiles
+from moecore.hf.files import Box, BoxReader, HFFiles
 
 SCALE = "_scale_inv"
 MX_GROUP = 32
@@ -59,7 +59,7 @@ class Source(Protocol):
         """Names of the stored tensors behind it."""
         ...
 
-    def read(self, files: HFFiles, box: Box) -> Tensor:
+    def read(self, files: BoxReader, box: Box) -> Tensor:
         """Return the box, a new CPU tensor; slices have start and stop."""
         ...
 
@@ -78,7 +78,7 @@ class PlainSource:
         """The tensor itself."""
         return (self.name,)
 
-    def read(self, files: HFFiles, box: Box) -> Tensor:
+    def read(self, files: BoxReader, box: Box) -> Tensor:
         """Return the box as stored."""
         return files.read(self.name, box)
 
@@ -102,7 +102,7 @@ class FP8Source:
         """Values and scales."""
         return self.name, self.name + SCALE
 
-    def read(self, files: HFFiles, box: Box) -> Tensor:
+    def read(self, files: BoxReader, box: Box) -> Tensor:
         """Return the box in fp32; scales are read for every block that it touches."""
         over = tuple(
             slice(s.start // b, -(-s.stop // b)) for s, b in zip(box, self.block, strict=True)
@@ -126,7 +126,7 @@ class MXFP4Source:
         """Values and scales."""
         return f"{self.name}_blocks", f"{self.name}_scales"
 
-    def read(self, files: HFFiles, box: Box) -> Tensor:
+    def read(self, files: BoxReader, box: Box) -> Tensor:
         """Return the box in bf16; whole groups of 32 inputs are read."""
         experts, inputs, outputs = box
         first, last = inputs.start // MX_GROUP, -(-inputs.stop // MX_GROUP)

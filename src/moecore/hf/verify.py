@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moecore.checkpoint.shard_file import CHUNK_BYTES
 from moecore.hf.config import KIND_OF, MTP_KEYS, HFConfig, decoder_config_from_hf
-from moecore.hf.files import CONFIG, INDEX, HFFiles, read_json
+from moecore.hf.files import CONFIG, INDEX, BoxReader, HFFiles, read_json
 from moecore.hf.names import (
     EMBEDDING,
     HEAD,
@@ -109,7 +109,7 @@ def plan_problems(
 
 
 def copy_problems(
-    files: HFFiles, sources: Mapping[str, Source], copies: Mapping[str, str]
+    files: BoxReader, sources: Mapping[str, Source], copies: Mapping[str, str]
 ) -> list[str]:
     """Return which copies differ from their originals; each rank reads a share of the rows.
 
