@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moecore.adapters.base import swap_blocks
 from moecore.checkpoint import UpcycleOptions, upcycle_modules
 from moecore.hf.export import export_hf
 from moecore.hf.export_check import published_shapes
@@ -87,6 +88,13 @@ def renamed() -> nn.Module:
     return model
 
 
+def other_top_k() -> nn.Module:
+    model = qwen3_moe()
+    swap_blocks(model, {})
+    model.config.num_experts_per_tok = 3
+    return model
+
+
 def vision_language() -> nn.Module:
     text = SIZES | dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
     rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
@@ -142,6 +150,7 @@ def upcycled(
         (resized, r"lm_head.weight \(70, 32\) must be \(61, 32\) in OlmoeForCausalLM"),
         (untied, r"lm_head.weight must equal model.embed_tokens.weight .*: call model.tie_weights"),
         (with_value_head, r"value_head.weight \(1, 32\) must be a tensor of Qwen3MoeForCausalLM, "),
+        (other_top_k, r"model.layers.\d.mlp's moe.top_k \(2\) must be 3 as in Qwen3MoeForCausalLM"),
         (shorter_config, r"model.layers.1.self_attn.q_proj.weight .* would drop it: take it off"),
         (
             renamed,

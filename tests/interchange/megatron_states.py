@@ -39,6 +39,7 @@ def layer_state(config: DecoderConfig, state: Mapping[str, Tensor], own: str) ->
     if config.mla:
         found["input_layernorm.weight"] = s["input_layernorm.weight"]
         for theirs, ours in (
+            ("linear_q_proj.weight", "q_proj"),
             ("linear_q_down_proj.weight", "q_a_proj"),
             ("linear_q_up_proj.layer_norm_weight", "q_a_layernorm"),
             ("linear_q_up_proj.weight", "q_b_proj"),
@@ -46,7 +47,8 @@ def layer_state(config: DecoderConfig, state: Mapping[str, Tensor], own: str) ->
             ("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm"),
             ("linear_kv_up_proj.weight", "kv_b_proj"),
         ):
-            found[f"self_attention.{theirs}"] = s[f"self_attn.{ours}.weight"]
+            if f"self_attn.{ours}.weight" in s:
+                found[f"self_attention.{theirs}"] = s[f"self_attn.{ours}.weight"]
     else:
         found["self_attention.linear_qkv.layer_norm_weight"] = s["input_layernorm.weight"]
         q, k, v = (s[f"self_attn.{n}_proj.weight"] for n in "qkv")

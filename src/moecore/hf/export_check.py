@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.adapters.base import swap_blocks
+from moecore.checkpoint.config_differences import moe_differences
 from moecore.hf.export_config import name_of, transformers_class
 from moecore.hf.names import EMBEDDING, HEAD, Recipe
 from moecore.hf.target import local_part
 from moecore.models.decoder import Decoder
 from moecore.moe.layer import MoELayer
+from moecore.moe.params import clean_name
 
 Shapes = Mapping[str, tuple[int, ...]]
 ADAPTERS = ("lora_", "base_layer.", "modules_to_save.", "original_module.")
@@ -47,12 +50,11 @@ def check_readable(
     kind, config = _reading_class(model, values)
     if kind is None:
         return
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
-        reader = kind(config)
+    reader = _on_meta(kind, config)
     wanted = _shapes(reader.state_dict())
     held = {piece.name: piece.shape for recipe in fused.values() for piece in recipe.pieces}
     _check_names(model, kind, wanted, held)
+    _check_layers(model, kind, config)
     files = {piece.name: piece.shape for recipe in written.values() for piece in recipe.pieces}
     renamed = {name: shape for name, shape in files.items() if name not in wanted}
     published = published_shapes(reader) if renamed else {}
@@ -93,6 +95,13 @@ def published_shapes(reader: nn.Module) -> dict[str, tuple[int, ...]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return _shapes(revert_weight_conversion(reader, reader.state_dict()))  # type: ignore[arg-type]
+
+
+def _on_meta(kind: Any, config: Any) -> nn.Module:
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of empty tensors: nothing is initialised on meta
+        reader: nn.Module = kind(config)
+    return reader
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -138,6 +147,20 @@ def _check_names(model: nn.Module, kind: Any, wanted: Shapes, held: Shapes) -> N
             raise ValueError(
                 f"{name} {held[name]} must be a tensor of {kind.__name__}, which reads the "
                 "directory and would drop it: take it off the model, or correct the model's config"
+            )
+
+
+def _check_layers(model: nn.Module, kind: Any, config: Any) -> None:
+    """Raise for a MoE layer whose rule is not that of the same layer in its class."""
+    layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+    if not layers:
+        return
+    readers = swap_blocks(_on_meta(kind, config), {})
+    for path in layers.keys() & readers.keys():
+        for found in moe_differences(layers[path].config, readers[path].config):
+            raise ValueError(
+                f"{path}'s {found.name} ({found.ours}) must be {found.theirs} as in "
+                f"{kind.__name__} with this config, which reads the directory: correct the config"
             )
 
 

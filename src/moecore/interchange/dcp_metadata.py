@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from moecore.checkpoint.files import read_regular
+from moecore.checkpoint.manifest import DTYPE_NAMES
 
 METADATA = ".metadata"
 RECORDS = frozenset(
@@ -134,7 +135,7 @@ def _tensors(path: Path, metadata: Any) -> dict[str, DCPTensor]:
 def _tensor(path: Path, name: str, entry: Any, places: dict[Any, Any]) -> DCPTensor:
     shape = _counts(name, entry.get("size"))
     dtype = _expect(entry, "properties", _Record).state[0]
-    if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+    if not isinstance(name, str) or dtype not in DTYPE_NAMES:
         raise _WrongError(f"{name!r:.80} has the dtype {dtype!r:.80}")
     chunks = []
     for chunk in _expect(entry, "chunks", list):
