@@ -220,6 +220,15 @@ def test_an_upcycled_model_becomes_a_class_with_experts(made, model_type, layout
     torch.testing.assert_close(logits(found), logits(model), rtol=1e-5, atol=1e-5)
 
 
+def test_a_vocabulary_that_was_resized(tmp_path):
+    model = random_model("qwen3-moe")
+    model.resize_token_embeddings(70, mean_resizing=False)
+    export_hf(model, tmp_path / "out")
+    found, config = loaded(tmp_path / "out")
+    assert config["vocab_size"] == 70
+    torch.testing.assert_close(logits(found), logits(model))
+
+
 def test_a_class_that_reads_experts_stacked_alone(tmp_path):
     model = vision_language()
     with pytest.raises(NotImplementedError, match=r"0.gate_proj.weight \(16, 32\) must be a tens"):
