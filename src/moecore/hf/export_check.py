@@ -61,8 +61,8 @@ def check_readable(
     for name, shape in renamed.items():
         if published.get(name) != shape:
             raise NotImplementedError(
-                f"{name} {shape} must be a tensor that {kind.__name__} reads from files, which has "
-                "its experts stacked in them: use layout='fused'"
+                f"{name} {shape} must be a tensor that {kind.__name__} reads from files, where its "
+                "experts are stacked or have other names: use layout='fused'"
             )
 
 
