@@ -33,6 +33,7 @@ NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
+    "MoETrainer",  # its arguments are those of transformers' Trainer
 }
 # Without a rule in the annotations: optimizers of torch check these in their own words.
 ELSEWHERE = {("AdamW", name) for name in ("lr", "betas", "eps", "weight_decay", "moment_dtype")}
@@ -70,6 +71,7 @@ VALID: dict[str, Any] = {
     **dict(model=META, meshes=None, parallel=ParallelConfig(), path="no", root="no", out="no"),
     **dict(optimizer=None, step=1, keep=1, name="tiny", config=TINY, options=OPTIONS, key="a"),
     **dict(layout=LayerLayout(), router={}, experts={}, dense={}, state={}, mlps=[], blocks=[]),
+    "names": "dcp",
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
     **dict(
@@ -81,6 +83,8 @@ CONFIGS: dict[str, Any] = {
     "adopt": LAYER,
     "upcycle_mlp": LAYER,
     "native_to_hf": {},
+    "dcp_to_native": {},
+    "native_to_dcp": {},
 }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from moecore._fields import check_arguments
 from moecore.fsdp.shard import find_units, is_whole
 from moecore.kernels.experts.products import choose_products
 from moecore.moe.layer import MoELayer
@@ -71,7 +72,11 @@ def explain(model: nn.Module) -> str:
 
     Args:
         model: plain or parallelized, on any device.
+
+    Raises:
+        ValueError: when `model` is no module.
     """
+    check_arguments(explain, locals())
     request = request_of(model)
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     rows = list(_rows(model, layers))
