@@ -61,7 +61,7 @@ from moecore.rl.choices import Choices
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from train import lr_at
+from schedule import lr_at
 
 EXPERTS_ALONE = Precision(recipe=Recipe(keep_hidden="fp8"), roles=("experts",))
 # Name -> arguments of parallelize_moe.
@@ -282,7 +282,7 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
     held_out: list[tuple[int, Tensor]] = []
     for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step + 1, args)
+            group["lr"] = lr_at(step + 1, peak=args.lr, steps=args.steps)
         tokens_BT, labels_BT = batches.at(step)
         is_probed = probe is not None and step % args.probe_every == 0
         with probe.recording() if is_probed else nullcontext(), owner.micro_batch():
@@ -319,7 +319,7 @@ def collect(
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Return the arguments, with `size` and `schedule_steps` beside them.
+    """Return the arguments, with `size` beside them.
 
     Raises:
         ValueError: for a number that is out of range.
@@ -340,7 +340,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} ({value}) must be >= {least}: raise it")
-    args.size, args.schedule_steps = SIZES[args.device], None
+    args.size = SIZES[args.device]
     if args.batch_size is not None:
         args.size = dataclasses.replace(args.size, batch_size=args.batch_size)
     return args

@@ -84,7 +84,7 @@ def read_batches(
     All sequences of a step are drawn together and dealt out, so that the same global batch is read
     however many data ranks share it. Nothing is kept between steps: the data position is the step.
     """
-    generator = _generator(f"{seed}/{step}")
+    generator = generator_of(f"{seed}/{step}")
     num = shape.grad_accum * shape.data_ranks * shape.batch_size
     starts = torch.randint(corpus_N.numel() - shape.seq_len, (num,), generator=generator)
     mine = starts.view(shape.grad_accum, shape.data_ranks, shape.batch_size)[:, data_rank]
@@ -99,13 +99,21 @@ def random_batches(
     vocab_size: int, shape: BatchShape, *, seed: int, step: int, data_rank: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Return what `read_batches` does, of uniformly random tokens: for measuring speed."""
-    generator = _generator(f"{seed}/{step}/{data_rank}")
+    generator = generator_of(f"{seed}/{step}/{data_rank}")
     size = (shape.grad_accum, shape.batch_size, shape.seq_len + 1)
     rows_ABT = torch.randint(vocab_size, size, generator=generator)
     return [(rows_BT[:, :-1], rows_BT[:, 1:]) for rows_BT in rows_ABT]
 
 
-def _generator(key: str) -> torch.Generator:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a copy that nothing waits for; from memory that is not pinned the host would wait."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+def generator_of(key: str) -> torch.Generator:
+    """Return a generator that the same key always starts alike."""
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

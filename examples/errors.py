@@ -19,10 +19,12 @@ from moecore.moe.dispatch.exchange import ExchangeError
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError, OSError)
 RANK_0_PRINTS_S = 60
+SAVES_MEMORY = "add --recompute-fc1, drop --gather-once and --keep-experts, lower --row-factor"
 
 
 def print_error(error: Exception, code: int = 2) -> int:
-    print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+    name = os.path.basename(sys.argv[0])
+    print(f"{name}: error: {error}", file=sys.stderr, flush=True)
     return code
 
 
@@ -38,7 +40,10 @@ def print_rank_error(error: Exception, rank: int) -> int:
 
 
 def print_run_error(
-    error: torch.OutOfMemoryError | ExchangeError | OSError, args: argparse.Namespace
+    error: torch.OutOfMemoryError | ExchangeError | OSError,
+    args: argparse.Namespace,
+    *,
+    saves_memory: str = SAVES_MEMORY,
 ) -> int:
     """Print in one line what ended a run on this rank and what helps; return the exit code.
 
@@ -51,15 +56,17 @@ def print_run_error(
         if rank > 0:
             time.sleep(RANK_0_PRINTS_S)
         return print_error(disk_advice(error, args), code=1)
-    return print_error(memory_advice(error, rank))
+    return print_error(memory_advice(error, rank, saves_memory))
 
 
-def memory_advice(error: torch.OutOfMemoryError, rank: int) -> RuntimeError:
+def memory_advice(
+    error: torch.OutOfMemoryError, rank: int, saves_memory: str = SAVES_MEMORY
+) -> RuntimeError:
     """Return the error as one line with what helps."""
     reason = str(error).partition(". ")[0]
     return RuntimeError(
-        f"rank {rank}: {reason}: lower --batch-size (and raise --grad-accum), add --recompute-fc1, "
-        "drop --gather-once and --keep-experts, lower --row-factor, or use more GPUs"
+        f"rank {rank}: {reason}: lower --batch-size (and raise --grad-accum), {saves_memory}, or "
+        "use more GPUs"
     )
 
 

@@ -231,12 +231,13 @@ def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
 
 
 def parallel_config(
-    args: argparse.Namespace, config: DecoderConfig, world_size: int
+    args: argparse.Namespace, world_size: int, *, num_experts: int
 ) -> ParallelConfig:
     """Return the degrees; without --ep the largest power of two up to 8 that fits."""
-    given = {name: getattr(args, name) for name in DEGREES if getattr(args, name) is not None}
+    given = {name: getattr(args, name, None) for name in DEGREES}
+    given = {name: degree for name, degree in given.items() if degree is not None}
     if "ep" not in given:
         taken = math.prod(max(given.get(d, 1), 1) for d in ("etp", "edp_shard", "edp_replicate"))
         fits = [n for n in (1, 2, 4, 8) if world_size % (n * taken) == 0]
-        given["ep"] = max((n for n in fits if config.moe.num_experts % n == 0), default=1)
+        given["ep"] = max((n for n in fits if num_experts % n == 0), default=1)
     return ParallelConfig(**given)

@@ -33,14 +33,16 @@ class Report:
     Args:
         args: of the run; its directory is where metrics.jsonl, tensorboard/ and curves.png go.
         start: steps that the checkpoint has done; later lines of an earlier run are cut off.
+        unit: of text, whose mean loss is drawn.
     """
 
-    def __init__(self, args: argparse.Namespace, *, start: int) -> None:
+    def __init__(self, args: argparse.Namespace, *, start: int, unit: str = "byte") -> None:
         modules = {name: _import(name) for name in NAMES}
         missing = [NAMES[name] for name, module in modules.items() if module is None]
         if missing:
             print(f"going on without {', '.join(missing)} (pip install {' '.join(missing)})")
-        self.path, self.steps = args.run_dir / METRICS, args.steps
+        self.path, self.steps, self.unit = args.run_dir / METRICS, args.steps, unit
+        self.printed = {start + 1, self.steps}  # besides every twentieth
         cut_metrics(self.path, start)
         self.file = self.path.open("ab", buffering=0)
         tqdm, tensorboard = modules["tqdm"], modules["torch.utils.tensorboard"]
@@ -71,12 +73,14 @@ class Report:
             "tok/s": f"{metrics['tokens_per_second']:.0f}",
             "load": f"{metrics['expert_load_max_over_mean']:.2f}",
         }
+        if "eval_loss" in metrics:
+            shown["eval"] = f"{metrics['eval_loss']:.3f}"
         if "mfu" in metrics:
             shown["mfu"] = f"{metrics['mfu']:.1%}"
         if self.bar is not None:
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
-        elif step % 20 == 0 or step == self.steps:
+        elif step % 20 == 0 or step in self.printed:
             print(f"step {step}", *(f"{k} {v}" for k, v in shown.items()), flush=True)
 
     def __enter__(self) -> Report:
@@ -94,7 +98,7 @@ class Report:
         if self.wandb:
             self.wandb.finish()
         if self.figure:
-            draw_curves(self.figure, self.path)
+            draw_curves(self.figure, self.path, self.unit)
 
 
 def make_run_dir(path: Path) -> None:
@@ -147,7 +151,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return found if all(isinstance(found.get(name), float) for name in DRAWN) else None
 
 
-def draw_curves(figure: ModuleType, metrics: Path) -> None:
+def draw_curves(figure: ModuleType, metrics: Path, unit: str = "byte") -> None:
     """Draw loss, load and two heat maps over the steps into curves.png beside the metrics.
 
     The maps show each layer's busiest expert, and all experts of the layer that is least even.
@@ -160,9 +164,9 @@ def draw_curves(figure: ModuleType, metrics: Path) -> None:
     evaluated = [line for line in lines if "eval_loss" in line]
     if evaluated:
         points = [line["step"] for line in evaluated], [line["eval_loss"] for line in evaluated]
-        loss.plot(*points, marker="o", markersize=4, label="held-out text")
+        loss.plot(*points, marker="o", markersize=4, label="held out")
         loss.legend()
-    loss.set(ylabel="loss (nats per byte)")
+    loss.set(ylabel=f"loss (nats per {unit})")
     load.plot(steps, [line["expert_load_max_over_mean"] for line in lines], linewidth=1)
     load.axhline(1.0, color="gray", linewidth=0.8, linestyle=":")
     load.set(ylabel="busiest expert / mean\n(worst layer)", xlabel="step")
@@ -177,7 +181,7 @@ def _draw_maps(canvas: Any, layers: Any, experts: Any, lines: list[dict[str, Any
     whole = [line for line in lines if names and all(f"expert_load/{n}" in line for n in names)]
     rows = [[line[f"expert_load/{name}"] for line in whole] for name in names]
     _draw_map(canvas, layers, whole, rows, vmin=1.0)
-    short = [name.removeprefix("model.layers.").removesuffix(".mlp") for name in names]
+    short = [name.partition("layers.")[2].removesuffix(".mlp") for name in names]
     layers.set(ylabel="MoE layer", title="busiest expert / mean")
     if len(names) <= MOST_TICKS:
         layers.set_yticks(range(len(names)), short)

@@ -37,18 +37,16 @@ Legend: A micro-batches of a step, B sequences, T tokens of a sequence, N bytes 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from data import BatchShape, hold_out, random_batches, read_batches, read_corpus
+from data import BatchShape, hold_out, random_batches, read_batches, read_corpus, to_device
 from errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -71,7 +69,9 @@ from options import (
     parse_arguments,
     prompt_bytes,
 )
-from report import CHECKPOINTS, Report, make_run_dir
+from report import Report, make_run_dir
+from resume import KEPT_CHECKPOINTS, checkpoint_dir, resume
+from schedule import is_due, lr_at
 from torch import Tensor
 
 from moecore import (
@@ -82,17 +82,13 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.checkpoint import Saver, latest, load
-from moecore.checkpoint.ranks import on_first_rank
+from moecore.checkpoint import Saver
 from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, DecoderConfig, flops_per_token
 from moecore.optim import AdamW
 
 CPU_RANKS = 2
 EVAL_BATCHES = 8  # of each data rank
-KEPT_CHECKPOINTS = 2
-WARMUP_SHARE = 0.05  # of the schedule's steps
-LAST_LR_SHARE = 0.1  # of the peak
 ForwardBackward = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -108,13 +104,13 @@ def train(job: Job) -> None:
         for step in range(job.start + 1, args.steps + 1):
             try:
                 running.append(train_step(job, step))
-                if comes_every(args.eval_every, step, args):
+                if is_due(step, every=args.eval_every, steps=args.steps):
                     running[-1] = replace(running[-1], eval_loss=evaluate(job))
             except RUN_ERRORS:
                 log(job, running, report)
                 raise
-            saved, last = comes_every(args.checkpoint_every, step, args), step == args.steps
-            log(job, running, report, keep=0 if saved or last else 1)
+            saved = is_due(step, every=args.checkpoint_every, steps=args.steps)
+            log(job, running, report, keep=0 if saved or step == args.steps else 1)
             saver.check()  # a save that failed in the background ends the run here
             if saved:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
@@ -124,9 +120,9 @@ def train(job: Job) -> None:
 
 def train_step(job: Job, step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
-    began = Moment(job.device)
+    args, began = job.args, Moment(job.device)
     for group in job.optimizer.param_groups:
-        group["lr"] = lr_at(step, job.args)
+        group["lr"] = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
     tokens_ABT, labels_ABT = (
         to_device(torch.stack(part), job.device)
         for part in zip(*batches_of(job, step), strict=True)
@@ -142,7 +138,7 @@ def train_step(job: Job, step: int) -> Launched:
         loss=loss,
         done=done,
         ep=job.meshes.parallel.ep,
-        expert_loads=comes_every(job.args.expert_loads_every, step, job.args),
+        expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
     )
 
@@ -184,29 +180,6 @@ def batches_of(job: Job, step: int) -> list[tuple[Tensor, Tensor]]:
     if job.args.tokens == "random":
         return random_batches(job.model.config.vocab_size, job.shape, **where)
     return read_batches(job.corpus_N, job.shape, **where)
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy that nothing waits for; from memory that is not pinned the host would wait."""
-    if device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
-
-
-def lr_at(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of a step >= 1: linear warm-up, then cosine to a tenth."""
-    steps = args.schedule_steps or args.steps
-    warmup = max(1, round(WARMUP_SHARE * steps))
-    if step <= warmup:
-        return args.lr * step / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return args.lr * (LAST_LR_SHARE + (1 - LAST_LR_SHARE) * cosine)
-
-
-def comes_every(every: int, step: int, args: argparse.Namespace) -> bool:
-    """Whether something follows this step that does so every so many, and the last one."""
-    return every > 0 and (step % every == 0 or step == args.steps)
 
 
 def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
@@ -262,7 +235,7 @@ def build_job(args: argparse.Namespace) -> Job:
     check_arguments(args, config)
     make_run_dir(args.run_dir)
     corpus_N, held_out_N = read_texts(args)
-    meshes = build_meshes(parallel_config(args, config, world_size))
+    meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
     device = torch.device(meshes.device_type)
     check_memory(args, config, device)
     model = build_model(args, config, meshes)
@@ -328,27 +301,6 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
     return model
 
 
-def resume(args: argparse.Namespace, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint of the run and return how many steps it has done."""
-    # On one rank: a slow file system may show another one, or none, to another rank.
-    newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
-    if newest is None:
-        return 0
-    extra = load(newest, model, optimizer)
-    if not {"step", "seed"} <= extra.keys():
-        raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
-    if extra["seed"] != args.seed:
-        raise ValueError(
-            f"--seed ({args.seed}) must be {extra['seed']} as in {newest}, because the data "
-            "position depends on it: use that seed or another --run-dir"
-        )
-    return extra["step"]
-
-
-def checkpoint_dir(args: argparse.Namespace) -> Path:
-    return args.run_dir / CHECKPOINTS
-
-
 def main() -> int:
     """Start the ranks, or be one of them under torchrun."""
     args = parse_arguments()
@@ -360,7 +312,7 @@ def main() -> int:
         if gpus and world_size > gpus:
             raise ValueError(f"--ranks ({world_size}) must be <= the number of GPUs ({gpus})")
         config = model_config(args)
-        parallel_config(args, config, world_size).resolve(world_size)
+        parallel_config(args, world_size, num_experts=config.moe.num_experts).resolve(world_size)
         check_arguments(args, config)
         if not gpus:
             check_memory(args, config, torch.device("cpu"))

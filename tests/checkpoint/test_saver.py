@@ -316,15 +316,17 @@ def unlike_values(root: Path, rank: int, model: torch.nn.Module) -> Iterator[tup
 def resumed(root: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """The example looks for the newest checkpoint on rank 0 only; its error reaches all."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    import train
+    import resume
 
     (root / "checkpoints").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     if rank == 0:
         (root / "checkpoints" / "latest").write_text("damaged")
     else:
-        train.latest = _no_space
-    return message_of(lambda: train.resume(SimpleNamespace(run_dir=root, seed=0), model, optimizer))
+        resume.latest = _no_space
+    return message_of(
+        lambda: resume.resume(SimpleNamespace(run_dir=root, seed=0), model, optimizer)
+    )
 
 
 def message_of(action: Any) -> str:

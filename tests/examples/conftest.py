@@ -1,23 +1,40 @@
-"""The script as a module."""
+"""The scripts as modules."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+ONE_RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
 
 @pytest.fixture
-def train(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def train(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, whose rank is this process alone."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    train = importlib.import_module("train")
+    monkeypatch.setattr(sys, "argv", ["examples/train.py"])  # errors begin with its name
+    return importlib.import_module("train")
 
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+
+@pytest.fixture
+def finetune(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, whose rank is this process alone."""
+    monkeypatch.setattr(sys, "argv", ["examples/finetune_hf.py"])
+    return importlib.import_module("finetune_hf")
+
+
+@pytest.fixture
+def one_rank(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process the only rank of a script."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    for name, value in ONE_RANK.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
-    yield train

@@ -37,7 +37,9 @@ def test_one_rank_overflows_and_both_end(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     line = rf"rank 1: {NEEDED} from the last checkpoint with --row-factor 1.37 or more"
     errors = [text for text in done.stderr.splitlines() if "error" in text]
-    assert len(errors) == 1 and re.fullmatch(rf".*train.py: error: {line}", errors[0]), done.stderr
+    assert len(errors) == 1 and re.fullmatch(rf".*overflowing.py: error: {line}", errors[0]), (
+        done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 

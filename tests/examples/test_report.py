@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -220,3 +221,21 @@ def test_a_full_disk_is_one_line(
     assert code == 1 and len(lines) == 1, error
     assert lines[0].startswith(f"train.py: error: --run-dir ({tmp_path}) must be writable, with")
     assert "File too large" in lines[0] and lines[0].endswith("again from the last checkpoint")
+
+
+def test_without_a_bar_the_first_step_is_printed_at_once(
+    train: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import report
+
+    monkeypatch.setattr(report, "_import", lambda name: None)
+    args = argparse.Namespace(run_dir=tmp_path, steps=50, wandb=None)
+    measured = {"loss": 1.0, "tokens_per_second": 2.0, "expert_load_max_over_mean": 1.5}
+    with report.Report(args, start=7) as shown:
+        for step in (8, 9, 20):
+            shown.log(step, {**measured, "eval_loss": 3.25})
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[1] for line in lines] == ["8", "20"] and "eval 3.250" in lines[0]

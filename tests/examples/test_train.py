@@ -337,6 +337,7 @@ def test_a_rank_prints_itself_what_rank_0_did_not_find(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waited: list[float] = []
+    monkeypatch.setattr(sys, "argv", ["examples/train.py"])
     monkeypatch.setattr("time.sleep", waited.append)
     for error, waits in ((ValueError("of all ranks"), 1), (FileNotFoundError("of this one"), 0)):
         waited.clear()

@@ -1,0 +1,291 @@
+"""Chats, prompts and texts as tokens, and which of them a model learns to write.
+
+A file's records are lines of JSON (.jsonl), each in one of three forms, or one plain text:
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"prompt": "...", "completion": "..."}       text as it is, without a chat template
+    {"text": "..."}                              learned as a whole, in pieces of --seq-len
+
+Of a chat the assistant's messages are learned. A template that marks them with {% generation %}
+decides itself which tokens these are. Else an answer begins where the prompt of the messages before
+it ends, as the model will see that prompt, and ends where the template's last special token does.
+
+Note "turns that change": some templates render a message otherwise once others follow it, such as
+those that drop the reasoning of earlier turns. A chat whose renderings do not grow in place becomes
+one example per answer, each rendered up to that answer, which alone is learned.
+
+Legend: T tokens of an example.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+FORMS = '"messages", "prompt" and "completion", or "text"'
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A sequence to learn from.
+
+    Attributes:
+        tokens_T: int32.
+        is_answer_T: bool, the tokens that are learned.
+    """
+
+    tokens_T: Tensor
+    is_answer_T: Tensor
+
+    @property
+    def num_answers(self) -> int:
+        """Tokens that are learned; the first token follows nothing."""
+        return int(self.is_answer_T[1:].sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examples:
+    """What files hold.
+
+    Attributes:
+        kept: examples of at most seq_len + 1 tokens, each with an answer.
+        num_cut: how many of these were longer.
+        num_dropped: examples without a token to learn, or without one before the cut.
+    """
+
+    kept: list[Example]
+    num_cut: int
+    num_dropped: int
+
+
+def read_examples(
+    files: Sequence[Path], tokenizer: Any, *, seq_len: int, option: str = "--data"
+) -> Examples:
+    """Return all examples of the files, in order.
+
+    Args:
+        files: .jsonl, or plain text.
+        tokenizer: a fast one of transformers.
+        seq_len: most tokens that a model reads at once; it learns the one after each.
+        option: that names the files, for errors.
+
+    Raises:
+        ValueError: for a file or record that is none, and where no example is left.
+    """
+    kept: list[Example] = []
+    num_cut = num_dropped = 0
+    for where, record in _records(files, option):
+        for example in encode(record, tokenizer, seq_len=seq_len, where=where):
+            cut = Example(example.tokens_T[: seq_len + 1], example.is_answer_T[: seq_len + 1])
+            if cut.num_answers:
+                kept.append(cut)
+                num_cut += len(example.tokens_T) > seq_len + 1
+            else:
+                num_dropped += 1
+    if not kept:
+        raise ValueError(
+            f"{option} ({' '.join(map(str, files))}) must have a token to learn: none of its "
+            f"{num_dropped} example(s) has an answer among the first --seq-len ({seq_len}) + 1 "
+            "tokens: raise --seq-len, or look at the roles"
+        )
+    return Examples(kept=kept, num_cut=num_cut, num_dropped=num_dropped)
+
+
+def encode(record: Any, tokenizer: Any, *, seq_len: int, where: str) -> list[Example]:
+    """Return the examples that a record makes, as long as they are.
+
+    Raises:
+        ValueError: names `where`, when the record has none of the three forms.
+    """
+    fields = record if isinstance(record, dict) else {}
+    if _is_chat(fields.get("messages")):
+        return _chat(tokenizer, fields["messages"], fields.get("tools"), where)
+    if isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
+        return [_completion(tokenizer, fields["prompt"], fields["completion"])]
+    if isinstance(fields.get("text"), str):
+        return _pieces(_completion(tokenizer, "", fields["text"]), seq_len)
+    raise ValueError(f"{where} must be a JSON object with {FORMS}: {_shown(record)}")
+
+
+def _is_chat(messages: Any) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+    )
+
+
+def _shown(record: Any) -> str:
+    if isinstance(record, dict):
+        return f"it has {', '.join(sorted(map(str, record))) or 'nothing'}, of other types or names"
+    return f"it is of type {type(record).__name__}"
+
+
+def _completion(tokenizer: Any, prompt: str, completion: str) -> Example:
+    """Learn what follows the prompt, and to end there."""
+    text, end = prompt + completion, tokenizer.eos_token_id
+    ids, is_answer = _tokens(tokenizer, text, [(len(prompt), len(text))], special=True)
+    if end is not None and (not ids or ids[-1] != end):
+        ids, is_answer = [*ids, end], [*is_answer, True]
+    if ids and ids[-1] == end:
+        is_answer[-1] = True
+    return _example(ids, is_answer)
+
+
+def _pieces(whole: Example, seq_len: int) -> list[Example]:
+    """Cut so that each token but the first is learned once: pieces share the token between."""
+    starts = range(0, max(1, len(whole.tokens_T) - 1), seq_len)
+    return [
+        Example(whole.tokens_T[s : s + seq_len + 1], whole.is_answer_T[s : s + seq_len + 1])
+        for s in starts
+    ]
+
+
+def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, where: str) -> list[Example]:
+    """Return a chat as one example, or one per answer: see Note "turns that change"."""
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where} must have no messages, because the tokenizer of --model has no chat "
+            'template: add chat_template.jinja there, or use "prompt" and "completion"'
+        )
+    try:
+        if GENERATION.search(tokenizer.get_chat_template(tools=tools)):
+            return [_marked(tokenizer, messages, tools)]
+        return _by_prefixes(tokenizer, messages, tools)
+    except (TemplateError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where} must fit the chat template of --model: {reason}") from None
+
+
+def _marked(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> Example:
+    """Learn what the template marks."""
+    found = tokenizer.apply_chat_template(
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return _example(found["input_ids"], found["assistant_masks"])
+
+
+def _by_prefixes(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[Example]:
+    """Learn from where each prompt ends to where the rendering with its answer does."""
+
+    def rendered(count: int, *, prompt: bool = False) -> str:
+        return tokenizer.apply_chat_template(
+            messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
+
+    turns = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            text = rendered(i + 1)
+            turns.append(
+                (text, (_answer_start(text, rendered(i, prompt=True), rendered(i)), len(text)))
+            )
+    if not turns:
+        return [_spanned(tokenizer, rendered(len(messages)), [])]
+    whole = turns[-1][0]
+    if all(whole.startswith(text) for text, _ in turns):
+        return [_spanned(tokenizer, whole, [span for _, span in turns])]
+    return [_spanned(tokenizer, text, [span]) for text, span in turns]
+
+
+def _answer_start(text: str, prompt: str, before: str) -> int:
+    """Return where the answer begins in a rendering that ends with it.
+
+    A prompt may end with more than the rendering has there, such as the begin of reasoning.
+
+    Raises:
+        ValueError: when the rendering does not begin with that of the messages before.
+    """
+    pairs = enumerate(zip(text, prompt, strict=False))
+    start = next((i for i, (a, b) in pairs if a != b), min(len(text), len(prompt)))
+    if start < len(prompt) and not text.startswith(before):
+        raise ValueError(
+            "an assistant's message must be added behind those before it: mark it in the template "
+            "with {% generation %}"
+        )
+    return start
+
+
+def _spanned(tokenizer: Any, text: str, spans: list[Span]) -> Example:
+    return _example(*_tokens(tokenizer, text, spans, special=False))
+
+
+def _tokens(
+    tokenizer: Any, text: str, spans: list[Span], *, special: bool
+) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a text, and which of them hold a character of a span.
+
+    Args:
+        tokenizer: fast.
+        text: to encode.
+        spans: of characters, sorted.
+        special: whether the tokenizer adds its own begin and end, as around a text; templates have
+            theirs.
+    """
+    found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    ids, offsets = found["input_ids"], found["offset_mapping"]
+    is_answer = [False] * len(ids)
+    special_ids = special_tokens(tokenizer)
+    for start, end in spans:
+        inside = [t for t, (a, b) in enumerate(offsets) if a < end and b > start and b > a]
+        for t in _without_tail(tokenizer, ids, inside, special_ids):
+            is_answer[t] = True
+    return ids, is_answer
+
+
+def _without_tail(
+    tokenizer: Any, ids: list[int], inside: list[int], special_ids: set[int]
+) -> list[int]:
+    """Leave out the white space that a template adds behind its own end of an answer."""
+    for count in range(len(inside), 0, -1):
+        token = ids[inside[count - 1]]
+        if token in special_ids:
+            return inside[:count]
+        if tokenizer.decode([token]).strip():
+            break
+    return inside
+
+
+@lru_cache(maxsize=1)
+def special_tokens(tokenizer: Any) -> set[int]:
+    """Return the ids of tokens that no text makes."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+
+
+def _example(ids: Sequence[int], is_answer: Sequence[int | bool]) -> Example:
+    return Example(torch.tensor(ids, dtype=torch.int32), torch.tensor(is_answer, dtype=torch.bool))
+
+
+def _records(files: Sequence[Path], option: str) -> Iterator[tuple[str, Any]]:
+    """Yield where a record stands and what it is."""
+    for path in files:
+        try:
+            if path.exists() and not path.is_file():  # a pipe gives its text once, to one rank
+                raise ValueError(f"{option} ({path}) must be a plain file: write its text into one")
+            content = path.read_text(encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror
+            raise ValueError(f"{option} ({path}) must be a readable file: {reason}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{option} ({path}) must be UTF-8: {error.reason}") from None
+        if path.suffix != ".jsonl":
+            yield f"{option} ({path})", {"text": content}
+            continue
+        for number, line in enumerate(content.split("\n"), start=1):
+            if line.strip():
+                where = f"{option} ({path}) line {number}"
+                try:
+                    yield where, json.loads(line)
+                except (ValueError, RecursionError):
+                    raise ValueError(f"{where} must be a JSON object with {FORMS}") from None

@@ -1,0 +1,220 @@
+"""A Hugging Face directory in and out: its tokenizer, the model with its loss, what is exported.
+
+Legend: B sequences, T tokens of each, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import IGNORED
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moecore import MoELayer
+from moecore.checkpoint.ranks import on_first_rank
+from moecore.hf import export_hf
+from moecore.models.loss import linear_cross_entropy
+
+EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")  # one of these at least
+COPIED = (
+    *TOKENIZER_FILES,
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates",
+    "generation_config.json",
+)
+
+
+class WithLoss(nn.Module):
+    """A transformers model and its loss, one module because FSDP2 has the head's weight in forward.
+
+    Padding is not routed: transformers gives MoE blocks no mask, so hooks do.
+
+    Args:
+        hf: a causal language model.
+    """
+
+    def __init__(self, hf: nn.Module) -> None:
+        super().__init__()
+        self.hf: Any = hf
+        self.in_chunks = False
+        self.padding_BT: Tensor | None = None
+
+    def forward(
+        self, tokens_BT: Tensor, labels_BT: Tensor, padding_BT: Tensor, num_tokens: Tensor
+    ) -> Tensor:
+        """Return the sum of the cross-entropy over labels, divided by a number of tokens."""
+        self.padding_BT = padding_BT
+        inputs = {"input_ids": tokens_BT, "use_cache": False}  # causal, so padding needs no mask
+        labels_N = labels_BT.flatten()
+        if self.in_chunks:
+            x_ND = self.hf.base_model(**inputs).last_hidden_state.flatten(0, 1)
+            weight_VD = self.hf.get_output_embeddings().weight
+            return linear_cross_entropy(x_ND, weight_VD, labels_N, num_tokens=num_tokens)
+        logits_NV = self.hf(**inputs).logits.flatten(0, 1).float()
+        return F.cross_entropy(logits_NV, labels_N, reduction="sum") / num_tokens
+
+    def mask_padding(self) -> None:
+        """Let the MoE layers see the padding of the forward that runs; after `parallelize_moe`."""
+
+        def add_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, "padding_mask": self.padding_BT}
+
+        for layer in self.modules():
+            if isinstance(layer, MoELayer):
+                layer.register_forward_pre_hook(add_mask, with_kwargs=True)
+
+    @torch.no_grad()
+    def choose_loss(self, device: torch.device) -> None:
+        """Compute head and loss in chunks where nothing but one matrix makes the logits.
+
+        Some models scale or cap logits. A forward shows it: the logits are then not what the head
+        returns, or the head does not read what the base model returns. Collective.
+        """
+        seen: dict[str, Any] = {}
+        head = self.hf.get_output_embeddings()
+        hooks = [
+            head.register_forward_hook(lambda m, args, out: seen.update(read=args[0], made=out)),
+            self.hf.base_model.register_forward_hook(
+                lambda m, args, out: seen.update(hidden=out.last_hidden_state)
+            ),
+            self.hf.register_forward_hook(lambda m, args, out: seen.update(logits=out.logits)),
+        ]
+        self.eval()
+        tokens_BT = torch.ones(1, 2, dtype=torch.int64, device=device)
+        labels_BT = torch.full_like(tokens_BT, IGNORED)
+        self(tokens_BT, labels_BT, tokens_BT == 0, tokens_BT.sum())
+        self.train()
+        for hook in hooks:
+            hook.remove()
+        self.in_chunks = (
+            isinstance(head, nn.Linear)
+            and head.bias is None
+            and seen["logits"].data_ptr() == seen["made"].data_ptr()
+            and seen["read"].data_ptr() == seen["hidden"].data_ptr()
+        )
+
+
+def read_config(path: Path) -> Any:
+    """Return the config of a directory.
+
+    Raises:
+        ValueError: when it has none that transformers reads, or one of a model without experts.
+    """
+    from transformers import AutoConfig
+
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"--model ({path}) must be a Hugging Face directory with config.json, weights and "
+            f"tokenizer: hf download {path} --local-dir DIR fetches a published one"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception as error:  # of any kind: transformers reads what the file has
+        raise ValueError(
+            f"--model ({path}) must have a config.json of transformers: {_line(error)}"
+        ) from None
+    if num_experts(config) == 0:
+        raise ValueError(
+            f"--model ({path}) must have routed experts: {config.model_type} has none, see "
+            "docs/huggingface.md for the families"
+        )
+    return config
+
+
+def build_hf(config: Any, path: Path) -> nn.Module:
+    """Return the model of a config on meta, with fp32 parameters to train.
+
+    Raises:
+        ValueError: when transformers has no causal language model of it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(
+            f"--model ({path}) must be a causal language model of transformers: {_line(error)}"
+        ) from None
+
+
+def recompute(hf: Any) -> None:
+    """Compute activations again in backward: under its new name, or that of older transformers."""
+    new = getattr(hf, "activation_checkpointing_enable", None)
+    (new or hf.gradient_checkpointing_enable)()
+
+
+def num_experts(config: Any) -> int:
+    """Return the routed experts of a layer; 0 = a dense model."""
+    fields = config.get_text_config().to_dict().items()
+    return next((n for name, n in fields if EXPERT_COUNT.fullmatch(name) and n), 0)
+
+
+def read_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a directory.
+
+    Raises:
+        ValueError: when it has none, or one that does not tell where tokens lie in a text.
+    """
+    from transformers import AutoTokenizer
+
+    if not any(file.is_file() for name in TOKENIZER_FILES for file in path.glob(name)):
+        raise ValueError(
+            f"--model ({path}) must have a tokenizer: copy tokenizer.json and "
+            "tokenizer_config.json of the published model there"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # of any kind: transformers reads what the files have
+        raise ValueError(
+            f"--model ({path}) must have a tokenizer that loads: {_line(error)}"
+        ) from None
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"--model ({path}) must have a fast tokenizer, not {type(tokenizer).__name__}, because "
+            "answers are found by their place in the text: add its tokenizer.json"
+        )
+    return tokenizer
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def export(hf: Any, source: Path, target: Path) -> None:
+    """Write a directory that transformers and vLLM load: weights, config, tokenizer. Collective.
+
+    Experts lie one by one under published names, in the dtype of the source, whose config.json
+    stays: transformers would write fields under names that older loaders do not know. The
+    directory is a draft until all of it is there; then it takes the place of an earlier one.
+    """
+    draft = target.with_name(f".{target.name}.draft")
+    options = {"config": source, "dtype": read_config(source).dtype}
+    on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))
+    try:
+        export_hf(hf, draft, **options)
+    except NotImplementedError:  # nothing is written then: gpt-oss is only published stacked
+        export_hf(hf, draft, layout="fused", **options)
+    on_first_rank(lambda: _complete(hf, source, draft, target))
+
+
+def _complete(hf: Any, source: Path, draft: Path, target: Path) -> None:
+    """Add what is not the model's, and give the directory its name."""
+    if not (source / "generation_config.json").is_file():
+        hf.generation_config.save_pretrained(draft)
+    for name in COPIED:
+        for found in source.glob(name):
+            copy = shutil.copytree if found.is_dir() else shutil.copy2
+            copy(found, draft / found.name)
+    if target.exists():
+        shutil.rmtree(target)
+    draft.rename(target)

@@ -1,0 +1,388 @@
+"""examples/finetune_hf.py from a tiny model to an exported one, against stock transformers.
+
+The oracle trains transformers' own model, one example at a time and so without padding, by torch's
+AdamW. Two ranks, one rank, and a run that stopped and went on compute the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from tests.examples.test_train import metrics, tensors
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers", minversion="5")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS, STOP_AT = 6, 5
+SIZES = dict(hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
+COMMON = f"--lr 3e-3 --seq-len 48 --batch-size 2 --max-steps {STEPS} --eval-every 3"
+SAVING = "--checkpoint-every 2"
+TWO_RANKS, ONE_RANK = "--grad-accum 2 --ep 2", "--grad-accum 4 --recompute"
+
+
+class Stopped(BaseException):
+    """The host went down."""
+
+
+def arguments(folder: Path, run: str, more: str) -> list[str]:
+    where = ["--model", str(folder / "tiny"), "--run-dir", str(folder / run)]
+    return [*where, "--data", str(folder / "tiny" / "some.jsonl"), *f"{COMMON} {more}".split()]
+
+
+def on_two_ranks(rank: int, device: torch.device, folder: Path) -> list[str]:
+    """Run straight, then with a stop; return what each start prints on this rank."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    sys.path.insert(0, str(EXAMPLES))
+    script = importlib.import_module("finetune_hf")
+    words = f"{TWO_RANKS} {SAVING}"
+
+    def start(run: str) -> str:
+        printed = StringIO()
+        with redirect_stdout(printed), redirect_stderr(printed):
+            code = script.run_rank(script.parse_arguments(arguments(folder, run, words)))
+        assert code == 0, printed.getvalue()
+        return printed.getvalue()
+
+    straight = start("straight")
+    train_step = script.train_step
+
+    def stops(job: Any, step: int) -> Any:
+        if step == STOP_AT:
+            raise Stopped
+        return train_step(job, step)
+
+    script.train_step = stops
+    with pytest.raises(Stopped):
+        start("stopped")
+    script.train_step = train_step
+    if rank == 0:
+        (folder / "stopped" / ".export.draft").mkdir()  # of an export that was stopped, too
+    return [straight, start("stopped"), start("stopped")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of all runs on two ranks, and what they print."""
+    folder = tmp_path_factory.mktemp("runs")
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        importlib.import_module("tiny_hf").make(folder / "tiny", **SIZES)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    config = json.loads((folder / "tiny" / "config.json").read_text())
+    config["num_experts"] = config.pop("num_local_experts")  # as published
+    (folder / "tiny" / "config.json").write_text(json.dumps(config))
+    chats = (folder / "tiny" / "chats.jsonl").read_text().splitlines()[:40]
+    (folder / "tiny" / "some.jsonl").write_text("\n".join(chats))
+    return folder, run_ranks(2, on_two_ranks, folder)
+
+
+def in_this_process(script: ModuleType, folder: Path, run: str, more: str) -> int:
+    return script.run_rank(script.parse_arguments(arguments(folder, run, more)))
+
+
+def stock(path: Path) -> Any:
+    """Return transformers' own model of a directory; on memory that is aligned as any other."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def loss_of(model: Any, example: Any) -> tuple[torch.Tensor, int]:
+    """Return the sum over an example's answers, and how many tokens these have."""
+    tokens_1T = example.tokens_T.long()[None]
+    logits_TV = model(input_ids=tokens_1T[:, :-1]).logits[0]
+    learned_T = example.is_answer_T[1:]
+    labels_N = tokens_1T[0, 1:][learned_T]
+    return F.cross_entropy(logits_TV[learned_T], labels_N, reduction="sum"), len(labels_N)
+
+
+def mean_loss(model: Any, examples: list[Any]) -> float:
+    with torch.no_grad():
+        sums = [loss_of(model, example) for example in examples]
+    return float(sum(s for s, _ in sums)) / sum(n for _, n in sums)
+
+
+def examples_of(finetune: ModuleType, folder: Path) -> tuple[list[Any], list[Any]]:
+    args = finetune.parse_arguments(arguments(folder, "unused", ""))
+    _, examples, held_out = finetune.read_data(args, vocab_size=9999)
+    return examples, held_out
+
+
+def oracle(finetune: ModuleType, folder: Path) -> tuple[list[float], list[float], Any]:
+    """Return the losses of all steps, the gradient norms, and the model that was trained."""
+    from batches import _drawn
+
+    examples, _ = examples_of(finetune, folder)
+    model = stock(folder / "tiny").train()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(1, STEPS + 1):
+        drawn = [examples[_drawn(8 * (step - 1) + i, len(examples), 0)] for i in range(8)]
+        parts = [loss_of(model, example) for example in drawn]
+        loss = sum(part for part, _ in parts) / sum(n for _, n in parts)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.param_groups[0]["lr"] = finetune.lr_at(step, peak=3e-3, steps=STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms, model.eval()
+
+
+def test_two_ranks_equal_stock_transformers(
+    runs: tuple[Path, list[str]], finetune: ModuleType
+) -> None:
+    folder, printed = runs
+    lines = metrics(folder / "straight")
+    losses, norms, model = oracle(finetune, folder)
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-4)
+    assert losses[-1] < losses[0] - 0.1
+    _, held_out = examples_of(finetune, folder)
+    after = mean_loss(model, held_out)
+    assert lines[-1]["eval_loss"] == pytest.approx(after, rel=1e-5)
+    assert [i for i, line in enumerate(lines, 1) if "eval_loss" in line] == [3, 6]
+    before = mean_loss(stock(folder / "tiny"), held_out)
+    assert f"eval loss {before:.3f} before the first step" in printed[0]
+    assert "to step 6 on 2 cpu ranks (dp_shard=2 ep=2): 38 examples, 2 held out" in printed[0]
+
+
+def test_one_rank_computes_the_same_and_routes_no_padding(
+    runs: tuple[Path, list[str]],
+    finetune: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, _ = runs
+    shutil.copytree(folder / "tiny", tmp_path / "tiny")
+    (tmp_path / "tiny" / "generation_config.json").unlink()  # which an export then makes
+    routed: list[float] = []
+    real: list[int] = []
+    padded: list[int] = []
+    launched, step_batches = finetune.Launched, finetune.step_batches
+
+    def seen(**fields: Any) -> Any:
+        counts_of = fields["done"].metrics.tokens_per_expert
+        routed.extend(float(counts.sum()) for counts in counts_of.values())
+        return launched(**fields)
+
+    def make(*args: Any, **where: Any) -> list[Any]:
+        batches = step_batches(*args, **where)
+        real.append(sum(int((~b.padding_BT).sum()) for b in batches))
+        padded.append(sum(int(b.padding_BT.sum()) for b in batches))
+        return batches
+
+    monkeypatch.setattr(finetune, "Launched", seen)
+    monkeypatch.setattr(finetune, "step_batches", make)
+    assert in_this_process(finetune, tmp_path, "one", f"{ONE_RANK} --checkpoint-every 0") == 0
+    assert routed == [2.0 * count for count in real for _ in range(2)]  # top 2, in both layers
+    assert sum(padded) > 9
+    found, wanted = metrics(tmp_path / "one"), metrics(folder / "straight")
+    for name in ("loss", "eval_loss", "lr", "answer_tokens"):
+        pair = [[line[name] for line in lines if name in line] for lines in (found, wanted)]
+        assert len(pair[0]) in (2, STEPS) and pair[0] == pytest.approx(pair[1], rel=1e-5), name
+    made = json.loads((tmp_path / "one" / "export" / "generation_config.json").read_text())
+    assert made["eos_token_id"] == 2
+
+
+def test_a_run_that_stopped_goes_on_bit_for_bit(runs: tuple[Path, list[str]]) -> None:
+    folder, (_, resumed, again) = runs
+    assert "from step 4 to step 6" in resumed and "before the first step" not in resumed
+    assert "is finished at step 6" in again
+    straight, stopped = folder / "straight", folder / "stopped"
+    assert metrics(stopped) == metrics(straight)
+    mine, theirs = tensors(stopped, STEPS), tensors(straight, STEPS)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine)
+    files = sorted(p.name for p in (straight / "export").iterdir())
+    assert sorted(p.name for p in (stopped / "export").iterdir()) == files
+    for name in files:
+        pair = [(run / "export" / name).read_bytes() for run in (straight, stopped)]
+        assert pair[0] == pair[1], name
+    assert not (stopped / ".export.draft").exists()
+
+
+def test_the_export_is_what_vllm_reads(runs: tuple[Path, list[str]]) -> None:
+    """Names of vLLM's loader of Qwen3-MoE, which stacks experts and q, k, v itself."""
+    folder, _ = runs
+    export = folder / "straight" / "export"
+    wanted = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        wanted |= {f"{prefix}.{n}_layernorm.weight" for n in ("input", "post_attention")}
+        parts = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+        wanted |= {f"{prefix}.self_attn.{part}.weight" for part in parts}
+        wanted |= {f"{prefix}.mlp.gate.weight"}
+        wanted |= {
+            f"{prefix}.mlp.experts.{expert}.{part}_proj.weight"
+            for expert in range(8)
+            for part in ("gate", "up", "down")
+        }
+    assert load_file(export / "model.safetensors").keys() == wanted
+    config = json.loads((export / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"] and config["dtype"] == "float32"
+    assert config["num_experts"] == 8 and config["moe_intermediate_size"] == 16
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (export / name).read_bytes() == (folder / "tiny" / name).read_bytes()
+    given = [
+        json.loads((p / "generation_config.json").read_text()) for p in (export, folder / "tiny")
+    ]
+    assert given[0] == given[1]
+
+
+def test_stock_transformers_reload_it_with_equal_logits(
+    runs: tuple[Path, list[str]], finetune: ModuleType
+) -> None:
+    folder, _ = runs
+    export = folder / "straight" / "export"
+    reloaded = stock(export).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+    question = [{"role": "user", "content": "What does abc.abstractmethod do?"}]
+    ids = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    job = finetune.build_job(finetune.parse_arguments(arguments(folder, "straight", ONE_RANK)))
+    seen: list[torch.Tensor] = []
+    job.model.hf.register_forward_hook(lambda m, args, out: seen.append(out.logits))
+    assert job.model.in_chunks
+    job.model.eval().in_chunks = False  # which would make no logits
+    with torch.no_grad():
+        job.model(ids, ids, ids < 0, torch.ones((), dtype=torch.int64))
+        assert (seen[0] - reloaded(ids).logits).abs().max() < 1e-5 and job.start == STEPS
+    _, held_out = examples_of(finetune, folder)
+    wanted = metrics(folder / "straight")[-1]["eval_loss"]
+    assert mean_loss(reloaded, held_out) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("scaling", "in_chunks"), [(1.0, False), (4.0, False), (None, True)])
+def test_the_loss_is_the_models_own(
+    scaling: float | None, in_chunks: bool, finetune: ModuleType
+) -> None:
+    """Granite divides its logits, so head and loss cannot be computed in chunks there."""
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=16, num_hidden_layers=1)
+    if scaling is None:
+        config = transformers.MixtralConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    else:
+        config = transformers.GraniteMoeConfig(
+            num_attention_heads=4, logits_scaling=scaling, **sizes
+        )
+    torch.manual_seed(0)
+    model = finetune.WithLoss(transformers.AutoModelForCausalLM.from_config(config))
+    model.choose_loss(torch.device("cpu"))
+    assert model.in_chunks == in_chunks and model.training
+    tokens_BT = torch.randint(0, 61, (2, 9))
+    labels_BT = tokens_BT.masked_fill(torch.rand(2, 9) < 0.3, -100)
+    count = (labels_BT[:, 1:] != -100).sum()
+    wanted = model.hf(input_ids=tokens_BT, labels=labels_BT).loss
+    next_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
+    found = model(tokens_BT, next_BT, torch.zeros_like(tokens_BT, dtype=torch.bool), count)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def without_tokenizer(model: Path) -> None:
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+
+
+def without_template(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+
+
+def without_experts(model: Path) -> None:
+    transformers.LlamaConfig().save_pretrained(model)
+
+
+def with_small_vocabulary(model: Path) -> None:
+    edit(model, vocab_size=99)
+
+
+def with_jitter(model: Path) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=3000, router_jitter_noise=0.1, num_hidden_layers=1, num_key_value_heads=4
+    )
+    config.save_pretrained(model)
+
+
+def of_no_family(model: Path) -> None:
+    edit(model, model_type="unheard")
+
+
+def edit(model: Path, **fields: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | fields))
+
+
+def as_it_is(model: Path) -> None:
+    pass
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "no tokenizer": (without_tokenizer, "", "must have a tokenizer: copy tokenizer.json"),
+    "no template": (without_template, "", "some.jsonl) line 1 must have no messages, because the"),
+    "dense": (without_experts, "", "must have routed experts: llama has none"),
+    "vocabulary": (with_small_vocabulary, "", "must be < vocab_size (99) of its config.json"),
+    "refused block": (with_jitter, "", "router_jitter_noise (0.1) must be 0"),
+    "no family": (of_no_family, "", "must have a config.json of transformers"),
+    "no directory": (shutil.rmtree, "", "must be a Hugging Face directory with config.json"),
+    "no answers": (
+        as_it_is,
+        "--seq-len 4",
+        "must have a token to learn: none of its 40 example(s)",
+    ),
+    "held out": (as_it_is, "--eval-data no.txt", "--eval-data (no.txt) must be a readable file"),
+    "too long": (as_it_is, "--seq-len 9999", "--seq-len (9999) must be <= max_position_embeddings"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_input_is_one_line(
+    name: str,
+    runs: tuple[Path, list[str]],
+    finetune: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, more, wanted = REFUSED[name]
+    shutil.copytree(runs[0] / "tiny", tmp_path / "tiny")
+    data = ["--data", str(runs[0] / "tiny" / "some.jsonl")]
+    change(tmp_path / "tiny")
+    words = [*arguments(tmp_path, "run", more), *data]
+    capsys.readouterr()
+    assert finetune.run_rank(finetune.parse_arguments(words)) == 2
+    error = capsys.readouterr().err.strip()
+    assert wanted in error and len(error.splitlines()) == 1, error
+    assert error.startswith("finetune_hf.py: error: ")
+
+
+def test_arguments_are_checked(finetune: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "a", "--data", "b", "--eval-share"]
+    with pytest.raises(SystemExit):
+        finetune.parse_arguments([*words, "1.0"])
+    assert "--eval-share: (1.0) must be a number in [0, 1)" in capsys.readouterr().err
+    assert math.isclose(finetune.parse_arguments([*words, "0.2"]).eval_share, 0.2)
+
+
+def test_the_tiny_directory_is_made_once(
+    runs: tuple[Path, list[str]], one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tiny_hf = importlib.import_module("tiny_hf")
+    monkeypatch.setattr(sys, "argv", ["tiny_hf.py", str(runs[0] / "tiny")])
+    assert tiny_hf.main() == 2
+    assert "tiny_hf.py: error: OUT (" in capsys.readouterr().err
