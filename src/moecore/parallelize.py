@@ -25,6 +25,7 @@ from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
 from moecore.graphs.regions import compile_blocks
 from moecore.hf.blocks import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache
 from moecore.hf.device_map import refuse_accelerate
+from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_peft_methods
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
@@ -119,9 +120,11 @@ def parallelize_moe(
         fsdp=fsdp or FSDPOptions(),
         loss=loss,
     )
-    layers = _check(model, request, adapters or {})
-    _agree(model, layers, request)
-    _apply(model, layers, request)
+    root = adapted(model)
+    layers = _check(root, request, adapters or {})
+    _agree(root, layers, request)
+    _apply(root, layers, request)
+    refuse_peft_methods(model)
     return model
 
 
@@ -131,7 +134,9 @@ def _check(
     """Raise what one rank can know, before any collective; return the MoE layers by name."""
     check_request(model, request)
     refuse_lost_outputs(model)
-    layers = swap_blocks(model, adapters)
+    with experts_unwrapped(model) as wrapped:
+        layers = swap_blocks(model, adapters)
+        adapt_experts(wrapped, layers)
     check_layers(model, layers, request)
     if request.precision is not None:
         table = check_precision(model, request.precision)

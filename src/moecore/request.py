@@ -299,7 +299,7 @@ def _check_experts(name: str, layer: MoELayer, meshes: Meshes) -> None:
     p, config = meshes.parallel, layer.config
     experts = layer.part("experts")
     expected = set(expert_shapes(config, layer.layout.expert_layout))
-    found = {n for n, _ in experts.named_parameters()}
+    found = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
     if not isinstance(experts, Experts) or found != expected:
         raise ValueError(
             f"{name}: experts ({type(experts).__name__} with {sorted(found)}) must be Experts with "

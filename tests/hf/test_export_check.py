@@ -246,7 +246,7 @@ def test_peft_after_its_merge(tmp_path):
     for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
-    with pytest.raises(ValueError, match=r"\(PeftModel\) must hold .*: merge adapters first"):
+    with pytest.raises(ValueError, match=r"must be merged into the weights, .*merge_adapters"):
         export_hf(wrapped, tmp_path / "out")
     merged = wrapped.merge_and_unload()
     export_hf(merged, tmp_path / "out")

@@ -69,8 +69,14 @@ def borrow(block: Any) -> None:
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "subclass-experts": (lambda b: subclass(b.experts), r"experts \(Doubled\) of .* must be of"),
     "subclass-router": (lambda b: subclass(getattr(b, router_name(b))), r"\(Doubled\) of"),
-    "wrapped-experts": (lambda b: wrap(b, "experts"), r"experts \(ParamWrapper\) of .*PEFT works"),
-    "wrapped-router": (lambda b: wrap(b, router_name(b)), r"\(ParamWrapper\) of .*PEFT works"),
+    "wrapped-experts": (
+        lambda b: wrap(b, "experts"),
+        r"experts \(ParamWrapper\) of .*LoRA of peft works",
+    ),
+    "wrapped-router": (
+        lambda b: wrap(b, router_name(b)),
+        r"\(ParamWrapper\) of .*LoRA of peft works",
+    ),
     "block-forward": (patch, r"^forward of \w+ must be transformers' own"),
     "experts-forward": (lambda b: patch(b.experts), r"^forward of experts \(\w+Experts\) of"),
     "experts-gating": (lambda b: patch(b.experts, "_apply_gate"), r"^_apply_gate of experts"),

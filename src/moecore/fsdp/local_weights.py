@@ -154,6 +154,14 @@ def _like(param: Tensor, grad: Tensor) -> Tensor:
     )
 
 
+def _whole_sums(param: Tensor, grad: Tensor) -> Tensor:
+    """Add the parts that the etp ranks have of what they hold alike (LoRA's A and B)."""
+    if not isinstance(param, DTensor) or grad.placements == param.placements:  # type: ignore[attr-defined]
+        return grad
+    found: Tensor = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    return found
+
+
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -186,4 +194,4 @@ class _Read(torch.autograd.Function):
             return None, None, None, None
         if grad.dtype != weight.dtype or ctx.divisor != 1.0:
             grad = scaled_cast(grad, weight.dtype, 1.0 / ctx.divisor)
-        return _like(weight, grad), None, None, None
+        return _whole_sums(weight, _like(weight, grad)), None, None, None

@@ -12,9 +12,13 @@ _HOMES = {
     "decoder_config_from_hf": "config",
     "export_hf": "export",
     "hf_to_native": "convert",
+    "init_adapters": "lora_files",
     "init_hf": "init",
+    "load_adapters": "lora_files",
     "load_hf": "load",
+    "merge_adapters": "lora_merge",
     "native_to_hf": "convert",
+    "save_adapters": "lora_files",
     "use_causal_attention": "attention",
 }
 __all__ = list(_HOMES)

@@ -36,6 +36,8 @@ from moecore.hf.config import HFConfig
 from moecore.hf.export_check import check_readable, check_tied
 from moecore.hf.export_config import export_config
 from moecore.hf.files import CONFIG, INDEX, SINGLE
+from moecore.hf.lora import adapted, trained_copies, without_adapters
+from moecore.hf.lora_merge import refuse_unmerged
 from moecore.hf.names import HEAD, HFLayout, Recipe
 from moecore.hf.target import model_copies, model_plan, model_tensors
 from moecore.hf.upcycled import shared_of_no_size
@@ -82,7 +84,8 @@ def export_hf(
     model's: copy them beside it.
 
     Args:
-        model: a `moecore.models.Decoder` or a transformers model, plain or parallelized.
+        model: a `moecore.models.Decoder`, a transformers model, or a PeftModel of one with merged
+            adapters; plain or parallelized.
         path: the new directory; every rank must see its parent.
         config: the config.json to write, as a mapping, a file or a directory. A native decoder
             needs one that describes it; None takes a transformers model's own.
@@ -97,8 +100,8 @@ def export_hf(
     Raises:
         ValueError: for a wrong argument, a directory that is there, a config of another model, a
             transformers model without all parameters of its class or with others (a part of one,
-            one with adapters, one that was upcycled into what no class computes); before anything
-            is written.
+            one that was upcycled into what no class computes), adapters that are not merged;
+            before anything is written.
         NotImplementedError: when the layout has no name for a tensor.
         OSError: on every rank, when one could not write; nothing is left behind.
     """
@@ -107,12 +110,15 @@ def export_hf(
 
     def planned() -> tuple[dict[str, Tensor], dict[str, Recipe], list[list[Item]], dict[str, Any]]:
         check_target(path, dtype)
-        values = export_config(model, config)
-        tensors = model_tensors(model)
-        tensors |= shared_of_no_size(model, values, tensors)
-        recipes = _complete_plan(model, tensors, values, names_of(layout, values))
+        refuse_unmerged(model)
+        base = adapted(model)
+        values = export_config(base, config)
+        found = model_tensors(base)
+        tensors = without_adapters(base, found) | trained_copies(base, found)
+        tensors |= shared_of_no_size(base, values, tensors)
+        recipes = _complete_plan(base, tensors, values, names_of(layout, values))
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        items = list(make_items(dtypes, recipes, model_copies(model), dtype))
+        items = list(make_items(dtypes, recipes, model_copies(base), dtype))
         return tensors, recipes, fill_shards(items, max_shard_bytes), values
 
     tensors, recipes, shards, values = on_every_rank(planned)

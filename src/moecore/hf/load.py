@@ -34,6 +34,7 @@ from moecore.hf.files import (
     read_headers,
     read_json,
 )
+from moecore.hf.lora import adapted, trained_copies, without_adapters
 from moecore.hf.names import HEAD, Recipe, find_layout
 from moecore.hf.quant import FP8, Source, find_sources
 from moecore.hf.target import (
@@ -104,15 +105,17 @@ def load_hf(
 
     Files may hold experts stacked ("fused", as transformers has them in memory) or one by one (as
     published), in fp32, bf16, fp16, DeepSeek-V3's block-wise FP8 or gpt-oss's MXFP4; the last two
-    are dequantised into the dtype of the parameter. Buffers that are in no file, such as
-    transformers' rotary frequencies, are worked out anew, because `to_empty` leaves them undefined.
+    are dequantised into the dtype of the parameter. Of a PeftModel the adapted model is filled, and
+    the copies that `modules_to_save` trains; its adapters stay. Buffers that are in no file, such
+    as transformers' rotary frequencies, are worked out anew, because `to_empty` leaves them
+    undefined.
     What a half-done step has left is dropped (`TrainStep.drop`).
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
             and their index.
-        model: a `moecore.models.Decoder` or a transformers model, plain or parallelized, with real
-            storage (after `to_empty`), any dtypes and devices.
+        model: a `moecore.models.Decoder`, a transformers model or a PeftModel of one, plain or
+            parallelized, with real storage (after `to_empty`), any dtypes and devices.
         strict: every tensor of the model must be in the files, and the other way round; and
             config.json must describe the model as it is, but for what only training reads.
             Multi-token prediction modules are left out without a word where transformers has none.
@@ -131,13 +134,14 @@ def load_hf(
     """
     check_arguments(load_hf, locals())
     started, options = time.monotonic(), _Options(strict, cast)
-    path = Path(path)
+    path, whole, model = Path(path), model, adapted(model)
     table, config = _first_rank_reads(path)
     with HFFiles(path, table) as files:
         sources, problems = find_sources(files, config.get("quantization_config"))
         problems += _config_problems(path, model, config, strict=strict)
         plan = on_every_rank(lambda: _fitting_plan(path, model, sources, problems, options, files))
         compared = files.bytes_read
+        drop_step(whole)
         on_every_rank(lambda: _fill_all(model, plan, sources, files))
         read = files.bytes_read - compared
     used = {p.name for recipe in plan.recipes.values() for p in recipe.pieces}
@@ -225,7 +229,7 @@ def _make_plan(
     options: _Options,
     files: HFFiles,
 ) -> _Plan:
-    targets = model_tensors(model)
+    targets = without_adapters(model, model_tensors(model))
     copies = model_copies(model)
     shapes = {name: tuple(t.shape) for name, t in targets.items()}
     recipes = model_plan(model, shapes, find_layout(sources.keys()))
@@ -319,11 +323,12 @@ def _dtype_problem(source: Source, wanted: torch.dtype, cast: bool) -> str:
 
 
 def _fill_all(model: nn.Module, plan: _Plan, sources: Mapping[str, Source], files: HFFiles) -> None:
-    drop_step(model)
     for name, recipe in plan.recipes.items():
         _fill(plan.targets[name], recipe, sources, files)
     for buffer, value in plan.buffers:
         buffer.copy_(value)
+    for name, copy in trained_copies(model, model_tensors(model)).items():
+        local_part(copy).copy_(local_part(plan.targets[name]))
     _tie_again(model, plan.targets)
 
 

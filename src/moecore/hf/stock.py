@@ -61,7 +61,7 @@ def _check(
     if cls.__module__ not in homes:
         raise NotImplementedError(
             f"{name} must be of {homes[0]}, whose maths its adapter knows: take off subclasses and "
-            f"wrappers (PEFT works on attention, not on experts or routers), {way_out}"
+            f"wrappers (LoRA of peft works on dense layers and experts), {way_out}"
         )
     for method in _own_methods(cls):
         function = getattr(cls, method)

@@ -7,7 +7,8 @@
 "auto"        "triton" for gated experts that it can multiply, else "torch": it was faster at every
               shape of docs/benchmarks.md
 
-"triton", "torch" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases. With
+"triton", "torch" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases or
+low-rank updates, whose products are torch's under autograd. With
 "triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it, too
 (`kernels/grouped/wgrad.py`).
 
@@ -25,9 +26,14 @@ from torch import Tensor
 
 from moecore._compat import grouped_mm
 from moecore.kernels.common import warn_plain
-from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, ProductsName
+from moecore.kernels.experts.contract import (
+    ExpertSpec,
+    ExpertWeights,
+    LowRankUpdate,
+    ProductsName,
+)
 from moecore.kernels.experts.products import refuse_recipe, why_not
-from moecore.kernels.rows.activation import ActivationOptions, activation
+from moecore.kernels.rows.activation import ActivationOptions, activation, weighted_activation
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.plain_rows import gather_plain, sum_plain
 from moecore.moe.records import ExpertInput, summed_input
@@ -54,19 +60,24 @@ def check_backend(name: str, spec: ExpertSpec) -> None:
         raise ValueError(problem)
 
 
-def separate_computation(name: str, *, biased: bool) -> Computation | None:
-    """Return what computes the experts in place of `expert_mlp`; None = nothing does."""
+def separate_computation(name: str, *, has_more: bool) -> Computation | None:
+    """Return what computes the experts in place of `expert_mlp`; None = nothing does.
+
+    Args:
+        name: the backend.
+        has_more: whether there is more than two matrices: biases, low-rank updates.
+    """
     if name == "sequential":
         return _sequential
-    return _with_biases if biased else None
+    return _under_autograd if has_more else None
 
 
-def _with_biases(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
+def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
     """Return y_SD by torch's grouped product under autograd, which keeps more than X and H."""
     inp = summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
-    warn_plain(rows_SD, "an expert with biases")
+    warn_plain(rows_SD, "an expert with biases or adapters")
     where = (index.row_ids_R, index.slots_SK, index.num_rows)
     rows_R = torch.arange(index.row_ids_R.numel(), device=rows_SD.device)
     used_R1 = (rows_R < index.num_rows)[:, None]
@@ -77,18 +88,30 @@ def _with_biases(inp: ExpertInput, weights: ExpertWeights, options: ActivationOp
     # input; a `where` on all sides keeps that garbage, NaN included, out of every result.
     x_RD = gather_rows(rows_SD, *where)
     x_RD = torch.where(used_R1, x_RD, 0)
-    h_RC = grouped_mm(x_RD, weights.w1_eCD.transpose(1, 2), offs=index.offsets_e)
+    h_RC = _grouped(x_RD, weights.w1_eCD, weights.update1, index.offsets_e)
     h_RC = torch.where(used_R1, h_RC, 0)
     if weights.b1_eC is not None:
         h_RC = h_RC + gather_plain(weights.b1_eC, expert_R)
     weights_R1 = index.weights_R[:, None]
-    a_RF = activation(h_RC, options) * weights_R1
-    a_RF = torch.where(used_R1, a_RF.to(x_RD.dtype), 0)
-    y_RD = grouped_mm(a_RF, weights.w2_eDF.transpose(1, 2), offs=index.offsets_e)
+    if weights.b1_eC is None and weights.b2_eD is None:  # keeps H alone, on GPUs
+        a_RF = weighted_activation(h_RC, index.weights_R, index.num_rows, options)
+    else:  # differentiable twice
+        a_RF = activation(h_RC, options) * weights_R1
+        a_RF = torch.where(used_R1, a_RF.to(x_RD.dtype), 0)
+    y_RD = _grouped(a_RF, weights.w2_eDF, weights.update2, index.offsets_e)
     y_RD = torch.where(used_R1, y_RD, 0)
     if weights.b2_eD is not None:
         y_RD = y_RD + (gather_plain(weights.b2_eD, expert_R) * weights_R1).to(y_RD.dtype)
     return sum_rows(y_RD, *where)
+
+
+def _grouped(x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Tensor) -> Tensor:
+    """Return the product with each expert's matrix, and its update; rows past the last are any."""
+    y_RO = grouped_mm(x_RI, w_eOI.transpose(1, 2), offs=offs)
+    if update is None:
+        return y_RO
+    u_Rr = grouped_mm(x_RI, update.a_erI.transpose(1, 2), offs=offs)
+    return y_RO + grouped_mm(u_Rr, update.b_eOr.transpose(1, 2), offs=offs)
 
 
 def _sequential(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
@@ -99,12 +122,16 @@ def _sequential(inp: ExpertInput, weights: ExpertWeights, options: ActivationOpt
     for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
         x_RD = gather_plain(rows_SD, index.row_ids_R[start:stop])
         weights_R1 = index.weights_R[start:stop, None]
-        h_RC = x_RD @ weights.w1_eCD[i].T
+        h_RC = x_RD @ _matrix(weights.w1_eCD, weights.update1, i).T
         if weights.b1_eC is not None:
             h_RC = h_RC + weights.b1_eC[i]
         a_RF = activation(h_RC, options) * weights_R1
-        y_RD = a_RF.to(x_RD.dtype) @ weights.w2_eDF[i].T
+        y_RD = a_RF.to(x_RD.dtype) @ _matrix(weights.w2_eDF, weights.update2, i).T
         if weights.b2_eD is not None:
             y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)
         parts.append(y_RD)
     return sum_plain(torch.cat(parts), index.row_ids_R[: stops[-1]], rows_SD.shape[0])
+
+
+def _matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:
+    return w_eOI[i] if update is None else w_eOI[i] + update.b_eOr[i] @ update.a_erI[i]

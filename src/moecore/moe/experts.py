@@ -9,6 +9,7 @@ multiplies is a choice by name: `moe/backends.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -17,17 +18,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from moecore._autograd import is_plain_eager
 from moecore._distributed import StridedShard
 from moecore._fields import Rules, check_fields
 from moecore.config import MoEConfig
-from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertSpec, ExpertWeights, GradSink
+from moecore.kernels.experts.contract import (
+    ExpertMLPOptions,
+    ExpertSpec,
+    ExpertWeights,
+    GradSink,
+    LowRankUpdate,
+)
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
 from moecore.moe.activation import activation_options
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
+from moecore.moe.low_rank import LowRank
 from moecore.moe.params import ParamReader, init_normal_, shard_parameter
 from moecore.moe.records import ExpertInput, UnsummedRows
 from moecore.precision.recipe import Recipe
@@ -77,7 +85,8 @@ class Experts(nn.Module):
 
     Parameters (names and other orders from the layout): w1 [E, 2, F, D], or [E, F, D] without a
     gate; w3 [E, F, D] beside w1 [E, F, D] with "separate"; w2 [E, D, F]; with `fc1_bias` b1
-    [E, 2, F] or [E, F]; with `fc2_bias` b2 [E, D].
+    [E, 2, F] or [E, F]; with `fc2_bias` b2 [E, D]. `lora` has the low-rank updates of w1
+    and w2 that `adapt` adds, by the matrix's name.
 
     Args:
         config: the layer.
@@ -105,8 +114,10 @@ class Experts(nn.Module):
                 "use 'split'"
             )
         self.reader = ParamReader()
+        self.lora = nn.ModuleDict()
         self.set_backend(backend)
-        self.etp_rank = 0  # which slice of D this rank's part of b2 covers; set when sharded
+        self.etp_rank = 0  # which slice of F (and of D in b2) is this rank's; set when sharded
+        self.etp_size = 1
         for name, shape in expert_shapes(config, self.layout).items():
             parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
@@ -146,13 +157,31 @@ class Experts(nn.Module):
                 "recompute_fc1 (True) must be False with Recipe.keep_hidden ('fp8'), which is how "
                 "FC1's output is kept: drop one of them"
             )
-        biased = self._is_biased
-        if recompute_fc1 and (backend == "sequential" or biased):
+        if recompute_fc1 and (backend == "sequential" or self._has_more):
             raise ValueError(
                 f"recompute_fc1 (True) must go with expert_backend ({backend!r}) = 'auto', "
-                f"'triton' or 'torch', without biases ({biased}): use activation checkpointing "
-                "instead"
+                f"'triton' or 'torch', without biases ({self._is_biased}) and LoRA on experts "
+                f"({self._is_adapted}): use activation checkpointing instead"
             )
+
+    def adapt(self, name: str, update: LowRank) -> None:
+        """Add low-rank updates to a matrix.
+
+        Args:
+            name: of the matrix, w1 or w2 of the layout.
+            update: its parameters are whole.
+
+        Raises:
+            ValueError: for a name that is no matrix which can be updated, and with FC1 in two
+                parameters.
+        """
+        names = (self.layout.w1, self.layout.w2)
+        if name not in names or self.is_separate:
+            raise ValueError(
+                f"LoRA of experts ({name}) must be on {' or '.join(names)}, and FC1 be one "
+                "parameter: target these alone"
+            )
+        self.lora[name] = update
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Keep this rank's experts (ep) and its part of each (etp), as DTensors. No communication.
@@ -172,7 +201,11 @@ class Experts(nn.Module):
             placements = {"ep": Shard(0), "etp": etp}
             name = getattr(self.layout, role)
             shard_parameter(self, name, mesh[kept], tuple(placements[n] for n in kept))
-        self.etp_rank = mesh.get_local_rank("etp")
+        whole = {"ep": Shard(0), "etp": Replicate()}
+        for owner in [m for m in self.lora.modules() if isinstance(m, nn.ParameterDict)]:
+            for adapter in list(owner):
+                shard_parameter(owner, adapter, mesh[kept], tuple(whole[n] for n in kept))
+        self.etp_rank, self.etp_size = mesh.get_local_rank("etp"), mesh["etp"].size()
 
     @property
     def is_strided(self) -> bool:
@@ -227,6 +260,7 @@ class Experts(nn.Module):
             transposed=self.layout.transposed,
             fc1_bias=self.config.fc1_bias,
             fc2_bias=self.config.fc2_bias,
+            adapted=self._is_adapted,
             **known,
         )
 
@@ -247,7 +281,8 @@ class Experts(nn.Module):
         activation = activation_options(self.config, interleaved=self._is_interleaved)
         with self.reader.reading():
             weights = self._weights(inp.rows.dtype)
-            compute = separate_computation(self.backend, biased=self._is_biased)
+            has_more = self._is_biased or any(u.in_use for u in self.lora.values())
+            compute = separate_computation(self.backend, has_more=has_more)
             if compute is not None:
                 return compute(inp, weights, activation)
             options = ExpertMLPOptions(
@@ -269,6 +304,14 @@ class Experts(nn.Module):
         return self.config.fc1_bias or self.config.fc2_bias
 
     @property
+    def _is_adapted(self) -> bool:
+        return len(self.lora) > 0
+
+    @property
+    def _has_more(self) -> bool:
+        return self._is_biased or self._is_adapted
+
+    @property
     def _is_interleaved(self) -> bool:
         return self.config.gated and self.layout.gate_up == "interleaved"
 
@@ -281,6 +324,8 @@ class Experts(nn.Module):
             w2_eDF=w2_eDF,
             b1_eC=self._weight("b1", dtype).flatten(1) if config.fc1_bias else None,
             b2_eD=self._fc2_bias(dtype) if config.fc2_bias else None,
+            update1=self._update(self.layout.w1, dtype, outputs=self._own_columns),
+            update2=self._update(self.layout.w2, dtype, inputs=self._own_hidden),
             sinks=(sink1, self._sink("w2", w2_eDF)),
             quantised=self._quantised(w1_eCD, w2_eDF),
         )
@@ -332,6 +377,34 @@ class Experts(nn.Module):
         if self.recipe is not None:
             return self.reader.read(param, cast=False)
         return self.reader.read(param).to(dtype)
+
+    def _update(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        *,
+        inputs: Callable[[Tensor], Tensor] = lambda a_erI: a_erI,
+        outputs: Callable[[Tensor], Tensor] = lambda b_eOr: b_eOr,
+    ) -> LowRankUpdate | None:
+        """What is added to a matrix on this rank."""
+        if name not in self.lora:
+            return None
+
+        def read(param: nn.Parameter) -> Tensor:
+            return self.reader.read(param).to(dtype)
+
+        update: LowRank = self.lora[name]  # type: ignore[assignment]
+        return update.update(read, inputs=inputs, outputs=outputs)
+
+    def _own_columns(self, b_eCr: Tensor) -> Tensor:
+        """This etp rank's rows of FC1's B, in the order of its part of w1."""
+        halves = 1 + (self.config.gated and not self._is_interleaved)
+        by_half = b_eCr.unflatten(1, (halves, self.etp_size, -1))
+        return by_half[:, :, self.etp_rank].flatten(1, 2)
+
+    def _own_hidden(self, a_erF: Tensor) -> Tensor:
+        """This etp rank's columns of FC2's A."""
+        return a_erF.unflatten(2, (self.etp_size, -1))[:, :, self.etp_rank]
 
     def _fc2_bias(self, dtype: torch.dtype) -> Tensor:
         """b2 with zeros outside this etp rank's slice of D, so that adding over etp counts once."""

@@ -186,7 +186,6 @@ class ParamReader:
         self.copies.drop()
 
 
-@torch.no_grad()
 def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
     """Fill a parameter with N(0, std^2): the same global values on every layout.
 
@@ -202,6 +201,23 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
 
     Note: CPU and CUDA draw different values from the same seed.
     """
+    _draw(param, key, seed, lambda values, generator: values.normal_(0.0, std, generator=generator))
+
+
+def init_uniform_(param: Tensor, *, bound: float, key: str, seed: int = 0) -> None:
+    """Fill a parameter with U(-bound, bound), in the same way as `init_normal_`."""
+    _draw(
+        param,
+        key,
+        seed,
+        lambda values, generator: values.uniform_(-bound, bound, generator=generator),
+    )
+
+
+@torch.no_grad()
+def _draw(
+    param: Tensor, key: str, seed: int, fill_: Callable[[Tensor, torch.Generator], Tensor]
+) -> None:
     local = param.to_local() if isinstance(param, DTensor) else param
     if local.numel() == 0:
         return
@@ -218,7 +234,7 @@ def init_normal_(param: Tensor, *, std: float, key: str, seed: int = 0) -> None:
         stop = start + int((rows[start:] // block_rows == block).to(torch.int64).cumprod(0).sum())
         generator.manual_seed(_seed_of(seed, key, block))
         values = torch.empty((size, *param.shape[1:]), device=local.device, dtype=torch.float32)
-        values.normal_(0.0, std, generator=generator)
+        fill_(values, generator)
         part = values[(rows[start:stop] - first).to(local.device)]
         for dim, index in enumerate(indices[1:], start=1):
             if index.numel() != param.shape[dim]:

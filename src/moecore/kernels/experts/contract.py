@@ -50,6 +50,19 @@ class GradSink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankUpdate:
+    """What is added to each expert's matrix, b @ a, and never formed.
+
+    Attributes:
+        a_erI: [e, r, in], r a multiple of 16 bytes.
+        b_eOr: [e, out, r], scaling included.
+    """
+
+    a_erI: Tensor
+    b_eOr: Tensor
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWeights:
     """One rank's experts, in the dtype of the products; with a recipe, in any of their own.
@@ -58,6 +71,7 @@ class ExpertWeights:
         w1_eCD: FC1, gate rows then up rows, or the two alternating (`ActivationOptions`).
         w2_eDF: FC2.
         b1_eC, b2_eD: biases, or None.
+        update1, update2: low-rank updates of w1 and w2, or None.
         sinks: of w1 and w2: what may take their gradients past autograd, or None.
         quantised: w1 and w2 as the recipe's products take them, kept for backward. None = the
             products quantise them, in backward once more.
@@ -67,6 +81,8 @@ class ExpertWeights:
     w2_eDF: Tensor
     b1_eC: Tensor | None = None
     b2_eD: Tensor | None = None
+    update1: LowRankUpdate | None = None
+    update2: LowRankUpdate | None = None
     sinks: tuple[GradSink | None, GradSink | None] = (None, None)
     quantised: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
@@ -158,6 +174,7 @@ class ExpertSpec:
         gated, interleaved: as in `ActivationOptions`.
         transposed: matrices are stored as [e, in, out], so that their views have strides.
         fc1_bias, fc2_bias: whether there are biases.
+        adapted: whether a low-rank update is added to a matrix.
         dim, hidden_dim: D and F of this rank.
         dtypes: of rows and weights in the products; with a recipe, of rows.
         device: of both.
@@ -169,6 +186,7 @@ class ExpertSpec:
     transposed: bool = False
     fc1_bias: bool = False
     fc2_bias: bool = False
+    adapted: bool = False
     dim: int | None = None
     hidden_dim: int | None = None
     dtypes: frozenset[torch.dtype] | None = None
@@ -192,6 +210,7 @@ class ExpertSpec:
             transposed=not (w1_eCD.is_contiguous() and w2_eDF.is_contiguous()),
             fc1_bias=weights.b1_eC is not None,
             fc2_bias=weights.b2_eD is not None,
+            adapted=weights.update1 is not None or weights.update2 is not None,
             dim=w2_eDF.shape[1],
             hidden_dim=w2_eDF.shape[2],
             dtypes=frozenset((rows.dtype, *of_weights)),
@@ -222,6 +241,7 @@ class ExpertSpec:
         for field, refused in (
             ("MoEConfig.fc1_bias", self.fc1_bias),
             ("MoEConfig.fc2_bias", self.fc2_bias),
+            ("LoRA on experts", self.adapted),
             ("ExpertLayout.transposed", self.transposed),
             ("interleaved ExpertLayout.gate_up", self.interleaved and self.gated),
         ):

@@ -42,6 +42,7 @@ class TritonProducts(TorchProducts):
         for field, refused in (
             ("MoEConfig.fc1_bias", spec.fc1_bias),
             ("MoEConfig.fc2_bias", spec.fc2_bias),
+            ("LoRA on experts", spec.adapted),
             ("ExpertLayout.transposed", spec.transposed),
             ("interleaved ExpertLayout.gate_up", spec.interleaved and spec.gated),
         ):

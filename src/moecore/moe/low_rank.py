@@ -1,0 +1,70 @@
+"""Low-rank updates of experts' matrices (LoRA): W + s * B A per expert, which is never formed.
+
+Legend: E experts, e local experts (E / ep), I and O what a matrix reads and writes, r rank.
+
+    y_O = W_OI x_I + s * B_Or (A_rI x_I)
+
+Both are whole under etp, which cuts W: a rank then takes the part that belongs to its part of W,
+and the sum over etp of the gradients is the whole gradient, which their placement has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moecore.kernels.experts.contract import LowRankUpdate
+
+ALIGNMENT = 16  # bytes of a row, which grouped products ask for
+Read = Callable[[nn.Parameter], Tensor]
+
+
+class LowRank(nn.Module):
+    """The updates of one stack of matrices: any number of adapters by name.
+
+    Parameters, by adapter: lora_A [E, r, I] and lora_B [E, O, r].
+
+    Args:
+        pairs: adapter -> A and B.
+        scaling: adapter -> s.
+    """
+
+    def __init__(
+        self, pairs: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scaling: Mapping[str, float]
+    ) -> None:
+        super().__init__()
+        self.lora_A = nn.ParameterDict({name: a for name, (a, _) in pairs.items()})
+        self.lora_B = nn.ParameterDict({name: b for name, (_, b) in pairs.items()})
+        self.scaling = dict(scaling)
+
+    @property
+    def in_use(self) -> list[str]:
+        """The adapters that forward adds, in order."""
+        return list(self.lora_A)
+
+    def update(
+        self,
+        read: Read,
+        *,
+        inputs: Callable[[Tensor], Tensor],
+        outputs: Callable[[Tensor], Tensor],
+    ) -> LowRankUpdate | None:
+        """Return what forward adds on this rank; None = nothing.
+
+        Args:
+            read: returns this rank's part of a parameter, differentiably.
+            inputs: returns of [e, r, I] what belongs to this rank's part of I.
+            outputs: returns of [e, O, r] what belongs to this rank's part of O.
+        """
+        pairs = [(read(self.lora_A[n]), read(self.lora_B[n]), self.scaling[n]) for n in self.in_use]
+        if not pairs:
+            return None
+        a_erI = inputs(torch.cat([a for a, _, _ in pairs], dim=1))
+        b_eOr = outputs(torch.cat([b * s for _, b, s in pairs], dim=2))
+        missing = -a_erI.shape[1] % (ALIGNMENT // a_erI.element_size())
+        if missing:
+            a_erI, b_eOr = F.pad(a_erI, (0, 0, 0, missing)), F.pad(b_eOr, (0, missing))
+        return LowRankUpdate(a_erI, b_eOr)
