@@ -332,7 +332,7 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
 def test_a_model_without_names_there_is_refused(tmp_path):
     config, values = case("mixtral")
     path = save(tmp_path / "run", 0, decoder(config), None)
-    with pytest.raises(ValueError, match=r"names \('zarr'\) must be one of 'megatron', 'dcp', 'dcp-tr"):
+    with pytest.raises(ValueError, match=r"names \('zarr'\) must be one of 'megatron', 'dcp', "):
         native_to_dcp(path, tmp_path / "out", config=values, names="zarr")
     with pytest.raises(NotImplementedError, match=r"model_type \('gpt_oss'\) must be one of"):
         dcp_to_native(tmp_path, tmp_path / "new", config=dict(model_type="gpt_oss"))
