@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moecore import MoELayer
+from moecore.adapters import RoutedExperts
 from moecore.checkpoint.ranks import on_first_rank
 from moecore.hf import export_hf
 from moecore.models.loss import linear_cross_entropy
@@ -68,9 +69,15 @@ class WithLoss(nn.Module):
         def add_mask(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return args, {**kwargs, "padding_mask": self.padding_BT}
 
+        def drop_choices(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x_TD, ids_TK, *rest = args
+            return (x_TD, ids_TK.masked_fill(self.padding_BT.view(-1, 1), -1), *rest), kwargs
+
         for layer in self.modules():
             if isinstance(layer, MoELayer):
                 layer.register_forward_pre_hook(add_mask, with_kwargs=True)
+            elif isinstance(layer, RoutedExperts):  # behind a router of transformers' own
+                layer.register_forward_pre_hook(drop_choices, with_kwargs=True)
 
     @torch.no_grad()
     def choose_loss(self, device: torch.device) -> None:

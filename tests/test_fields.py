@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,6 +86,9 @@ def test_what_is_taken() -> None:
         check_value("rate", -1, Annotated[float, Bound(">", 0)])
     with pytest.raises(TypeError, match="must be one that check_fields knows"):
         check_value("f", 1, "int")
+    check_value("f", len, Callable[[], int])
+    with pytest.raises(ValueError, match=r"^f \(1\) must be a function: pass a function$"):
+        check_value("f", 1, Callable[[], int])
 
 
 def test_a_value_is_shown_in_one_short_line() -> None:

@@ -186,6 +186,8 @@ def _plain_kind(hint: Any, bounds: list[Bound]) -> _Kind:
         return _one_of(args)
     if origin in (Union, types.UnionType):
         return _any_of([_kind(arg) for arg in args])
+    if origin is Callable:
+        return _Kind(callable, lambda value: "a function", "pass a function")
     if origin is tuple:
         return _tuple_of(args)
     if hint in (Any, object):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from moecore._fields import check_arguments
 from moecore.fsdp.shard import find_units, is_whole
 from moecore.kernels.experts.products import choose_products
-from moecore.moe.layer import MoELayer
+from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.placement import ExpertPlacement
 from moecore.precision.linear import Fp8Linear
@@ -78,7 +78,7 @@ def explain(model: nn.Module) -> str:
     """
     check_arguments(explain, locals())
     request = request_of(model)
-    layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+    layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, RoutedLayer)}
     rows = list(_rows(model, layers))
     lines = [_size(model, layers, rows), *_meshes(model, request), *_table(_folded(rows))]
     alike = Counter(_of_layer(layer, request) for layer in layers.values())
@@ -88,7 +88,7 @@ def explain(model: nn.Module) -> str:
     return "\n".join([*lines, f"precision: {_precision(model, layers, request)}"])
 
 
-def _size(model: nn.Module, layers: dict[str, MoELayer], rows: list[Row]) -> str:
+def _size(model: nn.Module, layers: dict[str, RoutedLayer], rows: list[Row]) -> str:
     total = sum(p.numel() for p in model.parameters())
     idle = sum(
         p.numel() * (1 - layer.config.top_k / layer.config.num_experts)
@@ -109,7 +109,7 @@ def _meshes(model: nn.Module, request: Request | None) -> list[str]:
     return ["not parallelized: every process holds it whole"]
 
 
-def _rows(model: nn.Module, layers: dict[str, MoELayer]) -> Iterator[Row]:
+def _rows(model: nn.Module, layers: dict[str, RoutedLayer]) -> Iterator[Row]:
     """Yield parameters that are alike together, in the order of the model."""
     kind_of = _kinds(model, layers)
     found: dict[object, Row] = {}
@@ -127,14 +127,17 @@ def _rows(model: nn.Module, layers: dict[str, MoELayer]) -> Iterator[Row]:
     yield from found.values()
 
 
-def _kinds(model: nn.Module, layers: dict[str, MoELayer]) -> Callable[[list[str], str], str]:
+def _kinds(model: nn.Module, layers: dict[str, RoutedLayer]) -> Callable[[list[str], str], str]:
     """Return what tells the kind of a parameter: by its place in a MoE layer, or its module."""
     roles: dict[str, str] = {}
     for name, layer in layers.items():
-        names = layer.layout
-        parts = {names.router: "router", names.experts: "experts", "latent": "latent"}
-        parts |= {names.shared: "shared experts", names.shared_gate: "shared experts"}
-        roles |= {f"{name}.{part}".lstrip("."): kind for part, kind in parts.items() if part}
+        kinds = {"router": "router", "experts": "experts", "shared": "shared experts"}
+        parts = {layer.name_of(r): kind for r, kind in kinds.items() if layer.part(r) is not None}
+        if isinstance(layer, MoELayer):
+            parts["latent"] = "latent"
+            if layer.layout.shared_gate:
+                parts[layer.layout.shared_gate] = "shared experts"
+        roles |= {f"{name}.{part}".strip("."): kind for part, kind in parts.items()}
     modules = {clean_name(name): module for name, module in model.named_modules()}
 
     def kind_of(path: list[str], leaf: str) -> str:
@@ -199,7 +202,7 @@ def _table(rows: list[Row]) -> list[str]:
     return ["  ".join(line).rstrip() for line in padded]
 
 
-def _of_layer(layer: MoELayer, request: Request | None) -> tuple[str, str]:
+def _of_layer(layer: RoutedLayer, request: Request | None) -> tuple[str, str]:
     """Return what a layer is and who owns its experts; how they are multiplied."""
     config, experts = layer.config, layer.part("experts")
     dispatcher = type(layer.dispatcher).__name__.removesuffix("Dispatcher").lower()
@@ -230,10 +233,10 @@ def _of_layer(layer: MoELayer, request: Request | None) -> tuple[str, str]:
     return f"{what}; dispatcher {dispatcher}", how
 
 
-def _kept(layer: MoELayer, dtype: torch.dtype, rows: str) -> str:
+def _kept(layer: RoutedLayer, dtype: torch.dtype, rows: str) -> str:
     """Return what the experts keep of a forward for their backward."""
     config, experts = layer.config, layer.part("experts")
-    if experts.backend == "sequential" or config.fc1_bias or config.fc2_bias:
+    if experts.backend == "sequential" or experts.has_more:
         return "what autograd does"
     if experts.recompute_fc1:
         return f"{rows} and runs FC1 again"
@@ -263,7 +266,7 @@ def _units(model: nn.Module, request: Request) -> str:
     return f"FSDP2 units: {sum(numbers.values()) + 1}: {shown or 'none'}, the root; {after}"
 
 
-def _precision(model: nn.Module, layers: dict[str, MoELayer], request: Request | None) -> str:
+def _precision(model: nn.Module, layers: dict[str, RoutedLayer], request: Request | None) -> str:
     recipes: Counter[str] = Counter()
     for layer in layers.values():
         if layer.part("experts").recipe is not None:

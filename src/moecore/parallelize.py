@@ -23,9 +23,10 @@ from moecore.config import BalanceConfig
 from moecore.fsdp.late_parameters import refuse_added
 from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
 from moecore.graphs.regions import compile_blocks
-from moecore.hf.blocks import refuse_lost_outputs, refuse_save_pretrained, warn_about_cache
 from moecore.hf.device_map import refuse_accelerate
+from moecore.hf.guards import refuse_save_pretrained, warn_about_cache
 from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_peft_methods
+from moecore.hf.outputs import refuse_lost_outputs
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
@@ -36,7 +37,7 @@ from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem
-from moecore.moe.layer import MoELayer
+from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.moe.shared import SharedExpert
@@ -130,7 +131,7 @@ def parallelize_moe(
 
 def _check(
     model: nn.Module, request: Request, adapters: Mapping[type, Adapter]
-) -> dict[str, MoELayer]:
+) -> dict[str, RoutedLayer]:
     """Raise what one rank can know, before any collective; return the MoE layers by name."""
     check_request(model, request)
     refuse_lost_outputs(model)
@@ -147,7 +148,7 @@ def _check(
     return layers
 
 
-def _agree(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -> None:
+def _agree(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
     """Raise on every rank when ranks differ, before any other collective."""
     from moecore import __version__
 
@@ -159,7 +160,7 @@ def _agree(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -
     check_equal_weights(model, device_type)
 
 
-def _apply(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -> None:
+def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
     """Shard the model as requested. Collective on GPUs where nvlink may be the dispatcher."""
     meshes = request.meshes
     exchanges = _open_exchanges(request)
@@ -172,7 +173,7 @@ def _apply(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -
         layer.tracker.reset()  # what ran before is no part of a step
         layer.set_config(request.config_of(layer))
         _place_experts(name, layer, request, exchanges)
-        if layer.layout.shared in layer._modules:
+        if isinstance(layer, MoELayer) and layer.part("shared") is not None:
             layer.shared_stream = stream
             recipe = request.recipe_of(name, layer, "shared_experts")
             if recipe is not None and isinstance(layer.part("shared"), SharedExpert):
@@ -195,7 +196,7 @@ def _apply(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -
 
 
 def _place_experts(
-    name: str, layer: MoELayer, request: Request, exchanges: ExchangePool | None
+    name: str, layer: RoutedLayer, request: Request, exchanges: ExchangePool | None
 ) -> None:
     """Keep this rank's experts, multiplied as requested, behind a dispatcher."""
     meshes, experts = request.meshes, layer.part("experts")

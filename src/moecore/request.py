@@ -29,7 +29,7 @@ from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_backend
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.experts import Experts, expert_shapes
-from moecore.moe.layer import MoELayer
+from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.moe.state import STATE_NAME
@@ -73,20 +73,20 @@ class Request:
     fsdp: FSDPOptions
     loss: LossConvention
 
-    def recipe_of(self, layer_name: str, layer: MoELayer, role: Role) -> Recipe | None:
+    def recipe_of(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
         """Return the recipe of a layer's "experts" or "shared_experts"; None = as they are."""
         if role == "experts" and self.why_wide(layer_name, layer) is not None:
             return None
         return self._asked(layer_name, layer, role)
 
-    def why_wide(self, layer_name: str, layer: MoELayer) -> str | None:
+    def why_wide(self, layer_name: str, layer: RoutedLayer) -> str | None:
         """Return why experts keep their precision although a recipe is meant for them."""
         recipe = self._asked(layer_name, layer, "experts")
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
         return why_not_faster(self.spec_of(layer, recipe))
 
-    def recipes(self, layers: Mapping[str, MoELayer]) -> dict[str, Recipe | None]:
+    def recipes(self, layers: Mapping[str, RoutedLayer]) -> dict[str, Recipe | None]:
         """Return the recipes of all layers' experts and shared experts, by name and role."""
         return {
             f"{role} of {name}": self.recipe_of(name, layer, role)
@@ -94,19 +94,18 @@ class Request:
             for role in _roles_of(layer)
         }
 
-    def _asked(self, layer_name: str, layer: MoELayer, role: Role) -> Recipe | None:
+    def _asked(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
         if self.precision is None:
             return None
-        names = layer.layout
-        part = names.experts if role == "experts" else names.shared
-        return self.precision.recipe_of(clean_name(f"{layer_name}.{part}".lstrip(".")), role)
+        part = layer.name_of("experts" if role == "experts" else "shared")
+        return self.precision.recipe_of(clean_name(f"{layer_name}.{part}".strip(".")), role)
 
-    def config_of(self, layer: MoELayer) -> MoEConfig:
+    def config_of(self, layer: RoutedLayer) -> MoEConfig:
         """Return what a layer trains with; raises for what its own config does not allow."""
         balance = self.balance or layer.config.balance
         return replace(layer.config, **self.moe, balance=balance)
 
-    def spec_of(self, layer: MoELayer, recipe: Recipe | None) -> ExpertSpec:
+    def spec_of(self, layer: RoutedLayer, recipe: Recipe | None) -> ExpertSpec:
         """Return what decides which products can compute a layer's experts on this rank."""
         experts: Experts = layer.part("experts")
         return experts.spec(
@@ -129,7 +128,7 @@ def request_of(model: nn.Module) -> Request | None:
     return getattr(model, REQUEST_NAME, None)
 
 
-def model_entries(model: nn.Module, layers: Mapping[str, MoELayer]) -> dict[str, Any]:
+def model_entries(model: nn.Module, layers: Mapping[str, RoutedLayer]) -> dict[str, Any]:
     """Return what else must be the same on every rank: tensors and MoE layers.
 
     Args:
@@ -164,7 +163,7 @@ def check_request(model: nn.Module, request: Request) -> None:
     _check_degrees(model, request.meshes)
 
 
-def check_layers(model: nn.Module, layers: Mapping[str, MoELayer], request: Request) -> None:
+def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
     """Raise for MoE layers and parameters that cannot be sharded as requested.
 
     Args:
@@ -270,9 +269,9 @@ def _check_degrees(model: nn.Module, meshes: Meshes) -> None:
         )
 
 
-def _roles_of(layer: MoELayer) -> tuple[Role, ...]:
+def _roles_of(layer: RoutedLayer) -> tuple[Role, ...]:
     """Return the roles of a layer's own products, which are no linears."""
-    is_own = isinstance(layer._modules.get(layer.layout.shared), SharedExpert)
+    is_own = isinstance(layer.part("shared"), SharedExpert)
     return ("experts", "shared_experts") if is_own else ("experts",)
 
 
@@ -295,10 +294,10 @@ def _check_dense(request: Request) -> None:
         warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=5)
 
 
-def _check_experts(name: str, layer: MoELayer, meshes: Meshes) -> None:
+def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
     p, config = meshes.parallel, layer.config
     experts = layer.part("experts")
-    expected = set(expert_shapes(config, layer.layout.expert_layout))
+    expected = set(expert_shapes(config, experts.layout)) if isinstance(experts, Experts) else set()
     found = {n for n, _ in experts.named_parameters() if not n.startswith("lora.")}
     if not isinstance(experts, Experts) or found != expected:
         raise ValueError(
@@ -324,15 +323,15 @@ def _check_experts(name: str, layer: MoELayer, meshes: Meshes) -> None:
             )
 
 
-def _check_compute(name: str, layer: MoELayer, request: Request) -> None:
+def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
     experts, backend = layer.part("experts"), request.expert_backend
     recipe = request.recipe_of(name, layer, "experts")
     experts.check_backend(backend, recompute_fc1=request.recompute_fc1, recipe=recipe)
     check_backend(backend, request.spec_of(layer, recipe))
     shared = request.recipe_of(name, layer, "shared_experts")
-    if isinstance(layer._modules.get(layer.layout.shared), SharedExpert) and shared is not None:
+    if isinstance(layer.part("shared"), SharedExpert) and shared is not None:
         _check_shared(name, layer.part("shared"), shared)
-    request.config_of(layer)
+    layer.check_config(name, request.config_of(layer))
 
 
 def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
@@ -346,11 +345,14 @@ def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
         )
 
 
-def _check_routers(model: nn.Module, layers: Mapping[str, MoELayer], options: FSDPOptions) -> None:
+def _check_routers(
+    model: nn.Module, layers: Mapping[str, RoutedLayer], options: FSDPOptions
+) -> None:
     """A router that keeps its precision is an FSDP2 unit: two of them would train two copies."""
-    routers = [layer.part("router") for layer in layers.values()]
-    for name, router in zip(layers, routers, strict=True):
-        is_shared = routers.count(router) > 1 or is_tied(router, model)
+    owned = {name: layer.part("router") for name, layer in layers.items()}
+    routers = {name: router for name, router in owned.items() if router is not None}
+    for name, router in routers.items():
+        is_shared = list(routers.values()).count(router) > 1 or is_tied(router, model)
         if is_shared and keeps_precision(router, options):
             raise ValueError(
                 f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "

@@ -27,7 +27,7 @@ from moecore.fsdp.clip import GradientNorm, clip_grad_norm_, step_clipped
 from moecore.fsdp.late_parameters import refuse_earlier
 from moecore.fsdp.progress import Progress
 from moecore.fsdp.resident import resident_units
-from moecore.moe.layer import MoELayer
+from moecore.moe.layer import RoutedLayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import NumMicroBatches, moe_state
 from moecore.precision.apply import advance_amax, has_history
@@ -263,7 +263,7 @@ def drop_step(model: nn.Module) -> None:
     for resident in resident_units(model):
         resident.drop_step()
     for module in model.modules():
-        if isinstance(module, MoELayer):
+        if isinstance(module, RoutedLayer):
             module.drop_step()
     for param in model.parameters():
         param.grad = None

@@ -50,6 +50,19 @@ def test_the_very_parameters_are_kept() -> None:
     assert layer(torch.randn(3, 32)).shape == (3, 32)
 
 
+def test_dotted_names() -> None:
+    """Parts lie in empty modules, and parameters keep the names of the block."""
+    layout = replace(LAYOUT, router="moe.gate", experts="moe.experts", shared="mlp.shared")
+    router, experts = tensors()
+    layer = adopt(CONFIG, layout, router=router, experts=experts, shared=nn.Linear(32, 32))
+    names = {"moe.gate.weight", "moe.experts.up", "moe.experts.down"}
+    assert set(layer.state_dict()) == names | {"mlp.shared.weight", "mlp.shared.bias"}
+    plain = adopt(CONFIG, LAYOUT, router=router, experts=experts, shared=layer.mlp.shared)
+    x = torch.randn(3, 32)
+    assert torch.equal(layer(x), plain(x))
+    MoELayer(CONFIG, layout=layout).init_weights(key="layer")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_selection_bias_may_be_a_parameter(dtype: torch.dtype) -> None:
     config = replace(CONFIG, expert_bias=True, score_function="sigmoid", top_k=1)

@@ -25,7 +25,6 @@ from moecore import (
 from moecore.moe.state import moe_state
 from tests.hf.hf_models import (
     ARCHITECTURES,
-    COMMON,
     MODELS,
     assert_equal_numbers,
     batch,
@@ -297,26 +296,35 @@ def test_deepseek_v3_options_are_those_of_the_router(
 
 
 def test_unknown_architecture_is_named_with_its_class(meshes: Meshes) -> None:
-    config = transformers.PhimoeConfig(
-        **COMMON, intermediate_size=16, num_local_experts=8, num_experts_per_tok=2
-    )
-    model = transformers.PhimoeForCausalLM(config)
+    model = mixtral()
+    model.model.layers[1].mlp.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+    model.model.layers[1].mlp.__class__ = type("NewMoE", (nn.Module,), {})
     with pytest.raises(ValueError) as caught:
         parallelize_moe(model, meshes)
     message = str(caught.value)
-    for piece in ("model.layers.0.mlp", "PhimoeSparseMoeBlock", "adapters={", "adapters.md"):
+    for piece in ("model.layers.1.mlp", "NewMoE", "adapters={", "adapters.md"):
         assert piece in message
     assert not any(isinstance(m, MoELayer) for m in model.modules())
 
 
 def test_mixtral_jitter(meshes: Meshes) -> None:
-    with pytest.raises(NotImplementedError, match=r"jitter_noise \(0.1\) must be 0: .*input of"):
-        parallelize_moe(mixtral(router_jitter_noise=0.1), meshes)
+    """The block keeps its router, and with it the noise on the input of router and experts."""
+    model = random_model("mixtral", router_jitter_noise=0.1)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    found = []
+    for one in (model, plain):
+        torch.manual_seed(3)
+        found.append(run(one))
+    assert_equal_numbers(*found)
 
 
-def test_other_activations(meshes: Meshes) -> None:
-    with pytest.raises(NotImplementedError, match=r"hidden_act \(.*Sparse.*must be one of"):
-        parallelize_moe(qwen3_moe(hidden_act="relu"), meshes)
+@pytest.mark.parametrize("act", ["relu", "gelu", "quick_gelu"])
+def test_other_activations(meshes: Meshes, act: str) -> None:
+    model = random_model("qwen3-moe", hidden_act=act)
+    plain = copy.deepcopy(model)
+    parallelize_moe(model, meshes)
+    assert_equal_numbers(run(model), run(plain))
 
 
 def test_empty_shared_experts_are_refused_or_left_out(meshes: Meshes) -> None:

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 from moecore import MoELayer
 from moecore.adapters.base import swap_blocks
+from moecore.moe.routed import RoutedExperts
 from tests.hf.hf_models import ARCHITECTURES, random_model
 
 
@@ -147,11 +148,14 @@ def test_a_patched_class_is_refused(
     swap_blocks(model, {})
 
 
-def test_a_subclass_of_a_block_needs_an_adapter() -> None:
+def test_a_subclass_of_a_block_keeps_what_it_computes() -> None:
     model = random_model("mixtral")
     subclass(moe_blocks(model)[0])
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp \(Doubled\) has no adapter"):
-        swap_blocks(model, {})
+    x = torch.randn(2, 5, 32)
+    before = moe_blocks(model)[0](x)
+    found = swap_blocks(model, {})
+    assert [type(layer) for layer in found.values()] == [RoutedExperts, MoELayer]
+    torch.testing.assert_close(moe_blocks(model)[0](x), before)
 
 
 def test_experts_run_by_a_function_of_the_user() -> None:

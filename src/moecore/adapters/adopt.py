@@ -1,4 +1,7 @@
-"""`adopt`: a MoELayer made of another block's own parameters; what every adapter calls."""
+"""A layer made of another block's own parameters: what every adapter calls.
+
+`adopt` makes a MoELayer of a block, `adopt_experts` RoutedExperts of its experts module alone.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from torch import Tensor, nn
 
 from moecore._fields import check_arguments
 from moecore.config import MoEConfig
-from moecore.moe.experts import Experts
-from moecore.moe.layer import LayerLayout, MoELayer
+from moecore.moe.experts import ExpertLayout, Experts, OwnActivation
+from moecore.moe.layer import LayerLayout, MoELayer, add_part
+from moecore.moe.routed import RoutedExperts
 from moecore.moe.router import Router
 
 
@@ -21,6 +25,7 @@ def adopt(
     experts: Mapping[str, Tensor],
     shared: nn.Module | None = None,
     shared_gate: nn.Module | None = None,
+    own_activation: OwnActivation | None = None,
     layer_class: type[MoELayer] = MoELayer,
 ) -> MoELayer:
     """Return a MoELayer that holds the given parameters themselves, not copies.
@@ -34,6 +39,7 @@ def adopt(
         shared: any module that maps [T, D] to [T, D], kept as it is.
         shared_gate: any module that maps [T, D] to [T, 1], kept as it is; the sigmoid of what it
             returns multiplies the shared output. Its name is `layout.shared_gate`.
+        own_activation: see `Experts`.
         layer_class: a subclass whose forward returns what the model expects of its block.
 
     Raises:
@@ -63,13 +69,37 @@ def adopt(
             f"MoEConfig.shared_hidden_dim ({config.shared_hidden_dim}) must be 0 in adopt without "
             "shared (None): pass the block's shared module"
         )
+    layer.part("experts").own_activation = own_activation
     _fill(layer.part("router"), router)
     _fill(layer.part("experts"), experts)
     if shared is not None:
-        layer.add_module(layout.shared, shared)
+        add_part(layer, layout.shared, shared)
     if shared_gate is not None:
-        layer.add_module(layout.shared_gate, shared_gate)
+        add_part(layer, layout.shared_gate, shared_gate)
     return layer
+
+
+def adopt_experts(
+    config: MoEConfig,
+    layout: ExpertLayout,
+    experts: Mapping[str, Tensor],
+    *,
+    own_activation: OwnActivation | None = None,
+) -> RoutedExperts:
+    """Return RoutedExperts that hold the given parameters themselves, not copies.
+
+    Args:
+        config: sizes, activation and biases; see `RoutedExperts`.
+        layout: the names under which the model knows the parameters.
+        experts: parameter name -> stacked tensor, by `expert_shapes(config, layout)`.
+        own_activation: see `Experts`.
+
+    Raises:
+        ValueError: when a tensor is missing or has another shape than the config's.
+    """
+    module = RoutedExperts(config, layout=layout, own_activation=own_activation, device="meta")
+    _fill(module, experts)
+    return module
 
 
 def _class_name(module: nn.Module | None) -> str:

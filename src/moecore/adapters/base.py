@@ -14,15 +14,15 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from moecore.hf.blocks import find_hf_adapter
-from moecore.moe.layer import MoELayer
+from moecore.hf.blocks import find_hf_adapter, why_refused
+from moecore.moe.layer import RoutedLayer
 
-RECORDING = "transformers.utils.output_capturing"  # its hooks are handed on, see hf/blocks.py
+RECORDING = "transformers.utils.output_capturing"  # its hooks are handed on, see hf/outputs.py
 
-Adapter = Callable[[nn.Module, nn.Module], MoELayer]
+Adapter = Callable[[nn.Module, nn.Module], RoutedLayer]
 
 
-def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, MoELayer]:
+def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, RoutedLayer]:
     """Replace every known MoE block in place and return all MoE layers by qualified name.
 
     Args:
@@ -51,7 +51,7 @@ def swap_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str,
         for child, module in parent._modules.items():
             if module in swaps:
                 parent._modules[child] = swaps[module]
-    return {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
+    return {n: m for n, m in model.named_modules() if isinstance(m, RoutedLayer)}
 
 
 def _find_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, Adapter]:
@@ -60,14 +60,25 @@ def _find_blocks(model: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str
     unknown: list[str] = []
     dense: list[str] = []
     inside: list[str] = []
+
+    def adapter_of(module: nn.Module) -> Adapter | None:
+        return adapters.get(type(module)) or find_hf_adapter(module)
+
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):
             continue
-        adapter = adapters.get(type(module)) or find_hf_adapter(module)
-        if isinstance(module, MoELayer) or adapter:
+        adapter = adapter_of(module)
+        if isinstance(module, RoutedLayer) or adapter:
             inside.append(f"{name}." if name else "")
             if adapter:
                 found[name] = adapter
+        elif any(isinstance(m, RoutedLayer) or adapter_of(m) for m in module.children()):
+            continue  # a block whose experts are swapped alone
+        elif why_refused(module) is not None:
+            raise NotImplementedError(
+                f"MoE block {name} ({type(module).__name__}) must have stacked matrices that "
+                f"moecore can take: {why_refused(module)}; pass an adapter, see docs/adapters.md"
+            )
         elif _looks_like_moe(module):
             unknown.append(f"{name or 'the model'} ({type(module).__name__})")
         elif _routes_densely(module):
@@ -111,11 +122,11 @@ def _refuse_beside(dense: Sequence[str], inside: Sequence[str]) -> None:
             )
 
 
-def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> MoELayer:
+def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> RoutedLayer:
     """Return the layer that takes a block's place; the model is unchanged."""
     block = model.get_submodule(name)
     layer = adapter(block, model)
-    if not isinstance(layer, MoELayer):
+    if not isinstance(layer, RoutedLayer):
         raise ValueError(
             f"adapter of {name} ({type(block).__name__}) must return a MoELayer, not a "
             f"{type(layer).__name__}: see docs/adapters.md"
@@ -126,7 +137,7 @@ def _make_layer(name: str, model: nn.Module, adapter: Adapter) -> MoELayer:
     return layer
 
 
-def _refuse_hooks(name: str, block: nn.Module, layer: MoELayer) -> None:
+def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
     """Refuse hooks of all that the swap leaves behind: they would never run again.
 
     The router and the experts are left behind too: a layer takes their tensors. Modules that it
@@ -151,7 +162,7 @@ def _hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], ...]:
     )
 
 
-def _keep_order(layer: MoELayer, block: nn.Module) -> None:
+def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
     """Give the layer's children the block's order: optimizer state dicts are positional."""
     order = [name for name in block._modules if name in layer._modules]
     for name in [*order, *(n for n in layer._modules if n not in order)]:
@@ -159,10 +170,7 @@ def _keep_order(layer: MoELayer, block: nn.Module) -> None:
 
 
 def _looks_like_moe(module: nn.Module) -> bool:
-    return any(
-        name in ("experts", "expert") and not isinstance(child, MoELayer)
-        for name, child in module.named_children()
-    )
+    return any(name in ("experts", "expert") for name, _ in module.named_children())
 
 
 def _routes_densely(module: nn.Module) -> bool:

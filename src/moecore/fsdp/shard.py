@@ -48,7 +48,7 @@ from moecore.fsdp.local_weights import WholeWeights
 from moecore.fsdp.resident import RESIDENT, ResidentUnits
 from moecore.mesh import Meshes
 from moecore.moe.experts import Experts
-from moecore.moe.layer import MoELayer
+from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.params import ParamReader
 from moecore.moe.router import Router
 
@@ -175,7 +175,7 @@ class Units:
 def find_units(model: nn.Module, options: FSDPOptions) -> Units:
     """Return the units of a model whose MoE blocks are MoELayers."""
     blocks = find_blocks(model)
-    layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     stacks = [_layers(stack) for stack in _group(model, blocks, max(len(blocks), 1))]
     in_blocks = {layer for stack in stacks for layer in stack}
     stacks.append([m for m in layers if m not in in_blocks])
@@ -223,7 +223,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             for child in module.children():
                 if isinstance(child, nn.ModuleList | nn.ModuleDict):
                     visit(child)
-                elif _has_parameters(child):
+                elif _has_parameters(child) and not isinstance(child, Experts):
                     blocks.append(child)
         elif isinstance(module, MoELayer):
             blocks.append(module)
@@ -340,17 +340,17 @@ def _outermost_lists(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return list_of
 
 
-def _separate_routers(layers: list[MoELayer], options: FSDPOptions) -> list[list[nn.Module]]:
+def _separate_routers(layers: list[RoutedLayer], options: FSDPOptions) -> list[list[nn.Module]]:
     """Return the routers that are no part of their blocks' units, those of one dtype together."""
     of_dtype: dict[torch.dtype, list[nn.Module]] = {}
     for router in (m.part("router") for m in layers):
-        if keeps_precision(router, options):
+        if router is not None and keeps_precision(router, options):
             of_dtype.setdefault(router.weight.dtype, []).append(router)
     return list(of_dtype.values())
 
 
-def _layers(blocks: list[nn.Module]) -> list[MoELayer]:
-    return [m for block in blocks for m in block.modules() if isinstance(m, MoELayer)]
+def _layers(blocks: list[nn.Module]) -> list[RoutedLayer]:
+    return [m for block in blocks for m in block.modules() if isinstance(m, RoutedLayer)]
 
 
 def _parts(

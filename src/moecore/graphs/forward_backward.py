@@ -306,7 +306,8 @@ def _first_of_all(problem: str) -> str:
 def _check_start(model: nn.Module, state: MoEState) -> None:
     """Raise what must not be when a step begins."""
     for name, layer in state.layers.items():
-        if layer.part("router").tape is not None:
+        router = layer.part("router")
+        if router is not None and router.tape is not None:
             raise NotImplementedError(
                 f"choices of {name} must not be recorded or replayed in a CUDA graph, which would "
                 "repeat those of its capture: call forward_backward itself"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moecore._fields import check_arguments
-from moecore.moe.layer import MoELayer
+from moecore.moe.layer import RoutedLayer
 
 
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
@@ -30,7 +30,7 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     """
     check_arguments(compile_blocks, locals())
     for block in blocks:
-        if isinstance(block, MoELayer):
+        if isinstance(block, RoutedLayer):
             continue
         owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
         for owner in owners:
@@ -38,6 +38,6 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
                 setattr(owner, name, torch.compile(getattr(owner, name), **options))
         if owners:
             continue
-        for layer in (m for m in block.modules() if isinstance(m, MoELayer)):
+        for layer in (m for m in block.modules() if isinstance(m, RoutedLayer)):
             cast(Any, layer).forward = torch.compiler.disable(layer.forward)
         cast(Any, block).forward = torch.compile(block.forward, **options)

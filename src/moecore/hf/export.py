@@ -38,7 +38,7 @@ from moecore.hf.export_config import export_config
 from moecore.hf.files import CONFIG, INDEX, SINGLE
 from moecore.hf.lora import adapted, trained_copies, without_adapters
 from moecore.hf.lora_merge import refuse_unmerged
-from moecore.hf.names import HEAD, HFLayout, Recipe
+from moecore.hf.names import HEAD, MIXTRAL_TYPES, HFLayout, Recipe
 from moecore.hf.target import model_copies, model_plan, model_tensors
 from moecore.hf.upcycled import shared_of_no_size
 
@@ -192,7 +192,7 @@ def check_target(path: Path, dtype: torch.dtype | None) -> None:
 
 def names_of(layout: ExportLayout, config: Mapping[str, Any]) -> HFLayout:
     """Return the names that a family publishes; Mixtral has its own."""
-    mixtral = config.get("model_type") == "mixtral"
+    mixtral = config.get("model_type") in MIXTRAL_TYPES
     return "mixtral" if mixtral and layout == "per_expert" else layout
 
 

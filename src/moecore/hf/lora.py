@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from moecore.moe.layer import MoELayer
+from moecore.moe.layer import RoutedLayer
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import clean_name
 
@@ -90,7 +90,7 @@ def experts_unwrapped(model: nn.Module) -> Iterator[list[_Wrapped]]:
         raise
 
 
-def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, MoELayer]) -> None:
+def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, RoutedLayer]) -> None:
     """Give the experts of MoE layers the updates of peft's wrappers.
 
     Args:
@@ -100,9 +100,10 @@ def adapt_experts(wrapped: list[_Wrapped], layers: Mapping[str, MoELayer]) -> No
     Raises:
         ValueError: for a wrapper that stands elsewhere, or for a parameter that cannot be updated.
     """
+    places = {f"{name}.{m.name_of('experts')}".rstrip("."): m for name, m in layers.items()}
     for one in wrapped:
-        layer = layers.get(one.block)
-        if layer is None or layer.layout.experts != one.child:
+        layer = places.get(f"{one.block}.{one.child}")
+        if layer is None:
             raise ValueError(
                 f"LoRA on parameters of {one.block}.{one.child} must be on a MoE layer's experts: "
                 "use LoraConfig.target_modules, or register an adapter for the block, see "

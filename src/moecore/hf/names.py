@@ -32,6 +32,7 @@ Region = tuple[int | slice, ...]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EXPERT_NAMES = {"per_expert": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
+MIXTRAL_TYPES = ("minimax", "minimax_m2", "mixtral", "phimoe")  # what is published as "mixtral"
 DENSE_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 EXPERT_BIAS = ("router.expert_bias", "gate.e_score_correction_bias")  # DeepSeek-V3
 

@@ -20,7 +20,13 @@ from torch import nn
 from moecore.moe.layer import LayerLayout
 
 OWNERS = ("transformers", "torch")
+WAY_OUT = "or pass an adapter of yours, see docs/adapters.md"
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
+
+
+def is_hf(module: nn.Module) -> bool:
+    """Whether a module is of a model of transformers."""
+    return type(module).__module__.startswith("transformers.models.")
 
 
 def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
@@ -34,34 +40,60 @@ def refuse_customised(block: nn.Module, layout: LayerLayout) -> None:
         NotImplementedError: names the part that is not transformers' own.
     """
     home = (type(block).__module__,)
+    kind = type(block).__name__
     parts = (layout.router, layout.experts, layout.shared, layout.shared_gate)
-    _check(block, "", home, children=parts)
-    _check(block, layout.router, home)
-    _check(block, layout.experts, home, children=("act_fn",))
-    if hasattr(block.get_submodule(layout.experts), "act_fn"):
-        _check(block, f"{layout.experts}.act_fn", ACTIVATION_MODULES)
-    _check_implementation(block, layout.experts)
+    _check(block, kind, home, children=parts)
+    for name, tensor in {**block._parameters, **block._buffers}.items():
+        if tensor is not None:
+            _refuse_extra(kind, name)
+    for path in (layout.router, layout.experts):
+        part = block.get_submodule(path)
+        children = ("act_fn",) if path == layout.experts else ()
+        _check(part, f"{path} ({type(part).__name__}) of {kind}", home, children=children)
+    experts = block.get_submodule(layout.experts)
+    if "act_fn" in experts._modules:
+        act_fn = experts.get_submodule("act_fn")
+        name = f"{layout.experts}.act_fn ({type(act_fn).__name__}) of {kind}"
+        _check(act_fn, name, ACTIVATION_MODULES)
+    _check_implementation(experts, kind)
+
+
+def refuse_customised_experts(experts: nn.Module, children: tuple[str, ...]) -> None:
+    """Raise unless an experts module is on transformers' common interface and nothing more.
+
+    Args:
+        experts: of a class of transformers' models.
+        children: names of submodules that are run as they are.
+
+    Raises:
+        NotImplementedError: names what is not transformers' own.
+    """
+    kind = type(experts).__name__
+    if getattr(experts, "has_post_expert_norm", False):
+        raise NotImplementedError(
+            f"has_post_expert_norm (True) of {kind} must be False: moecore weights rows before "
+            "FC2, and a norm of each expert's output is not built yet"
+        )
+    _check(experts, kind, (type(experts).__module__,), children=children)
+    _check_implementation(experts, kind)
 
 
 def _check(
-    block: nn.Module, path: str, homes: tuple[str, ...], children: tuple[str, ...] = ()
+    part: nn.Module, name: str, homes: tuple[str, ...], children: tuple[str, ...] = ()
 ) -> None:
     """Check one part of a block.
 
     Args:
-        block: whose part it is.
-        path: of the part; "" is the block itself.
+        part: a module.
+        name: of it, for errors.
         homes: modules of which the part's class must be.
         children: names of submodules that are known.
     """
-    part = block.get_submodule(path)
     cls = type(part)
-    name = f"{path} ({cls.__name__}) of {type(block).__name__}" if path else cls.__name__
-    way_out = "or pass an adapter of yours, see docs/adapters.md"
     if cls.__module__ not in homes:
         raise NotImplementedError(
             f"{name} must be of {homes[0]}, whose maths its adapter knows: take off subclasses and "
-            f"wrappers (LoRA of peft works on dense layers and experts), {way_out}"
+            f"wrappers (LoRA of peft works on dense layers and experts), {WAY_OUT}"
         )
     for method in _own_methods(cls):
         function = getattr(cls, method)
@@ -69,17 +101,18 @@ def _check(
         if not is_stock(function) or (patched and getattr(patched, "__func__", 0) is not function):
             raise NotImplementedError(
                 f"{method} of {name} must be transformers' own, whose maths its adapter knows: "
-                f"undo the patch, {way_out}"
+                f"undo the patch, {WAY_OUT}"
             )
-    members: dict[str, Any] = dict(part._modules)
-    if not path:  # `adopt` knows those of routers and experts
-        members |= {**part._parameters, **part._buffers}
-    extra = [n for n, member in members.items() if member is not None and n not in children]
+    extra = [n for n, m in part._modules.items() if m is not None and n not in children]
     if extra:
-        raise NotImplementedError(
-            f"{extra[0]} of {name} must not exist, because a MoELayer would not run it: remove it, "
-            f"{way_out}"
-        )
+        _refuse_extra(name, extra[0])
+
+
+def _refuse_extra(name: str, extra: str) -> None:
+    raise NotImplementedError(
+        f"{extra} of {name} must not exist, because moecore's layer would not run it: remove it, "
+        f"{WAY_OUT}"
+    )
 
 
 def _own_methods(cls: type) -> Iterator[str]:
@@ -100,15 +133,15 @@ def is_stock(function: Any) -> bool:
     return True
 
 
-def _check_implementation(block: nn.Module, experts: str) -> None:
+def _check_implementation(experts: nn.Module, kind: str) -> None:
     """Check by which function transformers runs the experts: users can register their own."""
-    config = getattr(block.get_submodule(experts), "config", None)
+    config = getattr(experts, "config", None)
     name = getattr(config, "_experts_implementation", None)
     module = sys.modules.get("transformers.integrations.moe")
     function = getattr(module, "ALL_EXPERTS_FUNCTIONS", {}).get(name)
     if function is not None and not is_stock(function):
         raise NotImplementedError(
-            f"config._experts_implementation ({name!r}) of {type(block).__name__} must be one of "
+            f"config._experts_implementation ({name!r}) of {kind} must be one of "
             "transformers' own, whose maths its adapter knows: call "
             'set_experts_implementation("eager"), or pass an adapter of yours, see docs/adapters.md'
         )

@@ -134,7 +134,11 @@ def model_copies(model: nn.Module) -> dict[str, str]:
     """Return names of tensors that files may hold twice -> the name of the same numbers."""
     if isinstance(model, Decoder):
         return hf_copies(model.config)
-    return {HEAD: EMBEDDING} if getattr(_config(model), "tie_word_embeddings", False) else {}
+    if not getattr(_config(model), "tie_word_embeddings", False):
+        return {}
+    own = getattr(model, "get_input_embeddings", lambda: None)()
+    name = next((n for n, m in model.named_modules() if m is own), "")  # inside of a language model
+    return {HEAD: f"{clean_name(name)}.weight" if name else EMBEDDING}
 
 
 def first_ignored_layer(model: nn.Module) -> int | None:

@@ -7,10 +7,10 @@
 "auto"        "triton" for gated experts that it can multiply, else "torch": it was faster at every
               shape of docs/benchmarks.md
 
-"triton", "torch" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases or
-low-rank updates, whose products are torch's under autograd. With
-"triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it, too
-(`kernels/grouped/wgrad.py`).
+"triton", "torch" and "auto" are `kernels/experts/expert_mlp.py`, but for experts with biases,
+low-rank updates or an activation of the model's own, whose products are torch's under autograd.
+With "triton" a NaN in one expert's first rows reaches the weight gradient of the expert before it,
+too (`kernels/grouped/wgrad.py`).
 
 Legend: S source rows, R expert rows, D model dim, F hidden dim of this rank, C columns of FC1 (2F
 with a gate, else F), e local experts.
@@ -65,7 +65,8 @@ def separate_computation(name: str, *, has_more: bool) -> Computation | None:
 
     Args:
         name: the backend.
-        has_more: whether there is more than two matrices: biases, low-rank updates.
+        has_more: whether there is more than two matrices and an activation of `MoEConfig`: biases,
+            low-rank updates, an activation of the model's own.
     """
     if name == "sequential":
         return _sequential
@@ -77,7 +78,7 @@ def _under_autograd(inp: ExpertInput, weights: ExpertWeights, options: Activatio
     inp = summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
     check_backend("torch", ExpertSpec.of(inp.rows, weights, options))
-    warn_plain(rows_SD, "an expert with biases or adapters")
+    warn_plain(rows_SD, "an expert with biases, adapters or an activation of its own")
     where = (index.row_ids_R, index.slots_SK, index.num_rows)
     rows_R = torch.arange(index.row_ids_R.numel(), device=rows_SD.device)
     used_R1 = (rows_R < index.num_rows)[:, None]

@@ -169,11 +169,13 @@ class LoadTracker:
             )
         self._check_recompute()
         config, counts, losses, best_TK = self.config, self.counts, None, None
+        logits_TE = routing.logits_TE
         if config.balance.needs_loss:
             _refuse_fp16(y)
             prior_E = None if counts is None else counts.chosen_E
             if config.counts_best_scores:
-                best_TK = best_ids(routing.logits_TE, config, routing.padding_mask_T)
+                assert logits_TE is not None
+                best_TK = best_ids(logits_TE, config, routing.padding_mask_T)
                 prior_E = None if counts is None else counts.best_E
             ids_TK = routing.chosen_ids_TK if best_TK is None else best_TK
             losses = balance_losses(
@@ -184,7 +186,9 @@ class LoadTracker:
             routing.chosen_ids_TK,
             routing.expert_ids_TK,
             best_TK if config.balance.global_batch_coef else None,
-            routing.logits_TE.detach(),  # which the router's backward keeps, too
+            None
+            if logits_TE is None
+            else logits_TE.detach(),  # the router's backward keeps it, too
             bias_E if quantile else None,
             routing.padding_mask_T,
         )
@@ -220,8 +224,8 @@ class LoadTracker:
         Args:
             losses: fp32, in the order of `LOSS_NAMES`; None = no auxiliary loss is on.
             observed: chosen ids, kept ids, ids of the best scores where a global-batch loss
-                counts them (int32 [T, K]), the logits, for quantile balancing the bias, and the
-                padding mask; None = there is none.
+                counts them (int32 [T, K]), the logits of moecore's router, for quantile balancing
+                the bias, and the padding mask; None = there is none.
         """
         chosen_TK, kept_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
@@ -237,7 +241,8 @@ class LoadTracker:
             add_expert_counts(counts.kept_E[None], kept_TK)
         if counts.best_E is not None:
             add_expert_counts(counts.best_E[None], best_TK)
-        add_entropy_(counts.entropy_2, logits_TE, self.config.score_function, padding_mask_T)
+        if logits_TE is not None:
+            add_entropy_(counts.entropy_2, logits_TE, self.config.score_function, padding_mask_T)
         if losses is not None:
             counts.losses += losses
         if counts.margins_EX is not None:
@@ -320,6 +325,7 @@ def balance_losses(
         groups: who counts together.
         prior_counts_E: this rank's counts of the like in earlier micro-batches of the step.
     """
+    assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
     balance, E, K = config.balance, config.num_experts, config.top_k
     # Only "sequence" separates sequences; to the other scopes the tokens are one.
     B = num_sequences if balance.sequence_coef else 1

@@ -40,6 +40,7 @@ from moecore.moe.params import ParamReader, init_normal_, shard_parameter
 from moecore.moe.records import ExpertInput, UnsummedRows
 from moecore.precision.recipe import Recipe
 
+OwnActivation = Callable[[Tensor], Tensor]
 GateUp = Literal["split", "concatenated", "interleaved", "separate"]
 
 
@@ -92,6 +93,9 @@ class Experts(nn.Module):
         config: the layer.
         backend: how the matrices are multiplied.
         layout: names and order of the stored weights.
+        own_activation: FC1's output [R, C] in fp32 -> [R, F], element by element, in place of the
+            config's activation, which then tells whether there is a gate. Differentiable torch,
+            no parameters; `expert_mlp`'s kernels do not know it.
         device: device of the parameters; "meta" allocates nothing.
         dtype: dtype of the parameters.
     """
@@ -102,12 +106,14 @@ class Experts(nn.Module):
         *,
         backend: ExpertBackend = "auto",
         layout: ExpertLayout | None = None,
+        own_activation: OwnActivation | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.layout = layout or ExpertLayout()
+        self.own_activation = own_activation
         if self.is_separate and config.fc1_bias:
             raise ValueError(
                 "MoEConfig.fc1_bias (True) must be False with ExpertLayout.gate_up ('separate'): "
@@ -157,11 +163,12 @@ class Experts(nn.Module):
                 "recompute_fc1 (True) must be False with Recipe.keep_hidden ('fp8'), which is how "
                 "FC1's output is kept: drop one of them"
             )
-        if recompute_fc1 and (backend == "sequential" or self._has_more):
+        if recompute_fc1 and (backend == "sequential" or self.has_more):
             raise ValueError(
                 f"recompute_fc1 (True) must go with expert_backend ({backend!r}) = 'auto', "
-                f"'triton' or 'torch', without biases ({self._is_biased}) and LoRA on experts "
-                f"({self._is_adapted}): use activation checkpointing instead"
+                f"'triton' or 'torch', without biases ({self._is_biased}), LoRA on experts "
+                f"({self._is_adapted}) or an activation of the model's own: use activation "
+                "checkpointing instead"
             )
 
     def adapt(self, name: str, update: LowRank) -> None:
@@ -261,6 +268,7 @@ class Experts(nn.Module):
             fc1_bias=self.config.fc1_bias,
             fc2_bias=self.config.fc2_bias,
             adapted=self._is_adapted,
+            own_activation=self.own_activation is not None,
             **known,
         )
 
@@ -278,11 +286,13 @@ class Experts(nn.Module):
         Raises:
             ValueError: when the backend cannot multiply these matrices.
         """
-        activation = activation_options(self.config, interleaved=self._is_interleaved)
+        activation = activation_options(
+            self.config, interleaved=self._is_interleaved, function=self.own_activation
+        )
         with self.reader.reading():
             weights = self._weights(inp.rows.dtype)
-            has_more = self._is_biased or any(u.in_use for u in self.lora.values())
-            compute = separate_computation(self.backend, has_more=has_more)
+            in_use = any(update.in_use for update in self.lora.values())
+            compute = separate_computation(self.backend, has_more=self._has_own or in_use)
             if compute is not None:
                 return compute(inp, weights, activation)
             options = ExpertMLPOptions(
@@ -308,8 +318,13 @@ class Experts(nn.Module):
         return len(self.lora) > 0
 
     @property
-    def _has_more(self) -> bool:
-        return self._is_biased or self._is_adapted
+    def _has_own(self) -> bool:
+        return self._is_biased or self.own_activation is not None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are biases, low-rank updates or an own activation: not `expert_mlp`'s."""
+        return self._has_own or self._is_adapted
 
     @property
     def _is_interleaved(self) -> bool:

@@ -1,5 +1,8 @@
 """MoELayer: route -> dispatch -> experts -> combine. The only file that knows all four.
 
+`RoutedLayer` is what comes after a choice: dispatch, experts, combine and counts. `MoELayer` makes
+the choice with a router of its own; `RoutedExperts` (`moe/routed.py`) is given one.
+
 Legend: T local tokens, D model dim, L dim of the routed experts (D, or the latent dim), S source
 rows held after dispatch.
 """
@@ -7,6 +10,7 @@ rows held after dispatch.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +25,7 @@ from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.experts import ExpertLayout, Experts
 from moecore.moe.latent import Latent
 from moecore.moe.micro_batch import MicroBatch
-from moecore.moe.records import Dispatcher, Routing
+from moecore.moe.records import Dispatcher, ExpertInput, Routing
 from moecore.moe.router import Router
 from moecore.moe.shared import SharedExpert, SharedRun
 
@@ -31,7 +35,8 @@ class LayerLayout:
     """Names under which a model keeps the parts of its MoE block; the default is moecore's own.
 
     Attributes:
-        router, experts, shared: child module names.
+        router, experts, shared: child module names; a dotted one lies in an empty module, or in
+            several.
         shared_gate: name of a child that maps [T, D] to the shared expert's gate logits [T, 1];
             "" = none (moecore's own shared expert keeps its gate itself).
         expert_bias: name of the router's selection bias buffer.
@@ -49,7 +54,85 @@ class LayerLayout:
         check_fields(self)
 
 
-class MoELayer(nn.Module):
+class RoutedLayer(nn.Module):
+    """What a layer does once experts and weights are chosen: dispatch, experts, combine, counts.
+
+    Attributes:
+        config: the layer.
+        dispatcher: how tokens travel; `parallelize_moe` sets another.
+        tracker: counts loads, and has the auxiliary losses.
+    """
+
+    config: MoEConfig
+    dispatcher: Dispatcher
+    tracker: LoadTracker
+
+    def name_of(self, role: str) -> str:
+        """Return the name, below this layer, of the part that plays a role; "" = the layer."""
+        raise NotImplementedError
+
+    def part(self, role: str) -> Any:
+        """Return the part that plays "router", "experts" or "shared"; None without one."""
+        raise NotImplementedError
+
+    def check_config(self, name: str, config: MoEConfig) -> None:
+        """Raise a ValueError for a config that this layer, of that name, cannot follow."""
+
+    def set_balance(self, balance: BalanceConfig) -> None:
+        """Replace the balance config of this layer."""
+        check_arguments(RoutedLayer.set_balance, locals())
+        self.set_config(replace(self.config, balance=balance))
+
+    def set_config(self, config: MoEConfig) -> None:
+        """Follow a config that differs in balance, capacity, router_dtype or router_jitter alone.
+
+        Those decide no parameter and no option of the kernels.
+        """
+        self.config = config
+        self.tracker.set_config(config)
+        for owner in (self.part("router"), self.part("experts")):
+            if owner is not None:
+                owner.config = config
+
+    def drop_step(self) -> None:
+        """Drop the counts since the last optimizer step, and weights that were cast for it."""
+        self.tracker.reset()
+        self.part("experts").reader.end_step()
+
+    def _compute(self, expert_input: ExpertInput) -> Any:
+        """Return what `Experts` do, in their FSDP2 unit."""
+        raise NotImplementedError
+
+    def _routed(self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False) -> Tensor:
+        """Return the weighted sum over the chosen experts of each token, [T, L].
+
+        Args:
+            rows_TL: in the dtype in which they travel.
+            routing: of these tokens.
+            is_kept: whether backward keeps `rows_TL` anyway.
+        """
+        with mark("moecore::dispatch"):
+            expert_input = self.dispatcher.dispatch(rows_TL, routing)
+        rows = expert_input.rows
+        if is_kept and rows.values is rows_TL:
+            expert_input = replace(expert_input, rows=replace(rows, is_kept=True))
+        with mark("moecore::experts"):
+            y_SL = self._compute(expert_input)
+        with mark("moecore::combine"):
+            return self.dispatcher.combine(y_SL, expert_input.plan)
+
+    def _counted(
+        self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
+    ) -> Tensor:
+        """Return the layer's output; while training, counts and auxiliary losses ride on it."""
+        if not self.training:
+            if y.requires_grad and not torch.compiler.is_compiling():
+                y.register_hook(_warn_of_eval)
+            return y
+        return self.tracker.attach(y, routing, micro_batch, bias_E)
+
+
+class MoELayer(RoutedLayer):
     """A Mixture-of-Experts layer; a plain module in one process, CPU or GPU.
 
     `parallelize_moe` gives it another dispatcher and shards its experts; its forward stays.
@@ -80,14 +163,14 @@ class MoELayer(nn.Module):
         names = self.layout
         router = Router(config, expert_bias_name=names.expert_bias, **where)
         experts = Experts(config, layout=names.expert_layout, **where)
-        self.add_module(names.router, router)
-        self.add_module(names.experts, experts)
+        add_part(self, names.router, router)
+        add_part(self, names.experts, experts)
         if config.latent_dim:
             self.latent = Latent(config, **where)
         if config.shared_hidden_dim:
-            self.add_module(names.shared, SharedExpert(config, **where))
+            add_part(self, names.shared, SharedExpert(config, **where))
         self.shared_stream: torch.cuda.Stream | None = None  # set by who owns it: see SharedRun
-        self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
+        self.dispatcher = LocalDispatcher(config.num_experts)
         self.tracker = LoadTracker(config)
         if not router.weight.is_meta:
             self.init_weights(key="", seed=int(torch.randint(1 << 62, ())))  # torch.manual_seed's
@@ -104,7 +187,7 @@ class MoELayer(nn.Module):
             ValueError: when an adopted child (a model's own shared expert) cannot be filled.
         """
         check_arguments(MoELayer.init_weights, locals())
-        for name, child in self.named_children():
+        for name, child in _held(self):
             if not isinstance(child, Router | Experts | SharedExpert | Latent):
                 raise ValueError(
                     f"{name} ({type(child).__name__}) must be filled by its own model: call its "
@@ -112,29 +195,19 @@ class MoELayer(nn.Module):
                 )
             child.init_weights(std=std, key=f"{key}.{name}", seed=seed)
 
-    def set_balance(self, balance: BalanceConfig) -> None:
-        """Replace the balance config of this layer."""
-        check_arguments(MoELayer.set_balance, locals())
-        self.set_config(replace(self.config, balance=balance))
-
-    def set_config(self, config: MoEConfig) -> None:
-        """Follow a config that differs in balance, capacity, router_dtype or router_jitter alone.
-
-        Those decide no parameter and no option of the kernels.
-        """
-        self.config = config
-        self.tracker.set_config(config)
-        for owner in (self.part("router"), self.part("experts")):
-            owner.config = config
-
-    def drop_step(self) -> None:
-        """Drop the counts since the last optimizer step, and weights that were cast for it."""
-        self.tracker.reset()
-        self.part("experts").reader.end_step()
+    def name_of(self, role: str) -> str:
+        """Return the name of the child that plays "router", "experts" or "shared"."""
+        return getattr(self.layout, role)
 
     def part(self, role: str) -> Any:
-        """Return the child that plays "router", "experts" or "shared", whatever its name."""
-        return self.get_submodule(getattr(self.layout, role))
+        """Return the child that plays "router", "experts" or "shared"; None without one."""
+        module: nn.Module | None = self
+        for name in self.name_of(role).split("."):
+            module = None if module is None else module._modules.get(name)
+        return module
+
+    def _compute(self, expert_input: ExpertInput) -> Any:
+        return self.part("experts")(expert_input)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Return the layer's output for any number of tokens, zero included.
@@ -163,25 +236,14 @@ class MoELayer(nn.Module):
             routed_TD = x_TD.masked_fill(micro_batch.padding_mask_T[:, None], 0)
         with mark("moecore::router"):
             routing = self.part("router")(routed_TD, micro_batch)
-        rows_TL, routing = self._rows(_autocast(routed_TD), routing)
-        with mark("moecore::dispatch"):
-            expert_input = self.dispatcher.dispatch(rows_TL, routing)
-        rows, router = expert_input.rows, self.part("router")
-        if rows.values is routed_TD and router.weight.requires_grad:  # which the router keeps, too
-            expert_input = replace(expert_input, rows=replace(rows, is_kept=True))
-        with mark("moecore::experts"):
-            y_SL = self.part("experts")(expert_input)
-        with mark("moecore::combine"):
-            y_TL = self.dispatcher.combine(y_SL, expert_input.plan)
+        rows_TL, routing = self._rows(autocast(routed_TD), routing)
+        is_kept = rows_TL is routed_TD and self.part("router").weight.requires_grad
+        y_TL = self._routed(rows_TL, routing, is_kept=is_kept)
         y_TD = self.latent.up(y_TL) if self.config.latent_dim else y_TL
         if shared.y_TD is not None:
             y_TD = y_TD + shared.wait()
         y = y_TD.to(x.dtype).view(x.shape)
-        if not self.training:
-            if y.requires_grad and not torch.compiler.is_compiling():
-                y.register_hook(_warn_of_eval)
-            return y
-        return self.tracker.attach(y, routing, micro_batch, self.part("router").selection_bias)
+        return self._counted(y, routing, micro_batch, self.part("router").selection_bias)
 
     def _rows(self, rows_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """Return the rows that travel, [T, L], and the routing that their experts see."""
@@ -190,13 +252,33 @@ class MoELayer(nn.Module):
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         """Return what every token gets, [T, D]; None without shared experts."""
-        if self.layout.shared not in self._modules:
+        shared = self.part("shared")
+        if shared is None:
             return None
-        y_TD: Tensor = self.part("shared")(x_TD)
+        y_TD: Tensor = shared(x_TD)
         if not self.layout.shared_gate:
             return y_TD
         gate_T1 = torch.sigmoid(self.part("shared_gate")(x_TD).float())
         return (y_TD * gate_T1).to(y_TD.dtype)
+
+
+def add_part(layer: nn.Module, path: str, part: nn.Module) -> None:
+    """Add a module under a name; for a dotted one in empty modules, which may be there already."""
+    *holders, name = path.split(".")
+    for holder in holders:
+        if holder not in layer._modules:
+            layer.add_module(holder, nn.Module())
+        layer = layer.get_submodule(holder)
+    layer.add_module(name, part)
+
+
+def _held(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and modules of a layer's parts, those in empty modules too."""
+    for name, child in module.named_children():
+        if type(child) is nn.Module:
+            yield from _held(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
 
 
 def _warn_of_eval(_: Tensor) -> None:
@@ -226,7 +308,7 @@ def _flat_mask(padding_mask: Tensor | None, x: Tensor) -> Tensor | None:
     return padding_mask.reshape(-1)
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     """The dtype in which rows travel and are multiplied; the router reads x as it came."""
     if torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))

@@ -34,8 +34,9 @@ class Routing:
         expert_ids_TK: int32, global expert ids; -1 = dropped, or an unused choice. Best first,
             except where the experts choose: there column e holds e or -1.
         weights_TK: fp32, factor on the expert's output; differentiable.
-        logits_TE: router dtype, differentiable; for the balance losses.
         chosen_ids_TK: the same before capacity dropped any; what is counted.
+        logits_TE: router dtype, differentiable; for the balance losses. None where the model's own
+            router chose.
         padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
         capacity: no expert is wanted by more of these tokens; None = by all at most.
         pad: dispatchers size buffers by the capacity and not by counts, so without a host sync.
@@ -43,8 +44,8 @@ class Routing:
 
     expert_ids_TK: Tensor
     weights_TK: Tensor
-    logits_TE: Tensor
     chosen_ids_TK: Tensor
+    logits_TE: Tensor | None = None
     padding_mask_T: Tensor | None = None
     capacity: int | None = None
     pad: bool = False

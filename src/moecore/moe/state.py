@@ -31,7 +31,7 @@ class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
     Args:
-        layers: name -> layer, every MoELayer of the model; names of activation checkpointing's
+        layers: name -> layer, every RoutedLayer of the model; names of activation checkpointing's
             wrappers are taken out.
         groups: who counts together.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
@@ -150,7 +150,11 @@ class MoEState:
         metrics = MoEMetrics(
             tokens_per_expert=_split(all_chosen.long(), chosen),
             aux_losses=_split((all_losses / shares).float(), losses),
-            router_entropy=dict(zip(counts, entropy_L.unbind(), strict=True)),
+            router_entropy={
+                name: entropy
+                for name, entropy in zip(counts, entropy_L.unbind(), strict=True)
+                if self.layers[name].part("router") is not None
+            },
         )
         for kept_E in all_kept:
             for name, n_E in _split(kept_E.long(), kept).items():
@@ -192,7 +196,7 @@ class MoEState:
         tracker = layer.tracker
         if tracker.counts is not None:
             return tracker.counts
-        return LoadCounts.zeros(tracker.config, layer.part("router").weight.device)
+        return LoadCounts.zeros(tracker.config, next(layer.part("experts").parameters()).device)
 
 
 def moe_state(model: nn.Module) -> MoEState:

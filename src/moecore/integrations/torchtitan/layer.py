@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from moecore.config import BalanceConfig, MoEConfig
-from moecore.moe.layer import LayerLayout, MoELayer
+from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
 from moecore.moe.params import shard_parameter
 from moecore.moe.router import Router
 
@@ -102,7 +102,7 @@ class TitanLayer(MoELayer):
         return super().forward(x_BtD, padding_mask)
 
 
-def cut_dense_parts(layer: MoELayer, tp_mesh: DeviceMesh) -> None:
+def cut_dense_parts(layer: RoutedLayer, tp_mesh: DeviceMesh) -> None:
     """Keep the router whole on every tp rank and cut the shared experts. No communication.
 
     Args:
@@ -112,12 +112,12 @@ def cut_dense_parts(layer: MoELayer, tp_mesh: DeviceMesh) -> None:
     router = layer.part("router")
     for name in dict(router.named_parameters(recurse=False)):
         shard_parameter(router, name, tp_mesh, (Replicate(),))
-    if layer.layout.shared not in layer._modules:
+    shared = layer.part("shared")
+    if shared is None:
         return
     # Every rank brings its own tokens [T, D]; all ranks' tokens meet at the cut matrices.
     tokens = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
     plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(output_layouts=Shard(0))}
-    shared = layer.part("shared")
     parallelize_module(shared, tp_mesh, tokens)
     parallelize_module(shared, tp_mesh, {**plan, "w3": ColwiseParallel()})
 

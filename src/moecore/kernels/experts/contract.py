@@ -175,6 +175,7 @@ class ExpertSpec:
         transposed: matrices are stored as [e, in, out], so that their views have strides.
         fc1_bias, fc2_bias: whether there are biases.
         adapted: whether a low-rank update is added to a matrix.
+        own_activation: whether the activation is the model's, see `ActivationOptions.function`.
         dim, hidden_dim: D and F of this rank.
         dtypes: of rows and weights in the products; with a recipe, of rows.
         device: of both.
@@ -187,6 +188,7 @@ class ExpertSpec:
     fc1_bias: bool = False
     fc2_bias: bool = False
     adapted: bool = False
+    own_activation: bool = False
     dim: int | None = None
     hidden_dim: int | None = None
     dtypes: frozenset[torch.dtype] | None = None
@@ -211,6 +213,7 @@ class ExpertSpec:
             fc1_bias=weights.b1_eC is not None,
             fc2_bias=weights.b2_eD is not None,
             adapted=weights.update1 is not None or weights.update2 is not None,
+            own_activation=activation.function is not None,
             dim=w2_eDF.shape[1],
             hidden_dim=w2_eDF.shape[2],
             dtypes=frozenset((rows.dtype, *of_weights)),
@@ -242,6 +245,7 @@ class ExpertSpec:
             ("MoEConfig.fc1_bias", self.fc1_bias),
             ("MoEConfig.fc2_bias", self.fc2_bias),
             ("LoRA on experts", self.adapted),
+            ("own activation of the model", self.own_activation),
             ("ExpertLayout.transposed", self.transposed),
             ("interleaved ExpertLayout.gate_up", self.interleaved and self.gated),
         ):

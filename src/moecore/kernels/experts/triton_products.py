@@ -43,6 +43,7 @@ class TritonProducts(TorchProducts):
             ("MoEConfig.fc1_bias", spec.fc1_bias),
             ("MoEConfig.fc2_bias", spec.fc2_bias),
             ("LoRA on experts", spec.adapted),
+            ("own activation of the model", spec.own_activation),
             ("ExpertLayout.transposed", spec.transposed),
             ("interleaved ExpertLayout.gate_up", spec.interleaved and spec.gated),
         ):

@@ -13,6 +13,7 @@ Bytes moved, with b bytes per element and U <= R rows in use: forward (U * C + R
 (U * (C + F) + R * (C + F)) * b, without the forward's output R * F * b less.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -54,6 +55,8 @@ class ActivationOptions:
         limit: clamp of "clamped_swiglu".
         alpha: sigmoid slope of "clamped_swiglu".
         interleaved: gate and up columns alternate; else all of gate comes first.
+        function: fp32 [..., C] -> [..., F], in place of `kind`, which then tells whether there is a
+            gate; known to `activation` alone, not to kernels. None = `kind`.
 
     Raises:
         ValueError: for an unknown kind.
@@ -63,6 +66,7 @@ class ActivationOptions:
     limit: Positive = 7.0
     alpha: Positive = 1.702
     interleaved: bool = False
+    function: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -84,6 +88,8 @@ def activation(h_RC: Tensor, options: ActivationOptions) -> Tensor:
         [..., F], fp32 (fp64 for fp64 input).
     """
     h_RC = h_RC.to(torch.promote_types(h_RC.dtype, torch.float32))
+    if options.function is not None:
+        return options.function(h_RC)
     if not options.gated:
         return _plain(h_RC, options.kind)
     gate, up = halves(h_RC, options)

@@ -1,0 +1,100 @@
+"""RoutedExperts(x_TD, ids_TK, weights_TK) -> y_TD: experts whose choice is made by the model.
+
+They take the place of a model's own experts module: its block, router and shared experts stay what
+they are, and parameters keep their names. Loads are counted; a balance loss is the model's own.
+
+Legend: T local tokens, D model dim, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.config import MoEConfig
+from moecore.moe.balance import LoadTracker
+from moecore.moe.dispatch.local import LocalDispatcher
+from moecore.moe.experts import ExpertLayout, Experts, OwnActivation
+from moecore.moe.layer import RoutedLayer, autocast
+from moecore.moe.micro_batch import MicroBatch
+from moecore.moe.records import ExpertInput, Routing
+
+
+class RoutedExperts(RoutedLayer, Experts):
+    """Routed experts behind a dispatcher; a plain module in one process.
+
+    Args:
+        config: sizes, activation and biases of the experts. What it has on routing is not used,
+            and its `balance` must be off.
+        layout: names and order of the stored weights.
+        own_activation: see `Experts`.
+        device: device of the parameters; "meta" allocates nothing.
+        dtype: dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        layout: ExpertLayout | None = None,
+        own_activation: OwnActivation | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        Experts.__init__(
+            self,
+            config,
+            layout=layout,
+            own_activation=own_activation,
+            device=device,
+            dtype=dtype,
+        )
+        self.dispatcher = LocalDispatcher(config.num_experts)
+        self.tracker = LoadTracker(config)
+
+    def name_of(self, role: str) -> str:
+        """Return "": the experts are this module itself."""
+        return ""
+
+    def part(self, role: str) -> Any:
+        """Return this module as "experts", and None for any other role."""
+        return self if role == "experts" else None
+
+    def check_config(self, name: str, config: MoEConfig) -> None:
+        """Raise a ValueError for any other config: the router is not moecore's."""
+        for field in fields(config):
+            value = getattr(config, field.name)
+            if value != getattr(self.config, field.name):
+                raise ValueError(
+                    f"{field.name} ({value}) must be left out for {name}, whose router is the "
+                    "model's own: use what the model has, such as config.output_router_logits=True"
+                )
+
+    def _compute(self, expert_input: ExpertInput) -> Any:
+        return Experts.forward(self, expert_input)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """Return the weighted sum over each token's experts; names as transformers has them.
+
+        Args:
+            hidden_states: [T, D].
+            top_k_index: integer [T, K]. An id outside of [0, E) is no expert and adds nothing.
+            top_k_weights: float [T, K]; differentiable.
+
+        Returns:
+            [T, D] in the dtype of `hidden_states`; added in fp32, rounded once.
+        """
+        x_TD = hidden_states
+        is_expert_TK = (top_k_index >= 0) & (top_k_index < self.config.num_experts)
+        ids_TK = top_k_index.where(is_expert_TK, -1).to(torch.int32)
+        routing = Routing(
+            expert_ids_TK=ids_TK, weights_TK=top_k_weights.float(), chosen_ids_TK=ids_TK
+        )
+        y_TD = self._routed(autocast(x_TD), routing).to(x_TD.dtype)
+        micro_batch = MicroBatch(group=self.tracker.groups.micro_batch)
+        return self._counted(y_TD, routing, micro_batch, None)

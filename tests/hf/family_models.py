@@ -1,0 +1,282 @@
+"""A tiny random model of every MoE family of the installed transformers, made by introspection.
+
+A family is a model file with routed experts. Its tiny config is the default one with every size
+that `SIZES` knows made small, each kind of layer once, and what `FAMILIES` has for the family.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+MODELS = Path(transformers.__file__).parent / "models"
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "dense_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "top_k_experts": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_topk": 4,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "sliding_window": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "depth": 2,
+    "num_heads": 2,
+    "embed_dim": 16,
+    "image_size": 16,
+    "patch_size": 8,
+    "out_hidden_size": 32,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "output_dim": 32,
+    "num_mel_bins": 16,
+    "downsample_hidden_size": 8,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_d_state": 8,
+    "ssm_state_size": 8,
+    "vocab_size_per_layer_input": 61,
+    "hidden_size_per_layer_input": 8,
+    "chunk_size": 4,
+    "n_groups": 2,
+    "mamba_chunk_size": 4,
+    "n_layers": 2,
+    "n_heads": 4,
+    "moe_hidden_size": 32,
+    "shared_experts_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "ffn_hidden_size": 16,
+    "router_hidden_size": 16,
+    "canvas_length": 9,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "intermediate_size_mlp": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 4,
+    "d_rel": 4,
+    "rel_extent": 16,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "num_labels": 61,
+    "output_channels": 16,
+    "mlp_dim": 16,
+    "projection_intermediate_size": 32,
+    "num_position_embeddings": 16,
+}
+NEEDED = {"n_routed_experts", "num_experts", "num_experts_per_tok", "top_k_experts"}
+NEEDED |= {"moe_intermediate_size", "moe_k", "n_group", "topk_group"}
+
+EXPERTS = re.compile(
+    r"^class \w*Experts\(nn\.Module(Dict)?\):|^@use_experts_implementation", re.MULTILINE
+)
+HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForBlockDiffusion", "ForTokenClassification")
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+SAM = {"downsample_channels": [16, 32], "global_attn_indexes": [1]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dbrx": {"d_model": 32, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": {"sam_config": SAM},
+    },
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots3_note": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "per_layer_config": None,
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {"moe_intermediate_size": [16, 8], "rope_parameters": MROPE}
+    },
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4": {"enable_moe_block": True},
+    "glm4v_moe": {"text_config": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}}},
+    "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4": {"num_experts_per_tok": 1},
+    "mistral4": {"head_dim": 16},
+    "muse_spark": {"audio_config": {"num_hidden_layers": 4, "out_hidden_size": 32}},
+    "nllb_moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
+    "qwen4_exp": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "qwen3_omni_moe": {"vision_config": {"deepstack_visual_indexes": [0]}},
+    "qwen3_vl_moe": {"vision_config": {"deepstack_visual_indexes": [0]}},
+    "step3p7": {"text_config": {"sliding_window": 4, "swiglu_limits": [0.0, 0.5]}},
+    "switch_transformers": {"decoder_start_token_id": 0},
+    "unlimited_ocr": {"vision_config": {"sam_config": SAM}},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+IMAGES = (
+    "ernie4_5_vl_moe",
+    "glm4v_moe",
+    "qwen3_omni_moe",
+    "qwen3_vl_moe",
+)  # with images in batches
+FROZEN_TOWER = "glm4v_moe"
+
+
+def family_names() -> list[str]:
+    """Return the model files with routed experts, in order."""
+    files = sorted(MODELS.glob("*/modeling_*.py"))
+    return [f.parent.name for f in files if EXPERTS.search(f.read_text())]
+
+
+def model_class(family: str) -> Any:
+    """Return the class with a language model's head, or the first with another."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    for head in HEADS:
+        for name, value in vars(module).items():
+            own = inspect.isclass(value) and value.__module__ == module.__name__
+            if own and name.endswith(head) and "PreTrainedModel" not in name:
+                return value
+    raise LookupError(family)
+
+
+def tiny_config(kind: type, overrides: Mapping[str, Any]) -> Any:
+    """Return a small config of a class; overrides of a nested config are a mapping by its name."""
+    default = kind()
+    kwargs: dict[str, Any] = {}
+    values = {n: v for n, v in vars(default).items() if not n.startswith("_")}
+    for name, value in values.items():
+        if isinstance(value, transformers.PreTrainedConfig):
+            kwargs[name] = tiny_config(type(value), overrides.get(name, {}))
+        elif name in SIZES and (isinstance(value, int) or (value is None and name in NEEDED)):
+            kwargs[name] = SIZES[name]
+        elif "jitter" in name or "dropout" in name:
+            kwargs[name] = 0.0
+        elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
+            kwargs[name] = 2 + sum(map(ord, name)) % 50
+    depth = values.get("num_hidden_layers")
+    lists = {n: v for n, v in values.items() if isinstance(v, list) and v and len(v) == depth}
+    lists = {n: v for n, v in lists.items() if all(isinstance(x, str) for x in v)}
+    if depth is not None:
+        kinds = {n: list(dict.fromkeys(v)) for n, v in lists.items()}
+        count = max([2, *map(len, kinds.values())])
+        kwargs["num_hidden_layers"] = count
+        for n, found in kinds.items():
+            kwargs[n] = [found[-1 - i % len(found)] for i in range(count)][::-1]
+    if values.get("num_key_value_heads") == values.get("num_attention_heads"):
+        kwargs.pop("num_key_value_heads", None)
+        if "num_key_value_heads" in values:
+            kwargs["num_key_value_heads"] = SIZES["num_attention_heads"]
+    kwargs |= {n: v for n, v in overrides.items() if not isinstance(v, Mapping) or n not in kwargs}
+    return kind(**{n: v for n, v in kwargs.items() if v is not None})
+
+
+def tiny_model(family: str) -> Any:
+    """Return a model of a family with large weights, in training."""
+    kind = model_class(family)
+    config = tiny_config(kind.config_class, FAMILIES.get(family, {}))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = kind(config)
+    fill(model)
+    if family == FROZEN_TOWER:
+        model.model.visual.requires_grad_(False)
+    return model.train()
+
+
+def fill(model: nn.Module) -> None:
+    """Weights large enough that no expert, bias or sink is invisible."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" not in name:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+
+
+def batch(model: Any, seed: int) -> dict[str, Tensor]:
+    """Return two sequences of ids that are no special tokens, or with an image in each."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(52, 61, (2, 9), generator=generator)
+    if model.config.model_type not in IMAGES:
+        return {"input_ids": ids_BT}
+    config = model.config.vision_config
+    side = 2 * config.spatial_merge_size
+    columns = config.in_channels * config.patch_size**2 * getattr(config, "temporal_patch_size", 1)
+    ids_BT[:, 2:6] = model.config.image_token_id
+    of_ids = inspect.signature(model.forward).parameters
+    kinds = {n: (ids_BT == model.config.image_token_id).int() for n in of_ids if "token_type" in n}
+    return kinds | {
+        "input_ids": ids_BT,
+        "pixel_values": torch.randn(2 * side**2, columns, generator=generator),
+        "image_grid_thw": torch.tensor([[1, side, side]] * 2),
+    }
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the cross entropy of each id from the logits of its own place, and the router loss."""
+    asked = {"output_router_logits": True} if hasattr(model, "router_aux_loss_coef") else {}
+    out = model(**inputs, **asked)
+    targets = inputs["input_ids"].flatten() % out.logits.shape[-1]
+    loss = nn.functional.cross_entropy(out.logits.flatten(0, 1).float(), targets)
+    return loss if getattr(out, "aux_loss", None) is None else loss + 0.1 * out.aux_loss

@@ -1,0 +1,97 @@
+"""RoutedExperts: choice and weights are given, the rest is a MoELayer's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore import MoEConfig, MoELayer
+from moecore.config import BalanceConfig
+from moecore.moe.routed import RoutedExperts
+
+CONFIG = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
+
+
+def pair() -> tuple[MoELayer, RoutedExperts]:
+    """A layer, and its experts alone with the same weights."""
+    torch.manual_seed(0)
+    layer, experts = MoELayer(CONFIG), RoutedExperts(CONFIG)
+    for name, param in layer.part("experts").named_parameters():
+        getattr(experts, name).data.copy_(param.data)
+    return layer, experts
+
+
+def test_with_a_layers_choice_it_is_the_layer() -> None:
+    layer, experts = pair()
+    x_TD = torch.randn(7, 16)
+    routing = layer.part("router")(x_TD)
+    weights_TK = routing.weights_TK.detach().requires_grad_()
+    y_TD = experts(x_TD, routing.expert_ids_TK.long(), weights_TK)
+    assert torch.equal(y_TD, layer(x_TD))
+    y_TD.square().sum().backward()
+    assert weights_TK.grad is not None and weights_TK.grad.abs().min() > 0
+    assert experts.tracker.counts is not None
+    assert int(experts.tracker.counts.chosen_E.sum()) == 14
+
+
+@pytest.mark.parametrize("nothing", [4, 5, -1])
+def test_an_id_that_is_no_expert_adds_nothing(nothing: int) -> None:
+    _, experts = pair()
+    x_TD = torch.randn(3, 16)
+    ids_TK = torch.tensor([[0, nothing], [nothing, nothing], [3, 1]])
+    weights_TK = torch.rand(3, 2)
+    found = experts(x_TD, ids_TK, weights_TK)
+    zeroed = weights_TK.masked_fill(ids_TK == nothing, 0)
+    torch.testing.assert_close(found, experts(x_TD, ids_TK.where(ids_TK != nothing, 0), zeroed))
+    assert torch.equal(found[1], torch.zeros(16))
+
+
+def test_the_same_expert_twice_in_a_token() -> None:
+    _, experts = pair()
+    x_TD = torch.randn(2, 16)
+    twice = experts(x_TD, torch.tensor([[2, 2], [1, 1]]), torch.full((2, 2), 0.5))
+    once = experts(x_TD, torch.tensor([[2], [1]]), torch.ones(2, 1))
+    torch.testing.assert_close(twice, once)
+
+
+def test_no_tokens() -> None:
+    _, experts = pair()
+    none_TK = torch.zeros(0, 2, dtype=torch.long)
+    assert experts(torch.zeros(0, 16), none_TK, torch.zeros(0, 2)).shape == (0, 16)
+
+
+def test_a_balance_is_the_models() -> None:
+    _, experts = pair()
+    with pytest.raises(
+        ValueError, match=r"must be left out for mlp\.experts, whose router is the mod"
+    ):
+        experts.check_config(
+            "mlp.experts", replace(experts.config, balance=BalanceConfig(micro_batch_coef=0.1))
+        )
+    experts.check_config("mlp.experts", replace(experts.config, balance=BalanceConfig()))
+
+
+def test_an_activation_of_the_models() -> None:
+    """Equal to the named one where it computes the same."""
+
+    def swiglu(h_RC: Tensor) -> Tensor:
+        gate, up = h_RC.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    _, experts = pair()
+    own = RoutedExperts(replace(CONFIG, activation="geglu"), own_activation=swiglu)
+    own.load_state_dict(experts.state_dict())
+    x_TD, ids_TK = torch.randn(5, 16), torch.randint(0, 4, (5, 2))
+    weights_TK = torch.rand(5, 2)
+    found = [module(x_TD, ids_TK, weights_TK) for module in (own, experts)]
+    torch.testing.assert_close(*found)
+    for y_TD in found:
+        y_TD.square().sum().backward()
+    torch.testing.assert_close(own.w1.grad, experts.w1.grad)
+    with pytest.raises(ValueError, match=r"own activation of the model \(True\) must be False"):
+        own.set_backend("triton")
+    with pytest.raises(ValueError, match="recompute_fc1"):
+        own.set_backend("torch", recompute_fc1=True)
