@@ -17,6 +17,7 @@ from moecore._fields import shown
 from moecore.checkpoint import UpcycleOptions, latest, load, read_manifest, set_latest, verify
 from moecore.hf import decoder_config_from_hf, hf_to_native, load_hf, native_to_hf
 from moecore.models import Decoder, preset
+from moecore.moe.experts import ExpertLayout
 from moecore.rl import RouterReplay
 from tests.test_api import SECTIONS
 from tests.test_fields import RECORDS
@@ -50,7 +51,7 @@ WRONG: list[tuple[Any, str]] = [
     ([1], "Any|object|Iterable"),
     ({1: 2}, "Any|object|Iterable"),
     (object(), "Any|object"),
-    (MoEConfig, "type|Callable|Progress|Any|object"),
+    (MoEConfig, "type|Callable|OwnActivation|Progress|Any|object"),
     (Path("no/such"), "PathLike|HFConfig|Any|object"),
     (torch.ones(2), "Tensor|Any|object"),
 ]
@@ -80,7 +81,9 @@ VALID: dict[str, Any] = {
 }
 CONFIGS: dict[str, Any] = {
     "MoELayer": LAYER,
+    "RoutedExperts": LAYER,
     "adopt": LAYER,
+    "adopt_experts": LAYER,
     "upcycle_mlp": LAYER,
     "native_to_hf": {},
     "dcp_to_native": {},
@@ -105,6 +108,8 @@ def wrong_calls() -> Iterator[tuple[str, str, Callable[..., Any], dict[str, Any]
         valid = {n: VALID[n] for n in needed} | ({"meshes": meshes} if "meshes" in needed else {})
         if "config" in needed:
             valid["config"] = CONFIGS.get(name, TINY)
+        if name == "adopt_experts":
+            valid["layout"] = ExpertLayout()
         for parameter in parameters:
             allowed = str(parameter.annotation)
             if parameter.kind == parameter.VAR_KEYWORD or (name, parameter.name) in ELSEWHERE:

@@ -96,7 +96,7 @@ def test_a_refused_model_has_its_wrappers_back(meshes: Meshes) -> None:
         ),
         (
             dict(recompute_fc1=True),
-            r"recompute_fc1 \(True\) must go with .* LoRA on experts \(True\): use activation",
+            r"recompute_fc1 \(True\) must go with .* LoRA on experts \(True\) or an",
         ),
         (
             dict(precision="blockwise"),

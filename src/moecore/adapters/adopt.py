@@ -97,6 +97,7 @@ def adopt_experts(
     Raises:
         ValueError: when a tensor is missing or has another shape than the config's.
     """
+    check_arguments(adopt_experts, locals())
     module = RoutedExperts(config, layout=layout, own_activation=own_activation, device="meta")
     _fill(module, experts)
     return module

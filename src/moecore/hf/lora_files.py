@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore._fields import check_arguments
 from moecore.checkpoint.ranks import on_every_rank, on_first_rank
 from moecore.hf.lora import adapted, from_peft, is_tuner_layer, to_peft
 from moecore.hf.target import local_part
@@ -64,6 +65,7 @@ def init_adapters(model: nn.Module, seed: int = 0) -> None:
 
     Note: CPU and CUDA draw different values from the same seed.
     """
+    check_arguments(init_adapters, locals())
     for adapter, config in _configs(model).items():
         if config.init_lora_weights not in (True, "gaussian"):
             raise ValueError(
@@ -92,6 +94,7 @@ def save_adapters(
         ValueError: for a model without such an adapter.
         OSError: on every rank, when rank 0 could not write.
     """
+    check_arguments(save_adapters, locals())
     path = Path(path)
     stored = on_every_rank(lambda: adapter_tensors(model, adapter))
     whole: dict[str, Tensor] = {}
@@ -120,6 +123,7 @@ def load_adapters(
         ValueError: on every rank, naming what does not fit, before anything is written.
         OSError: on every rank, when one could not read.
     """
+    check_arguments(load_adapters, locals())
     path = Path(path)
     stored, found = on_every_rank(lambda: _fitting(model, path, adapter))
     drop_step(model)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore._fields import check_arguments
 from moecore.checkpoint.ranks import on_every_rank
 from moecore.hf.lora import is_tuner_layer, refuse_unmerging
 from moecore.hf.target import local_part
@@ -39,6 +40,7 @@ def merge_adapters(model: nn.Module) -> None:
         NotImplementedError: for adapters other than LoRA on linear layers, embeddings and experts,
             before anything is merged.
     """
+    check_arguments(merge_adapters, locals())
     on_every_rank(lambda: _check(model))
     drop_step(model)
     for module in model.modules():

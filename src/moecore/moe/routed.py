@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecore._fields import check_arguments
 from moecore.config import MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
@@ -44,6 +45,7 @@ class RoutedExperts(RoutedLayer, Experts):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_arguments(RoutedExperts.__init__, locals())
         Experts.__init__(
             self,
             config,
