@@ -119,11 +119,23 @@ def test_an_optimizer_that_was_made_before(meshes: Meshes, tmp_path: Any) -> Non
     parallelize_moe(model, meshes)
     message = "optimizer (AdamW) must hold parameters of the model, which parallelize_moe and "
     refused(message, lambda: TrainStep(model, early))
-    refused(message, lambda: TrainStep(model, [adamw(model), early]))
+    part = torch.optim.SGD(list(model.parameters())[1:], lr=0.1)
+    refused(message, lambda: TrainStep(model, [part, early]))
     refused(message, lambda: Saver(tmp_path, model, early))
     TrainStep(model, adamw(model))
     other = nn.Parameter(torch.ones(1))
     TrainStep(model, torch.optim.AdamW([*model.parameters(), other]))
+
+
+def test_an_optimizer_of_other_parameters_beside_the_models_own(meshes: Meshes) -> None:
+    """Such as a temperature that the loss has."""
+    model, other = make(), nn.Parameter(torch.ones(()))
+    parallelize_moe(model, meshes)
+    step = TrainStep(model, [adamw(model), torch.optim.SGD([other], lr=0.5)])
+    with step.micro_batch():
+        (model(torch.randn(2, 3, 32)).square().mean() * 0 + other).backward()
+    step.finish()
+    assert other.item() == 0.5
 
 
 def test_an_optimizer_of_a_model_on_meta(meshes: Meshes) -> None:

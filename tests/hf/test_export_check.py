@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moecore import CapacityConfig, MoEConfig, MoELayer
+from moecore.adapters import adopt
 from moecore.adapters.base import swap_blocks
 from moecore.checkpoint import UpcycleOptions, upcycle_modules
+from moecore.hf.blocks import STACKED
 from moecore.hf.export import export_hf
 from moecore.hf.export_check import published_shapes
 from tests.hf.hf_models import ARCHITECTURES, MODELS, qwen3_moe, random_model, transformers
@@ -79,7 +83,6 @@ def shorter_config() -> nn.Module:
 
 def renamed() -> nn.Module:
     """As a parallelized model whose adapter has a LayerLayout of its own."""
-    from moecore import MoEConfig, MoELayer
     from moecore.moe.layer import LayerLayout
 
     model = qwen3_moe()
@@ -92,6 +95,14 @@ def other_top_k() -> nn.Module:
     model = qwen3_moe()
     swap_blocks(model, {})
     model.config.num_experts_per_tok = 3
+    return model
+
+
+def dropping_in_eval() -> nn.Module:
+    model = qwen3_moe()
+    for layer in swap_blocks(model, {}).values():
+        capacity = CapacityConfig(factor=1.0, eval_factor=1.0)
+        layer.set_config(replace(layer.config, capacity=capacity))
     return model
 
 
@@ -151,6 +162,7 @@ def upcycled(
         (untied, r"lm_head.weight must equal model.embed_tokens.weight .*: call model.tie_weights"),
         (with_value_head, r"value_head.weight \(1, 32\) must be a tensor of Qwen3MoeForCausalLM, "),
         (other_top_k, r"model.layers.\d.mlp's moe.top_k \(2\) must be 3 as in Qwen3MoeForCausalLM"),
+        (dropping_in_eval, r"layers.0.mlp's moe.capacity \(given\) must be None as in Qwen3Moe"),
         (shorter_config, r"model.layers.1.self_attn.q_proj.weight .* would drop it: take it off"),
         (
             renamed,
@@ -227,6 +239,27 @@ def test_a_vocabulary_that_was_resized(tmp_path):
     found, config = loaded(tmp_path / "out")
     assert config["vocab_size"] == 70
     torch.testing.assert_close(logits(found), logits(model))
+
+
+def test_a_block_that_only_the_caller_knew(tmp_path):
+    """Its adapter, which knows its rule, is not among moecore's own."""
+    sizes = SIZES | dict(num_experts=4, num_experts_per_tok=2, pad_token_id=0, eos_token_id=1)
+    model = transformers.FlexOlmoForCausalLM(transformers.FlexOlmoConfig(**sizes))
+    before = logits(model)
+    layers = swap_blocks(model, {type(model.model.layers[0].mlp): flex_olmo})
+    assert len(layers) == 2
+    torch.testing.assert_close(logits(model), before)
+    export_hf(model, tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(tmp_path / "out")[0]), before)
+
+
+def flex_olmo(block: Any, model: nn.Module) -> MoELayer:
+    E, twice_F, D = block.experts.gate_up_proj.shape
+    config = MoEConfig(
+        dim=D, hidden_dim=twice_F // 2, num_experts=E, top_k=2, normalize_weights=False
+    )
+    router, experts = (dict(m.named_parameters()) for m in (block.gate, block.experts))
+    return adopt(config, STACKED, router=router, experts=experts)
 
 
 def test_a_class_that_reads_experts_stacked_alone(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from moecore.hf.convert import native_to_hf
 from moecore.interchange import dcp as dcp_room
 from moecore.interchange.convert import dcp_to_native, native_to_dcp
 from moecore.interchange.dcp import DCPFiles, NewChunk, NewTensor, write_dcp
+from moecore.interchange.dcp_metadata import _Record, _Unpickler
 from moecore.models import Decoder, DecoderConfig, preset
 from tests.hf.hf_models import random_model
 from tests.hf.states import hf_state
@@ -293,6 +297,72 @@ def test_metadata_runs_nothing_and_is_checked(damage, message, tmp_path):
     assert not (tmp_path / "run").exists() and not (path / "was-here").exists()
 
 
+def nested(depth: int) -> bytes:
+    """A pickle of a list with 2 ** depth leaves, itself a few bytes per level."""
+    steps = (bytes([*b"]q", i + 1, *b"(h", i, *b"h", i, *b"e"]) for i in range(depth))
+    return b"\x80\x04]q\x000" + b"0".join(steps)
+
+
+def as_layout(value: bytes) -> bytes:
+    """A pickle that asks for a layout called after a value."""
+    return value[:2] + b"ctorch.serialization\n_get_layout\n" + value[2:] + b"\x85R."
+
+
+def test_metadata_expands_nothing_and_imports_nothing():
+    """As text a nested list has 2 ** 20 leaves; getattr of torch imports torch.onnx."""
+    for layout in (as_layout(nested(20)), as_layout(b"\x80\x04X\x07\x00\x00\x00strided")):
+        assert isinstance(_Unpickler(io.BytesIO(layout)).load(), _Record)
+    code = (
+        "import io, sys; from moecore.interchange.dcp_metadata import _Unpickler\n"
+        "before = set(sys.modules)\n"
+        "try: _Unpickler(io.BytesIO(b'\\x80\\x04ctorch\\nonnx\\n.')).load()\n"
+        "except Exception as error: print(error, len(set(sys.modules) - before))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "torch.onnx is no class of a DCP directory 0\n"
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "is_whole"),
+    [
+        ([(0,), (2,)], [(2,), (2,)], True),
+        ([(0,), (1,)], [(2,), (2,)], False),  # row 1 twice, row 3 never: as many as a whole one
+        ([(0, 0), (0, 1), (1, 1)], [(2, 1), (1, 2), (1, 2)], True),
+        ([(0, 0), (0, 2), (1, 0)], [(1, 2), (2, 1), (1, 2)], True),
+        ([(0, 0), (0, 1), (1, 0)], [(2, 1), (1, 2), (1, 2)], False),  # [1, 0] twice, [1, 2] never
+    ],
+)
+def test_chunks_cover_each_element_once(offsets, sizes, is_whole, tmp_path):
+    chunks = [
+        NewChunk(o, s, lambda s=s: torch.ones(s)) for o, s in zip(offsets, sizes, strict=True)
+    ]
+    shape = (4,) if len(offsets[0]) == 1 else (2, 3)
+    write_dcp(tmp_path, {"a": NewTensor(shape, torch.float32, chunks)}, dcp_room.Meter())
+    if not is_whole:
+        with pytest.raises(
+            ValueError, match=r"a \(.*\) has chunks that are not all of it, each el"
+        ):
+            DCPFiles(tmp_path)
+        return
+    with DCPFiles(tmp_path) as files:
+        assert torch.equal(files.read("a", tuple(slice(0, n) for n in shape)), torch.ones(shape))
+
+
+def test_one_of_several_models_is_not_guessed(tmp_path):
+    """The optimizer's tensors of a model's name are no second model; an average of weights is."""
+    config, values = case("mixtral")
+    state, other = (decoder(config, seed).state_dict() for seed in (3, 4))
+    source = written(tmp_path / "in", {"model": dict(state), "ema": dict(other)})
+    with pytest.raises(
+        ValueError, match=r"one model, but has model.embed_tokens.weight below .*ema"
+    ):
+        dcp_to_native(source, tmp_path / "run", config=values)
+    source = written(tmp_path / "one", {"model": dict(state), "optim": {"exp_avg": dict(other)}})
+    found = decoder(config, seed=5)
+    load(dcp_to_native(source, tmp_path / "run", config=values), found)
+    assert_same(found, decoder(config, seed=3))
+
+
 def test_chunks_that_are_not_what_was_named(tmp_path):
     path = written(tmp_path / "in", {"a": torch.arange(6.0).view(2, 3)})
     file = path / "__0_0.distcp"
@@ -303,6 +373,30 @@ def test_chunks_that_are_not_what_was_named(tmp_path):
     file.write_bytes(raw)
     with DCPFiles(path) as files, pytest.raises(OSError, match=r"__0_0.distcp\) must hold a: "):
         files.read("a", (slice(0, 2), slice(0, 3)))
+
+
+@pytest.mark.parametrize(
+    ("stored", "is_whole"),
+    [
+        (torch.ones(2, 3, requires_grad=True), True),
+        (torch.ones(2, 3, device="meta"), False),
+        (torch.ones(2, 3).to_sparse(), False),
+        (torch.ones(3, 2), False),
+        (torch.ones(2, 3).double(), False),
+        ([torch.ones(2, 3)], False),
+    ],
+)
+def test_a_chunk_of_another_kind(stored, is_whole, tmp_path, monkeypatch):
+    plain, chunk = torch.save, NewChunk((0, 0), (2, 3), lambda: torch.ones(2, 3))
+    monkeypatch.setattr(torch, "save", lambda _, *rest, **options: plain(stored, *rest, **options))
+    write_dcp(tmp_path, {"a": NewTensor((2, 3), torch.float32, [chunk])}, dcp_room.Meter())
+    with DCPFiles(tmp_path) as files:
+        if is_whole:
+            found = files.read("a", (slice(0, 2), slice(0, 3)))
+            assert torch.equal(found, torch.ones(2, 3)) and not found.requires_grad
+            return
+        with pytest.raises(OSError, match=r"__0_0.distcp\) must hold a as .*, as .metadata names"):
+            files.read("a", (slice(0, 2), slice(0, 3)))
 
 
 def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -332,7 +426,9 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path, monkeypatch):
 def test_a_model_without_names_there_is_refused(tmp_path):
     config, values = case("mixtral")
     path = save(tmp_path / "run", 0, decoder(config), None)
-    with pytest.raises(ValueError, match=r"names \('zarr'\) must be one of 'megatron', 'dcp', "):
+    with pytest.raises(
+        ValueError, match=r"names \('zarr'\) must be one of 'megatron', 'dcp', 'dcp-tr"
+    ):
         native_to_dcp(path, tmp_path / "out", config=values, names="zarr")
     with pytest.raises(NotImplementedError, match=r"model_type \('gpt_oss'\) must be one of"):
         dcp_to_native(tmp_path, tmp_path / "new", config=dict(model_type="gpt_oss"))

@@ -87,9 +87,15 @@ def differences(
     return list(_differing(ours, values, "", skipped))
 
 
+def training_only(moe: MoEConfig | None) -> frozenset[str]:
+    """Return the paths of fields that only training reads: of capacity, unless eval drops too."""
+    drops = moe is not None and moe.capacity is not None and moe.capacity.eval_factor is not None
+    return TRAINING - {"moe.capacity"} if drops else TRAINING
+
+
 def moe_differences(ours: MoEConfig, theirs: MoEConfig) -> list[Difference]:
-    """Return the fields in which two layers compute differently; see `TRAINING`."""
-    return list(_differing(ours, asdict(theirs), "moe.", TRAINING))
+    """Return the fields in which a layer computes differently in eval; see `TRAINING`."""
+    return list(_differing(ours, asdict(theirs), "moe.", training_only(ours)))
 
 
 def hf_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:

@@ -55,15 +55,19 @@ def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
 
     Args:
         model: of `parallelize_moe`, which replaces every parameter, as `to_empty` does on meta.
-        optimizer: of the model; it may hold parameters besides that are not the model's.
+        optimizer: of the model, one or several. Parameters that are not the model's may be in them,
+            and one may hold such alone where the others train all of the model.
 
     Raises:
-        ValueError: names the class of the first that holds none of the model's parameters.
+        ValueError: names the class of the first that holds none of the model's parameters, while
+            some of these are in no optimizer.
     """
+    given = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer else []
+    held = [{p for group in one.param_groups for p in group["params"]} for one in given]
     own = set(model.parameters())
-    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
-        held = [] if one is None else [p for group in one.param_groups for p in group["params"]]
-        if held and own.isdisjoint(held):
+    left_out = {p for p in own if p.requires_grad}.difference(*held)
+    for one, params in zip(given, held, strict=True):
+        if left_out and params and own.isdisjoint(params):
             raise ValueError(
                 f"optimizer ({type(one).__name__}) must hold parameters of the model, which "
                 "parallelize_moe and to_empty have replaced: make it of model.parameters() "

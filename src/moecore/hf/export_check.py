@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.adapters.base import swap_blocks
 from moecore.checkpoint.config_differences import moe_differences
+from moecore.hf.blocks import find_hf_adapter
 from moecore.hf.export_config import name_of, transformers_class
 from moecore.hf.names import EMBEDDING, HEAD, Recipe
 from moecore.hf.target import local_part
@@ -54,7 +54,7 @@ def check_readable(
     wanted = _shapes(reader.state_dict())
     held = {piece.name: piece.shape for recipe in fused.values() for piece in recipe.pieces}
     _check_names(model, kind, wanted, held)
-    _check_layers(model, kind, config)
+    _check_layers(model, kind, reader)
     files = {piece.name: piece.shape for recipe in written.values() for piece in recipe.pieces}
     renamed = {name: shape for name, shape in files.items() if name not in wanted}
     published = published_shapes(reader) if renamed else {}
@@ -150,17 +150,20 @@ def _check_names(model: nn.Module, kind: Any, wanted: Shapes, held: Shapes) -> N
             )
 
 
-def _check_layers(model: nn.Module, kind: Any, config: Any) -> None:
-    """Raise for a MoE layer whose rule is not that of the same layer in its class."""
+def _check_layers(model: nn.Module, kind: Any, reader: nn.Module) -> None:
+    """Raise for a MoE layer whose rule is not that of the same block in its class.
+
+    A block of which only the caller knew the rule, by an adapter, is not compared.
+    """
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, MoELayer)}
-    if not layers:
-        return
-    readers = swap_blocks(_on_meta(kind, config), {})
-    for path in layers.keys() & readers.keys():
-        for found in moe_differences(layers[path].config, readers[path].config):
+    for path, layer in layers.items():
+        block = reader.get_submodule(path)  # is there, as names and shapes agree
+        adapter = find_hf_adapter(block)
+        found = moe_differences(layer.config, adapter(block, reader).config) if adapter else []
+        for field in found:
             raise ValueError(
-                f"{path}'s {found.name} ({found.ours}) must be {found.theirs} as in "
-                f"{kind.__name__} with this config, which reads the directory: correct the config"
+                f"{path}'s {field.name} ({field.ours}) must be {field.theirs} as in "
+                f"{kind.__name__} with this config, which reads the directory: correct one of them"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from moecore.checkpoint.config_differences import TRAINING
+from moecore.checkpoint.config_differences import TRAINING, training_only
 from moecore.hf.config import MTP_KEYS, HFConfig, decoder_config_from_hf, read_config
 from moecore.hf.config_problems import config_problems
 from moecore.hf.upcycled import upcycled_config
@@ -59,9 +59,7 @@ def _decoder_config(model: Decoder, config: HFConfig | None) -> dict[str, Any]:
     values = read_config(config)
     values = finish_config(values, model.config.num_mtp_layers)
     decoder_config_from_hf(values)  # raises where it cannot be a native decoder
-    capacity = model.config.moe.capacity if model.config.moe else None
-    in_eval = {"moe.capacity"} if capacity and capacity.eval_factor is not None else set()
-    _check_same(values, model.config, skipped=TRAINING - in_eval)
+    _check_same(values, model.config, skipped=training_only(model.config.moe))
     return values
 
 

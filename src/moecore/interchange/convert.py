@@ -28,7 +28,7 @@ from moecore.hf.collect import Collector, Item
 from moecore.hf.config import HFConfig, decoder_config_from_hf
 from moecore.hf.convert import StoredModel, open_native
 from moecore.hf.export import check_target, make_items
-from moecore.hf.files import Box, BoxReader
+from moecore.hf.files import Box, BoxReader, listed
 from moecore.hf.names import EMBEDDING, Piece, Recipe, find_layout, hf_plan
 from moecore.hf.native_writer import Origin, check_alone, write_native
 from moecore.hf.quant import PlainSource, Source
@@ -36,7 +36,7 @@ from moecore.interchange.dcp import (
     DCPFiles,
     NewChunk,
     NewTensor,
-    tensors_below,
+    prefixes,
     write_dcp,
 )
 from moecore.interchange.megatron import (
@@ -160,7 +160,7 @@ def native_to_dcp(
 
 def names_in(files: DCPFiles) -> str:
     """Return whose names a directory has: one of `DCPNames`."""
-    if tensors_below(files, WORDS) or WORDS in files.tensors:
+    if prefixes(files, WORDS):
         return "megatron"
     is_native = any(".mlp.experts.w1" in n or ".mlp.router.weight" in n for n in files.tensors)
     return "dcp" if is_native else "dcp-transformers"
@@ -206,7 +206,7 @@ def _find_sources(
     if kind == "megatron":
         found, problems = _megatron_sources(files, config)
         return found, hf_plan(config, "per_expert"), problems
-    prefix = tensors_below(files, EMBEDDING)
+    prefix = _prefix_of(files, EMBEDDING)
     sources: dict[str, Source] = {
         name.removeprefix(prefix): PlainSource(name, tensor.shape, tensor.dtype)
         for name, tensor in files.tensors.items()
@@ -219,10 +219,21 @@ def _find_sources(
     return sources, hf_plan(config, find_layout(sources)), []
 
 
+def _prefix_of(files: DCPFiles, ending: str) -> str:
+    """Return what is put before every name of the model; raise where there are several models."""
+    found = prefixes(files, ending) or [""]
+    if len(found) > 1 and "" not in found:
+        raise ValueError(
+            f"path ({files.path}) must hold one model, but has {ending} below {listed(found)}: "
+            "save the one that you mean alone"
+        )
+    return "" if "" in found else found[0]
+
+
 def _megatron_sources(
     files: DCPFiles, config: DecoderConfig
 ) -> tuple[dict[str, Source], list[str]]:
-    prefix = tensors_below(files, WORDS)
+    prefix = _prefix_of(files, WORDS)
     names = [name for name in files.tensors if name.startswith(prefix)]
     shapes = {name.removeprefix(prefix): files.tensors[name].shape for name in names}
     head = optional_head(config, shapes)

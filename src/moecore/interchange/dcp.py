@@ -69,7 +69,6 @@ class DCPFiles:
         """
         entry = self.tensors[name]
         whole = torch.empty([s.stop - s.start for s in box], dtype=entry.dtype)
-        filled = 0
         for chunk in entry.chunks:
             spans = [
                 (max(s.start, o), min(s.stop, o + n))
@@ -83,11 +82,6 @@ class DCPFiles:
                     slice(a - s.start, b - s.start) for (a, b), s in zip(spans, box, strict=True)
                 )
                 whole[target] = self._load(name, chunk, entry.dtype)[source]
-                filled += _numel([b - a for a, b in spans])
-        if filled != whole.numel():
-            raise OSError(
-                f"path ({self.path}) must hold each element of {name} once: copy it again"
-            )
         return whole
 
     def close(self) -> None:
@@ -111,10 +105,11 @@ class DCPFiles:
                 value = torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # of any kind: the bytes are damaged
                 raise OSError(f"path ({file}) must hold {name}: {_line(error)}") from None
-        if not isinstance(value, Tensor) or value.dtype != dtype:
+        if not isinstance(value, Tensor) or value.dtype != dtype or not _has_elements(value):
             raise OSError(f"path ({file}) must hold {name} as {dtype}, as .metadata names it")
         if tuple(value.shape) != chunk.sizes:
             raise OSError(f"path ({file}) must hold {name} as {chunk.sizes}, as .metadata names it")
+        value = value.detach()
         self._last = chunk, value
         return value
 
@@ -233,16 +228,22 @@ def _numel(sizes: Sequence[int]) -> int:
     return torch.Size(sizes).numel()
 
 
+def _has_elements(value: Tensor) -> bool:
+    """Whether a tensor has storage with all of its elements."""
+    return value.layout == torch.strided and not value.is_meta
+
+
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def tensors_below(files: DCPFiles, ending: str) -> str:
-    """Return what is put before every name of the model: "" or such as "model.".
+def prefixes(files: DCPFiles, ending: str) -> list[str]:
+    """Return what is put before every name of a model: "" or such as "model.", of each model there.
 
     Args:
-        files: the directory.
+        files: the directory; names of an optimizer's state are left out.
         ending: name of a tensor that every such model has.
     """
     found = [name for name in files.tensors if name == ending or name.endswith(f".{ending}")]
-    return min(found, key=len).removesuffix(ending) if found else ""
+    parts = [name.removesuffix(ending) for name in found]
+    return [p for p in parts if not any(part.startswith("optim") for part in p.split("."))]
