@@ -5,6 +5,7 @@ Legend: A micro-batches of a step, R data ranks, B sequences, T tokens of the lo
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -103,3 +104,13 @@ def split_examples(
     return [e for i, e in enumerate(examples) if i not in held_out], [
         examples[i] for i in sorted(held_out)
     ]
+
+
+def digest_of(examples: Sequence[Example]) -> str:
+    """Return what other tokens, answers or another order of examples change."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(len(example.tokens_T).to_bytes(8, "little"))
+        digest.update(example.tokens_T.numpy())
+        digest.update(example.is_answer_T.numpy())
+    return digest.hexdigest()[:12]

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from batches import Batch, eval_batches, split_examples, step_batches
+from batches import Batch, digest_of, eval_batches, split_examples, step_batches
 from chat import Example, Examples, read_examples
 from data import BatchShape, to_device
 from errors import (
@@ -94,7 +94,7 @@ def train(job: Job) -> None:
             saver.check()  # a save that failed in the background ends the run here
             if saved:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
-                saver.save(step, {"step": step, "seed": args.seed}, wait=False)
+                saver.save(step, {"step": step, **job.facts}, wait=False)
         job.owner.check()  # the last step's
 
 
@@ -185,6 +185,7 @@ class Job:
     Attributes:
         owner: of the optimizer steps.
         start: steps that the loaded checkpoint has done; 0 = none was there.
+        facts: what a run that goes on must have in common, see `resume`.
         examples, held_out: of all ranks.
         data: what the examples came from.
         reader: a GPU's stream for what the host reads, see train.py.
@@ -201,6 +202,7 @@ class Job:
     data: Examples
     shape: BatchShape
     start: int
+    facts: dict[str, object]
     reader: torch.cuda.Stream | None
 
 
@@ -232,6 +234,12 @@ def build_job(args: argparse.Namespace) -> Job:
         moment_dtype=DTYPES[args.moment_dtype],
     )
     device = torch.device(meshes.device_type)
+    facts = {
+        "--seed": args.seed,
+        "--model": args.model.resolve().name,
+        "examples per step": per_step,
+        "--data": f"{len(examples)} examples, digest {digest_of(examples)}",
+    }
     return Job(
         args=args,
         meshes=meshes,
@@ -243,7 +251,8 @@ def build_job(args: argparse.Namespace) -> Job:
         held_out=held_out,
         data=data,
         shape=shape,
-        start=resume(args, model, optimizer),
+        start=resume(args, model, optimizer, facts),
+        facts=facts,
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
     )
 

@@ -88,6 +88,8 @@ class WithLoss(nn.Module):
         """
         seen: dict[str, Any] = {}
         head = self.hf.get_output_embeddings()
+        if self.hf.base_model is self.hf:  # such as Llama 4's, which has it under another name
+            return
         hooks = [
             head.register_forward_hook(lambda m, args, out: seen.update(read=args[0], made=out)),
             self.hf.base_model.register_forward_hook(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,21 +16,36 @@ KEPT_CHECKPOINTS = 2
 
 
 def resume(
-    args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    facts: Mapping[str, object],
 ) -> int:
-    """Load the newest checkpoint of the run and return how many steps it has done; 0 = none."""
+    """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
+
+    Args:
+        args: of the run.
+        model: to fill.
+        optimizer: to fill.
+        facts: name -> what the run that saved must have had in common with this one, or it would
+            go on with other data, or at another place in it; a checkpoint has them.
+
+    Raises:
+        ValueError: for a checkpoint of another script, and for a fact that differs.
+    """
     # On one rank: a slow file system may show another one, or none, to another rank.
     newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
     if newest is None:
         return 0
     extra = load(newest, model, optimizer)
-    if not {"step", "seed"} <= extra.keys():
+    if not {"step", *facts} <= extra.keys():
         raise ValueError(f"--run-dir ({newest}) must be this script's: use another one")
-    if extra["seed"] != args.seed:
-        raise ValueError(
-            f"--seed ({args.seed}) must be {extra['seed']} as in {newest}, because the data "
-            "position depends on it: use that seed or another --run-dir"
-        )
+    for name, value in facts.items():
+        if value != extra[name]:
+            raise ValueError(
+                f"{name} ({value}) must be {extra[name]} as in {newest}, which this run would "
+                "continue: use that, or another --run-dir"
+            )
     return extra["step"]
 
 

@@ -114,7 +114,7 @@ def train(job: Job) -> None:
             saver.check()  # a save that failed in the background ends the run here
             if saved:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
-                saver.save(step, {"step": step, "seed": args.seed}, wait=False)
+                saver.save(step, {"step": step, **facts_of(args)}, wait=False)
         job.owner.check()  # the last step's
 
 
@@ -264,10 +264,15 @@ def build_job(args: argparse.Namespace) -> Job:
         corpus_N=corpus_N,
         held_out_N=held_out_N,
         shape=shape,
-        start=resume(args, model, optimizer),
+        start=resume(args, model, optimizer, facts_of(args)),
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
         peak_tflops=args.peak_tflops or peak_tflops(device, compute_dtype(args, device)),
     )
+
+
+def facts_of(args: argparse.Namespace) -> dict[str, object]:
+    """Return what a run that goes on must have in common: the data position depends on it."""
+    return {"--seed": args.seed}
 
 
 def read_texts(args: argparse.Namespace) -> tuple[Tensor, Tensor | None]:

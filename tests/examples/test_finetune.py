@@ -24,7 +24,9 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from tests.examples.test_train import metrics, tensors
+from tests.hf.family_models import tiny_model
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -294,6 +296,66 @@ def test_the_loss_is_the_models_own(
     next_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
     found = model(tokens_BT, next_BT, torch.zeros_like(tokens_BT, dtype=torch.bool), count)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "llama4"])
+def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType) -> None:
+    """A MoELayer, experts behind a router of transformers, and those of a block of its own."""
+    from batches import make_batch
+    from chat import Example
+
+    model = finetune.WithLoss(tiny_model(family))
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
+    model.mask_padding()
+    model.choose_loss(torch.device("cpu"))
+    examples = [
+        Example(torch.randint(52, 61, (n,)).int(), torch.arange(n) % 3 > 0) for n in (10, 6)
+    ]
+
+    def run(batches: list[Any]) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        step, total = TrainStep(model, num_micro_batches=len(batches)), 0.0
+        for batch in batches:
+            parts = (batch.tokens_BT, batch.labels_BT, batch.padding_BT)
+            with step.micro_batch():
+                loss = model(*parts, torch.tensor(3))
+                loss.backward()
+            total += float(loss.detach())
+        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+        model.zero_grad()
+        return total, grads, step.finish().metrics.tokens_per_expert
+
+    alone = run([make_batch([example]) for example in examples])
+    padded = run([make_batch(examples)])
+    assert padded[0] == pytest.approx(alone[0], rel=1e-5)
+    for name, grad in alone[1].items():
+        torch.testing.assert_close(padded[1][name], grad, rtol=1e-3, atol=1e-5)
+    assert padded[2].keys() == alone[2].keys()
+    assert all(torch.equal(padded[2][name], counts) for name, counts in alone[2].items())
+
+
+OTHER_RUNS = {
+    "--seed 1": "--seed (1) must be 0 as in ",
+    "--grad-accum 2": "examples per step (4) must be 8 as in ",
+    "--seq-len 40": "--data (38 examples, digest ",
+    "--model {other}": "--model (other) must be tiny as in ",
+}
+
+
+@pytest.mark.parametrize("more", OTHER_RUNS)
+def test_a_run_goes_on_with_its_own_data_and_model(
+    more: str,
+    runs: tuple[Path, list[str]],
+    finetune: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, _ = runs
+    shutil.copytree(folder / "tiny", tmp_path / "other")
+    words = f"{ONE_RANK} {more.format(other=tmp_path / 'other')}"
+    capsys.readouterr()
+    assert in_this_process(finetune, folder, "straight", words) == 2
+    error = capsys.readouterr().err.strip()
+    assert OTHER_RUNS[more] in error and len(error.splitlines()) == 1, error
 
 
 def without_tokenizer(model: Path) -> None:

@@ -18,13 +18,19 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore.checkpoint import save
 from moecore.hf.device_map import ShardedDeviceMap
 from moecore.integrations.transformers import MoETrainer
-from moecore.integrations.transformers.arguments import REFUSED, check_arguments
+from moecore.integrations.transformers.arguments import (
+    REFUSED,
+    check_accelerator,
+    check_arguments,
+)
 from moecore.integrations.transformers.run_state import (
     NUM_WORDS,
     host_generators,
@@ -111,6 +117,71 @@ def test_data_ranks_that_are_no_processes(
         MoETrainer(sharded(), arguments(tmp_path))
 
 
+def test_an_optimizer_that_was_made_before(one_process: None, tmp_path: Path) -> None:
+    model = random_model("qwen3-moe")
+    optimizer = torch.optim.AdamW(model.parameters())
+    parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
+    with pytest.raises(ValueError, match=r"optimizer \(AdamW\) must hold parameters of the model"):
+        MoETrainer(model, arguments(tmp_path), optimizers=(optimizer, None))
+
+
+@pytest.mark.parametrize(
+    ("variables", "setting"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, r"mixed_precision \(bf16\)"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "eager"}, r"dynamo_backend \(eager\)"),
+    ],
+)
+def test_settings_of_accelerate_launch(
+    variables: dict[str, str],
+    setting: str,
+    one_process: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sharded()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"{setting} of accelerate's config must be off"):
+        MoETrainer(model, arguments(tmp_path), padded, rows(2))
+
+
+def test_sharding_of_accelerate_launch(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    check_accelerator(accelerator)
+    for kind in DistributedType:
+        monkeypatch.setattr(Accelerator, "distributed_type", kind)
+        if kind.value.startswith("MULTI_"):
+            check_accelerator(accelerator)
+        elif kind != DistributedType.NO:
+            with pytest.raises(ValueError, match=rf"distributed_type \({kind.value}\) of accel"):
+                check_accelerator(accelerator)
+
+
+class Counts(TrainerCallback, ExportableState):
+    def __init__(self, stride: int) -> None:
+        self.stride, self.count = stride, 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.count += self.stride
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"stride": self.stride}, "attributes": {"count": self.count}}
+
+
+def test_callbacks_of_one_class_keep_their_states(one_process: None, tmp_path: Path) -> None:
+    options = dict(
+        save_strategy="steps", save_steps=1, restore_callback_states_from_checkpoint=True
+    )
+    for steps, resume in ((1, False), (2, True)):
+        args = arguments(tmp_path, **options | dict(max_steps=steps))
+        counting = [Counts(1), Counts(100)]
+        trainer = MoETrainer(sharded(), args, padded, rows(2), callbacks=counting)
+        trainer.train(resume_from_checkpoint=resume)
+    found = [c for c in trainer.callback_handler.callbacks if isinstance(c, Counts)]
+    assert [c.count for c in found] == [2, 200]
+
+
 def test_checkpoints_to_resume_from(one_process: None, tmp_path: Path) -> None:
     model = sharded()
     trainer = MoETrainer(model, arguments(tmp_path), padded, rows(2))
@@ -119,6 +190,24 @@ def test_checkpoints_to_resume_from(one_process: None, tmp_path: Path) -> None:
     path = save(tmp_path / "other", 1, model, None)
     with pytest.raises(ValueError, match=r"must be a checkpoint of MoETrainer"):
         trainer.train(resume_from_checkpoint=path)
+
+
+def test_adapters_are_saved_as_peft_reads_them(one_process: None, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", minversion="0.21")
+    from tests.hf.lora_cases import adapted_model
+
+    model = parallelize_moe(adapted_model("qwen3-moe", {}), build_meshes(ParallelConfig(), "cpu"))
+    trainer = MoETrainer(model, arguments(tmp_path, learning_rate=0.1), padded, rows(2))
+    trainer.train()
+    for _ in range(2):  # the second one takes the place of the first
+        trainer.save_model()
+    loaded = peft.PeftModel.from_pretrained(random_model("qwen3-moe"), tmp_path)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        found, wanted = (one.eval()(input_ids=ids).logits for one in (loaded, model))
+        before = adapted_model("qwen3-moe", {}).eval()(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert (before - wanted).abs().max() > 0.01
 
 
 class Saves(TrainerCallback):

@@ -59,16 +59,20 @@ def refuse_unmerged(model: nn.Module) -> None:
     Raises:
         ValueError: names the fix.
     """
-    for name, layer in model.named_modules():
-        if is_tuner_layer(layer) and _waiting(layer):
-            raise ValueError(
-                f"adapters of {clean_name(name)} must be merged into the weights, which are all "
-                "that is written: call moecore.hf.merge_adapters(model) first, or save_adapters"
-            )
+    for name in unmerged(model):
+        raise ValueError(
+            f"adapters of {clean_name(name)} must be merged into the weights, which are all "
+            "that is written: call moecore.hf.merge_adapters(model) first, or save_adapters"
+        )
+
+
+def unmerged(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers whose forward adds adapters to their weights, by name."""
+    return {n: m for n, m in model.named_modules() if is_tuner_layer(m) and _waiting(m)}
 
 
 def _check(model: nn.Module) -> None:
-    waiting = [m for m in model.modules() if is_tuner_layer(m) and _waiting(m)]
+    waiting = unmerged(model).values()
     if not waiting:
         raise ValueError(
             f"model ({type(model).__name__}) must have active adapters that are not merged: attach "

@@ -24,7 +24,7 @@ class MoEMetrics:
         aux_losses: layer name -> fp32 [4] in the order of `LOSS_NAMES`, coefficients applied.
         router_entropy: layer name -> fp64 scalar in nats, the mean over tokens of the entropy of
             each one's probabilities: the scores over their sum, before any bias. 0 is certain,
-            log(E) undecided.
+            log(E) undecided. Only layers whose router is moecore's.
     """
 
     tokens_per_expert: dict[str, Tensor] = field(default_factory=dict)

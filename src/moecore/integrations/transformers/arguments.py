@@ -1,7 +1,8 @@
-"""TrainingArguments that would wrap, cast or save the model behind moecore's back."""
+"""Arguments and settings of accelerate that would wrap, cast or save the model besides moecore."""
 
 from __future__ import annotations
 
+from accelerate import Accelerator
 from torch import nn
 from transformers import TrainingArguments
 
@@ -27,6 +28,9 @@ REFUSED = {
     "enable_jit_checkpoint": "use save_steps, saves run in the background",
 }
 
+# what Accelerator.distributed_type may be, whatever the device, beginning with
+_PLAIN_TYPES = ("NO", "MULTI_")
+
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for what `MoETrainer` cannot do with these arguments."""
@@ -49,6 +53,22 @@ def check_arguments(args: TrainingArguments) -> None:
             f"save_total_limit ({args.save_total_limit}) must be None with load_best_model_at_end: "
             "the oldest checkpoints are removed, and one of them may be the best"
         )
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raise ValueError for what `accelerate launch` has turned on, by its variables."""
+    kind = str(accelerator.distributed_type.value)
+    backend = str(accelerator.state.dynamo_plugin.backend.value)
+    settings = (
+        ("mixed_precision", accelerator.mixed_precision, "no", _PRECISION),
+        ("dynamo_backend", backend.lower(), "no", REFUSED["torch_compile"]),
+        ("distributed_type", kind, kind if kind.startswith(_PLAIN_TYPES) else "plain", _SHARDING),
+    )
+    for name, value, wanted, fix in settings:
+        if value != wanted:
+            raise ValueError(
+                f"{name} ({value}) of accelerate's config must be off for MoETrainer: {fix}"
+            )
 
 
 def check_model(model: nn.Module, args: TrainingArguments) -> None:

@@ -1,18 +1,26 @@
-"""save_model of a `MoETrainer`: an export into a directory that may exist."""
+"""save_model of a `MoETrainer`: an export, or adapters, into a directory that may exist."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 from torch import nn
 
 from moecore.checkpoint.ranks import on_first_rank
-from moecore.hf import export_hf
+from moecore.hf import export_hf, save_adapters
+from moecore.hf.lora_merge import unmerged
 
 
 def export_into(model: nn.Module, folder: Path) -> None:
-    """Export a model into a directory that may exist, in place of an earlier export. Collective."""
+    """Write a model into a directory that may exist, in place of an earlier export. Collective.
+
+    Of a model with adapters of peft that are not merged only the active ones are written.
+    """
+    if unmerged(model):
+        save_adapters(model, folder, adapter=cast(Any, model).active_adapter)
+        return
     draft = folder / ".export"
     on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True))  # a kill may have left one
     export_hf(model, draft)

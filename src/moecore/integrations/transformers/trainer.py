@@ -36,8 +36,13 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from moecore.checkpoint import Saver, load
 from moecore.checkpoint.directory import directory_of
+from moecore.fsdp.late_parameters import refuse_earlier
 from moecore.integrations.transformers.accelerator import ShardedAccelerator
-from moecore.integrations.transformers.arguments import check_arguments, check_model
+from moecore.integrations.transformers.arguments import (
+    check_accelerator,
+    check_arguments,
+    check_model,
+)
 from moecore.integrations.transformers.export import export_into
 from moecore.integrations.transformers.run_state import (
     GENERATORS,
@@ -65,8 +70,9 @@ class MoETrainer(Trainer):
         result: of the last optimizer step; None before the first.
 
     Raises:
-        ValueError: for a model that is not parallelized or whose loss convention is "sum", and for
-            arguments that wrap, cast or save the model otherwise.
+        ValueError: for a model that is not parallelized or whose loss convention is "sum", for an
+            optimizer that was made before, and for arguments or settings of accelerate that wrap,
+            cast or save the model otherwise.
     """
 
     result: StepResult | None = None
@@ -78,6 +84,7 @@ class MoETrainer(Trainer):
                 "MoETrainer: call get_peft_model before parallelize_moe"
             )
         super().__init__(*args, **kwargs)
+        refuse_earlier(self.model, self.optimizer)
         self._root = Path(self.args.output_dir) / "checkpoints"
         self._saver: Saver | None = None
         self.add_callback(_StepOwner(self))
@@ -87,6 +94,7 @@ class MoETrainer(Trainer):
         check_arguments(self.args)
         check_model(self.model, self.args)
         super().create_accelerator_and_postprocess()
+        check_accelerator(self.accelerator)
         self.accelerator.__class__ = ShardedAccelerator  # Trainer makes its own and takes none
 
     def train(
@@ -137,7 +145,10 @@ class MoETrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a Hugging Face directory, in place of what an earlier call wrote. Collective."""
+        """Write a Hugging Face directory, in place of what an earlier call wrote. Collective.
+
+        With adapters of peft that are not merged it is a directory of theirs.
+        """
         folder = Path(output_dir or self.args.output_dir)
         export_into(self.model, folder)
         if self.is_world_process_zero():
@@ -190,9 +201,7 @@ class MoETrainer(Trainer):
         step, state = self.state.global_step, self.state
         if state.best_global_step == step:
             state.best_model_checkpoint = str(directory_of(self._root, step))
-        for one in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(one, ExportableState):
-                state.stateful_callbacks[type(one).__name__] = one.state()
+        state.stateful_callbacks = _states([*self.callback_handler.callbacks, self.control])
         generators = self.accelerator.gather(host_generators()[None].to(self.args.device))
         extra = {STATE: state_text(state), GENERATORS: generators.cpu()}
         self._saver.save(step, extra, wait=False)
@@ -204,6 +213,15 @@ class MoETrainer(Trainer):
         assert self._saver is not None
         self._saver.close()  # the best one may be under way
         load(self.state.best_model_checkpoint, self.model)
+
+
+def _states(callbacks: list[Any]) -> dict[str, Any]:
+    """Return the states of those that have one by their class, as Trainer reads them back."""
+    found: dict[str, Any] = {}
+    for one in callbacks:
+        if isinstance(one, ExportableState):
+            found.setdefault(type(one).__name__, []).append(one.state())
+    return {name: states if len(states) > 1 else states[0] for name, states in found.items()}
 
 
 class _StepOwner(TrainerCallback):

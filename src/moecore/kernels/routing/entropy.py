@@ -6,11 +6,14 @@
 
 0 is a router that is certain, log(E) one that sees no difference. Whole units of 2^-24 nats are
 added: integer sums have no order to depend on, and ranks and micro-batches add up to the same bits
-however the tokens are dealt out. An int64 has room for 10^11 tokens of 1024 experts.
+however the tokens are dealt out. An int64 has room for 7 x 10^10 tokens of 1024 experts.
 
 Letters: T tokens, E experts.
 
-Bytes moved: 4 T E, the logits are read once, and T for a padding mask. One launch.
+Bytes moved: 4 T E, the logits are read once more, and T for a padding mask. One launch, in backward
+alone: eval and no_grad do without. A token of 128 experts is 512 bytes, 0.11 ns at an H200's
+4.8 TB/s; forward and backward of its 8 experts of 2048 x 768 are 18 * 8 * 2048 * 768 = 226 MFLOP,
+229 ns at 989 TFLOP/s: 0.05% of these products, and a layer takes longer.
 """
 
 from functools import partial
