@@ -238,6 +238,10 @@ def test_prune(capsys, tmp_path):
         (("prune", "{home}/run", "--keep", "0"), "--keep (0) must be >= 1: the newest must stay"),
         (("prune", "{tmp}/none", "--keep", "1"), "must be a run: it is not there"),
         (("convert", "a", "b", "--max-shard-size", "5XB"), "'5XB' must be a size >= 1 such as"),
+        (
+            ("convert", "{home}/hf", "{tmp}/x", "--layout", "fused"),
+            "--layout (fused) must be left out for a target that is native",
+        ),
         (("convert", "{home}/hf", "{tmp}/x", "--step", "-1"), "'-1' must be a whole number >= 0"),
         (("convert", "{home}/hf", "{tmp}/x", "--step", "one"), "'one' must be a whole number >="),
         (("convert", "a", "b", "--dtype", "int8"), "invalid choice: 'int8'"),

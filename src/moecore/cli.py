@@ -40,6 +40,12 @@ exit codes: 0 all is well, 1 a problem was found, 2 wrong usage"""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGETS = ("native", "hf", "megatron", "dcp", "dcp-transformers")
+# What only some targets have.
+FITTING = {
+    "step": ("native",),
+    "layout": ("hf",),
+    "max_shard_size": ("native", "hf"),
+}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -139,12 +145,14 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument(
         "--layout",
         choices=("per_expert", "fused"),
-        default="per_expert",
         help="to Hugging Face: a tensor per expert, as published (default), or one for all",
     )
-    convert.add_argument("--step", type=_step, default=0, help="to native: step (default 0)")
+    convert.add_argument("--step", type=_step, help="to native: step (default 0)")
     convert.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="default 5GB"
+        "--max-shard-size",
+        type=_size,
+        metavar="SIZE",
+        help="to native and Hugging Face: of a file (default 5GB)",
     )
 
 
@@ -291,6 +299,11 @@ def _convert(args: Any) -> int:
         raise UsageError(f"--config ({args.config}) must be left out: {path} has its own")
     if kind != "Hugging Face" and args.config is None:
         raise UsageError("--config must name the config.json of the Hugging Face model")
+    for name, targets in FITTING.items():
+        value = getattr(args, name)
+        if value is not None and to not in targets:
+            shown = name.replace("_", "-")
+            raise UsageError(f"--{shown} ({value}) must be left out for a target that is {to}")
     with _progress("writing") as progress:
         target = (_to_native if to == "native" else _from_native)(args, path, kind, to, progress)
     print(f"{path} -> {target}")
@@ -302,10 +315,9 @@ def _to_native(args: Any, path: Path, kind: str, _: str, progress: Progress | No
     from moecore.interchange.convert import dcp_to_native
 
     options: dict[str, Any] = dict(
-        step=args.step,
         dtype=DTYPES.get(args.dtype),
-        max_file_bytes=args.max_shard_size,
         progress=progress,
+        **_given(step=args.step, max_file_bytes=args.max_shard_size),
     )
     if kind == "DCP":
         return dcp_to_native(path, args.target, config=args.config, **options)
@@ -321,11 +333,16 @@ def _from_native(args: Any, path: Path, _: str, to: str, progress: Progress | No
         config=args.config, dtype=DTYPES.get(args.dtype), progress=progress
     )
     if to == "hf":
-        options |= dict(max_shard_bytes=args.max_shard_size, layout=args.layout)
+        options |= _given(max_shard_bytes=args.max_shard_size, layout=args.layout)
         native_to_hf(path, target, **options)
     else:
         native_to_dcp(path, target, names=to, **options)  # type: ignore[arg-type]
     return target
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that were given; of others the functions have the defaults."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _prune(args: Any) -> int:

@@ -137,6 +137,8 @@ class Meshes:
 
     def __repr__(self) -> str:
         """Return both views in three lines: sizes, and where this rank is; dims of 1 left out."""
+        if not dist.is_initialized():
+            return f"Meshes({self.parallel}, whose process group is destroyed)"
         ranks = f"Meshes({self.device_type}, rank {dist.get_rank()} of {dist.get_world_size()}"
         views = (("dense ", self.dense), ("expert", self.expert))
         return "\n".join([ranks, *(f"  {name} {_view(mesh)}" for name, mesh in views)]) + ")"
