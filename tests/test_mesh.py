@@ -250,3 +250,4 @@ def test_what_meshes_print() -> None:
     with fake_world(0, 1):
         alone = build_meshes(ParallelConfig(), "cpu")
         assert repr(alone) == "Meshes(cpu, rank 0 of 1\n  dense  one rank\n  expert one rank)"
+    assert repr(alone).endswith("whose process group is destroyed)")
