@@ -375,11 +375,8 @@ def with_small_vocabulary(model: Path) -> None:
     edit(model, vocab_size=99)
 
 
-def with_jitter(model: Path) -> None:
-    config = transformers.MixtralConfig(
-        vocab_size=3000, router_jitter_noise=0.1, num_hidden_layers=1, num_key_value_heads=4
-    )
-    config.save_pretrained(model)
+def with_experts_in_attention(model: Path) -> None:
+    transformers.JetMoeConfig(vocab_size=3000, num_hidden_layers=1).save_pretrained(model)
 
 
 def of_no_family(model: Path) -> None:
@@ -400,7 +397,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no template": (without_template, "", "some.jsonl) line 1 must have no messages, because the"),
     "dense": (without_experts, "", "must have routed experts: llama has none"),
     "vocabulary": (with_small_vocabulary, "", "must be < vocab_size (99) of its config.json"),
-    "refused block": (with_jitter, "", "router_jitter_noise (0.1) must be 0"),
+    "refused block": (with_experts_in_attention, "", "its model has experts in attention"),
     "no family": (of_no_family, "", "must have a config.json of transformers"),
     "no directory": (shutil.rmtree, "", "must be a Hugging Face directory with config.json"),
     "no answers": (

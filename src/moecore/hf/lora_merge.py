@@ -45,7 +45,7 @@ def merge_adapters(model: nn.Module) -> None:
     drop_step(model)
     for module in model.modules():
         if isinstance(module, Experts):
-            for name, update in module.lora.items():
+            for name, update in module.updates.items():
                 _merge_experts(module, name, update)  # type: ignore[arg-type]
             module.reader.drop_casts()
         elif is_tuner_layer(module) and not isinstance(module, LowRank):

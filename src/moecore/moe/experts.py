@@ -9,7 +9,7 @@ multiplies is a choice by name: `moe/backends.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -120,7 +120,6 @@ class Experts(nn.Module):
                 "use 'split'"
             )
         self.reader = ParamReader()
-        self.lora = nn.ModuleDict()
         self.set_backend(backend)
         self.etp_rank = 0  # which slice of F (and of D in b2) is this rank's; set when sharded
         self.etp_size = 1
@@ -188,6 +187,8 @@ class Experts(nn.Module):
                 f"LoRA of experts ({name}) must be on {' or '.join(names)}, and FC1 be one "
                 "parameter: target these alone"
             )
+        if not self.updates:
+            self.lora = nn.ModuleDict()
         self.lora[name] = update
 
     def shard(self, mesh: DeviceMesh) -> None:
@@ -209,7 +210,7 @@ class Experts(nn.Module):
             name = getattr(self.layout, role)
             shard_parameter(self, name, mesh[kept], tuple(placements[n] for n in kept))
         whole = {"ep": Shard(0), "etp": Replicate()}
-        for owner in [m for m in self.lora.modules() if isinstance(m, nn.ParameterDict)]:
+        for owner in [m for m in self.modules() if isinstance(m, nn.ParameterDict)]:
             for adapter in list(owner):
                 shard_parameter(owner, adapter, mesh[kept], tuple(whole[n] for n in kept))
         self.etp_rank, self.etp_size = mesh.get_local_rank("etp"), mesh["etp"].size()
@@ -291,7 +292,7 @@ class Experts(nn.Module):
         )
         with self.reader.reading():
             weights = self._weights(inp.rows.dtype)
-            in_use = any(update.in_use for update in self.lora.values())
+            in_use = any(update.in_use for update in self.updates.values())
             compute = separate_computation(self.backend, has_more=self._has_own or in_use)
             if compute is not None:
                 return compute(inp, weights, activation)
@@ -310,12 +311,17 @@ class Experts(nn.Module):
         return f"backend={self.backend!r}{recipe}"
 
     @property
+    def updates(self) -> Mapping[str, LowRank]:
+        """The low-rank updates that `adapt` has added, by the name of their matrix."""
+        return getattr(self, "lora", {})
+
+    @property
     def _is_biased(self) -> bool:
         return self.config.fc1_bias or self.config.fc2_bias
 
     @property
     def _is_adapted(self) -> bool:
-        return len(self.lora) > 0
+        return len(self.updates) > 0
 
     @property
     def _has_own(self) -> bool:
@@ -402,13 +408,13 @@ class Experts(nn.Module):
         outputs: Callable[[Tensor], Tensor] = lambda b_eOr: b_eOr,
     ) -> LowRankUpdate | None:
         """What is added to a matrix on this rank."""
-        if name not in self.lora:
+        if name not in self.updates:
             return None
 
         def read(param: nn.Parameter) -> Tensor:
             return self.reader.read(param).to(dtype)
 
-        update: LowRank = self.lora[name]  # type: ignore[assignment]
+        update = self.updates[name]
         return update.update(read, inputs=inputs, outputs=outputs)
 
     def _own_columns(self, b_eCr: Tensor) -> Tensor:
