@@ -17,7 +17,7 @@ from moecore._fields import shown
 from moecore.checkpoint import UpcycleOptions, latest, load, read_manifest, set_latest, verify
 from moecore.hf import decoder_config_from_hf, hf_to_native, load_hf, native_to_hf
 from moecore.models import Decoder, preset
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.rl import RouterReplay
 from tests.test_api import SECTIONS
 from tests.test_fields import RECORDS

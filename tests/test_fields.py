@@ -21,7 +21,7 @@ from moecore.kernels.experts.contract import ExpertMLPOptions
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from moecore.optim import AdamW
 from moecore.precision.recipe import Recipe

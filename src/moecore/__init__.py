@@ -7,7 +7,7 @@ from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.records import Dispatcher, ExpertInput, Routing

@@ -28,7 +28,8 @@ from moecore.kernels.experts.fp8_products import why_not_faster
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_backend
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.experts import Experts, expert_shapes
+from moecore.moe.expert_layout import expert_shapes
+from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
 from moecore.adapters import adopt
 from moecore.adapters.base import swap_blocks
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 
 CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2)

@@ -25,7 +25,7 @@ from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, para
 from moecore._distributed import HAS_SEPARATE_PIECES
 from moecore.checkpoint import load, read_manifest, save
 from moecore.models import Decoder, DecoderConfig
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.params import global_indices
 from moecore.moe.state import moe_state

@@ -32,7 +32,7 @@ from moecore.checkpoint.directory import POINTER, new_draft, publish, whole_dire
 from moecore.checkpoint.manifest import MANIFEST
 from moecore.checkpoint.state import split_halves
 from moecore.moe.balance import BalanceGroups
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from moecore.moe.state import MoEState
 

@@ -28,7 +28,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.moe.backends import ExpertBackend
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks

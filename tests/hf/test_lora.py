@@ -21,7 +21,8 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.hf import export_hf, init_adapters, load_adapters, merge_adapters, save_adapters
-from moecore.moe.experts import ExpertLayout, Experts
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
 from tests.hf.hf_models import enable_checkpointing, random_model, worst
 from tests.hf.lora_cases import (

@@ -21,7 +21,8 @@ from moecore.kernels.experts import torch_products as expert_products
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe import backends
-from moecore.moe.experts import ExpertLayout, Experts, expert_shapes
+from moecore.moe.expert_layout import ExpertLayout, expert_shapes
+from moecore.moe.experts import Experts
 from moecore.moe.params import global_indices
 from moecore.moe.records import ExpertInput
 from tests.moe.moe_cases import (

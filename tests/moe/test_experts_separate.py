@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
-from moecore.moe.experts import ExpertLayout, Experts
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.experts import Experts
 from moecore.moe.layer import LayerLayout
 from moecore.moe.params import init_normal_
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moecore import MoEConfig, MoELayer
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from moecore.moe.low_rank import LowRank
 

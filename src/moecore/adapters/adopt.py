@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moecore._fields import check_arguments
 from moecore.config import MoEConfig
-from moecore.moe.experts import ExpertLayout, Experts, OwnActivation
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.experts import Experts, OwnActivation
 from moecore.moe.layer import LayerLayout, MoELayer, add_part
 from moecore.moe.routed import RoutedExperts
 from moecore.moe.router import Router

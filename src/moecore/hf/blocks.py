@@ -18,7 +18,7 @@ from moecore.config import MoEConfig
 from moecore.hf.experts import find_experts_adapter, read_experts
 from moecore.hf.outputs import record_logits
 from moecore.hf.stock import is_hf, refuse_customised
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer, RoutedLayer
 
 STACKED = LayerLayout(

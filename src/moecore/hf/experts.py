@@ -23,7 +23,8 @@ from moecore.adapters.adopt import adopt_experts
 from moecore.config import Activation, MoEConfig
 from moecore.hf.stock import is_hf, refuse_customised_experts
 from moecore.kernels.rows.activation import ActivationOptions, activation
-from moecore.moe.experts import ExpertLayout, OwnActivation
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.experts import OwnActivation
 from moecore.moe.routed import RoutedExperts
 
 FLAGS = ("is_transposed", "has_bias")  # which the interface sets on every module

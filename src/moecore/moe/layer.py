@@ -22,7 +22,8 @@ from moecore._fields import PositiveOrZero, Seed, check_arguments, check_fields
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
-from moecore.moe.experts import ExpertLayout, Experts
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.experts import Experts
 from moecore.moe.latent import Latent
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import Dispatcher, ExpertInput, Routing

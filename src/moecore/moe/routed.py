@@ -18,7 +18,8 @@ from moecore._fields import check_arguments
 from moecore.config import MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
-from moecore.moe.experts import ExpertLayout, Experts, OwnActivation
+from moecore.moe.expert_layout import ExpertLayout
+from moecore.moe.experts import Experts, OwnActivation
 from moecore.moe.layer import RoutedLayer, autocast
 from moecore.moe.micro_batch import MicroBatch
 from moecore.moe.records import ExpertInput, Routing

@@ -21,7 +21,7 @@ from torchtitan.models.utils import trunc_normal_
 
 from moecore.adapters.adopt import adopt
 from moecore.integrations.torchtitan.layer import TitanLayer, block_config, check_class
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.forced import force_even_load
 from moecore.moe.layer import LayerLayout
 

@@ -32,7 +32,7 @@ from moecore.integrations.torchtitan.layer import (
     check_class,
     cut_dense_parts,
 )
-from moecore.moe.experts import ExpertLayout
+from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.forced import force_even_load
 from moecore.moe.layer import LayerLayout
 

@@ -1,0 +1,70 @@
+"""How a model stores its experts: names, orders and shapes of the parameters.
+
+Letters: D model dim, F hidden dim, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moecore._fields import Rules, check_fields
+from moecore.config import MoEConfig
+
+GateUp = Literal["split", "concatenated", "interleaved", "separate"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayout:
+    """How a model stores its experts; the default is moecore's own.
+
+    Attributes:
+        w1, w2, b1, b2: parameter names of FC1, FC2 and their biases.
+        w3: parameter name of a gated FC1's up half with `gate_up` "separate"; not used otherwise.
+        transposed: matrices are [E, in, out] instead of [E, out, in].
+        gate_up: where a gated FC1 keeps gate and up: "split" has a dim for them, [E, 2, F, D];
+            "concatenated" stores all of gate, then all of up, [E, 2F, D]; "interleaved" alternates
+            columns, [E, 2F, D]; "separate" has two parameters, gate w1 and up w3, both [E, F, D],
+            which are copied side by side in every forward (2F * D per local expert, kept for
+            backward), so biases of FC1 are not for it. With etp, "concatenated"
+            needs a strided placement, which torch 2.11 cannot gather with `full_tensor` and plain
+            DCP refuses.
+    """
+
+    w1: str = "w1"
+    w2: str = "w2"
+    w3: str = "w3"
+    b1: str = "b1"
+    b2: str = "b2"
+    transposed: bool = False
+    gate_up: GateUp = "split"
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.transposed and self.gate_up in ("split", "separate"):
+            yield (
+                "transposed",
+                f"go with gate_up ({self.gate_up!r}) = 'concatenated' or 'interleaved', as models "
+                "store transposed matrices: use one of them",
+            )
+
+
+def expert_shapes(config: MoEConfig, layout: ExpertLayout) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of each expert parameter by name."""
+    E, D, F_ = config.num_experts, config.expert_dim, config.hidden_dim
+    separate = config.gated and layout.gate_up == "separate"
+    columns: tuple[int, ...] = (F_,) if separate else (config.fc1_dim,)
+    if config.gated and layout.gate_up == "split":
+        columns = (2, F_)
+    w1 = (E, D, *columns) if layout.transposed else (E, *columns, D)
+    w2 = (E, F_, D) if layout.transposed else (E, D, F_)
+    shapes: dict[str, tuple[int, ...]] = {layout.w1: w1, layout.w2: w2}
+    if separate:
+        shapes[layout.w3] = w1
+    if config.fc1_bias:
+        shapes[layout.b1] = (E, *columns)
+    if config.fc2_bias:
+        shapes[layout.b2] = (E, D)
+    return shapes
