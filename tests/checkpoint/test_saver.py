@@ -325,7 +325,7 @@ def resumed(root: Path, rank: int, model: torch.nn.Module, optimizer: torch.opti
     else:
         resume.latest = _no_space
     return message_of(
-        lambda: resume.resume(SimpleNamespace(run_dir=root, seed=0), model, optimizer)
+        lambda: resume.resume(SimpleNamespace(run_dir=root, seed=0), model, optimizer, {})
     )
 
 
