@@ -8,7 +8,7 @@ r"""Fine-tune a Hugging Face Mixture-of-Experts model: one command to a director
 The model's own tokenizer and chat template make the tokens, and answers alone are learned: see
 chat.py for the forms of data. Started again with the same arguments, a run continues from its last
 whole checkpoint, bit for bit as if it had never stopped. Its result is RUN_DIR/export, which
-`AutoModelForCausalLM.from_pretrained` and vLLM load. docs/finetuning.md has all of it.
+`AutoModelForCausalLM.from_pretrained` loads. docs/finetuning.md has all of it.
 
 The loss of a step is the mean over the answers' tokens of all ranks and micro-batches: each
 micro-batch gives a sum, divided by the step's number of tokens. So a run computes the same on any
@@ -343,7 +343,7 @@ def run_rank(args: argparse.Namespace) -> int:
             export(job.model.hf, args.model, target)
     except RUN_ERRORS as error:
         return print_run_error(error, args, saves_memory=SAVES_MEMORY)
-    say(f"{target} is ready for from_pretrained and vLLM")
+    say(f"{target} is ready for from_pretrained")
     dist.barrier()
     return 0
 

@@ -200,7 +200,7 @@ def _line(error: Exception) -> str:
 
 
 def export(hf: Any, source: Path, target: Path) -> None:
-    """Write a directory that transformers and vLLM load: weights, config, tokenizer. Collective.
+    """Write a directory that transformers loads: weights, config, tokenizer. Collective.
 
     Experts lie one by one under published names, in the dtype of the source, whose config.json
     stays: transformers would write fields under names that older loaders do not know. The
