@@ -103,9 +103,10 @@ def test_what_continues_behind_a_node() -> None:
 
 
 def test_hooks_of_saved_tensors_and_gradients_are_seen() -> None:
-    assert not _autograd.has_saved_tensor_hooks()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert _autograd.has_saved_tensor_hooks()
+    assert _autograd.saved_tensor_hooks() is None
+    pair = (lambda t: t), (lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(*pair):
+        assert _autograd.saved_tensor_hooks() == pair
     x = leaf()
     assert not _autograd.has_gradient_hooks(x)
     x.register_post_accumulate_grad_hook(lambda p: None)

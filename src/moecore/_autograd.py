@@ -101,9 +101,11 @@ def continues() -> bool:
     return any(node is not None and will_run(node) for node, _ in behind)
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are on."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost pair of `torch.autograd.graph.saved_tensors_hooks` that is on."""
+    found: tuple[Callable[..., Any], Callable[..., Any]] | None
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
 
 
 def has_gradient_hooks(param: Tensor) -> bool:

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore._autograd import has_gradient_hooks, has_saved_tensor_hooks, leaf_of, will_run
+from moecore._autograd import has_gradient_hooks, leaf_of, will_run
 from moecore.kernels.experts.contract import GradSink, GradTarget
 from moecore.kernels.rows.scaled_cast import scaled_cast
+from moecore.memory.saved import Handle, packing
 from moecore.moe.params import ParamReader, grad_placements, local_param
 
 
@@ -69,29 +70,37 @@ class WholeWeights(ParamReader):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within, what is saved for backward holds parameters in place of their casts.
-
-        Not where other hooks decide what is saved (activation checkpointing, offload): torch
-        asks the innermost hooks alone, so all of the experts' activations would be kept.
-        """
-        if has_saved_tensor_hooks():
-            yield
-            self._casts.clear()
-            return
+        """Within, what is saved for backward holds parameters in place of their casts."""
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            with packing(self._pack):
                 yield
         finally:
             self._casts.clear()
 
-    def _pack(self, tensor: Tensor) -> Any:
-        """Return the tensor, or of a view of a cast what makes it again."""
+    def _pack(self, tensor: Tensor) -> Handle | None:
+        """Return what makes a view of a cast again; None for other tensors."""
         found = self._casts.get(_address(tensor))
         if found is None:
-            return tensor
+            return None
         cast, local = found
         assert cast.is_contiguous() and cast.storage_offset() == 0
-        return local, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return _CastAgain(
+            local, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
+
+
+class _CastAgain(NamedTuple):
+    """A view of a weight's cast, which backward makes once more."""
+
+    local: Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def unpack(self) -> Tensor:
+        cast = self.local.to(self.dtype).contiguous()
+        return cast.as_strided(self.shape, self.stride, self.offset)
 
 
 class Sink:
@@ -164,13 +173,6 @@ def _whole_sums(param: Tensor, grad: Tensor) -> Tensor:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    local, dtype, *view = packed
-    return local.to(dtype).contiguous().as_strided(*view)
 
 
 class _Read(torch.autograd.Function):
