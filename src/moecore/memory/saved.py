@@ -57,27 +57,32 @@ class Kept:
 
 
 class _Packers(threading.local):
-    """The packers of this thread, outermost first."""
+    """The packers of this thread, in the order in which they are asked."""
 
-    def __init__(self) -> None:
-        self.stack: list[Packer] = []
+    first: tuple[Packer, ...] = ()
+    inner: tuple[Packer, ...] = ()
 
 
 _here = _Packers()
 
 
 @contextmanager
-def packing(packer: Packer) -> Iterator[None]:
-    """Within, ask a packer first about each tensor that an operation saves.
+def packing(packer: Packer, *, is_first: bool = False) -> Iterator[None]:
+    """Within, ask a packer about each tensor that an operation saves.
 
     Args:
         packer: returns a handle, or None for a tensor that it leaves to the next one.
+        is_first: ask it before all that are on within, too; else inner ones are asked before it.
     """
     hooks = saved_tensor_hooks()
     if hooks is not None and hooks[0] is not keep:
         yield
         return
-    _here.stack.append(packer)
+    before = _here.first, _here.inner
+    if is_first:
+        _here.first = (packer, *_here.first)
+    else:
+        _here.inner = (packer, *_here.inner)
     try:
         if hooks is not None:
             yield
@@ -85,7 +90,7 @@ def packing(packer: Packer) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(keep, _unpack):
             yield
     finally:
-        _here.stack.pop()
+        _here.first, _here.inner = before
 
 
 def is_packing() -> bool:
@@ -96,7 +101,7 @@ def is_packing() -> bool:
 
 def keep(tensor: Tensor) -> Handle:
     """Return the handle of a tensor for backward, by the packers of the running code."""
-    for packer in reversed(_here.stack):
+    for packer in (*_here.first, *_here.inner):
         handle = packer(tensor)
         if handle is not None:
             return handle
