@@ -71,7 +71,7 @@ SHOWN = (
     "experts",
     "compile",
     "cuda_graph",
-    "recompute_fc1",
+    "recompute",
     "gather_once",
     "keep_experts",
     "precision",

@@ -19,7 +19,7 @@ from moecore.moe.dispatch.exchange import ExchangeError
 ARGUMENT_ERRORS = (ValueError, NotImplementedError, OSError)
 RUN_ERRORS = (torch.OutOfMemoryError, ExchangeError, OSError)
 RANK_0_PRINTS_S = 60
-SAVES_MEMORY = "add --recompute-fc1, drop --gather-once and --keep-experts, lower --row-factor"
+SAVES_MEMORY = "add --recompute, drop --gather-once and --keep-experts, lower --row-factor"
 
 
 def print_error(error: Exception, code: int = 2) -> int:

@@ -15,6 +15,7 @@ import torch
 from data import VOCAB_SIZE
 
 from moecore import MoEConfig, NVLinkOptions, ParallelConfig
+from moecore.memory.options import RECOMPUTED, MemoryOptions
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.parallelize import DispatcherName
@@ -50,7 +51,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--dispatcher", default="auto", choices=get_args(DispatcherName), help="how tokens travel")
     add("--row-factor", type=positive, help="of nvlink: room over a balanced load (None = all)")
     add("--exact-rows", action="store_true", help="nvlink: room for what comes, at a host sync")
-    add("--recompute-fc1", action="store_true", help="less memory for one product more")
+    add(
+        "--recompute",
+        nargs="+",
+        default=(),
+        choices=("gemm_last", *RECOMPUTED),
+        help="what backward computes again; gemm_last costs no product",
+    )
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
     add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
@@ -213,6 +220,12 @@ def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
     )
     scores = "sigmoid" if args.quantile else moe.score_function
     return replace(moe, expert_bias=True, score_function=scores, balance=balance)
+
+
+def memory_options(args: argparse.Namespace) -> MemoryOptions:
+    """Return what is computed again in backward."""
+    parts = tuple(args.recompute)
+    return MemoryOptions(recompute="gemm_last" if parts == ("gemm_last",) else parts)
 
 
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:

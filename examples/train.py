@@ -63,6 +63,7 @@ from options import (
     check_arguments,
     check_memory,
     compute_dtype,
+    memory_options,
     model_config,
     nvlink_options,
     parallel_config,
@@ -291,7 +292,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         dispatcher=args.dispatcher,
         nvlink=nvlink_options(args),
         expert_backend=args.experts,
-        recompute_fc1=args.recompute_fc1,
+        memory=memory_options(args),
         compile_dense=args.compile,
         precision=args.precision,
         fsdp=FSDPOptions(

@@ -26,6 +26,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.explain import _rows
+from moecore.memory.options import MemoryOptions
 from moecore.models import Decoder, preset
 
 PAGE = Path(__file__).parent.parent / "docs" / "parallelize.md"
@@ -119,7 +120,7 @@ def test_choices_are_shown() -> None:
     with fake_world(0, 4):
         parallel = ParallelConfig(ep=2)
         text = explain(parallelized(parallel, dispatcher="allgather", fsdp=fsdp))
-        again = explain(parallelized(parallel, recompute_fc1=True))
+        again = explain(parallelized(parallel, memory=MemoryOptions(recompute=("expert_fc1",))))
         slow = explain(parallelized(parallel, expert_backend="sequential"))
     assert "dispatcher allgather among 2 ranks" in text and "auto (torch)" in text
     assert "FC1's output H, 1.02 kB per token and layer" in text  # 2 x 2 x 128 in bf16

@@ -28,12 +28,14 @@ from moecore import (
 )
 from moecore import parallelize_moe as parallelize
 from moecore.fsdp.shard import find_blocks
+from moecore.memory.options import MemoryOptions
 from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
 from moecore.moe.state import moe_state
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
+FC1_AGAIN = MemoryOptions(recompute=("expert_fc1",))
 
 
 def world(size: int, rank: int = 0, **degrees: int) -> Any:
@@ -58,10 +60,15 @@ REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
 
 def test_keeping_only_the_input_of_experts_is_a_choice() -> None:
     meshes = world(8, ep=8)
-    model = parallelize(meta_model(), meshes, recompute_fc1=True)
+    model = parallelize(meta_model(), meshes, memory=FC1_AGAIN)
     assert all(m.recompute_fc1 for m in model.modules() if isinstance(m, Experts))
-    with pytest.raises(ValueError, match=r"recompute_fc1 \(True\) must go with expert_backend"):
-        parallelize(meta_model(), meshes, expert_backend="sequential", recompute_fc1=True)
+    with pytest.raises(ValueError, match=r"MemoryOptions.recompute \('expert_fc1'\) must go with expert_backend"):
+        parallelize(
+            meta_model(),
+            meshes,
+            expert_backend="sequential",
+            memory=FC1_AGAIN,
+        )
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])

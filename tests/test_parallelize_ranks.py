@@ -33,6 +33,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.checkpoint import load, save
+from moecore.memory.options import MemoryOptions
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.state import moe_state
 from moecore.precision.recipe import Recipe
@@ -110,7 +111,11 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
     "loss": (built(loss="sum"), built(), "loss ('sum' on rank 3) must be the same on every rank"),
     "dispatcher": (built(dispatcher="allgather"), built(), "dispatcher ('allgather' on"),
     "experts": (built(expert_backend="sequential"), built(), "expert_backend ('sequential' on"),
-    "recompute": (built(recompute_fc1=True), built(), "recompute_fc1 (True on"),
+    "recompute": (
+        built(memory=MemoryOptions(recompute=("expert_fc1",))),
+        built(),
+        "MemoryOptions.recompute (('expert_fc1',) on",
+    ),
     "compile": (built(compile_dense=True), built(), "compile_dense (True on"),
     "balance": (
         built(balance=OTHER_BALANCE),

@@ -27,6 +27,8 @@ from moecore.hf.device_map import refuse_accelerate
 from moecore.hf.guards import refuse_save_pretrained, warn_about_cache
 from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_peft_methods
 from moecore.hf.outputs import refuse_lost_outputs
+from moecore.memory.apply import apply_memory
+from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
@@ -67,7 +69,7 @@ def parallelize_moe(
     dispatcher: DispatcherName = "auto",
     nvlink: NVLinkOptions | None = None,
     expert_backend: ExpertBackend = "auto",
-    recompute_fc1: bool = False,
+    memory: MemoryOptions | None = None,
     overlap_shared: bool = False,
     compile_dense: bool = False,
     balance: BalanceConfig | None = None,
@@ -88,7 +90,7 @@ def parallelize_moe(
         dispatcher: how tokens travel; "auto" chooses by the hardware, see docs/dispatchers.md.
         nvlink: sizes and times of the nvlink dispatcher, for "nvlink" and "auto".
         expert_backend: which kernels multiply the experts' matrices; see `moe/backends.py`.
-        recompute_fc1: run FC1 again in backward, for 4KF bytes per token less (bf16).
+        memory: what backward computes again in place of keeping it; None = nothing.
         overlap_shared: on GPUs, run shared experts on a stream of their own. Experimental.
         compile_dense: run attention, norms and residual adds through torch.compile.
         balance: of every MoE layer; None keeps each one's own.
@@ -112,7 +114,7 @@ def parallelize_moe(
         dispatcher=dispatcher,
         nvlink=nvlink,
         expert_backend=expert_backend,
-        recompute_fc1=recompute_fc1,
+        memory=memory or MemoryOptions(),
         overlap_shared=overlap_shared,
         compile_dense=compile_dense,
         balance=balance,
@@ -181,6 +183,7 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
     shard_model(model, meshes, request.fsdp, loss=request.loss)
     refuse_save_pretrained(model)
     refuse_accelerate(model)
+    apply_memory(find_blocks(model), request.memory)
     if request.compile_dense:
         compile_blocks(find_blocks(model), dynamic=False)
         warn_about_cache(model)
@@ -202,7 +205,7 @@ def _place_experts(
     meshes, experts = request.meshes, layer.part("experts")
     p, group = meshes.parallel, meshes.dispatch_group
     recipe = request.recipe_of(name, layer, "experts")
-    recompute_fc1 = request.recompute_fc1
+    recompute_fc1 = "expert_fc1" in request.memory.parts
     experts.set_backend(request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe)
     why_wide = request.why_wide(name, layer)
     if why_wide is not None:

@@ -25,6 +25,7 @@ from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import FSDPOptions, is_tied, keeps_precision
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import why_not_faster
+from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_backend
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
@@ -65,7 +66,7 @@ class Request:
     dispatcher: DispatcherName
     nvlink: NVLinkOptions | None
     expert_backend: ExpertBackend
-    recompute_fc1: bool
+    memory: MemoryOptions
     overlap_shared: bool
     compile_dense: bool
     balance: BalanceConfig | None
@@ -119,9 +120,10 @@ class Request:
 
     def entries(self) -> dict[str, Any]:
         """Return what must be the same on every rank; `build_meshes` has compared the degrees."""
-        records = ("meshes", "nvlink", "fsdp")
+        records = ("meshes", "nvlink", "fsdp", "memory")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in records}
-        return plain | fields_of(self.fsdp) | fields_of(self.nvlink or NVLinkOptions())
+        nvlink = fields_of(self.nvlink or NVLinkOptions())
+        return plain | fields_of(self.fsdp) | fields_of(self.memory) | nvlink
 
 
 def request_of(model: nn.Module) -> Request | None:
@@ -290,7 +292,7 @@ def _check_dense(request: Request) -> None:
             f"ParallelConfig.ep ({p.ep}) and etp ({p.etp}) must be 1 for a model without MoE "
             "layers: drop them, or register an adapter for its MoE blocks, see docs/adapters.md"
         )
-    unused = [n for n in ("nvlink", "recompute_fc1", "balance", "moe") if getattr(request, n)]
+    unused = [n for n in ("nvlink", "balance", "moe") if getattr(request, n)]
     if unused:
         warnings.warn(f"{unused[0]} is not used: the model has no MoE layers", stacklevel=5)
 
@@ -327,7 +329,8 @@ def _check_experts(name: str, layer: RoutedLayer, meshes: Meshes) -> None:
 def _check_compute(name: str, layer: RoutedLayer, request: Request) -> None:
     experts, backend = layer.part("experts"), request.expert_backend
     recipe = request.recipe_of(name, layer, "experts")
-    experts.check_backend(backend, recompute_fc1=request.recompute_fc1, recipe=recipe)
+    recompute_fc1 = "expert_fc1" in request.memory.parts
+    experts.check_backend(backend, recompute_fc1=recompute_fc1, recipe=recipe)
     check_backend(backend, request.spec_of(layer, recipe))
     shared = request.recipe_of(name, layer, "shared_experts")
     if isinstance(layer.part("shared"), SharedExpert) and shared is not None:

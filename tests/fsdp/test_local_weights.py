@@ -27,6 +27,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.memory.options import MemoryOptions
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -105,12 +106,13 @@ def saved_around(rank: int) -> dict[str, Any]:
 def gradients_of_another(name: str, rank: int, *, reshard: bool) -> dict[str, Tensor]:
     """Gradients of the local experts and the input, in bf16."""
     backend, layout, changes = OTHERS[name]
-    recompute = changes.get("recompute_fc1", False)
+    parts = ("expert_fc1",) if changes.get("recompute_fc1") else ()
+    memory = MemoryOptions(recompute=parts)
     config = replace(CONFIG, **{k: v for k, v in changes.items() if k != "recompute_fc1"})
     model = nn.Sequential(make_layer(config, layout=LayerLayout(expert_layout=layout)))
     options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=reshard)
     meshes = build_meshes(LAYOUTS["whole"], "cpu")
-    parallelize_moe(model, meshes, expert_backend=backend, recompute_fc1=recompute, fsdp=options)
+    parallelize_moe(model, meshes, expert_backend=backend, memory=memory, fsdp=options)
     x = batch(rank).requires_grad_()
     model(x).float().square().sum().backward()
     grads = {n: p.grad.to_local().clone() for n, p in model[0].experts.named_parameters()}

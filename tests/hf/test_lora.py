@@ -21,6 +21,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.hf import export_hf, init_adapters, load_adapters, merge_adapters, save_adapters
+from moecore.memory.options import MemoryOptions
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
 from moecore.moe.low_rank import LowRank
@@ -96,8 +97,8 @@ def test_a_refused_model_has_its_wrappers_back(meshes: Meshes) -> None:
             r"LoRA on experts \(True\) must be False for expert_backend \('triton'\): use",
         ),
         (
-            dict(recompute_fc1=True),
-            r"recompute_fc1 \(True\) must go with .* LoRA on experts \(True\) or an",
+            dict(memory=MemoryOptions(recompute=("expert_fc1",))),
+            r"MemoryOptions.recompute \('expert_fc1'\) must go with .* LoRA on experts \(True\) or an",
         ),
         (
             dict(precision="blockwise"),

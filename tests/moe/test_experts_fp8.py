@@ -31,6 +31,7 @@ from moecore import parallelize as parallelize_file
 from moecore.kernels.experts import fp8_products
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
+from moecore.memory.options import MemoryOptions
 from moecore.moe import experts as experts_file
 from moecore.moe.records import ExpertInput
 from moecore.optim import AdamW
@@ -41,6 +42,7 @@ from moecore.precision.roles import Precision
 pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2)
 KEPT = FSDPOptions(reshard_after_forward=False)
+FC1_AGAIN = MemoryOptions(recompute=("expert_fc1",))
 DELAYED = Recipe(scaling="tensorwise", amax_history=4)
 
 
@@ -302,10 +304,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], str]] = [
     ({}, {}, {"fc1_bias": True}, r"MoEConfig.fc1_bias \(True\) must be False for experts in FP8"),
     ({}, {}, {"latent_dim": 64}, r"MoEConfig.dim \(64\) must be a multiple of 128"),
     (
-        {"precision": Recipe(keep_hidden="fp8"), "recompute_fc1": True},
+        {
+            "precision": Recipe(keep_hidden="fp8"),
+            "memory": FC1_AGAIN,
+        },
         {},
         {},
-        r"recompute_fc1 \(True\) must be False with Recipe.keep_hidden",
+        r"MemoryOptions.recompute \('expert_fc1'\) must be left out with Recipe.keep_hidden",
     ),
     (
         {"precision": Precision(recipe=Recipe(), overrides=(("none.such", Recipe()),))},

@@ -93,5 +93,5 @@ def test_an_activation_of_the_models() -> None:
     torch.testing.assert_close(own.w1.grad, experts.w1.grad)
     with pytest.raises(ValueError, match=r"own activation of the model \(True\) must be False"):
         own.set_backend("triton")
-    with pytest.raises(ValueError, match="recompute_fc1"):
+    with pytest.raises(ValueError, match="expert_fc1"):
         own.set_backend("torch", recompute_fc1=True)

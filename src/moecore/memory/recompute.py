@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,10 +40,9 @@ SMALL = 8  # what is so many times smaller than the largest input is kept
 # What a region does not run again. Dropout draws numbers, so a second run would draw others.
 SCORES = frozenset((F.scaled_dot_product_attention,))
 DRAWS = frozenset((F.dropout, torch.dropout, torch.rand_like, torch.randn_like, torch.bernoulli))
-PRODUCTS = SCORES | frozenset(
-    (F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
-    + (Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm)
-)
+OF_TORCH = (torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
+OF_TENSORS = (Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm)
+PRODUCTS = SCORES | frozenset((F.linear, *OF_TORCH, *OF_TENSORS))
 
 
 class _Stop(Exception):
@@ -113,14 +112,14 @@ class _Region:
     Attributes:
         name: for errors.
         function: as it is called.
-        again: products that are run again all the same.
         has_products: whether products are looked for; their search costs host time.
+        repeats_scores: whether attention is run again.
     """
 
     name: str
     function: Callable[..., Any]
-    again: frozenset[Any]
     has_products: bool
+    repeats_scores: bool
     products: list[_Product] = field(default_factory=list)
     _inputs: list[Any] = field(default_factory=list)  # handles of tensors, and other leaves
     _spec: Any = None
@@ -183,7 +182,7 @@ class _Region:
         """Within, this thread's products come to `multiply`."""
         _here.region = self
         try:
-            with _FindProducts(self) if self.has_products else nullcontext():
+            with _FindProducts(self.repeats_scores) if self.has_products else nullcontext():
                 yield
         finally:
             _here.region = None
@@ -219,6 +218,11 @@ class _Region:
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_kept(leaf):
                 self._last = len(self.products)
                 _here.outputs[_address(leaf)] = _Output(self, number, leaf, version(leaf))
+
+    @property
+    def is_multiplying(self) -> bool:
+        """Whether a product runs, and what it calls is part of it."""
+        return self._open is not None
 
     def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a product returns: of the call itself, or what the first run kept."""
@@ -349,25 +353,30 @@ _here = _Here()
 class _FindProducts(TorchFunctionMode):
     """Takes a region's products to it."""
 
-    def __init__(self, region: _Region) -> None:
+    def __init__(self, repeats_scores: bool) -> None:
         super().__init__()
-        self._region = region
+        self._repeats_scores = repeats_scores
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in PRODUCTS and not (func in DRAWS and _draws(func, args, kwargs)):
+        if func in DRAWS and _draws(func, args, kwargs):
+            return once(func, *args, **kwargs)
+        if func not in PRODUCTS or (func in SCORES and self._repeats_scores):
             return func(*args, **kwargs)
-        if _here.runs_again or func in self._region.again or self._region._open is not None:
-            return func(*args, **kwargs)
-        return self._region.multiply(func, args, kwargs)
+        return as_product(func, *args, **kwargs)
 
 
-def product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what is not run again in a region: products, quantised ones, and communication."""
+def as_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a product that the search does not know, such as a quantised one."""
+    return function(*args, **kwargs) if _here.runs_again else once(function, *args, **kwargs)
+
+
+def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what no region runs again: communication."""
     region = _here.region
-    if region is None or _here.runs_again or region._open is not None:
+    if region is None or region.is_multiplying:
         return function(*args, **kwargs)
     return region.multiply(function, args, kwargs)
 
@@ -385,26 +394,28 @@ def running_again() -> Iterator[None]:
 def recompute(
     name: str,
     function: Callable[..., Any],
-    *args: Any,
-    again: frozenset[Any] = frozenset(),
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
     has_products: bool = True,
-    **kwargs: Any,
+    repeats_scores: bool = False,
 ) -> Any:
     """Return what a function returns; keep its inputs and its products' results alone.
 
     Args:
         name: of what runs, for errors.
         function: of tensors and others, in any nesting; deterministic but for dropout.
-        again: functions of torch that are run again although they are products.
+        args: of the function.
+        kwargs: of the function.
         has_products: False where the function has none, which saves host time.
-        args, kwargs: of the function.
+        repeats_scores: run attention again, too.
     """
-    here = _here
-    if here.region is not None or not here.is_sharing or not is_packing():
+    kwargs = dict(kwargs or {})
+    if _here.region is not None or not _here.is_sharing or not is_packing():
         return function(*args, **kwargs)
     if not torch.is_grad_enabled() or not all(map(_is_plain, _tensors((args, kwargs)))):
         return function(*args, **kwargs)
-    return _Region(name, function, again, has_products).run(args, kwargs)
+    return _Region(name, function, has_products, repeats_scores).run(args, kwargs)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from moecore.memory.recompute import once
 from moecore.models.config import DecoderConfig
 from moecore.moe.dispatch.collectives import gather_ranks, sum_ranks
 from moecore.moe.layer import MoELayer
@@ -67,29 +68,29 @@ class TensorParallel:
 
     def gather(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD, all ranks' tokens; backward adds what all ranks did with this rank's."""
-        return _gather(x_BtD, self.group)
+        return once(_gather, x_BtD, self.group)
 
     def scatter_sum(self, y_BTD: Tensor) -> Tensor:
         """Return y_BtD, this rank's tokens of the sum over ranks, added in fp32."""
-        return _scatter_sum(y_BTD, self.group)
+        return once(_scatter_sum, y_BTD, self.group)
 
     def gather_whole(self, x_BtD: Tensor) -> Tensor:
         """Return x_BTD for a result that every rank then treats alike.
 
         Unlike `gather`, backward takes this rank's slice of one gradient, equal on all ranks.
         """
-        return _GatherWhole.apply(x_BtD, self)
+        return once(_GatherWhole.apply, x_BtD, self)
 
     def sum_value(self, value: Tensor) -> Tensor:
         """Return the sum over ranks; this rank's gradient is that of its own part."""
-        return _SumValue.apply(value, self.group)
+        return once(_SumValue.apply, value, self.group)
 
     def sum_shared(self, value: Tensor) -> Tensor:
         """Return the sum over ranks of something that every rank then uses in its own way.
 
         Backward adds the ranks' gradients.
         """
-        return _SumShared.apply(value, self.group)
+        return once(_SumShared.apply, value, self.group)
 
 
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:

@@ -120,13 +120,13 @@ class Experts(nn.Module):
         check_backend(backend, self.spec(recipe=recipe))
         if recompute_fc1 and recipe is not None and recipe.keep_hidden == "fp8":
             raise ValueError(
-                "recompute_fc1 (True) must be False with Recipe.keep_hidden ('fp8'), which is how "
-                "FC1's output is kept: drop one of them"
+                "MemoryOptions.recompute ('expert_fc1') must be left out with Recipe.keep_hidden "
+                "('fp8'), which is how FC1's output is kept: drop one of them"
             )
         if recompute_fc1 and (backend == "sequential" or self.has_more):
             raise ValueError(
-                f"recompute_fc1 (True) must go with expert_backend ({backend!r}) = 'auto', "
-                f"'triton' or 'torch', without biases ({self._is_biased}), LoRA on experts "
+                f"MemoryOptions.recompute ('expert_fc1') must go with expert_backend ({backend!r}) = "
+                f"'auto', 'triton' or 'torch', without biases ({self._is_biased}), LoRA on experts "
                 f"({self._is_adapted}) or an activation of the model's own: use activation "
                 "checkpointing instead"
             )

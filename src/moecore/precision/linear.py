@@ -32,6 +32,7 @@ from moecore._autograd import version
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import Both, amax, cast, operand
 from moecore.kernels.rows.scaling import ALIGNED, KINDS
+from moecore.memory.recompute import as_product
 from moecore.moe.params import local_param
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
 from moecore.precision.products import product
@@ -193,6 +194,10 @@ class Fp8Products:
         Raises:
             ValueError: when sizes or kinds of tensors do not fit.
         """
+        y: Tensor = as_product(self._multiply, x, weight, bias)
+        return y
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight_NK = local_param(weight)
         _check(x, weight_NK)
         bias_N = None if bias is None else local_param(bias)

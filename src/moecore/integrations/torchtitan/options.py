@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moecore.fsdp import FSDPOptions
+from moecore.memory.options import MemoryOptions
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 
 
@@ -26,7 +27,7 @@ class MoECore:
         dispatcher: how tokens travel, see docs/dispatchers.md.
         row_factor: `NVLinkOptions.row_factor`; "auto" takes nvlink only with one.
         expert_backend: how the experts' matrices are multiplied.
-        recompute_fc1: keep only the experts' input for backward and run FC1 again there.
+        recompute: parts of `MemoryOptions.recompute`, or "gemm_last" alone.
         prefetch_blocks: how many blocks ahead FSDP2 gathers parameters.
         blocks_per_unit: how many blocks FSDP2 gathers together.
         hf_weights: Hugging Face directory that fills the model before the first step; None = from
@@ -36,7 +37,7 @@ class MoECore:
     dispatcher: Literal["auto", "local", "alltoall", "allgather", "nvlink"] = "auto"
     row_factor: float | None = None
     expert_backend: Literal["auto", "triton", "torch", "sequential"] = "auto"
-    recompute_fc1: bool = False
+    recompute: list[str] = field(default_factory=list)
     prefetch_blocks: int = FSDPOptions().prefetch_blocks
     blocks_per_unit: int = FSDPOptions().blocks_per_unit
     hf_weights: str | None = None
@@ -51,6 +52,16 @@ class JobConfig:
     """
 
     moecore: MoECore = field(default_factory=MoECore)
+
+
+def memory_options(options: MoECore) -> MemoryOptions:
+    """Return the job's memory options.
+
+    Raises:
+        ValueError: for unknown parts.
+    """
+    parts: Any = tuple(options.recompute)
+    return MemoryOptions(recompute="gemm_last" if parts == ("gemm_last",) else parts)
 
 
 def moecore_options(job_config: Any) -> MoECore:

@@ -20,7 +20,7 @@ from torchtitan.tools.logging import logger
 from moecore._autograd import no_dispatch_modes
 from moecore.fsdp import FSDPOptions
 from moecore.graphs import compile_blocks
-from moecore.integrations.torchtitan.options import moecore_options, nvlink_options
+from moecore.integrations.torchtitan.options import memory_options, moecore_options, nvlink_options
 from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.state import moe_state
 from moecore.parallelize import parallelize_moe
@@ -51,7 +51,7 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
         dispatcher=options.dispatcher,
         nvlink=nvlink,
         expert_backend=options.expert_backend,
-        recompute_fc1=options.recompute_fc1,
+        memory=memory_options(options),
         fsdp=_fsdp_options(job),
         loss="sum",  # torchtitan's is a sum divided by the global number of tokens
     )

@@ -1,0 +1,130 @@
+"""Lets a model's blocks keep what `MemoryOptions` leaves them, in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moecore.memory.options import MemoryOptions, Recomputed
+from moecore.memory.parts import QKV, UP, Part, find_parts
+from moecore.memory.recompute import recompute, running_again, sharing_outputs
+
+CACHES = ("past_key_values", "past_key_value")  # arguments that a second run would fill twice
+
+
+def apply_memory(blocks: Iterable[nn.Module], options: MemoryOptions) -> None:
+    """Compute a model's parts again in backward, as asked. Parameters and their names stay.
+
+    Args:
+        blocks: modules that are called one after the other, such as a decoder's layers.
+        options: which parts. "expert_fc1" is the experts' own: see `Experts.set_backend`.
+    """
+    wanted = set(options.parts) - {"expert_fc1"}
+    if not wanted:
+        return
+    if "attention_scores" in wanted:
+        warnings.warn(
+            "MemoryOptions.recompute ('attention_scores') runs attention once more for 2 HTd bytes "
+            "per sequence: of 3.5 forwards of a step's attention that is one, and the longer the "
+            "sequence the more of the step",
+            stacklevel=4,
+        )
+    used: set[Recomputed] = set()
+    for block in blocks:
+        for part in list(find_parts(block)):
+            used |= _recompute(part, wanted)
+        _wrap(block, _sharing)
+    unused = [part for part in options.parts if part in wanted - used]
+    if unused and options.recompute != "gemm_last":
+        warnings.warn(
+            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=4
+        )
+
+
+def _recompute(part: Part, wanted: set[Recomputed]) -> set[Recomputed]:
+    """Let a part run as wanted; return what of it that used."""
+    name, kind, module = part
+    if kind == "norm" and "norm" in wanted:
+        _wrap(module, _as_region, name, dict(has_products=False))
+        return {"norm"}
+    if kind == "moe" and "moe" in wanted:
+        _wrap(module, _checkpointed)
+        return {"moe"}
+    if kind == "attention":
+        return _recompute_attention(part, wanted)
+    if kind in ("mlp", "shared_experts"):
+        whole: Recomputed = "mlp" if kind == "mlp" else "shared_experts"
+        used = wanted & {whole, "activation"}
+        if whole in used:
+            _wrap(module, _running_again)
+        if used:
+            _wrap(module, _as_region, name, {})
+        return used
+    return set()
+
+
+def _recompute_attention(part: Part, wanted: set[Recomputed]) -> set[Recomputed]:
+    children = dict(part.module.named_children())
+    is_latent = bool(UP & set(children))
+    names: dict[Recomputed, set[str]] = {
+        "qkv_proj": set() if is_latent else QKV & set(children),
+        "mla_up_proj": (UP | QKV) & set(children) if is_latent else set(),
+    }
+    used = wanted & {"rope", "attention_scores", *(name for name in names if names[name])}
+    if not used:
+        return set()
+    for name in used & set(names):
+        for child in names[name]:
+            _wrap(children[child], _running_again)
+    _wrap(part.module, _as_region, part.name, dict(repeats_scores="attention_scores" in used))
+    return used
+
+
+def _wrap(module: nn.Module, function: Callable[..., Any], *how: Any) -> None:
+    """Put a function of (forward, *how, args, kwargs) in the place of a module's forward."""
+    forward = module.forward
+    wrapped = partial(_unless_compiled, function, forward, how)  # a deep copy of it is the copy's
+    module.forward = update_wrapper(wrapped, forward)  # type: ignore[method-assign]
+
+
+def _unless_compiled(
+    function: Callable[..., Any],
+    forward: Callable[..., Any],
+    how: tuple[Any, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call the function; a compiler sees the forward alone, and decides itself what it keeps."""
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    return function(forward, *how, args, kwargs)
+
+
+def _sharing(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    with sharing_outputs():
+        return forward(*args, **kwargs)
+
+
+def _as_region(
+    forward: Callable[..., Any], name: str, how: dict[str, bool], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    if any(kwargs.get(cache) is not None for cache in CACHES):
+        return forward(*args, **kwargs)
+    return recompute(name, forward, args, kwargs, **how)
+
+
+def _running_again(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    with running_again():
+        return forward(*args, **kwargs)
+
+
+def _checkpointed(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

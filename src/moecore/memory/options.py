@@ -1,0 +1,73 @@
+"""MemoryOptions: what a model's forward does not keep for backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from moecore._fields import Rules, check_fields
+
+Recomputed = Literal[
+    "norm",
+    "activation",
+    "rope",
+    "qkv_proj",
+    "mla_up_proj",
+    "attention_scores",
+    "mlp",
+    "shared_experts",
+    "expert_fc1",
+    "moe",
+]
+RECOMPUTED: tuple[Recomputed, ...] = get_args(Recomputed)
+GEMM_LAST: tuple[Recomputed, ...] = ("norm", "activation", "rope")
+OF_MOE: tuple[Recomputed, ...] = ("shared_experts", "expert_fc1")
+Parts = Annotated[
+    tuple[Recomputed, ...] | Literal["gemm_last"],
+    f"pass 'gemm_last' or a tuple of {', '.join(map(repr, RECOMPUTED))}",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryOptions:
+    """What backward computes again, by part of a block, in place of keeping it. Bits stay.
+
+    Products and communication are not repeated but where a part is one: the first three parts cost
+    no product ("gemm_last"), the others the products that they name.
+
+    Attributes:
+        recompute: parts of
+            "norm": outputs of norms, which the products behind them would keep.
+            "activation": of dense MLPs and shared experts; routed experts never keep theirs.
+            "rope": queries and keys after their norms and rotary embedding.
+            "qkv_proj": queries, keys and values, by their projections again.
+            "mla_up_proj": queries, keys and values of latent attention, by the products that make
+            them from the latents.
+            "attention_scores": the output of attention, by attention again, the dearest part of a
+            long sequence.
+            "mlp": a dense MLP's hidden activations, by its first product again.
+            "shared_experts": likewise.
+            "expert_fc1": H of the routed experts, by FC1 again, 4KF bytes per token (bf16).
+            "moe": whole MoE layers, their communication included.
+            "gemm_last" stands for the first three.
+
+    Raises:
+        ValueError: for unknown parts, one that is there twice, or that "moe" holds.
+    """
+
+    recompute: Parts = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if len(set(self.parts)) < len(self.parts):
+            yield "recompute", "have each part once: drop the repeated one"
+        inside = [part for part in OF_MOE if part in self.parts]
+        if "moe" in self.parts and inside:
+            yield "recompute", f"have no {inside[0]!r} beside 'moe', which holds it: drop one"
+
+    @property
+    def parts(self) -> tuple[Recomputed, ...]:
+        """The parts, with "gemm_last" spelled out."""
+        return GEMM_LAST if self.recompute == "gemm_last" else self.recompute

@@ -1,0 +1,56 @@
+"""Which modules of a block play which part for `MemoryOptions`, found by structure and names.
+
+A norm is named so by its class. Attention and MLPs are what has projections of their names
+(`precision/apply.py`), in moecore's decoder, transformers and torchtitan alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+from moecore.moe.layer import RoutedLayer
+from moecore.moe.params import clean_name
+from moecore.moe.shared import SharedExpert
+from moecore.precision.apply import ATTENTION, MLP, ROUTED, SHARED
+
+Kind = Literal["norm", "attention", "mlp", "shared_experts", "moe"]
+OUTPUT = {"o_proj", "out_proj", "wo"}
+UP = {"q_b_proj", "kv_b_proj", "wq_b", "wkv_b"}
+QKV = {"q_proj", "k_proj", "v_proj", "qkv_proj", "wq", "wk", "wv"}
+
+
+class Part(NamedTuple):
+    """A module of a block, and what it is there."""
+
+    name: str
+    kind: Kind
+    module: nn.Module
+
+
+def find_parts(block: nn.Module) -> Iterator[Part]:
+    """Yield the parts of a block; those of attention and MLPs lie in no other one of these."""
+    for path, module in block.named_modules():
+        name = clean_name(path)
+        kind = _kind_of(name, module)
+        if kind is not None:
+            yield Part(name, kind, module)
+
+
+def _kind_of(name: str, module: nn.Module) -> Kind | None:
+    if isinstance(module, RoutedLayer):
+        return "moe"
+    if ROUTED & set(name.split(".")):
+        return None
+    children = {n for n, child in module.named_children() if hasattr(child, "weight")}
+    if not children and type(module).__name__.endswith("Norm"):
+        return "norm"
+    if children & OUTPUT and children & ATTENTION - OUTPUT:
+        return "attention"
+    if isinstance(module, SharedExpert):
+        return "shared_experts"
+    if len(children & MLP) >= 2:
+        return "shared_experts" if SHARED & set(name.split(".")) else "mlp"
+    return None
