@@ -62,7 +62,9 @@ def test_keeping_only_the_input_of_experts_is_a_choice() -> None:
     meshes = world(8, ep=8)
     model = parallelize(meta_model(), meshes, memory=FC1_AGAIN)
     assert all(m.recompute_fc1 for m in model.modules() if isinstance(m, Experts))
-    with pytest.raises(ValueError, match=r"MemoryOptions.recompute \('expert_fc1'\) must go with expert_backend"):
+    with pytest.raises(
+        ValueError, match=r"MemoryOptions.recompute \('expert_fc1'\) must go with expert_backend"
+    ):
         parallelize(
             meta_model(),
             meshes,

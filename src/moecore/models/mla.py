@@ -92,8 +92,7 @@ class LatentAttention(nn.Module):
         """Queries and keys [B, T, H, n + r], turned, and values [B, T, H, v]."""
         n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim
         q = self.q_b_proj(q_BTQ) if self.mla.q_lora_rank else self.q_proj(q_BTQ)
-        q_BTHn, q_BTHr = q.unflatten(-1, (-1, n + r)).split((n, r), dim=-1)
-        q_BTHq = torch.cat((q_BTHn, rotary.rotate_pairs(q_BTHr)), dim=-1)
+        q_BTHq = rotary.rotate_pairs(q.unflatten(-1, (-1, n + r)))
         kv_BTHx = self.kv_b_proj(c_BTC).unflatten(-1, (-1, n + v))
         k_BTHn, v_BTHv = kv_BTHx.split((n, v), dim=-1)
         k_BTHr = rotary.rotate_pairs(k_BTr[:, :, None]).expand(*k_BTHn.shape[:-1], r)

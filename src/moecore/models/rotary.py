@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from moecore.kernels.rows.rotary import rotary
 from moecore.models.config import DecoderConfig, YarnConfig
 
 
@@ -57,16 +58,14 @@ class RotaryTable:
 
     def rotate(self, x_BTHd: Tensor) -> Tensor:
         """Turn each pair (i, i + d / 2) of the last dim (Llama); fp32 inside, rounded once."""
-        return self._turn(x_BTHd, *x_BTHd.chunk(2, dim=-1))
+        return rotary(x_BTHd, self.cos_Td, self.sin_Td)
 
-    def rotate_pairs(self, x_BTHd: Tensor) -> Tensor:
-        """Turn each pair (2i, 2i + 1) of the last dim (DeepSeek); see the note "order of dims"."""
-        return self._turn(x_BTHd, x_BTHd[..., 0::2], x_BTHd[..., 1::2])
+    def rotate_pairs(self, x_BTHw: Tensor) -> Tensor:
+        """Turn each pair (2i, 2i + 1) of the last d dims (DeepSeek) and leave those before alone.
 
-    def _turn(self, x_BTHd: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        cos, sin = self.cos_Td[:, None], self.sin_Td[:, None]
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned.to(x_BTHd.dtype)
+        See the note "order of dims".
+        """
+        return rotary(x_BTHw, self.cos_Td, self.sin_Td, neighbours=True)
 
 
 def rotary_table(config: DecoderConfig, seq_len: int, device: torch.device) -> RotaryTable:

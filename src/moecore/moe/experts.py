@@ -125,10 +125,10 @@ class Experts(nn.Module):
             )
         if recompute_fc1 and (backend == "sequential" or self.has_more):
             raise ValueError(
-                f"MemoryOptions.recompute ('expert_fc1') must go with expert_backend ({backend!r}) = "
-                f"'auto', 'triton' or 'torch', without biases ({self._is_biased}), LoRA on experts "
-                f"({self._is_adapted}) or an activation of the model's own: use activation "
-                "checkpointing instead"
+                "MemoryOptions.recompute ('expert_fc1') must go with expert_backend "
+                f"({backend!r}) = 'auto', 'triton' or 'torch', without biases "
+                f"({self._is_biased}), LoRA on experts ({self._is_adapted}) or an activation of "
+                "the model's own: use activation checkpointing instead"
             )
 
     def adapt(self, name: str, update: LowRank) -> None:

@@ -1,0 +1,169 @@
+"""Rotary position embedding of queries or keys, in one pass.
+
+    y[b, t, h] = x[b, t, h, :n], then pairs (p, q) of the last d dims as (p cos - q sin) and as
+    (q cos + p sin), with cos and sin of position t and the pair
+
+Letters: B sequences, T tokens of a sequence, H heads, n dims that stay, d dims that turn. Pairs lie
+d / 2 apart, or side by side in the input alone: all first ones come back before all second ones.
+
+Budget: each element is read and written once, in its own dtype; plain PyTorch moves about ten times
+as many bytes, in fp32. Backward turns the other way and keeps no activation.
+
+Source: RoFormer (arXiv:2104.09864).
+"""
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.ops import Op
+
+ELEMENTS = 4096  # of one program
+NUM_WARPS = 4
+
+
+def rotary_ref(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool) -> Tensor:
+    """Return what `rotary` returns, in plain differentiable PyTorch."""
+    n = x_BTHw.shape[-1] - 2 * cos_Td.shape[-1]
+    stays, turns = x_BTHw[..., :n], x_BTHw[..., n:]
+    first, second = turns.chunk(2, dim=-1)
+    if neighbours:
+        first, second = turns[..., 0::2], turns[..., 1::2]
+    cos, sin = cos_Td[:, None], sin_Td[:, None]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = turned.to(x_BTHw.dtype)
+    return torch.cat((stays, turned), dim=-1) if n else turned
+
+
+@triton.jit
+def _rotary_kernel(
+    x_ptr,  # [B, T, H, n + d], last dim contiguous
+    cos_ptr,  # fp32 [T, d / 2]
+    sin_ptr,  # fp32 [T, d / 2]
+    y_ptr,  # [B, T, H, n + d], contiguous, out
+    stride_b,
+    stride_t,
+    stride_h,
+    num_rows,  # B * T * H
+    T,
+    H,
+    n,
+    half,  # d / 2
+    BACKWARD: tl.constexpr,  # x is the gradient of the forward's y, y that of its x
+    NEIGHBOURS: tl.constexpr,  # the forward's input has pairs side by side
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # >= n; 0 = no dims stay
+    BLOCK_HALF: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    used = (rows < num_rows)[:, None]
+    token, h = rows // H, rows % H
+    b, t = token // T, token % T
+    x_row = x_ptr + (b * stride_b + t * stride_t + h * stride_h)[:, None]
+    y_row = y_ptr + (rows * (n + 2 * half))[:, None]
+    if BLOCK_N > 0:
+        i = tl.arange(0, BLOCK_N)[None, :]
+        mask = used & (i < n)
+        tl.store(y_row + i, tl.load(x_row + i, mask=mask, other=0.0), mask=mask)
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = used & (i < half)
+    angle = (t * half)[:, None] + i
+    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+    x_first, x_second = n + i, n + half + i
+    y_first, y_second = n + i, n + half + i
+    if NEIGHBOURS:
+        if BACKWARD:
+            y_first, y_second = n + 2 * i, n + 2 * i + 1
+        else:
+            x_first, x_second = n + 2 * i, n + 2 * i + 1
+    if BACKWARD:
+        sin = -sin
+    first = tl.load(x_row + x_first, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x_row + x_second, mask=mask, other=0.0).to(tl.float32)
+    dtype = y_ptr.dtype.element_ty
+    tl.store(y_row + y_first, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(y_row + y_second, (second * cos + first * sin).to(dtype), mask=mask)
+
+
+def _turn(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool, backward: bool) -> Tensor:
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    B, T, H, w = x.shape
+    y = x.new_empty(x.shape)
+    half = cos_Td.shape[-1]
+    n = w - 2 * half
+    block = triton.next_power_of_2(w)
+    rows = max(1, ELEMENTS // block)
+    if y.numel():
+        with on_device(x):
+            _rotary_kernel[(cdiv(B * T * H, rows),)](
+                x,
+                cos_Td,
+                sin_Td,
+                y,
+                *x.stride()[:3],
+                B * T * H,
+                T,
+                H,
+                n,
+                half,
+                BACKWARD=backward,
+                NEIGHBOURS=neighbours,
+                BLOCK_R=rows,
+                BLOCK_N=triton.next_power_of_2(n) if n else 0,
+                BLOCK_HALF=triton.next_power_of_2(half),
+                num_warps=NUM_WARPS,
+            )
+    return y
+
+
+def _forward(x: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool) -> Tensor:
+    return _turn(x, cos_Td, sin_Td, neighbours, False)
+
+
+def _backward(dy: Tensor, cos_Td: Tensor, sin_Td: Tensor, neighbours: bool) -> Tensor:
+    return _turn(dy, cos_Td, sin_Td, neighbours, True)
+
+
+def _fake(x, cos_Td, sin_Td, neighbours):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+_rotary_bwd = Op("rotary_bwd", _backward, _fake)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[1:3])
+    ctx.neighbours = inputs[3]
+
+
+def _rotary_backward(ctx, dy):  # type: ignore[no-untyped-def]
+    return _rotary_bwd(dy, *ctx.saved_tensors, ctx.neighbours), None, None, None
+
+
+_rotary = Op("rotary", _forward, _fake, setup_context=_save, backward=_rotary_backward)
+
+
+def rotary(x_BTHw: Tensor, cos_Td: Tensor, sin_Td: Tensor, *, neighbours: bool = False) -> Tensor:
+    """Return queries or keys, turned by the angles of their positions; fp32 inside, rounded once.
+
+    Compilers see plain PyTorch, which they fuse. Differentiable once in x, and as often as asked in
+    plain PyTorch (CPUs, fp64).
+
+    Args:
+        x_BTHw: [B, T, H, n + d], any strides.
+        cos_Td: fp32 [T, d / 2].
+        sin_Td: likewise.
+        neighbours: pairs are dims (2i, 2i + 1) of the last d (DeepSeek); else (i, i + d / 2)
+            (Llama).
+
+    Returns:
+        Shape and dtype of x, contiguous on a GPU; the first n dims as they were, then the first of
+        every pair, then the second of every pair.
+    """
+    plain = torch.compiler.is_compiling() or not use_kernel(x_BTHw)
+    if plain or torch.float64 in (x_BTHw.dtype, cos_Td.dtype):
+        return rotary_ref(x_BTHw, cos_Td, sin_Td, neighbours=neighbours)
+    turned: Tensor = _rotary(x_BTHw, cos_Td, sin_Td, neighbours)
+    return turned
