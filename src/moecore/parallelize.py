@@ -186,6 +186,7 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
     apply_memory(find_blocks(model), request.memory)
     if request.compile_dense:
         compile_blocks(find_blocks(model), dynamic=False)
+    if request.compile_dense or request.memory.parts:
         warn_about_cache(model)
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,

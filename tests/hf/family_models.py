@@ -234,6 +234,7 @@ def tiny_model(family: str) -> Any:
     kind = model_class(family)
     config = tiny_config(kind.config_class, FAMILIES.get(family, {}))
     config._attn_implementation = "eager"
+    config.use_cache = False
     torch.manual_seed(0)
     model = kind(config)
     fill(model)

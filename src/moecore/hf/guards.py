@@ -45,10 +45,10 @@ def _save_pretrained(
 
 
 def warn_about_cache(model: nn.Module) -> None:
-    """Warn at training forwards that keep keys and values, in a model whose layers are compiled.
+    """Warn at training forwards that keep keys and values, in a model that must not.
 
-    Each layer is then compiled anew for its place in the cache, up to torch's limit of 8; the
-    others run as they are.
+    A compiled layer is compiled anew for its place in the cache, up to torch's limit of 8; the
+    others run as they are. What the cache keeps is not computed again.
     """
     for module in model.modules():
         if is_hf(module) and getattr(module, "base_model", None) is module:
@@ -62,7 +62,7 @@ def _check_cache(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if asked and module.training and torch.is_grad_enabled():
         warnings.warn(
             f"use_cache (True) of {type(module).__name__} must be False to train it with "
-            "compile_dense=True, or most of its layers stay uncompiled: pass use_cache=False, or "
-            "set model.config.use_cache",
+            "compile_dense=True, or most of its layers stay uncompiled, and with MemoryOptions, or "
+            "attention keeps all: pass use_cache=False, or set model.config.use_cache",
             stacklevel=2,
         )

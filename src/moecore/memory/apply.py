@@ -15,8 +15,6 @@ from moecore.memory.options import MemoryOptions, Recomputed
 from moecore.memory.parts import QKV, UP, Part, find_parts
 from moecore.memory.recompute import recompute, running_again, sharing_outputs
 
-CACHES = ("past_key_values", "past_key_value")  # arguments that a second run would fill twice
-
 
 def apply_memory(blocks: Iterable[nn.Module], options: MemoryOptions) -> None:
     """Compute a model's parts again in backward, as asked. Parameters and their names stay.
@@ -114,9 +112,14 @@ def _sharing(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 def _as_region(
     forward: Callable[..., Any], name: str, how: dict[str, bool], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    if any(kwargs.get(cache) is not None for cache in CACHES):
+    if any(map(_is_cache, (*args, *kwargs.values()))):
         return forward(*args, **kwargs)
     return recompute(name, forward, args, kwargs, **how)
+
+
+def _is_cache(argument: Any) -> bool:
+    """Whether an argument is transformers' cache of keys, which a second run would fill twice."""
+    return any(cls.__name__ == "Cache" for cls in type(argument).__mro__)
 
 
 def _running_again(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

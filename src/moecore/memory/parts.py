@@ -1,7 +1,8 @@
 """Which modules of a block play which part for `MemoryOptions`, found by structure and names.
 
 A norm is named so by its class. Attention and MLPs are what has projections of their names
-(`precision/apply.py`), in moecore's decoder, transformers and torchtitan alike.
+(`precision/apply.py`), in moecore's decoder, transformers and torchtitan alike. Linear attention is
+none: its scan is no product, and would run again.
 """
 
 from __future__ import annotations
@@ -48,9 +49,14 @@ def _kind_of(name: str, module: nn.Module) -> Kind | None:
     if not children and type(module).__name__.endswith("Norm"):
         return "norm"
     if children & OUTPUT and children & ATTENTION - OUTPUT:
-        return "attention"
+        return None if _is_recurrent(module) else "attention"
     if isinstance(module, SharedExpert):
         return "shared_experts"
     if len(children & MLP) >= 2:
         return "shared_experts" if SHARED & set(name.split(".")) else "mlp"
     return None
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Whether attention carries a state from token to token, behind a short convolution."""
+    return any(isinstance(child, nn.Conv1d) for child in module.modules())
