@@ -1,0 +1,256 @@
+"""Regions: the same bits, fewer bytes, no product twice; and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from moecore.memory.apply import apply_memory
+from moecore.memory.options import GEMM_LAST, RECOMPUTED, MemoryOptions
+from moecore.memory.recompute import recompute, sharing_outputs
+from moecore.memory.saved import Handle, packing
+from moecore.models import Decoder, preset
+
+PRESETS = ("tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3")
+PRODUCTS = (F.linear, F.scaled_dot_product_attention)
+# What a preset has: warnings of other parts are errors here.
+PARTS = {
+    "tiny": ("norm", "rope", "qkv_proj", "expert_fc1"),
+    "tiny-qwen3": ("norm", "rope", "qkv_proj", "attention_scores", "moe"),
+    "tiny-shared": ("norm", "activation", "qkv_proj", "mlp", "shared_experts", "expert_fc1"),
+    "tiny-deepseek-v3": ("norm", "activation", "rope", "mla_up_proj", "mlp", "shared_experts"),
+}
+
+
+def build(name: str, parts: Any = ()) -> Decoder:
+    """Return a decoder that keeps what the parts leave it."""
+    model = Decoder(preset(name))
+    for layer in (m for m in model.modules() if hasattr(m, "recompute_fc1")):
+        layer.recompute_fc1 = "expert_fc1" in parts
+    apply_memory([*model.layers, *model.mtp], MemoryOptions(recompute=parts))
+    return model
+
+
+def tokens(seed: int, T: int = 48) -> Tensor:
+    return torch.randint(0, 100, (2, T), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    different = [n for n in want if not torch.equal(found[n], want[n])]
+    assert found.keys() == want.keys() and not different, different
+
+
+class Kept:
+    """Counts the bytes of storages that a forward keeps, parameters left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.found: dict[int, int] = {}
+        self.held: list[Tensor] = []  # so that no address is used twice
+
+    def __call__(self, tensor: Tensor) -> Handle | None:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self.own:
+            self.found[address] = tensor.untyped_storage().nbytes()
+            self.held.append(tensor)
+        return None
+
+
+def kept_bytes(model: Decoder) -> int:
+    kept = Kept(model)
+    with packing(kept):
+        model.model(tokens(0))
+    return sum(kept.found.values())
+
+
+@contextmanager
+def counting(counts: Counter[Any]) -> Iterator[None]:
+    """Count the products of forward and backward, which run in this thread on a CPU."""
+
+    class Count(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            counts[func] += func in PRODUCTS
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        yield
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_bits_of_a_model_that_keeps_all(name: str) -> None:
+    plain = build(name)
+    plain(tokens(0), tokens(1)).backward()
+    want, bytes_before = gradients(plain), kept_bytes(plain)
+    for parts in (GEMM_LAST, PARTS[name]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if "attention_scores" in parts else "error")
+            model = build(name, parts if parts == PARTS[name] else "gemm_last")
+        loss = model(tokens(0), tokens(1))
+        loss.backward()
+        equal(gradients(model), want)
+        assert kept_bytes(model) < 0.9 * bytes_before, parts
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_cheap_parts_run_no_product_twice(name: str) -> None:
+    counts: list[Counter[Any]] = []
+    for parts in ((), "gemm_last"):
+        model, count = build(name, parts), Counter[Any]()
+        with counting(count):
+            model(tokens(0), tokens(1)).backward()
+        counts.append(count)
+    assert counts[0] == counts[1] and counts[0][F.linear]
+
+
+def test_forwards_in_flight() -> None:
+    plain, model = build("tiny-shared"), build("tiny-shared", "gemm_last")
+    found = []
+    for one in (plain, model):
+        losses = [one(tokens(i), tokens(i + 9)) for i in range(3)]
+        for i in (1, 0, 2):
+            losses[i].backward()
+        found.append(gradients(one))
+    equal(found[1], found[0])
+
+
+def test_values_are_freed_as_backward_uses_them_and_found_again() -> None:
+    norm, linear = nn.RMSNorm(16), nn.Linear(16, 16)
+    x = torch.randn(8, 16, requires_grad=True)
+    alive: list[weakref.ref[Tensor]] = []
+
+    def part(x: Tensor) -> Tensor:
+        y = norm(x)
+        alive.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    kept = linear(part(x))
+    assert alive.pop()() is not None and kept.requires_grad
+    with sharing_outputs():
+        y = linear(recompute("norm", part, (x,))).square() + linear(norm(x)).square()
+    assert len(alive) == 1 and alive[0]() is None
+    y.sum().backward(retain_graph=True)
+    assert len(alive) == 2 and alive[1]() is None
+    first, x.grad = x.grad, None
+    y.sum().backward()
+    assert len(alive) == 3 and torch.equal(first, x.grad)
+
+
+def test_under_activation_checkpointing_of_the_caller() -> None:
+    plain, model = build("tiny-shared"), build("tiny-shared", "gemm_last")
+    for block in model.layers:
+        forward: Callable[..., Tensor] = block.forward
+        block.forward = lambda *args, forward=forward: checkpoint(  # type: ignore[method-assign]
+            forward, *args, use_reentrant=False
+        )
+    for one in (plain, model):
+        one(tokens(0), tokens(1)).backward()
+    equal(gradients(model), gradients(plain))
+
+
+def test_autocast_is_that_of_forward() -> None:
+    found = []
+    for parts in ((), "gemm_last"):
+        model = build("tiny-shared", parts)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens(0), tokens(1))
+        loss.backward()
+        found.append(gradients(model))
+    equal(found[1], found[0])
+
+
+def test_dropout_draws_once() -> None:
+    torch.manual_seed(0)
+    x, linear = torch.randn(8, 16, requires_grad=True), nn.Linear(16, 16)
+
+    def part(x: Tensor) -> Tensor:
+        return linear(F.dropout(F.silu(linear(x)), 0.5))
+
+    found = []
+    for function in (part, lambda x: recompute("part", part, (x,))):
+        torch.manual_seed(1)
+        with sharing_outputs():
+            y = function(x)
+        y.square().sum().backward()
+        found.append((x.grad, linear.weight.grad))
+        x.grad = linear.weight.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_copy_runs_its_own_parameters() -> None:
+    model = build("tiny-shared", "gemm_last")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    other(tokens(0), tokens(1)).backward()
+    plain = build("tiny-shared")
+    plain(tokens(0), tokens(1)).backward()
+    equal(gradients(other), gradients(plain))
+
+
+def run(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with sharing_outputs():
+        return recompute("part", function, (x,)) * 1.0
+
+
+def test_what_backward_could_not_repeat_is_an_error() -> None:
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="part must not change its input or a product"):
+        run(lambda x: (x @ weight).mul_(2).sigmoid().exp(), x)
+    widths = iter((8, 4))
+    y = run(lambda x: x.sigmoid()[:, : next(widths)].exp().exp(), x)
+    with pytest.raises(RuntimeError, match="part must compute the same values in backward"):
+        y.sum().backward()
+    changed = torch.randn(4, 8, requires_grad=True)
+    hidden = changed * 1.0
+    y = run(lambda x: x.sigmoid().exp(), hidden)
+    with torch.no_grad():
+        hidden.add_(1)
+    with pytest.raises(RuntimeError, match="was changed in place since forward"):
+        y.sum().backward()
+
+
+def test_a_failed_forward_leaves_nothing_behind() -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise ArithmeticError
+
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(ArithmeticError):
+        run(fails, x)
+    run(lambda x: x.sigmoid().exp(), x).sum().backward()
+    assert x.grad is not None
+
+
+def test_options() -> None:
+    assert MemoryOptions().parts == () and MemoryOptions(recompute="gemm_last").parts == GEMM_LAST
+    with pytest.raises(ValueError, match=r"MemoryOptions.recompute \('fc1'\) must be"):
+        MemoryOptions(recompute="fc1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="have each part once"):
+        MemoryOptions(recompute=("norm", "norm"))
+    with pytest.raises(ValueError, match="have no 'expert_fc1' beside 'moe'"):
+        MemoryOptions(recompute=("moe", "expert_fc1"))
+    with pytest.warns(UserWarning, match=r"'mla_up_proj'\) is not used: no block has it"):
+        build("tiny", ("norm", "mla_up_proj"))
+    with pytest.warns(UserWarning, match="'attention_scores'"):
+        build("tiny", ("attention_scores",))
+    assert set(GEMM_LAST) < set(RECOMPUTED)
