@@ -50,17 +50,21 @@ class Block(nn.Module):
             padding_mask_BT: bool, True where no expert shall see the token; of the same tokens.
                 Attention and a dense MLP do not read it.
         """
-        x_BTD, y_BTD = self.attend(x_BTD, rotary)
+        x_BTD = self.attend(x_BTD, rotary)
+        y_BTD = self.post_attention_layernorm(x_BTD)
         if self.is_dense or padding_mask_BT is None:
             return x_BTD + self.mlp(y_BTD)
         return x_BTD + self.mlp(y_BTD, padding_mask=padding_mask_BT)
 
-    def attend(self, x_BTD: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
-        """Return the residual stream after attention, and the same normed for what follows."""
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
-        return x_BTD, self.post_attention_layernorm(x_BTD)
+    def attend(self, x_BTD: Tensor, rotary: RotaryTable) -> Tensor:
+        """Return the residual stream after attention."""
+        attended: Tensor = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
+        return attended
 
     @property
     def compile_regions(self) -> tuple[str, ...]:
-        """Methods without an MoE layer inside: see `graphs/regions.py`."""
+        """Methods without an MoE layer inside: see `graphs/regions.py`.
+
+        The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
+        """
         return ("forward",) if self.is_dense else ("attend",)
