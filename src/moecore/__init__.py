@@ -3,6 +3,7 @@
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.explain import explain
 from moecore.fsdp import FSDPOptions, GradientNorm, clip_grad_norm_
+from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.dispatch.exchange import ExchangeError
@@ -30,6 +31,7 @@ __all__ = [
     "GradientNorm",
     "LayerLayout",
     "LossConvention",
+    "MemoryOptions",
     "Meshes",
     "MoEConfig",
     "MoELayer",
