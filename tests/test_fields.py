@@ -19,6 +19,7 @@ from moecore.config import CapacityConfig
 from moecore.kernels.adamw import AdamWOptions
 from moecore.kernels.experts.contract import ExpertMLPOptions
 from moecore.kernels.rows.activation import ActivationOptions
+from moecore.memory.options import MemoryOptions
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.expert_layout import ExpertLayout
@@ -124,6 +125,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (ParallelConfig, {}),
     (FSDPOptions, {}),
     (NVLinkOptions, {}),
+    (MemoryOptions, {}),
     (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),
     (MLAConfig, {f.name: getattr(MLA, f.name) for f in fields(MLA)}),
     (DecoderConfig, DECODER | dict(moe=MoEConfig(**LAYER))),
