@@ -13,7 +13,14 @@ import pytest
 import torch
 
 import moecore
-from moecore import BalanceConfig, FSDPOptions, MoEConfig, MoELayer, ParallelConfig
+from moecore import (
+    BalanceConfig,
+    DynamicLossScale,
+    FSDPOptions,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+)
 from moecore._fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
 from moecore.config import CapacityConfig
 from moecore.kernels.adamw import AdamWOptions
@@ -124,6 +131,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (CapacityConfig, {"factor": 1.0}),
     (ParallelConfig, {}),
     (FSDPOptions, {}),
+    (DynamicLossScale, {}),
     (NVLinkOptions, {}),
     (MemoryOptions, {}),
     (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),

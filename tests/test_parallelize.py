@@ -234,8 +234,8 @@ def test_records_are_records(name: str) -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match=r"reduce_dtype \(torch.float16\)"):
         FSDPOptions(reduce_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"param_dtype \(torch.float16\)"):
-        FSDPOptions(param_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"param_dtype \(torch.float64\)"):
+        FSDPOptions(param_dtype=torch.float64)
     with pytest.raises(ValueError, match=r"prefetch_blocks \(-1\)"):
         FSDPOptions(prefetch_blocks=-1)
     with pytest.raises(ValueError, match=r"blocks_per_unit \(0\) must be a whole number >= 1"):

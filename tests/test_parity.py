@@ -10,8 +10,8 @@
 Cases that want more GPUs than the host has are skipped, unless ranks share GPUs (`tests/ranks.py`).
 Only what is asked for runs, eight cases per start of the ranks at most.
 
-Losses, every gradient, its norm, auxiliary losses, counts, parameters after two SGD and two AdamW
-steps: fp32 within 1e-5 of each tensor's scale, bf16 at most twice as wrong as one process in bf16.
+Losses, every gradient, its norm, auxiliary losses, counts, parameters after a step of SGD and two
+of AdamW: fp32 within 1e-5 of each tensor's scale, bf16 at most twice as wrong as one process.
 """
 
 from __future__ import annotations
@@ -41,25 +41,18 @@ def case(world: int, dense: str, expert: str, **options: Any) -> Case:
 
 
 CASES = [
-    case(8, "dp_shard=8", "ep=8 edp_shard=1"),
     case(8, "dp_shard=8", "ep=1 edp_shard=8", model="sigmoid", meta=True),
     case(8, "dp_shard=8", "ep=4 edp_shard=2", model="sigmoid", accumulate=2, no_sync=True),
-    case(8, "dp_shard=8", "ep=2 edp_shard=4", model="biases", dispatcher="allgather"),
-    case(8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="biases"),
     case(8, "dp_shard=8", "ep=2 etp=4 edp_shard=1", model="relu2", loss="sum"),
     case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="softmax", meta=True),
     case(8, "dp_shard=8", "etp=2 edp_shard=4", model="gated-shared", dispatcher="allgather"),
     case(8, "dp_replicate=2 dp_shard=4", "ep=8 edp_shard=1", loss="sum", fsdp=TOGETHER),
-    case(8, "dp_replicate=2 dp_shard=4", "edp_replicate=2 edp_shard=1 ep=4", model="sigmoid"),
     case(8, "dp_replicate=4 dp_shard=2", "edp_replicate=2 edp_shard=2 ep=2", model="biases"),
     case(8, "dp_replicate=8 dp_shard=1", "edp_replicate=4 edp_shard=1 ep=2", frozen=True),
     case(8, "dp_shard=4 tp=2", "ep=8 edp_shard=1", model="gated-shared", recompute=True),
-    case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", model="sigmoid", loss="sum", accumulate=2),
     case(8, "dp_shard=4 tp=2", "ep=4 etp=2 edp_shard=1", model="biases", tied=True),
     case(8, "dp_shard=2 tp=4", "ep=8 edp_shard=1", model="relu2", dispatcher="allgather"),
-    case(8, "dp_shard=2 tp=4", "ep=2 edp_shard=4", model="sigmoid", tied=True),
     case(8, "dp_shard=2 tp=4", "ep=4 edp_shard=2", loss="sum", fsdp=GATHERED),
-    case(8, "dp_shard=2 tp=4", "ep=2 etp=4 edp_shard=1", model="gated-shared"),
     case(8, "dp_replicate=2 dp_shard=2 tp=2", "edp_replicate=2 edp_shard=2 ep=2", loss="sum"),
     case(8, "dp_replicate=4 dp_shard=1 tp=2", "edp_replicate=2 edp_shard=1 ep=4", model="relu2"),
     case(8, "dp_shard=4 tp=2", "ep=4 edp_shard=2", model="latent-capacity", accumulate=2),
@@ -74,10 +67,7 @@ CASES = [
     case(6, "dp_shard=2 tp=3", "ep=3 edp_shard=2", model="expert-choice", dispatcher="allgather"),
     case(6, "dp_shard=3 tp=2", "ep=6 edp_shard=1", model="top-1", loss="sum"),
     case(6, "dp_shard=6", "ep=6 edp_shard=1", model="biases", expert_backend="sequential"),
-    case(6, "dp_shard=6", "ep=3 edp_shard=2", model="gated-shared", fsdp=GATHERED),
-    case(6, "dp_shard=6", "ep=2 edp_shard=3", model="relu2", accumulate=3),
     case(6, "dp_shard=2 tp=3", "ep=6 edp_shard=1", model="sigmoid", meta=True),
-    case(6, "dp_shard=3 tp=2", "ep=3 edp_shard=2", model="biases", loss="sum"),
     case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather"),
     case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),
     case(6, "dp_replicate=2 dp_shard=1 tp=3", "ep=2 etp=3 edp_shard=1", model="biases"),
@@ -91,12 +81,10 @@ CASES = [
         recompute=True,
         fsdp=TOGETHER,
     ),
-    case(6, "dp_shard=3 tp=2", "ep=3 etp=2 edp_shard=1", model="gated-shared", tied=True),
 ]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 BF16_TOGETHER = FSDPOptions(param_dtype=torch.bfloat16, blocks_per_unit=2)
 BF16_CASES = [
-    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="balanced", bf16=True, fsdp=BF16_TOGETHER),
     case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="balanced", bf16=True, fsdp=BF16),
     case(
         8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="balanced", bf16=True, fsdp=BF16_TOGETHER

@@ -12,11 +12,22 @@ from moecore.precision.linear import Fp8Linear
 PAGE = Path(__file__).parents[1] / "docs" / "precision.md"
 
 
+FP8, FP16 = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_the_example_of_fp16_trains() -> None:
+    names: dict = {}
+    exec(FP16, names)
+    done = names["done"]
+    assert done.norm.finite and done.to_dict()["loss_scale"] == 2.0**16
+    assert names["extra"]["loss_scale"] == 2.0**16 and names["extra"]["loss_scale_num_good"] == 1
+
+
 @pytest.mark.usefixtures("no_group_left")
 def test_the_example_trains_in_fp8() -> None:
-    (code,) = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
     names: dict = {}
-    exec(code, names)
+    exec(FP8, names)
     assert names["done"].norm.finite and names["loss"].isfinite()
     layers = names["model"].model.layers
     is_fp8 = [any(isinstance(m, Fp8Linear) for m in layer.modules()) for layer in layers]

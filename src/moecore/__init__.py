@@ -3,6 +3,7 @@
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.explain import explain
 from moecore.fsdp import FSDPOptions, GradientNorm, clip_grad_norm_
+from moecore.loss_scale import DynamicLossScale
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.backends import ExpertBackend
@@ -23,6 +24,7 @@ __all__ = [
     "CapacityConfig",
     "Dispatcher",
     "DispatcherName",
+    "DynamicLossScale",
     "ExchangeError",
     "ExpertBackend",
     "ExpertInput",

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore._autograd import mark
 from moecore._fields import MaxNorm, check_arguments
-from moecore.fsdp.clip import GradientNorm, clip_grad_norm_, step_clipped
+from moecore.fsdp.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.fsdp.late_parameters import refuse_earlier
 from moecore.fsdp.progress import Progress
 from moecore.fsdp.resident import resident_units
+from moecore.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import NumMicroBatches, moe_state
@@ -38,19 +40,24 @@ class StepResult:
     """What a finished step was. Tensors stay on the device until read.
 
     Attributes:
-        norm: the gradient before clipping; None for a step without an optimizer and `clip()`.
+        norm: the gradient before clipping, without the loss scale; None for a step without an
+            optimizer and `clip()`.
         skipped: whether the gradient was not finite, so that nothing has changed.
         metrics: what the MoE layers routed.
         lr: with which the first group of the first optimizer stepped; None without one.
+        loss_scale: of this step; None without one.
     """
 
     norm: GradientNorm | None
     skipped: bool | Tensor
     metrics: MoEMetrics
     lr: float | Tensor | None = None
+    loss_scale: Tensor | None = None
 
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
-        """Return name -> number, for any logger: "grad_norm", "skipped", "lr" and those of MoE.
+        """Return name -> number, for any logger: those of MoE and the fields of this record.
+
+        These are "grad_norm", "skipped", "lr" and "loss_scale", where they are not None.
 
         One host sync; the copies after the first one wait for nothing.
 
@@ -63,7 +70,8 @@ class StepResult:
                 "grad_norm": self.norm.total,
                 "skipped": float(not math.isfinite(self.norm.total)),
             }
-        return numbers if self.lr is None else numbers | {"lr": float(self.lr)}
+        scalars = {"lr": self.lr, "loss_scale": self.loss_scale}
+        return numbers | {name: float(x) for name, x in scalars.items() if x is not None}
 
 
 class TrainStep:
@@ -80,9 +88,12 @@ class TrainStep:
         max_norm: of the gradient of all models together, > 0; `math.inf` only measures.
         num_micro_batches: forwards and backwards of one step. The caller divides the loss by it, as
             auxiliary losses are divided.
+        loss_scale: for fp16, which needs one. The caller's backward is `scale(loss).backward()`;
+            auxiliary losses get it, and gradients are divided by it where they are clipped.
 
     Raises:
-        ValueError: for a model that is not parallelized, or a number out of range.
+        ValueError: for a model that is not parallelized, a number out of range, or a model that
+            needs a loss scale or can have none.
 
     Example:
         step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=4)
@@ -100,6 +111,7 @@ class TrainStep:
         *,
         max_norm: MaxNorm = math.inf,
         num_micro_batches: NumMicroBatches = 1,
+        loss_scale: DynamicLossScale | None = None,
     ) -> None:
         check_arguments(TrainStep.__init__, locals())
         models = [model] if isinstance(model, nn.Module) else list(model)
@@ -108,7 +120,9 @@ class TrainStep:
         self._states = [moe_state(one) for one in models]
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._optimizers = _listed(optimizer)
-        _check_real(self._model, self._optimizers)
+        _check_real(self._model, self._optimizers, loss_scale)
+        for one in models:
+            check_loss_scale(one, loss_scale)
         refuse_earlier(self._model, self._optimizers)
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
@@ -117,6 +131,12 @@ class TrainStep:
         self._resident = resident_units(self._model)
         for resident in self._resident:  # a later TrainStep of the same model takes over
             resident.progress = weakref.ref(self._progress)
+        self._scale: LossScale | None = None
+        self._is_scaled = True  # the running micro-batch's loss
+        if loss_scale is not None:
+            self._scale = LossScale(loss_scale, next(self._model.parameters()).device)
+        for state in self._states:
+            state.set_loss_scale(None if self._scale is None else self._scale.value)
         self.num_micro_batches = num_micro_batches
 
     @property
@@ -152,15 +172,45 @@ class TrainStep:
         for state in self._states:
             state.start_micro_batch(is_last=is_last)
         progress.is_open = progress.has_failed = True
+        self._is_scaled = self._scale is None
         try:
             yield
+            self._check_scaled()
             progress.has_failed = False
             progress.done += 1
         finally:
             progress.is_open = False
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale, for backward; without one the loss itself.
+
+        Args:
+            loss: of a micro-batch, divided by their number.
+        """
+        self._is_scaled = True
+        return loss if self._scale is None else loss * self._scale.value
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps of it, for `extra`: the loss scale, {} without one."""
+        return {} if self._scale is None else self._scale.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave, in place; between steps.
+
+        Args:
+            state: it may hold more, such as all of `extra`; without a loss scale nothing is read.
+
+        Raises:
+            ValueError: when it has no loss scale, or within a micro-batch.
+        """
+        self._progress.check_closed("load_state_dict()")
+        if self._scale is not None:
+            self._scale.load_state_dict(state)
+
     def clip(self) -> GradientNorm:
-        """Clip the gradient of a step whose optimizer is the caller's. One host sync.
+        """Clip the gradient of a step whose optimizer is the caller's. Waits for the device.
+
+        Gradients are divided by the loss scale first.
 
         A nan or inf on any rank sets all gradients to None, so that an optimizer changes nothing.
         The caller's step and zero_grad follow, then `finish`.
@@ -178,7 +228,7 @@ class TrainStep:
             )
         self._check_complete("clip()")
         with mark("moecore::clip"):
-            self._norm = clip_grad_norm_(self._model, self._max_norm)
+            self._norm = unscale_and_clip_(self._model, self._max_norm, self._value)
         return self._norm
 
     def finish(self) -> StepResult:
@@ -188,7 +238,8 @@ class TrainStep:
         one more with quantile balancing. No host sync with fused optimizers, or without any.
 
         Raises:
-            ValueError: before the last micro-batch; when a layer with auxiliary losses saw another
+            ValueError: before the last micro-batch, or before `clip` with a loss scale and no
+                optimizer; when a layer with auxiliary losses saw another
                 number of micro-batches; when no optimizer holds a parameter that has a gradient;
                 when a parameter was added after `parallelize_moe`.
             ExchangeError: when an exchange went wrong on this rank, as far as the host can see
@@ -196,6 +247,11 @@ class TrainStep:
                 Other ranks may not know, so let the process end.
         """
         self._check_complete("finish()")
+        if self._scale is not None and not self._optimizers and self._norm is None:
+            raise ValueError(
+                "finish() must follow clip() where a loss_scale is given and no optimizer: call "
+                "clip() before your optimizer's step, it divides gradients by the scale"
+            )
         self._progress.has_failed = True  # unless it gets to its end
         with mark("moecore::finish"):
             for resident in self._resident:
@@ -203,7 +259,9 @@ class TrainStep:
             for state in self._states:
                 state.check_step()
             if self._optimizers:
-                self._norm = step_clipped(self._model, self._max_norm, self._optimizers)
+                self._norm = step_clipped(
+                    self._model, self._max_norm, self._optimizers, loss_scale=self._value
+                )
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             if self._is_delayed:
@@ -211,11 +269,18 @@ class TrainStep:
             norm, self._norm = self._norm, None
             skipped = False if norm is None else norm.skipped
             metrics = [state.reduce_step(skipped=skipped) for state in self._states]
+            loss_scale = None
+            if self._scale is not None:
+                assert norm is not None
+                loss_scale = self._scale.value.clone()
+                self._scale.update(norm.skipped)
         self._progress.restart()
         lr = self._optimizers[0].param_groups[0]["lr"] if self._optimizers else None
         if isinstance(lr, Tensor):  # which a scheduler changes in place
             lr = lr.clone()
-        return StepResult(norm=norm, skipped=skipped, metrics=_joined(metrics), lr=lr)
+        return StepResult(
+            norm=norm, skipped=skipped, metrics=_joined(metrics), lr=lr, loss_scale=loss_scale
+        )
 
     def drop(self) -> None:
         """Drop the step: its gradients, counts and micro-batches, as if they had never run.
@@ -243,6 +308,17 @@ class TrainStep:
         for state in self._states:
             if state.exchanges is not None:
                 state.exchanges.close()
+
+    @property
+    def _value(self) -> Tensor | None:
+        return None if self._scale is None else self._scale.value
+
+    def _check_scaled(self) -> None:
+        if not self._is_scaled:
+            raise ValueError(
+                "micro_batch() must scale its loss where a loss_scale is given: call "
+                "step.scale(loss).backward(), and drop() this step"
+            )
 
     def _check_complete(self, what: str) -> None:
         self._progress.check_between(what)
@@ -278,12 +354,15 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
     return found
 
 
-def _check_real(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def _check_real(
+    model: nn.Module, optimizers: Sequence[Optimizer], loss_scale: DynamicLossScale | None
+) -> None:
     """Raise for an optimizer of parameters that `to_empty` will replace."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
-    if optimizers and on_meta is not None:
+    if (optimizers or loss_scale is not None) and on_meta is not None:
+        what = "optimizer" if optimizers else "loss scale"
         raise ValueError(
-            f"{on_meta} (on meta) must have storage before the optimizer is made: call "
+            f"{on_meta} (on meta) must have storage before the {what} is made: call "
             "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"
         )
 

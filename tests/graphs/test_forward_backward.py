@@ -74,6 +74,7 @@ def hooked(model: nn.Module) -> None:
     model[0].weight.register_post_accumulate_grad_hook(print)
 
 
+SCALE = torch.ones(())  # a model holds it weakly
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "the memory of 0.weight": moved,
     "the memory of scale": moved_buffer,
@@ -81,6 +82,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "train or eval mode of the model": nn.Module.eval,
     "train or eval mode of 1": lambda model: model[1].eval(),
     "the number of micro-batches of a step": lambda m: moe_state(m).set_num_micro_batches(2),
+    "the loss scale": lambda model: moe_state(model).set_loss_scale(SCALE),
     "the config of 1": lambda m: m[1].set_balance(BalanceConfig(micro_batch_coef=0.1)),
     "the number of hooks of 0.weight": hooked,
     "the number of hooks of 1": lambda model: model[1].register_forward_hook(print),

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moecore import (
     BalanceConfig,
+    DynamicLossScale,
     ExchangeError,
     FSDPOptions,
     Meshes,
@@ -59,6 +60,7 @@ class Case:
     fsdp: dict[str, Any] = field(default_factory=dict)
     nvlink: NVLinkOptions | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    loss_scale: DynamicLossScale | None = None
 
 
 ROOM = NVLinkOptions(row_factor=4.0)
@@ -91,6 +93,13 @@ CASES = {
     "in FP8, weights quantised for every use": Case(
         ep=WORLD, nvlink=ROOM, balance=LOSSES, options=dict(precision="blockwise")
     ),
+    "in fp16, with a scale that grows between replays": Case(
+        ep=WORLD,
+        nvlink=ROOM,
+        balance=LOSSES,
+        fsdp=dict(param_dtype=torch.float16),
+        loss_scale=DynamicLossScale(initial=2.0**10, growth_interval=2),
+    ),
     "half the ranks": Case(
         ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)
     ),
@@ -118,13 +127,17 @@ class Job:
             dispatcher="nvlink" if nvlink else "local",
             nvlink=nvlink,
             **case.options,
-            fsdp=FSDPOptions(param_dtype=torch.bfloat16, **case.fsdp),
+            fsdp=FSDPOptions(**{"param_dtype": torch.bfloat16} | case.fsdp),
         )
         self.model.to_empty(device="cuda")
         self.model.init_weights(0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
         self.owner = TrainStep(
-            self.model, self.optimizer, max_norm=0.5, num_micro_batches=MICRO_BATCHES
+            self.model,
+            self.optimizer,
+            max_norm=0.5,
+            num_micro_batches=MICRO_BATCHES,
+            loss_scale=case.loss_scale,
         )
         self.run: Callable[..., Any] = self.forward_backward
         if graphed:
@@ -135,7 +148,7 @@ class Job:
         for tokens_BT in tokens_ABT:
             with self.owner.micro_batch():
                 loss = self.model(tokens_BT, tokens_BT.roll(-1, 1)) / MICRO_BATCHES
-                loss.backward()
+                self.owner.scale(loss).backward()
             losses.append(loss.detach())
         return {"losses": torch.stack(losses)}
 
@@ -160,13 +173,14 @@ class Job:
             "norm": norm.total,
             "counts": counts.square().sum().item(),
             "aux loss": routed.total_aux_loss(),
+            "loss scale": 1.0 if done.loss_scale is None else done.loss_scale.item(),
         }
 
     def drop_a_step(self) -> None:
         """Run forward and backward of other shapes, eagerly, and use nothing of it."""
         for tokens_BT in self.batch(7).cuda()[:, :1, :64]:
             with self.owner.micro_batch():
-                self.model(tokens_BT, tokens_BT).backward()
+                self.owner.scale(self.model(tokens_BT, tokens_BT)).backward()
         self.owner.drop()
 
     def batch(self, seed: int) -> Tensor:

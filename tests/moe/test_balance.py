@@ -562,9 +562,12 @@ def test_sum_convention_divides_by_data_ranks() -> None:
         state.set_num_micro_batches(0)
 
 
-def test_fp16_is_refused_where_a_loss_scale_would_miss_the_losses() -> None:
+def test_fp16_needs_a_loss_scale_that_reaches_the_losses() -> None:
     layer = make_layer(replace(BASE, balance=only("z", 0.1)))
     x = torch.randn(4, BASE.dim, requires_grad=True)
+    (layer(x) * 0).sum().backward()
+    plain = layer.router.weight.grad.clone()
+    layer.router.weight.grad, state = None, make_state(layer)
     with (
         torch.autocast("cpu", torch.float16),
         pytest.raises(
@@ -572,7 +575,15 @@ def test_fp16_is_refused_where_a_loss_scale_would_miss_the_losses() -> None:
         ),
     ):
         layer(x)
-    make_layer(replace(BASE, balance=only("z", 0.1)))(x)
+    scale = torch.tensor(1.0)
+    state.set_loss_scale(scale)
+    with torch.autocast("cpu", torch.float16):
+        y = layer(x)
+    scale.fill_(64.0)  # read in backward, where it lies
+    (y * 0).sum().backward()
+    torch.testing.assert_close(layer.router.weight.grad, 64 * plain)
+    del scale
+    assert state.loss_scale is None, "it ends with its owner"
 
 
 def test_losses_have_no_second_derivative() -> None:

@@ -30,7 +30,8 @@ class GradientNorm:
 
     Args:
         names: of the parameters.
-        squares: fp64 [parameters] on the device, the squared norm of each over all ranks.
+        squares: fp64 [parameters] on the device, the squared norm of each over all ranks, without
+            the loss scale.
 
     Attributes:
         skipped: bool scalar on the device: the gradient is not finite, so the step is dropped.
@@ -112,16 +113,36 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm) -> GradientNorm:
             `parallelize_moe`, so that its gradient is not reduced.
     """
     check_arguments(clip_grad_norm_, locals())
+    return unscale_and_clip_(model, max_norm, None)
+
+
+@torch.no_grad()
+def unscale_and_clip_(model: nn.Module, max_norm: float, loss_scale: Tensor | None) -> GradientNorm:
+    """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale.
+
+    Args:
+        model: as there.
+        max_norm: as there.
+        loss_scale: fp32 scalar on the device; None = 1. With one an overflow is part of training,
+            so no warning names the parameters: `GradientNorm.non_finite` does.
+
+    Returns:
+        The norm before clipping, without the loss scale, the same on every rank.
+    """
     refuse_added(model)
     params = _trained(model)
-    norm = _measure(params)
-    _scale(params, norm, max_norm)
+    norm = _measure(params, loss_scale)
+    _scale(params, norm, max_norm, loss_scale)
     return norm
 
 
 @torch.no_grad()
 def step_clipped(
-    model: nn.Module, max_norm: float, optimizers: Sequence[torch.optim.Optimizer]
+    model: nn.Module,
+    max_norm: float,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    loss_scale: Tensor | None = None,
 ) -> GradientNorm:
     """Clip, and step the optimizers. No host sync where all of them are fused.
 
@@ -131,9 +152,10 @@ def step_clipped(
         model: parallelized; the same on every rank.
         max_norm: > 0; `math.inf` only measures.
         optimizers: of the model.
+        loss_scale: as in `unscale_and_clip_`.
 
     Returns:
-        The norm before clipping, the same on every rank.
+        The norm before clipping, without the loss scale, the same on every rank.
 
     Raises:
         ValueError: when no optimizer holds a parameter that has a gradient.
@@ -142,13 +164,16 @@ def step_clipped(
     with mark("moecore::clip"):
         params = _trained(model)
         _check_holds(optimizers, params)
-        norm = _measure(params)
+        norm = _measure(params, loss_scale)
         if all(map(_can_skip, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # a nan divides nothing: all is skipped
+            divisors = [] if loss_scale is None else [loss_scale]
             if max_norm < math.inf:
-                signals["grad_scale"] = norm.divisor(max_norm)
+                divisors.append(norm.divisor(max_norm))
+            if divisors:
+                signals["grad_scale"] = torch.stack(divisors).prod()
         else:
-            _scale(params, norm, max_norm)
+            _scale(params, norm, max_norm, loss_scale)
     with mark("moecore::optimizer"):
         for optimizer in optimizers:
             vars(optimizer).update(signals)  # as GradScaler does
@@ -186,9 +211,12 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
 
-def _measure(params: list[tuple[str, nn.Parameter]]) -> GradientNorm:
+def _measure(params: list[tuple[str, nn.Parameter]], loss_scale: Tensor | None) -> GradientNorm:
     _lay_out_as_parameters(params)
-    return GradientNorm(tuple(n for n, _ in params), _squares([p for _, p in params]))
+    squares = _squares([p for _, p in params])
+    if loss_scale is not None:
+        squares = squares / loss_scale.double().square()
+    return GradientNorm(tuple(n for n, _ in params), squares)
 
 
 def _lay_out_as_parameters(params: list[tuple[str, nn.Parameter]]) -> None:
@@ -246,17 +274,27 @@ def _num_copies(param: Tensor) -> int:
     return dist.get_world_size() // shards
 
 
-def _scale(params: list[tuple[str, nn.Parameter]], norm: GradientNorm, max_norm: float) -> None:
-    """Scale all gradients, or set them to None where one is not finite. One host sync."""
+def _scale(
+    params: list[tuple[str, nn.Parameter]],
+    norm: GradientNorm,
+    max_norm: float,
+    loss_scale: Tensor | None,
+) -> None:
+    """Scale all gradients, or set them to None where one is not finite. Waits for the device."""
     if norm.non_finite:
-        _drop_gradients(params, norm.non_finite)
-    elif norm.total > max_norm:
+        if loss_scale is None:
+            _warn_of(norm.non_finite)
+        for _, param in params:
+            param.grad = None
+        return
+    factor = max_norm / (norm.total + 1e-6) if norm.total > max_norm else 1.0
+    if loss_scale is not None:
+        factor /= loss_scale.item()
+    if factor != 1.0:
         grads = [_local(p.grad) for _, p in params if p.grad is not None]
-        torch._foreach_mul_([g for g in grads if g.numel()], max_norm / (norm.total + 1e-6))
+        torch._foreach_mul_([g for g in grads if g.numel()], factor)
 
 
-def _drop_gradients(params: list[tuple[str, nn.Parameter]], non_finite: tuple[str, ...]) -> None:
+def _warn_of(non_finite: tuple[str, ...]) -> None:
     shown = ", ".join(non_finite[:5]) + (" and more" if len(non_finite) > 5 else "")
     warnings.warn(f"step skipped: non-finite gradient in {shown}", stacklevel=4)
-    for _, param in params:
-        param.grad = None

@@ -52,15 +52,14 @@ from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.params import ParamReader
 from moecore.moe.router import Router
 
-FLOATS = OneOf((torch.float32, torch.bfloat16))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDPOptions:
     """Choices of `parallelize_moe` for FSDP2.
 
     Attributes:
-        param_dtype: dtype of compute and all-gathers; None = the parameters' own.
+        param_dtype: dtype of compute and all-gathers, fp32, bf16, or fp16 with a loss scale
+            (`TrainStep(loss_scale=...)`); None = the parameters' own.
         reduce_dtype: dtype in which gradients are reduced, fp32 or bf16.
         reshard_after_forward: free a block's gathered parameters between forward and backward;
             embedding, final norm and head stay gathered.
@@ -76,10 +75,11 @@ class FSDPOptions:
     """
 
     param_dtype: (
-        Annotated[torch.dtype, FLOATS, "a loss scale for fp16 would not reach the auxiliary losses"]
-        | None
+        Annotated[torch.dtype, OneOf((torch.float32, torch.bfloat16, torch.float16))] | None
     ) = None
-    reduce_dtype: Annotated[torch.dtype, FLOATS, "fp16 sums overflow"] = torch.float32
+    reduce_dtype: Annotated[
+        torch.dtype, OneOf((torch.float32, torch.bfloat16)), "fp16 sums overflow"
+    ] = torch.float32
     reshard_after_forward: bool = True
     reshard_experts: bool | None = None
     prefetch_blocks: Annotated[CountOrZero, "use 0 to leave the order to FSDP2"] = 1

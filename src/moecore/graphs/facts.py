@@ -92,6 +92,8 @@ def facts_of(model: nn.Module, state: MoEState) -> Facts:
     for layer in state.layers.values():
         held.append(layer.tracker.counts)
         values.append(id(layer.tracker.counts))
+    held.append(state.loss_scale)
+    values.append(id(state.loss_scale))
     exchanges = () if state.exchanges is None else state.exchanges.entries
     return Facts(values=values, held=held, exchanges=exchanges)
 
@@ -107,6 +109,7 @@ def _names(model: nn.Module, state: MoEState) -> Iterator[str]:
                 yield f"{what} of {name}.{own}".replace(" .", " ")
     for name in state.layers:
         yield f"the balance config of {name}"
+    yield "the loss scale"
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -18,6 +18,7 @@ whatever the folding: ranks that share a micro-batch (cp, tp) count tokens toget
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -107,7 +108,8 @@ class LoadTracker:
 
     - Run one forward and backward before capture, and `reset()` to drop the warm-up's counts.
     - Add `num_captured` to `num_micro_batches` at every replay, or nothing checks their number.
-    - `set_num_micro_batches` must come before capture, which keeps its factor on the gradient.
+    - `set_num_micro_batches` must come before capture, which keeps its factor on the gradient. The
+      loss scale is a tensor, which replays read.
 
     Args:
         config: the layer.
@@ -117,6 +119,7 @@ class LoadTracker:
         self.config = config
         self.groups = BalanceGroups()
         self.gradient_scale = 1.0  # factor on the auxiliary losses' gradient
+        self.loss_scale: weakref.ref[Tensor] | None = None  # another: `MoEState.set_loss_scale`
         self.counts: LoadCounts | None = None
         self.num_captured = 0  # backwards in captures
         self.reset()
@@ -171,7 +174,7 @@ class LoadTracker:
         config, counts, losses, best_TK = self.config, self.counts, None, None
         logits_TE = routing.logits_TE
         if config.balance.needs_loss:
-            _refuse_fp16(y)
+            self._check_loss_scale(y)
             prior_E = None if counts is None else counts.chosen_E
             if config.counts_best_scores:
                 assert logits_TE is not None
@@ -193,6 +196,22 @@ class LoadTracker:
             routing.padding_mask_T,
         )
         return _Attach.apply(y, losses, self, *observed)
+
+    def losses_gradient(self, losses: Tensor) -> Tensor:
+        """Return the gradient of the auxiliary losses; no host sync."""
+        grad = torch.full_like(losses, self.gradient_scale)
+        scale = None if self.loss_scale is None else self.loss_scale()
+        return grad if scale is None else grad * scale
+
+    def _check_loss_scale(self, y: Tensor) -> None:
+        """Raise for fp16 where a loss scale would reach the main loss alone."""
+        under_autocast = torch.is_autocast_enabled(y.device.type)
+        dtype = torch.get_autocast_dtype(y.device.type) if under_autocast else y.dtype
+        if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
+            raise ValueError(
+                f"dtype of the layer ({dtype}) must not be fp16 with auxiliary losses, which no "
+                "other loss scale reaches: use TrainStep(loss_scale=DynamicLossScale())"
+            )
 
     def _check_recompute(self) -> None:
         """Count forwards, and refuse one that could not repeat what it did the first time.
@@ -250,17 +269,6 @@ class LoadTracker:
             add_margins_(counts.margins_EX, logits_TE, bias_E, *how, padding_mask_T)
 
 
-def _refuse_fp16(y: Tensor) -> None:
-    """A loss scale for fp16 would reach the main loss alone."""
-    under_autocast = torch.is_autocast_enabled(y.device.type)
-    dtype = torch.get_autocast_dtype(y.device.type) if under_autocast else y.dtype
-    if dtype == torch.float16:
-        raise ValueError(
-            f"dtype of the layer ({dtype}) must not be fp16 with auxiliary losses, which a loss "
-            "scale would not reach: use torch.bfloat16"
-        )
-
-
 def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -299,7 +307,7 @@ class _Attach(torch.autograd.Function):
         ctx.is_committed = True
         dlosses = None
         if ctx.needs_input_grad[1]:
-            dlosses = torch.full_like(losses, ctx.tracker.gradient_scale)
+            dlosses = ctx.tracker.losses_gradient(losses)
         return grads[0], dlosses, None, *(None for _ in observed)
 
 

@@ -8,6 +8,7 @@ Legend: E experts, X columns of one layer's counts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -53,6 +54,7 @@ class MoEState:
         self.loss = loss
         self.exchanges = exchanges
         self._check_parameters = check_parameters
+        self._loss_scale: weakref.ref[Tensor] | None = None
         for layer in layers.values():
             layer.tracker.groups = groups
         self.set_num_micro_batches(1)
@@ -69,6 +71,21 @@ class MoEState:
             scale /= self.groups.data_ranks
         for layer in self.layers.values():
             layer.tracker.gradient_scale = scale
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The loss scale that auxiliary losses get; None = 1."""
+        return None if self._loss_scale is None else self._loss_scale()
+
+    def set_loss_scale(self, scale: Tensor | None) -> None:
+        """Set what auxiliary losses are multiplied by as the main loss is: see `loss_scale.py`.
+
+        Args:
+            scale: fp32 scalar on the device, read by each backward; it ends with its owner.
+        """
+        self._loss_scale = None if scale is None else weakref.ref(scale)
+        for layer in self.layers.values():
+            layer.tracker.loss_scale = self._loss_scale
 
     def finish_step(self, *, skipped: bool | Tensor = False) -> MoEMetrics:
         """Reduce the step's counts, move the expert biases, and start counting anew.
