@@ -75,6 +75,7 @@ SHOWN = (
     "gather_once",
     "keep_experts",
     "precision",
+    "optimizer",
     "moment_dtype",
     "blocks_per_unit",
     "no_overlap",

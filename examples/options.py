@@ -72,6 +72,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         choices=get_args(PrecisionName),
         help="products in FP8, on Hopper (None = all in --dtype)",
     )
+    add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
     add("--moment-dtype", default="float32", choices=("float32", "bfloat16"), help="of AdamW")
     add("--seed", type=count, default=0, help="of weights and data")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")

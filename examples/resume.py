@@ -18,7 +18,7 @@ KEPT_CHECKPOINTS = 2
 def resume(
     args: argparse.Namespace,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
     facts: Mapping[str, object],
 ) -> int:
     """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.

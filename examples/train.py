@@ -86,7 +86,7 @@ from moecore import (
 from moecore.checkpoint import Saver
 from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, DecoderConfig, flops_per_token
-from moecore.optim import AdamW
+from moecore.optim import AdamW, Muon, assign_matrices
 
 CPU_RANKS = 2
 EVAL_BATCHES = 8  # of each data rank
@@ -100,7 +100,7 @@ def train(job: Job) -> None:
     running: deque[Launched] = deque()
     with (
         Report(args, start=job.start) if dist.get_rank() == 0 else nullcontext() as report,
-        Saver(root, job.model, job.optimizer, keep=KEPT_CHECKPOINTS, config=config) as saver,
+        Saver(root, job.model, job.optimizers, keep=KEPT_CHECKPOINTS, config=config) as saver,
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
@@ -122,7 +122,7 @@ def train(job: Job) -> None:
 def train_step(job: Job, step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
     args, began = job.args, Moment(job.device)
-    for group in job.optimizer.param_groups:
+    for group in (group for one in job.optimizers for group in one.param_groups):
         group["lr"] = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
     tokens_ABT, labels_ABT = (
         to_device(torch.stack(part), job.device)
@@ -218,7 +218,7 @@ class Job:
     model: Decoder
     owner: TrainStep
     forward_backward: ForwardBackward
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     corpus_N: Tensor
     held_out_N: Tensor | None
     shape: BatchShape
@@ -241,13 +241,8 @@ def build_job(args: argparse.Namespace) -> Job:
     check_memory(args, config, device)
     model = build_model(args, config, meshes)
     torch.manual_seed(args.seed)
-    optimizer = AdamW(
-        model.parameters(),
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        moment_dtype=DTYPES[args.moment_dtype],
-    )
-    owner = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=args.grad_accum)
+    optimizers = make_optimizers(model, args)
+    owner = TrainStep(model, optimizers, max_norm=1.0, num_micro_batches=args.grad_accum)
     shape = BatchShape(
         data_ranks=meshes.data_ranks,
         grad_accum=args.grad_accum,
@@ -261,14 +256,23 @@ def build_job(args: argparse.Namespace) -> Job:
         model=model,
         owner=owner,
         forward_backward=make_forward_backward(model, owner, args),
-        optimizer=optimizer,
+        optimizers=optimizers,
         corpus_N=corpus_N,
         held_out_N=held_out_N,
         shape=shape,
-        start=resume(args, model, optimizer, facts_of(args)),
+        start=resume(args, model, optimizers, facts_of(args)),
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
         peak_tflops=args.peak_tflops or peak_tflops(device, compute_dtype(args, device)),
     )
+
+
+def make_optimizers(model: Decoder, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Return AdamW, behind Muon for the matrices with --optimizer muon."""
+    assignment = assign_matrices(model) if args.optimizer else None
+    params = assignment.others if assignment else list(model.parameters())
+    moments = DTYPES[args.moment_dtype]
+    adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, moment_dtype=moments)
+    return [Muon(assignment), adamw] if assignment else [adamw]
 
 
 def facts_of(args: argparse.Namespace) -> dict[str, object]:

@@ -23,6 +23,7 @@ from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped.row_tiles import map_row_tiles
+from moecore.kernels.momentum import momentum_
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions
@@ -97,6 +98,9 @@ def run_pieces(device: str) -> None:
     x_TD = torch.randn(T, 72, device=device, dtype=torch.bfloat16)
     scaled_cast(x_TD, torch.float32, 0.5)
     run_adamw(device)
+    flags = torch.ones(2, device=device)
+    how = dict(grad_scale=flags[0], found_inf=flags[1])
+    momentum_(x_TD, x_TD.float(), torch.bfloat16, decay=0.9, nesterov=True, **how)
     histogram = torch.zeros(E, NUM_BINS, dtype=torch.int64, device=device)
     scores_of = (torch.randn(T, E, device=device), torch.zeros(E, device=device), K, "softmax")
     add_margins_(histogram, *scores_of, torch.arange(T, device=device) < 3)

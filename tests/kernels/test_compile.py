@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import moecore.kernels
-from moecore.kernels import adamw, cross_entropy
+from moecore.kernels import adamw, cross_entropy, momentum
 from moecore.kernels.experts import contract, expert_mlp
 from moecore.kernels.grouped import row_tiles, wgrad
 from moecore.kernels.routing import (
@@ -125,6 +125,13 @@ def run_route(function: str, groups: int = 1, group_experts: int = 2) -> None:
     )
     _, weights = route.route(logits, torch.zeros(E), options)
     weights.sum().backward()
+
+
+def run_momentum() -> None:
+    flag = torch.ones(())
+    how = dict(grad_scale=flag, found_inf=flag)
+    values = torch.zeros(T, D)
+    momentum.momentum_(values, values, torch.bfloat16, decay=0.9, nesterov=True, **how)
 
 
 def run_adamw(moment_dtype: torch.dtype) -> None:
@@ -328,6 +335,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "quantised fp32": (lambda: run_quantised_activation("geglu", True, torch.float32), 3),
     "AdamW": (lambda: run_adamw(torch.float32), 1),
     "AdamW, bf16 moments": (lambda: run_adamw(torch.bfloat16), 1),
+    "momentum": (run_momentum, 1),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
 

@@ -9,6 +9,8 @@ Activations are plain local tensors; every parameter is read through `local_para
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from moecore.models.config import DecoderConfig
 from moecore.models.rotary import RotaryTable
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.params import local_param
+
+ScoreObserver = Callable[[Tensor, Tensor, float], None]  # [B, T, H, d], [B, T, h, d], scale
 
 
 class Linear(nn.Linear):
@@ -90,7 +94,12 @@ class Attention(nn.Module):
     Args:
         config: the decoder.
         dtype: dtype of the parameters.
+
+    Attributes:
+        observe_scores: gets turned queries, keys and their scale in every forward; None = off.
     """
+
+    observe_scores: ScoreObserver | None = None
 
     def __init__(
         self,
@@ -122,10 +131,13 @@ class Attention(nn.Module):
         if self.tp is not None:
             x_BTD = self.tp.gather(x_BTD)
         q_BTHd, k_BThd = self._queries_and_keys(x_BTD)
+        q_BTHd, k_BThd = rotary.rotate(q_BTHd), rotary.rotate(k_BThd)
+        if self.observe_scores is not None:
+            self.observe_scores(q_BTHd, k_BThd, self.config.head_dim**-0.5)
         v_BThd = self._heads(self.v_proj(x_BTD))
         y_BHTd = F.scaled_dot_product_attention(
-            rotary.rotate(q_BTHd).transpose(1, 2),
-            rotary.rotate(k_BThd).transpose(1, 2),
+            q_BTHd.transpose(1, 2),
+            k_BThd.transpose(1, 2),
             v_BThd.transpose(1, 2),
             is_causal=True,
             enable_gqa=q_BTHd.shape[2] != k_BThd.shape[2],

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moecore.models.config import DecoderConfig
-from moecore.models.layers import Linear, RMSNorm
+from moecore.models.layers import Linear, RMSNorm, ScoreObserver
 from moecore.models.rotary import RotaryTable
 from moecore.models.tensor_parallel import TensorParallel
 
@@ -33,7 +33,12 @@ class LatentAttention(nn.Module):
     Args:
         config: the decoder, with `mla`.
         dtype: dtype of the parameters.
+
+    Attributes:
+        observe_scores: as of `Attention`.
     """
+
+    observe_scores: ScoreObserver | None = None
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -64,6 +69,8 @@ class LatentAttention(nn.Module):
         """
         q_BTQ, c_BTC, k_BTr = self._latents(x_BTD)
         q_BTHq, k_BTHq, v_BTHv = self._heads(q_BTQ, c_BTC, k_BTr, rotary)
+        if self.observe_scores is not None:
+            self.observe_scores(q_BTHq, k_BTHq, self.mla.score_scale)
         y_BHTv = F.scaled_dot_product_attention(
             q_BTHq.transpose(1, 2),
             k_BTHq.transpose(1, 2),

@@ -243,8 +243,12 @@ def _draw(
         start = stop
 
 
-def global_indices(param: Tensor) -> list[Tensor]:
-    """Return, per dim, which global indices this rank's local shard holds, in local order.
+def global_indices(param: Tensor, coordinate: Sequence[int] | None = None) -> list[Tensor]:
+    """Return, per dim, which global indices a rank's local shard holds, in local order.
+
+    Args:
+        param: whole, or a DTensor.
+        coordinate: of the rank in the DTensor's mesh; None = this rank.
 
     Example: [8] over (edp_shard=2, ep=2) with placements (_StridedShard(0, split_factor=2),
     Shard(0)): ep splits first, so rank (edp 1, ep 0) holds [2, 3].
@@ -252,7 +256,8 @@ def global_indices(param: Tensor) -> list[Tensor]:
     indices = [torch.arange(n) for n in param.shape]
     if not isinstance(param, DTensor):
         return indices
-    mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
+    mesh = param.device_mesh
+    coordinate = mesh.get_coordinate() if coordinate is None else coordinate
     assert coordinate is not None, "a rank outside the mesh holds no shard"
     for dim, index in enumerate(indices):
         # A strided shard marks an order: dims to its right split the same tensor dim first.

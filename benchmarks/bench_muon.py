@@ -1,0 +1,120 @@
+"""A step of Muon over a whole model beside one of AdamW, and beside torch's Muon matrix by matrix.
+
+    muon         moecore.optim.Muon for the matrices, moecore.optim.AdamW for the rest
+    adamw        moecore.optim.AdamW for all
+    torch_muon   torch.optim.Muon, each expert's gate, up and down a parameter; torch's fused AdamW
+                 for the rest
+
+All of them step the same fp32 weights by the same fp32 gradients, of 6 layers of Qwen3-30B-A3B on a
+GPU, in the same rounds. TFLOP/s count Newton-Schulz: 2 m^2 (2 l + m) per step and matrix, m its
+shorter side and l its longer. `peak_bytes` is what a step allocates and frees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import harness, records
+from benchmarks.records import Row
+from benchmarks.session import Ceilings, Session
+from moecore.models import Decoder, DecoderConfig, preset
+from moecore.optim import AdamW, Muon, assign_matrices
+from moecore.optim.matrices import MatrixAssignment, MatrixLayout
+
+LAYERS = {"cuda": 6, "cpu": 2}
+PRESET = {"cuda": "qwen3-30b-a3b", "cpu": "tiny"}
+LR = 1e-6  # weights stay where they are over hundreds of steps
+NS_STEPS = 5
+Step = Callable[[], None]
+
+
+def make_model(session: Session) -> tuple[str, Decoder]:
+    """Return the model's name and the model, with gradients."""
+    kind = session.device.type
+    config: DecoderConfig = replace(preset(PRESET[kind]), num_layers=LAYERS[kind])
+    model = Decoder(config, device=session.device)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    return f"{PRESET[kind]}-{LAYERS[kind]}-layers", model
+
+
+def matrices_of(param: Tensor, layout: MatrixLayout) -> Iterable[nn.Parameter]:
+    """Yield the matrices of a parameter as parameters of two dims, which share its memory."""
+    assert param.grad is not None
+    values, grads = layout.view(param.detach()), layout.view(param.grad)
+    for part in layout.parts(param):
+        rows = slice(int(part.rows[0]), int(part.rows[-1]) + 1)
+        columns = slice(int(part.columns[0]), int(part.columns[-1]) + 1)
+        for value, grad in zip(values[:, rows, columns], grads[:, rows, columns], strict=True):
+            matrix = nn.Parameter(value)
+            matrix.grad = grad
+            yield matrix
+
+
+def make_steps(model: Decoder, assignment: MatrixAssignment) -> dict[str, Step]:
+    """Return the step of each way."""
+    matrices = [m for p, layout in assignment.matrices.items() for m in matrices_of(p, layout)]
+    torch_muon = torch.optim.Muon(
+        matrices, lr=LR, ns_steps=NS_STEPS, adjust_lr_fn="match_rms_adamw"
+    )
+    ways: dict[str, list[torch.optim.Optimizer]] = {
+        "muon": [Muon(assignment, lr=LR, ns_steps=NS_STEPS), AdamW(assignment.others, lr=LR)],
+        "adamw": [AdamW(model.parameters(), lr=LR)],
+        "torch_muon": [torch_muon, torch.optim.AdamW(assignment.others, lr=LR, fused=True)],
+    }
+
+    def step_of(optimizers: list[torch.optim.Optimizer]) -> Step:
+        def step() -> None:
+            for optimizer in optimizers:
+                optimizer.step()
+
+        return step
+
+    return {name: step_of(optimizers) for name, optimizers in ways.items()}
+
+
+def newton_schulz_flops(assignment: MatrixAssignment) -> int:
+    """Return the FLOP of one step."""
+    total = 0
+    for layout in assignment.matrices.values():
+        for shape in layout.shapes:
+            short, long = sorted(shape)
+            total += layout.batch * NS_STEPS * 2 * short**2 * (2 * long + short)
+    return total
+
+
+@pytest.mark.proven_by("tests/optim/test_muon.py")
+def test_muon_step(session: Session, ceilings: Ceilings) -> None:
+    name, model = make_model(session)
+    assignment = assign_matrices(model)
+    steps = make_steps(model, assignment)
+    for step in steps.values():
+        step()  # makes state
+    timings = harness.time_variants(steps, device=session.device, effort=session.effort)
+    base = timings["torch_muon"]
+    flops = newton_schulz_flops(assignment)
+    for way, step in steps.items():
+        has_matrices = way != "adamw"
+        tflops = flops / timings[way].ms / 1e9 if has_matrices else None
+        row = Row(
+            op=f"step_{way}",
+            shape=name,
+            routing="-",
+            backend=way,
+            **records.timing_fields(timings[way]),
+            baseline="torch.optim.Muon",
+            baseline_ms=base.ms,
+            ratio=timings[way].ms / base.ms,
+            tflops=tflops,
+            fraction=None if tflops is None else tflops / ceilings.tflops,
+            peak_bytes=harness.measure_peak(step, device=session.device),
+            launches=harness.count_launches(step, device=session.device),
+            syncs=harness.count_syncs(step, device=session.device),
+        )
+        session.add(row)
+    assert all(param.isfinite().all() for param in model.parameters())

@@ -1,0 +1,111 @@
+"""The momentum of Muon in one pass: gradient in, momentum moved, what is orthogonalised out.
+
+Budget per element with fp32 gradient and momentum: 8 bytes read, 4 written, and 2 for a result in
+bf16. The gradient is divided by `grad_scale` on the way and stays as it is.
+"""
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+
+BLOCK = 4096  # elements of one program
+NUM_WARPS = 8
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def momentum_ref_(
+    grad: Tensor,
+    momentum: Tensor,
+    dtype: torch.dtype,
+    *,
+    decay: float,
+    nesterov: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """Do and return what `momentum_` does, in plain PyTorch."""
+    grad = grad.to(momentum.dtype)
+    if grad_scale is not None:
+        grad = grad / grad_scale.to(grad.dtype)
+    new = torch.full((), 1 - decay, dtype=grad.dtype, device=grad.device)
+    if found_inf is not None:  # a nan times 0 is a nan
+        grad, new = (x.masked_fill(found_inf > 0, 0.0) for x in (grad, new))
+    momentum.lerp_(grad, new)
+    found = grad.lerp(momentum, decay) if nesterov else momentum
+    return found.to(dtype, copy=True)
+
+
+@triton.jit
+def _momentum_kernel(
+    grad_ptr,  # [numel]
+    momentum_ptr,  # [numel] fp32, in place
+    out_ptr,  # [numel], out
+    scale_ptr,  # fp32 scalar or None
+    inf_ptr,  # fp32 scalar or None: above 0 nothing changes
+    numel,
+    decay,  # fp32
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(grad_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
+    m = tl.load(momentum_ptr + i, mask=i < numel, other=0.0)
+    new = 1 - decay
+    if scale_ptr is not None:
+        g = g / tl.load(scale_ptr)
+    if inf_ptr is not None:
+        skip = tl.load(inf_ptr) > 0
+        g = tl.where(skip, 0.0, g)
+        new = tl.where(skip, 0.0, new)
+    m += new * (g - m)
+    tl.store(momentum_ptr + i, m, mask=i < numel)
+    u = g + decay * (m - g) if NESTEROV else m
+    tl.store(out_ptr + i, u.to(out_ptr.dtype.element_ty), mask=i < numel)
+
+
+def momentum_(
+    grad: Tensor,
+    momentum: Tensor,
+    dtype: torch.dtype,
+    *,
+    decay: float,
+    nesterov: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """Move momentum towards a gradient, in place: m <- decay * m + (1 - decay) * g.
+
+    Args:
+        grad: any float dtype.
+        momentum: same shape, fp32 or fp64.
+        dtype: of the result.
+        decay: in [0, 1).
+        nesterov: return decay * m + (1 - decay) * g in place of m.
+        grad_scale: fp32 scalar, by which the gradient is divided.
+        found_inf: fp32 scalar; above 0 momentum stays as it is, and the result is finite.
+
+    Returns:
+        A new tensor of the same shape. No host sync.
+    """
+    plain = momentum.dtype != torch.float32 or grad.dtype not in FLOATS or dtype not in FLOATS
+    if plain or not use_kernel(momentum) or not momentum.is_contiguous():
+        how = dict(grad_scale=grad_scale, found_inf=found_inf)
+        return momentum_ref_(grad, momentum, dtype, decay=decay, nesterov=nesterov, **how)
+    grad = grad.contiguous()
+    out = torch.empty_like(momentum, dtype=dtype)
+    if out.numel():
+        with on_device(momentum):
+            _momentum_kernel[(cdiv(out.numel(), BLOCK),)](
+                grad,
+                momentum,
+                out,
+                grad_scale,
+                found_inf,
+                out.numel(),
+                decay,
+                NESTEROV=nesterov,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
+    return out

@@ -1,0 +1,302 @@
+"""Muon in one process: torch's steps, matrices apart, orthogonal results, signals, assignments."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecore import ExpertLayout, MoEConfig
+from moecore.fsdp.clip import step_clipped
+from moecore.models import Decoder, preset
+from moecore.moe.experts import Experts
+from moecore.moe.shared import SharedExpert
+from moecore.optim import AdamW, Cut, MatrixAssignment, Muon, assign_matrices
+from moecore.optim.newton_schulz import orthogonalize, orthogonalize_all
+
+STEPS = 3
+CONVERGING = (15 / 8, -10 / 8, 3 / 8)  # singular values go to 1, slowly at first
+CONFIG = MoEConfig(dim=10, hidden_dim=6, num_experts=3, top_k=2)
+
+
+def linears() -> nn.Sequential:
+    torch.manual_seed(0)
+    sizes = [(16, 32), (32, 16), (16, 16)]
+    return nn.Sequential(*(nn.Linear(i, o, bias=False) for i, o in sizes))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        for i, param in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + i)
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def polar(x: Tensor) -> Tensor:
+    u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    return (u @ vh).to(x.dtype)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_steps_of_torch(adjust: Any, nesterov: bool) -> None:
+    ours, torchs = linears(), linears()
+    options: dict[str, Any] = dict(lr=1e-2, adjust_lr_fn=adjust, nesterov=nesterov)
+    first = Muon(assign_matrices(ours), **options)
+    train(ours, first, range(STEPS))
+    other = torch.optim.Muon(torchs.parameters(), **options)
+    train(torchs, other, range(STEPS))
+    second = Muon(assign_matrices(ours), **options)  # goes on from torch's state
+    second.load_state_dict(other.state_dict())
+    train(ours, second, range(STEPS, 2 * STEPS))
+    train(torchs, other, range(STEPS, 2 * STEPS))
+    for a, b in zip(ours.parameters(), torchs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 5), (1, 7, 7), (2, 4, 20)])
+def test_results_are_orthogonal(shape: tuple[int, int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    x[0, 0] = x[0, 1]  # of lower rank, as gradients are
+    x += 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    near = orthogonalize(x, steps=40, coefficients=CONVERGING)
+    torch.testing.assert_close(near, polar(x), rtol=1e-4, atol=1e-4)
+    usual = orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
+    assert torch.linalg.svdvals(usual).min() > 0.3 and torch.linalg.svdvals(usual).max() < 1.3
+    half = orthogonalize(x.bfloat16())
+    assert half.dtype == torch.bfloat16 and torch.linalg.svdvals(half.float()).max() < 1.3
+    assert not orthogonalize(torch.zeros(shape)).any()
+
+
+def test_batches_are_the_matrices_one_by_one() -> None:
+    shapes = [(2, 4, 6), (1, 6, 4), (3, 4, 6), (0, 4, 6)]
+    matrices = [torch.randn(shape) for shape in shapes]
+    for x, found in zip(matrices, orthogonalize_all(matrices), strict=True):
+        assert found.shape == x.shape
+        for one, got in zip(x, found, strict=True):
+            torch.testing.assert_close(got, orthogonalize(one[None])[0], rtol=1e-5, atol=1e-5)
+
+
+LAYOUTS = [
+    ExpertLayout(),
+    ExpertLayout(gate_up="concatenated"),
+    ExpertLayout(gate_up="interleaved"),
+    ExpertLayout(gate_up="concatenated", transposed=True),
+    ExpertLayout(gate_up="interleaved", transposed=True),
+    ExpertLayout(gate_up="separate"),
+]
+
+
+def halves(experts: Experts) -> list[Tensor]:
+    """All matrices of experts, [E, out, in]: gate, up, down; written without the code's indices."""
+    layout, w1, w2 = experts.layout, experts.w1.detach(), experts.w2.detach()
+    if layout.gate_up == "separate":
+        return [w1, experts.w3.detach(), w2]
+    if layout.transposed:
+        w1, w2 = w1.mT, w2.mT
+    if layout.gate_up == "split":
+        return [w1[:, 0], w1[:, 1], w2]
+    if layout.gate_up == "interleaved":
+        return [w1[:, ::2], w1[:, 1::2], w2]
+    return [*w1.chunk(2, dim=1), w2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_experts_are_stepped_one_by_one(layout: ExpertLayout, adjust: Any) -> None:
+    torch.manual_seed(0)
+    experts = Experts(CONFIG, layout=layout)
+    gradients = Experts(CONFIG, layout=layout)
+    for param, grad in zip(experts.parameters(), gradients.parameters(), strict=True):
+        nn.init.normal_(param)
+        nn.init.normal_(grad)
+        param.grad = grad.detach()
+    before = [m.clone() for m in halves(experts)]
+    options: dict[str, Any] = dict(ns_coefficients=CONVERGING, ns_steps=40, adjust_lr_fn=adjust)
+    Muon(
+        assign_matrices(experts), lr=0.1, weight_decay=0.5, ns_dtype=torch.float32, **options
+    ).step()
+    for old, new, grad in zip(before, halves(experts), halves(gradients), strict=True):
+        outputs, inputs = old.shape[1:]
+        factor = 0.2 * max(old.shape[1:]) ** 0.5
+        if adjust == "original":
+            factor = max(1.0, outputs / inputs) ** 0.5
+        wanted = old * (1 - 0.1 * 0.5) - 0.1 * factor * polar(grad)
+        torch.testing.assert_close(new, wanted, rtol=1e-3, atol=2e-4)
+    # All matrices as one would be another step.
+    together = polar(torch.cat(list(halves(gradients)[0])))
+    assert not torch.allclose(together[:6], polar(halves(gradients)[0][0]), atol=1e-2)
+
+
+def test_signals_clip_and_skip() -> None:
+    """A skipped step leaves bits; a scaled one equals a step with smaller gradients."""
+    signalled, plain = linears(), linears()
+    options: dict[str, Any] = dict(lr=1e-2, ns_dtype=torch.float32)
+    ours, others = (Muon(assign_matrices(m), **options) for m in (signalled, plain))
+    train(signalled, ours, range(1))
+    train(plain, others, range(1))
+    for param in signalled.parameters():
+        param.grad = torch.full_like(param, torch.nan)
+    before = [p.detach().clone() for p in signalled.parameters()]
+    momenta = [s["momentum_buffer"].clone() for s in ours.state.values()]
+    norm = step_clipped(signalled, 1.0, [ours])
+    assert norm.skipped
+    assert all(map(torch.equal, before, signalled.parameters()))
+    assert all(map(torch.equal, momenta, (s["momentum_buffer"] for s in ours.state.values())))
+    for a, b in zip(signalled.parameters(), plain.parameters(), strict=True):
+        generator = torch.Generator().manual_seed(5)
+        a.grad = torch.randn(a.shape, generator=generator)
+        b.grad = a.grad.clone()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    others.step()
+    assert step_clipped(signalled, 0.1, [ours]).total > 1
+    for a, b in zip(signalled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_as_lr_and_weights_in_bf16() -> None:
+    wide, narrow = linears(), linears().bfloat16()
+    with torch.no_grad():
+        for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
+            a.copy_(b)
+    train(wide, Muon(assign_matrices(wide), lr=torch.tensor(1e-2)), range(1))
+    optimizer = Muon(assign_matrices(narrow), lr=1e-2)
+    train(narrow, optimizer, range(1))
+    for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert optimizer.state[b]["momentum_buffer"].dtype == torch.float32
+        torch.testing.assert_close(b.float(), a, rtol=2**-8, atol=2e-3)
+
+
+def test_copies_go_on() -> None:
+    model = linears()
+    optimizer = Muon(assign_matrices(model), lr=1e-2)
+    train(model, optimizer, range(1))
+    other, copied = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(1, STEPS))
+    train(other, copied, range(1, STEPS))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def reasons(assignment: MatrixAssignment) -> dict[str, str]:
+    return {name: decision.reason for name, decision in assignment.decisions.items()}
+
+
+def test_who_is_stepped_by_what() -> None:
+    model = Decoder(preset("tiny"))
+    assignment = assign_matrices(model)
+    found = reasons(assignment)
+    assert found["model.embed_tokens.weight"] == "an embedding"
+    assert found["lm_head.weight"] == "a head"
+    assert found["model.norm.weight"] == "a vector"
+    stepped = {n for n, d in assignment.decisions.items() if d.layout is not None}
+    assert {"model.layers.1.mlp.router.weight", "model.layers.1.mlp.experts.w1"} <= stepped
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    muon, adamw = set(assignment.matrices), set(assignment.others)
+    assert not muon & adamw and muon | adamw == set(model.parameters())
+    assert "muon   model.layers.1.mlp.experts.w2: 8 x (" in str(assignment)
+    frozen = assign_matrices(model.requires_grad_(False))
+    assert not frozen.decisions
+    with pytest.raises(ValueError, match="must have one: use AdamW alone"):
+        Muon(frozen)
+
+
+def test_shared_experts_and_tied_heads() -> None:
+    config = MoEConfig(
+        dim=10, hidden_dim=6, num_experts=3, top_k=2, shared_hidden_dim=4, shared_gate=True
+    )
+    decisions = assign_matrices(SharedExpert(config)).decisions
+    assert decisions["w1"].layout is not None and decisions["gate"].layout is None
+    assert decisions["w1"].layout.shapes == [(4, 10), (4, 10)]
+    tied = nn.ModuleDict({"body": nn.Linear(4, 9, bias=False), "embed": nn.Embedding(9, 4)})
+    tied["body"].weight = tied["embed"].weight
+    assert reasons(assign_matrices(tied)) == {"body.weight": "an embedding"}
+
+
+def test_overrides() -> None:
+    model = linears()
+    cut = Cut(sizes=(4, 2, 2), repeats=2)
+    assignment = assign_matrices(model, (("1.*", cut), ("2.weight", "adamw"), ("*", "muon")))
+    layouts = [d.layout for d in assignment.decisions.values()]
+    assert [layout and layout.shapes for layout in layouts] == [
+        [(32, 16)],
+        [(8, 32), (4, 32), (4, 32)],
+        None,
+    ]
+    train(model, Muon(assignment), range(1))
+    with pytest.raises(ValueError, match=r"param_group \(\(16, 16\)\) must hold matrices"):
+        Muon(assignment).add_param_group({"params": [model[2].weight]})
+    with pytest.raises(ValueError, match=r"overrides \('3\.\*'\) must match"):
+        assign_matrices(model, (("3.*", "adamw"),))
+    with pytest.raises(ValueError, match=r"sum\(sizes\) \* repeats = rows \(32\)"):
+        assign_matrices(model, (("0.weight", Cut(sizes=(5, 5))),))
+    with pytest.raises(ValueError, match="must be 'adamw' for 0"):
+        assign_matrices(nn.Sequential(nn.Linear(2, 3)), (("0.bias", "muon"),))
+    with pytest.raises(ValueError, match=r"momentum \(1\.0\) must be"):
+        Muon(assign_matrices(model), momentum=1.0)
+
+
+def test_queries_keys_and_values_in_one() -> None:
+    """transformers' own split of rows, by numbers in their place."""
+    pytest.importorskip("transformers")
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    config = Qwen3NextConfig(
+        hidden_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=3,
+        linear_value_head_dim=5,
+    )
+    net = Qwen3NextGatedDeltaNet(config, 0)
+    linear, ba = net.in_proj_qkvz, net.in_proj_ba
+    places = torch.arange(linear.out_features)[None, None]
+    split = net.fix_query_key_value_ordering(places, torch.zeros(1, 1, ba.out_features))
+    layout = assign_matrices(net).decisions["in_proj_qkvz.weight"].layout
+    assert layout is not None
+    parts = layout.parts(linear.weight)
+    assert [part.rows.tolist() for part in parts] == [s.flatten().tolist() for s in split[:4]]
+    unknown = nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})
+    assert "unknown order" in reasons(assign_matrices(unknown))["qkv.weight"]
+
+
+def test_learns() -> None:
+    torch.manual_seed(0)
+    model = Decoder(preset("tiny"))
+    assignment = assign_matrices(model)
+    optimizers = [Muon(assignment, lr=3e-3), AdamW(assignment.others, lr=3e-3)]
+    tokens = torch.randint(0, 256, (2, 17))
+    losses = []
+    for _ in range(6):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ns_dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_does_what_a_cpu_does_and_the_host_waits_for_nothing(ns_dtype: torch.dtype) -> None:
+    models = linears(), linears().cuda()
+    optimizers = [Muon(assign_matrices(m), lr=1e-2, ns_dtype=ns_dtype) for m in models]
+    for seed in range(2):
+        for model in models:
+            for i, param in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(10 * seed + i)
+                param.grad = torch.randn(param.shape, generator=generator).to(param.device)
+        step_clipped(models[0], 1.0, optimizers[:1])
+        torch.cuda.set_sync_debug_mode("error" if seed else "default")  # state is made first
+        try:
+            step_clipped(models[1], 1.0, optimizers[1:])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    bound = 1e-5 if ns_dtype == torch.float32 else 2e-3
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(b.cpu(), a, rtol=bound, atol=bound)

@@ -1,0 +1,304 @@
+"""Muon on six ranks equals one process, copies are equal to the bit, a nan changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore import (
+    ExpertLayout,
+    LayerLayout,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore._distributed import HAS_SEPARATE_PIECES
+from moecore.checkpoint import load, save
+from moecore.models import Decoder, DecoderConfig
+from moecore.moe.params import global_indices
+from moecore.optim import AdamW, Cut, Muon, QKClip, assign_matrices
+from tests.ranks import run_ranks
+
+WORLD = 6
+LAYOUTS = {
+    "tp-model-dim": dict(dp_shard=3, tp=2, ep=2, edp_shard=3),
+    "replicate-etp": dict(dp_replicate=2, dp_shard=3, ep=2, etp=3),
+    "replicate3": dict(dp_replicate=3, dp_shard=2, edp_replicate=3, edp_shard=1, ep=2),
+    "etp-strided": dict(dp_shard=6, edp_shard=3, etp=2),
+}
+STORED = [
+    ExpertLayout(),
+    ExpertLayout(gate_up="concatenated"),
+    ExpertLayout(gate_up="interleaved", transposed=True),
+    ExpertLayout(gate_up="separate"),
+]
+MOE = MoEConfig(
+    dim=36, hidden_dim=24, num_experts=4, top_k=2, shared_hidden_dim=10, num_shared_experts=1
+)
+CONFIG = DecoderConfig(
+    vocab_size=61,
+    dim=36,
+    num_layers=1 + len(STORED),
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    dense_layers=(0,),
+    mlp_hidden_dim=30,
+    moe=MOE,
+)
+BY_GROUPS = Cut(sizes=(4, 8), repeats=2)  # rows of a matrix that are no slice
+STEPS = 3
+TAU = 6.0
+
+
+def make_model(device: str) -> Decoder:
+    model = Decoder(CONFIG, device="meta")
+    for layer, stored in zip(model.layers[1:], STORED, strict=True):
+        config = MOE
+        if stored == STORED[0]:
+            config = replace(MOE, latent_dim=12)
+        if stored.transposed:  # so many that FSDP2 leaves them whole
+            config = replace(MOE, num_experts=12)
+        layer.mlp = MoELayer(config, layout=LayerLayout(expert_layout=stored), device="meta")
+    if device != "meta":
+        model.to_empty(device=device)
+        model.init_weights(3)
+    return model
+
+
+def make_sharded(name: str) -> tuple[Decoder, Any]:
+    model, meshes = make_model("meta"), build_meshes(ParallelConfig(**LAYOUTS[name]), "cpu")
+    parallelize_moe(model, meshes)
+    model.to_empty(device="cpu")
+    model.init_weights(3)
+    return model, meshes
+
+
+def optimizers_of(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    assignment = assign_matrices(model, (("model.layers.0.self_attn.q_proj.weight", BY_GROUPS),))
+    muon = Muon(assignment, **{"lr": 2e-2, "ns_dtype": torch.float32, **options})
+    return [muon, AdamW(assignment.others, lr=1e-2)]
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """The same gradient on every layout, whatever a forward would give."""
+    for name, param in model.named_parameters():
+        seed = int.from_bytes(hashlib.sha256(f"{step}{name}".encode()).digest()[:4], "little")
+        grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+        if isinstance(param, DTensor):
+            for dim, index in enumerate(global_indices(param)):
+                grad = grad.index_select(dim, index)
+            grad = DTensor.from_local(
+                grad,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+        param.grad = grad
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        set_gradients(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, param in model.named_parameters():
+        param = param.detach()
+        found[name] = param.full_tensor() if isinstance(param, DTensor) else param
+    return found
+
+
+def local(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """This rank's weights and state."""
+    names = {param: name for name, param in model.named_parameters()}
+    found = dict(model.named_parameters())
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            found |= {f"{slot}/{names[param]}": value for slot, value in state.items()}
+    return {
+        name: (t.to_local() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in found.items()
+    }
+
+
+def copies_differ(model: nn.Module) -> list[str]:
+    """Parameters of which two ranks hold different copies."""
+    found = []
+    for name, param in model.named_parameters():
+        mesh = param.device_mesh
+        for i, placement in enumerate(param.placements):
+            if placement.is_replicate() and mesh.size(i) > 1:
+                mine = param.to_local().contiguous()
+                every = [torch.empty_like(mine) for _ in range(mesh.size(i))]
+                dist.all_gather(every, mine, group=mesh.get_group(i))
+                if not all(torch.equal(one, mine) for one in every):
+                    found.append(name)
+    return found
+
+
+def run_skip(model: Decoder, meshes: Any) -> dict[str, Any]:
+    """A nan gradient on one rank, then a good step that is clipped."""
+    optimizers = optimizers_of(model, ns_dtype=torch.bfloat16)
+    step = TrainStep(model, optimizers, max_norm=0.5)
+    tokens = batch_of(meshes.data_rank)
+    found: dict[str, Any] = {}
+    for name, factor in (("good", 1.0), ("bad", 1.0), ("next", 1.0)):
+        if name == "bad" and meshes.data_rank == 1:
+            factor = float("nan")
+        before = local(model, optimizers)
+        with step.micro_batch():
+            (factor * model(tokens[:, :-1], tokens[:, 1:])).backward()
+        done = step.finish()
+        after = local(model, optimizers)
+        same = before.keys() == after.keys() and all(
+            torch.equal(before[key], after[key]) for key in before
+        )
+        flags = torch.tensor([same, bool(done.skipped)])
+        every = [torch.empty_like(flags) for _ in range(WORLD)]
+        dist.all_gather(every, flags)
+        found[name] = torch.stack(every)
+    return found
+
+
+def run_qk_clip(model: Decoder, batches: list[Tensor]) -> dict[str, Tensor]:
+    """Clip after one forward of the batches; return largest logits and all weights."""
+    with torch.no_grad():  # heads differ
+        for layer in model.layers:
+            for param in (layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight):
+                rows = global_indices(param)[0] // CONFIG.head_dim
+                part = param.to_local() if isinstance(param, DTensor) else param
+                part.mul_(8.0 * (1 + rows)[:, None])
+    clip = QKClip(model, tau=TAU)
+    for tokens in batches:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    clip.step()
+    return {**clip.max_scores, **whole(model)}
+
+
+def facts_of(model: Decoder, muon: Muon) -> dict[str, Any]:
+    """What a step sends and computes: exchanges of one step, and the cost of each rank's own."""
+    (plan,) = muon._plans.values()
+    set_gradients(model, STEPS)
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+        muon.step()
+    costs = [[cost_of(shape[1:])] * shape[0] for _, one in plan.rounds for shape in one.owned]
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, [cost for some in costs for cost in some])
+    return {"alone": len(plan.alone), "exchanges": sent.call_count, "costs": every}
+
+
+def cost_of(shape: tuple[int, ...]) -> int:
+    short, long = sorted(shape)
+    return short * short * (2 * long + short)
+
+
+def batch_of(data_rank: int) -> Tensor:
+    return torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(data_rank))
+
+
+def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    names = [n for n in LAYOUTS if HAS_SEPARATE_PIECES or "etp" not in n]
+    for i, name in enumerate(names):
+        model, _ = make_sharded(name)
+        optimizers = optimizers_of(model)
+        train(model, optimizers, range(STEPS))
+        path = save(f"{folder}/{name}", 1, model, optimizers)
+        found[name] = {"whole": whole(model), "differ": copies_differ(model)}
+        found[name] |= facts_of(model, optimizers[0])
+        # Goes on in another layout.
+        other, _ = make_sharded(names[i - 1])
+        others = optimizers_of(other)
+        load(path, other, others)
+        train(other, others, range(STEPS, 2 * STEPS))
+        found[name]["resumed"] = whole(other)
+    found["skip"] = run_skip(*make_sharded("tp-model-dim"))
+    model, meshes = make_sharded("tp-model-dim")
+    found["qk_clip"] = run_qk_clip(model, [batch_of(meshes.data_rank)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(WORLD, worker, str(tmp_path_factory.mktemp("saved")))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, Tensor]]:
+    """Weights of one process after as many steps, and after twice as many."""
+    model = make_model("cpu")
+    optimizers = optimizers_of(model)
+    found = []
+    for i in range(2):
+        train(model, optimizers, range(i * STEPS, (i + 1) * STEPS))
+        found.append({name: tensor.clone() for name, tensor in whole(model).items()})
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("when", ["whole", "resumed"])
+def test_ranks_equal_one_process(
+    name: str, when: str, results: Any, expected: list[dict[str, Tensor]]
+) -> None:
+    if name not in results:
+        pytest.skip("strided shards need torch 2.13")
+    want = expected[when == "resumed"]
+    assert results[name][when].keys() == want.keys()
+    for key, tensor in results[name][when].items():
+        torch.testing.assert_close(tensor, want[key], rtol=1e-5, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_copies_are_equal_to_the_bit(name: str, results: Any) -> None:
+    if name in results:
+        assert results[name]["differ"] == []
+
+
+def test_whole_experts_stay_where_they_are(results: Any) -> None:
+    assert results["tp-model-dim"]["alone"] == 2  # FC1 and FC2 of twelve experts
+    assert results["replicate3"]["alone"] == 0  # copies get what one of them computes
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_has_two_exchanges_and_ranks_compute_alike(name: str, results: Any) -> None:
+    if name not in results:
+        pytest.skip("strided shards need torch 2.13")
+    assert results[name]["exchanges"] == 2
+    costs = results[name]["costs"]
+    loads, largest = [sum(one) for one in costs], max(map(max, costs))
+    assert max(loads) <= sum(loads) / WORLD + largest
+
+
+def test_a_nan_leaves_everything_as_it_was(results: Any) -> None:
+    is_same, is_skipped = results["skip"]["bad"].T
+    assert is_same.all() and is_skipped.all()
+    for name in ("good", "next"):
+        is_same, is_skipped = results["skip"][name].T
+        assert not is_same.any() and not is_skipped.any()
+
+
+def test_qk_clip_equals_one_process(results: Any) -> None:
+    want = run_qk_clip(make_model("cpu"), [batch_of(i) for i in range(3)])
+    got = results["qk_clip"]
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        torch.testing.assert_close(got[key], tensor, rtol=1e-5, atol=1e-5, msg=key)
+    clipped = torch.cat([value for name, value in want.items() if name.endswith("self_attn")]) > TAU
+    assert clipped.any() and not clipped.all()

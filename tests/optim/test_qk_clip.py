@@ -1,0 +1,164 @@
+"""QK-clip: the largest logits, and heads above tau that end at tau while others stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.models import Decoder, DecoderConfig, preset
+from moecore.models.config import MLAConfig
+from moecore.optim import QKClip, qk_clip
+
+TAU = 4.5
+PLAIN = DecoderConfig(
+    vocab_size=61,
+    dim=32,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_hidden_dim=24,
+)
+LATENT = MLAConfig(
+    kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5
+)
+MLA = replace(PLAIN, num_kv_heads=6, head_dim=10, mla=LATENT)
+CONFIGS = {"gqa": PLAIN, "mla": MLA, "mla-direct": replace(MLA, mla=replace(LATENT, q_lora_rank=0))}
+TOKENS = torch.randint(0, 61, (2, 23), generator=torch.Generator().manual_seed(0))
+
+
+def max_scores_ref(q_BTHd: Tensor, k_BThd: Tensor, scale: float) -> Tensor:
+    k_BTHd = k_BThd.repeat_interleave(q_BTHd.shape[2] // k_BThd.shape[2], dim=2)
+    scores_BHTT = torch.einsum("bthd,bshd->bhts", q_BTHd, k_BTHd) * scale
+    future_TT = torch.ones(scores_BHTT.shape[-2:]).triu(1).bool()
+    return scores_BHTT.masked_fill(future_TT, -torch.inf).amax((0, 2, 3))
+
+
+def make_model(name: str) -> Decoder:
+    """A model of which some heads have large logits."""
+    model = Decoder(CONFIGS[name])
+    for layer in model.layers:
+        attention = layer.self_attn
+        for projection in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj"):
+            if hasattr(attention, projection):
+                getattr(attention, projection).weight.data.mul_(10)
+        queries = attention.q_proj if hasattr(attention, "q_proj") else attention.q_b_proj
+        by_head = queries.weight.data.unflatten(0, (6, -1))
+        by_head[[1, 5]] *= torch.tensor([8.0, 3.0])[:, None, None]
+    return model
+
+
+def logits(model: Decoder) -> list[tuple[Tensor, Tensor, float]]:
+    """Queries, keys and scale of each layer, for the same input of attention whatever is before."""
+    found: list[Any] = []
+    for layer in model.layers:
+        layer.self_attn.observe_scores = lambda q, k, s: found.append((q, k, s))
+    model(TOKENS)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 23, 6, 2), (1, 1, 4, 4), (0, 5, 2, 1), (3, 16, 4, 1)])
+@pytest.mark.parametrize("block", [1, 500, 1 << 26])
+def test_largest_logits(shape: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qk_clip, "BLOCK_NUMEL", block)
+    B, T, H, h = shape
+    q, k = torch.randn(B, T, H, 5), torch.randn(B, T, h, 5)
+    found_H = torch.full((H,), -torch.inf)
+    qk_clip._raise_max_op(found_H, q, k, 0.3)
+    want_H = max_scores_ref(q, k, 0.3) if B else found_H
+    torch.testing.assert_close(found_H, want_H)
+    qk_clip._raise_max_op(found_H, -100 * q, torch.zeros_like(k), 0.3)  # a running maximum
+    torch.testing.assert_close(found_H, want_H.clamp(min=0.0 if B else -torch.inf))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_heads_above_tau_end_at_tau(name: str) -> None:
+    model = make_model(name)
+    clip = QKClip(model, tau=TAU)
+    model(TOKENS[:1], TOKENS[:1]).backward()
+    model(TOKENS[1:], TOKENS[1:]).backward()  # another micro-batch
+    model.eval()
+    model(100 * TOKENS % 61)  # not counted
+    clip.close()
+    before = logits(model)
+    clip.step()
+    after = logits(model)
+    old, new = before[0], after[0]  # later layers see other hidden states
+    max_H = clip.max_scores["model.layers.0.self_attn"]
+    torch.testing.assert_close(max_H, max_scores_ref(*old), rtol=1e-4, atol=1e-4)
+    gamma_H = (TAU / max_H).clamp(max=1.0)
+    assert 0 < (gamma_H < 1).sum() < 6
+    want = every(*old) * gamma_H[:, None, None, None]
+    torch.testing.assert_close(every(*new), want, rtol=1e-4, atol=1e-4)
+    assert max_scores_ref(*new).max() <= TAU * (1 + 1e-5)
+
+
+def every(q_BTHd: Tensor, k_BThd: Tensor, scale: float) -> Tensor:
+    """All logits, [H, B, T, T]."""
+    k_BTHd = k_BThd.repeat_interleave(q_BTHd.shape[2] // k_BThd.shape[2], dim=2)
+    return torch.einsum("bthd,bshd->hbts", q_BTHd, k_BTHd) * scale
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    model = make_model("gqa")
+    clip = QKClip(model, tau=TAU)
+    for skipped, poison in ((torch.tensor(True), 1.0), (True, 1.0), (False, torch.nan)):
+        before = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(poison)
+        model(TOKENS, TOKENS).backward()
+        clip.step(skipped=skipped)
+        assert all(
+            torch.equal(a, b)
+            for a, (name, b) in zip(before, model.named_parameters(), strict=True)
+            if "embed" not in name
+        )
+    clip.step()
+    assert all(value.isneginf().all() for value in clip.max_scores.values())
+
+
+def test_bad_models() -> None:
+    with pytest.raises(ValueError, match=r"qk_norm \('head'\) must be None for QK-clip"):
+        QKClip(Decoder(preset("tiny")))
+    with pytest.raises(ValueError, match="must have attention of"):
+        QKClip(torch.nn.Linear(2, 2))
+    model = Decoder(PLAIN)
+    QKClip(model)
+    with pytest.raises(ValueError, match="must be watched by one QKClip"):
+        QKClip(model)
+    with pytest.raises(ValueError, match=r"tau \(0\) must be"):
+        QKClip(Decoder(PLAIN), tau=0)
+
+
+def test_compiled_blocks_are_watched() -> None:
+    model = make_model("gqa")
+    clip = QKClip(model, tau=TAU)
+    attention = model.layers[0].self_attn
+    attention.forward = torch.compile(attention.forward, backend="eager", fullgraph=True)
+    model(TOKENS, TOKENS).backward()
+    got = clip._watched[0].max_H.clone()
+    clip.step()
+    plain = make_model("gqa")
+    other = QKClip(plain, tau=TAU)
+    plain(TOKENS, TOKENS).backward()
+    torch.testing.assert_close(got, other._watched[0].max_H)
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_nothing() -> None:
+    model = make_model("gqa").cuda()
+    clip = QKClip(model, tau=TAU)
+    tokens = TOKENS.cuda()
+    model(tokens, tokens).backward()
+    skipped = torch.zeros((), dtype=torch.bool, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        clip.step(skipped=skipped)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cat(list(clip.max_scores.values())).max() > TAU
