@@ -171,6 +171,7 @@ class TrainStep:
             resident.start_micro_batch(is_last=is_last)
         for state in self._states:
             state.start_micro_batch(is_last=is_last)
+        progress.is_last = is_last
         progress.is_open = progress.has_failed = True
         self._is_scaled = self._scale is None
         try:

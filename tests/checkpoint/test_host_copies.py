@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore.checkpoint import Saver, host_copies, load
-from moecore.checkpoint.host_copies import HostCopies
+from moecore import _host_copies as host_copies
+from moecore._host_copies import HostCopies
+from moecore.checkpoint import Saver, load
 from tests.checkpoint.kills import build, fill, loaded_step
 
 

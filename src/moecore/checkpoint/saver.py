@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from moecore._distributed import default_timeout
 from moecore._fields import CountOrZero, check_arguments
+from moecore._host_copies import HostCopies
 from moecore.checkpoint.directory import Step, directory_of, discard
-from moecore.checkpoint.host_copies import HostCopies
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.rank_agreement import check_rank_agreement

@@ -98,6 +98,9 @@ class ModelView:
 def listed_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Optimizer]:
     """Return the optimizers that a caller has given: one, several, or none for None.
 
+    State that is away comes back, as `moecore.optim.StateOffload` declares: the caller is about to
+    read it, or to change it.
+
     Raises:
         ValueError: for an empty list, or parameters that are not the model's, or belong to two of
             them.
@@ -118,6 +121,8 @@ def listed_optimizers(optimizer: Optimizers | None, model: ModelView) -> list[Op
                     f"{name} must belong to one optimizer, but optimizer[{owners[name]}] and "
                     f"optimizer[{i}] hold it: give each its own parameters"
                 )
+    for one in found:
+        getattr(one, "bring_state_back", lambda: None)()
     return found
 
 
@@ -178,7 +183,8 @@ def optimizer_state_to_fill(
                 key = f"{slot}.{name}"
                 if key in matrices:
                     dtype = _moment_dtype(optimizer, param, matrices[key])
-                    value = _moment(current.get(slot), param, dtype)
+                    place = _state_device(optimizer, param)
+                    value = _moment(current.get(slot), param, dtype, place)
                 else:
                     # Moments of a parameter that is a scalar itself lie beside it.
                     is_moment = param.ndim == 0 and slot != "step"
@@ -198,15 +204,21 @@ def _moment_dtype(optimizer: Optimizer, param: Tensor, stored: torch.dtype) -> t
     return stored
 
 
-def _moment(current: object, param: Tensor, dtype: torch.dtype) -> Tensor:
+def _state_device(optimizer: Optimizer, param: Tensor) -> torch.device:
+    """Return where an optimizer keeps a moment."""
+    own: Callable[[Tensor], torch.device] | None = getattr(optimizer, "state_device_of", None)
+    return param.device if own is None else own(param)  # moecore.optim.HostAdamW declares it
+
+
+def _moment(current: object, param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if (
         isinstance(current, Tensor)
         and _storable(current, param)
-        and (current.dtype, current.device) == (dtype, param.device)
+        and (current.dtype, current.device) == (dtype, device)
         and _layout(current) == _layout(param)
     ):
         return current
-    return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    return torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)
 
 
 def _scalar(current: object, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,8 +1,8 @@
-"""Host memory that background saves copy a rank's tensors into: made once, pinned for CUDA tensors.
+"""Host memory that a rank's tensors are copied into: made once, pinned for CUDA tensors.
 
-Pinning takes seconds for what a GPU holds, and torch rounds every pinned allocation up to a power
-of two. So tensors lie side by side in slabs whose sizes are powers of two already, and every later
-save uses the same slabs.
+Background saves and optimizer states that leave the GPU use it. Pinning takes seconds for what a
+GPU holds, and torch rounds every pinned allocation up to a power of two. So tensors lie side by
+side in slabs whose sizes are powers of two already, and every later copy uses the same slabs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class HostCopies:
         self._slabs: dict[bool, list[_Slab]] = {False: [], True: []}  # key: pinned
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make memory for what has none yet. Slow where it must pin; else it does nothing.
+    def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return name -> memory for a host copy; make what is missing, slowly where it must pin.
 
         Args:
             tensors: name -> plain tensor on any device; only shape, dtype and device are read.
@@ -68,6 +68,7 @@ class HostCopies:
                 slab = self._slab_with(size, left, pinned=pinned)
                 self._copies[name] = slab.take(tensors[name])
                 left -= size
+        return {name: self._copies[name] for name in tensors}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return name -> host copy, of what the current streams have made of the tensors so far.
@@ -81,8 +82,7 @@ class HostCopies:
         Raises:
             RuntimeError: when there is no memory for copies that `reserve` has not made.
         """
-        self.reserve(tensors)
-        copies = {name: self._copies[name] for name in tensors}
+        copies = self.reserve(tensors)
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         streams = {device: self._side_stream(device) for device in devices}
         try:
@@ -98,6 +98,10 @@ class HostCopies:
             for stream in streams.values():
                 stream.synchronize()
         return copies
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all slabs."""
+        return sum(slab.memory.numel() for slabs in self._slabs.values() for slab in slabs)
 
     def clear(self) -> None:
         """Let go of all memory; torch keeps what was pinned for its next user."""

@@ -1,0 +1,63 @@
+"""A stream whose copies run as late as its events let them: a missing wait shows at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.optim import host_step, state_offload
+
+
+@dataclass
+class LateEvent:
+    """After the first copies of a stream.
+
+    Attributes:
+        number: of these copies.
+    """
+
+    stream: LateStream
+    number: int
+
+    def synchronize(self) -> None:
+        """Run them."""
+        while self.stream.num_done < self.number:
+            target, source = self.stream.copies[self.stream.num_done]
+            target.copy_(source)
+            self.stream.num_done += 1
+
+
+class LateStream(state_offload.CopyStream):
+    """Takes the place of `CopyStream` for CPU tensors.
+
+    Args:
+        device: a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.num_done = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy later."""
+        self.copies.append((target, source))
+
+    def mark(self) -> LateEvent:  # type: ignore[override]
+        """Return an event after all copies so far."""
+        return LateEvent(self, len(self.copies))
+
+    def hold(self, event: LateEvent | None) -> None:  # type: ignore[override]
+        """Run the copies before an event."""
+        if event is not None:
+            event.synchronize()
+
+
+@pytest.fixture
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of both modules run late."""
+    monkeypatch.setattr(state_offload, "CopyStream", LateStream)
+    monkeypatch.setattr(host_step, "CopyStream", LateStream)
