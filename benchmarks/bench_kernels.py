@@ -188,23 +188,35 @@ def balance_statistics_bwd(inputs: Inputs) -> Work:
     )
 
 
-def _adamw(inputs: Inputs, moment_dtype: torch.dtype) -> Work:
+def _adamw(inputs: Inputs, moment_dtype: torch.dtype, *, split: bool = False) -> Work:
     from moecore.kernels import adamw as module
+    from moecore.kernels.adamw_formats import num_moment_blocks
 
     s, device = inputs.shape, inputs.device
     experts = max(1, s.num_experts // 8)  # of one of 8 ranks
     sizes = [(experts, 2 * s.hidden_dim, s.dim), (experts, s.dim, s.hidden_dim)]
     options = module.AdamWOptions(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     scale, skip = torch.full((), 1.5, device=device), torch.zeros((), device=device)
-    grads = [torch.randn(size, device=device) for size in sizes]
     steps = [torch.ones((), device=device) for _ in sizes]
 
-    def state(dtype: torch.dtype) -> module.AdamWTensors:
-        weights = [torch.randn(size, device=device) for size in sizes]
+    def state(dtype: torch.dtype, *, split: bool = False) -> module.AdamWTensors:
+        kind = torch.bfloat16 if split else torch.float32
+        weights, grads = (
+            [torch.randn(size, device=device).to(kind) for size in sizes] for _ in range(2)
+        )
         moments = [[torch.zeros_like(w, dtype=dtype) for w in weights] for _ in range(2)]
-        return module.AdamWTensors(weights, grads, *moments, steps, range(len(sizes)))
+        blocks = [(num_moment_blocks(w.numel()), 2) for w in weights if dtype == torch.uint8]
+        return module.AdamWTensors(
+            weights,
+            grads,
+            *moments,
+            steps,
+            range(len(sizes)),
+            [torch.zeros(shape, dtype=dtype, device=device) for shape in blocks],
+            [torch.zeros_like(w, dtype=torch.int16) for w in weights if split],
+        )
 
-    ours, torchs = state(moment_dtype), state(torch.float32)
+    ours, torchs = state(moment_dtype, split=split), state(torch.float32)
 
     torch_adamw_: Any = torch._fused_adamw_
 
@@ -225,7 +237,8 @@ def _adamw(inputs: Inputs, moment_dtype: torch.dtype) -> Work:
     return Work(
         lambda: module.adamw_(ours, options, grad_scale=scale, found_inf=skip),
         fused,
-        sum(g.numel() for g in grads) * (12 + 4 * moment_dtype.itemsize),
+        2 * sum(t.nbytes for row in ours.rows() for t in row if t is not None)
+        - sum(g.nbytes for g in ours.grads),  # which are read alone
         baseline="torch fused",
     )
 
@@ -238,6 +251,16 @@ def adamw(inputs: Inputs) -> Work:
 def adamw_bf16_moments(inputs: Inputs) -> Work:
     """The same with 20 bytes per element; torch's moments stay fp32."""
     return _adamw(inputs, torch.bfloat16)
+
+
+def adamw_fp8_moments(inputs: Inputs) -> Work:
+    """The same with 16 bytes per element and a little for exponents."""
+    return _adamw(inputs, torch.uint8)
+
+
+def adamw_least_state(inputs: Inputs) -> Work:
+    """bf16 weights and gradients, remainders, FP8 moments: 14 bytes per element."""
+    return _adamw(inputs, torch.uint8, split=True)
 
 
 OPS = (
@@ -255,6 +278,8 @@ OPS = (
     Op(balance_statistics_bwd, "tests/kernels/routing/test_balance_kernels.py"),
     Op(adamw, "tests/kernels/test_adamw.py"),
     Op(adamw_bf16_moments, "tests/kernels/test_adamw.py"),
+    Op(adamw_fp8_moments, "tests/kernels/test_adamw.py"),
+    Op(adamw_least_state, "tests/kernels/test_adamw.py"),
 )
 
 

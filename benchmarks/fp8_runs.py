@@ -34,6 +34,7 @@ class Run:
         cosines: "layers.3.experts" -> cosine of its gradient to bf16's, by probe.
         moved: share of the choices of experts that bf16 would not have made, by probe.
         skipped: steps whose gradient was not finite.
+        bytes_per_parameter: of "weights", "gradients" and the optimizer's "state".
     """
 
     seed: int
@@ -47,6 +48,7 @@ class Run:
     cosines: dict[str, list[float]] = field(default_factory=dict)
     moved: list[float] = field(default_factory=list)
     skipped: int = 0
+    bytes_per_parameter: dict[str, float] = field(default_factory=dict)
 
     @property
     def last_loss(self) -> float:
@@ -115,6 +117,9 @@ def line_of(run: Run, ratios: Ratios | None) -> str:
     if run.cosines:
         least, name = min((min(values), name) for name, values in run.cosines.items())
         line += f" | cosine >= {least:.4f} ({name}), {max(run.moved):.2%} of choices moved"
+    if run.bytes_per_parameter:
+        parts = " + ".join(f"{v:.2f} {k}" for k, v in run.bytes_per_parameter.items())
+        line += f" | {sum(run.bytes_per_parameter.values()):.2f} bytes = {parts}"
     return f"{line} | {run.skipped} skipped"
 
 

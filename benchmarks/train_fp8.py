@@ -1,13 +1,18 @@
-r"""Trains one decoder in bf16 and in FP8 and compares: losses, expert loads, gradients.
+r"""Trains one decoder in bf16, in FP8 and with less optimizer state, and compares the losses.
 
     python -m benchmarks.train_fp8 --json benchmarks/results/fp8/training.json
     python -m benchmarks.train_fp8 --seeds 0 --steps 50 --device cpu
+    python -m benchmarks.train_fp8 --variants bf16 bf16-moments fp8-moments remainder least-state
     python -m benchmarks.fp8_runs benchmarks/results/fp8/training.json precision.png
 
 A native decoder of 482 M parameters (4 layers of 32 experts, 4 per token) reads the bytes of text
 that the machine has (`benchmarks/text.py`). The runs of a seed have the same weights, batches and
-schedule; they differ in `parallelize_moe(precision=...)` alone. "bf16-torch" is a control: bf16
-once more, with experts multiplied by torch, so that other roundings alone make it differ.
+schedule; they differ in `parallelize_moe(precision=...)` or in `AdamW` alone. "bf16-torch" is a
+control: bf16 once more, with experts multiplied by torch, so that other roundings alone make it
+differ. Weights of "remainder" are bf16, and so are its gradients. Its masters change as fp32
+weights do, to the bit, so what it loses is the cost of bf16 gradients. "bf16-weights" has no
+masters at all. Routers stay fp32. Bytes per parameter are those of the tensors that are there, of
+gradients before the optimizer steps.
 
 Every `--probe-every` steps a run in FP8 computes the gradient of its batch once more, by a twin in
 bf16 with the same weights and the same choice of experts; the cosine of both is kept per layer and
@@ -28,8 +33,9 @@ import dataclasses
 import gc
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +59,7 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.size import num_params
 from moecore.moe.metrics import MoEMetrics
+from moecore.moe.router import Router
 from moecore.optim import AdamW
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
@@ -64,15 +71,36 @@ sys.path.insert(0, str(ROOT / "examples"))
 from schedule import lr_at
 
 EXPERTS_ALONE = Precision(recipe=Recipe(keep_hidden="fp8"), roles=("experts",))
-# Name -> arguments of parallelize_moe.
-VARIANTS: dict[str, dict[str, Any]] = {
-    BASE: {},
-    "bf16-torch": {"expert_backend": "torch"},
-    "auto": {"precision": "auto"},
-    "blockwise": {"precision": "blockwise"},
-    "auto-fp8-hidden": {"precision": EXPERTS_ALONE},
-    "rowwise": {"precision": "rowwise"},
-    "tensorwise": {"precision": "tensorwise"},
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """What a run does otherwise: arguments of parallelize_moe and AdamW, dtype of weights."""
+
+    parallelize: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    weights: torch.dtype = torch.float32
+
+
+def in_fp8(precision: str | Precision) -> Variant:
+    return Variant(parallelize={"precision": precision})
+
+
+HALF_MOMENTS, FP8_MOMENTS = ({"moment_dtype": t} for t in (torch.bfloat16, torch.float8_e4m3fn))
+SPLIT = {"master_remainder": True}
+VARIANTS: dict[str, Variant] = {
+    BASE: Variant(),
+    "bf16-torch": Variant(parallelize={"expert_backend": "torch"}),
+    "auto": in_fp8("auto"),
+    "blockwise": in_fp8("blockwise"),
+    "auto-fp8-hidden": in_fp8(EXPERTS_ALONE),
+    "rowwise": in_fp8("rowwise"),
+    "tensorwise": in_fp8("tensorwise"),
+    "bf16-moments": Variant(optimizer=HALF_MOMENTS),
+    "fp8-moments": Variant(optimizer=FP8_MOMENTS),
+    "bf16-weights": Variant(weights=torch.bfloat16),
+    "remainder": Variant(optimizer=SPLIT, weights=torch.bfloat16),
+    "least-state": Variant(optimizer=SPLIT | FP8_MOMENTS, weights=torch.bfloat16),
 }
 TEXT_BYTES = {"cuda": 48 << 20, "cpu": 2 << 20}
 EVAL_EVERY, EVAL_BATCHES = 100, 16
@@ -154,13 +182,28 @@ class Batches:
 
 
 def build_model(size: Size, variant: str, seed: int, meshes: Meshes) -> Decoder:
-    """Return a model that computes as the variant does; equal seeds give equal weights."""
-    model = Decoder(size.config, device="meta")
+    """Return a model that computes as the variant does; equal seeds give equal weights, rounded."""
+    model, how = Decoder(size.config, device="meta"), VARIANTS[variant]
+    model.to(how.weights)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.float()
     fsdp = FSDPOptions(param_dtype=torch.bfloat16, reshard_after_forward=False)
-    parallelize_moe(model, meshes, fsdp=fsdp, **VARIANTS[variant])
+    parallelize_moe(model, meshes, fsdp=fsdp, **how.parallelize)
     model.to_empty(device=meshes.device_type)
     model.init_weights(seed)
+    if how.weights != torch.float32:  # whose noise is another one's
+        wide = Decoder(size.config, device=meshes.device_type)
+        wide.init_weights(seed)
+        with torch.no_grad():
+            for param, given in zip(model.parameters(), wide.parameters(), strict=True):
+                local(param).copy_(given)
     return model
+
+
+def bytes_per_parameter(params: Sequence[Tensor], tensors: Iterable[Tensor]) -> float:
+    """Return the bytes of this rank's parts of tensors over the number of parameters."""
+    return sum(local(t).nbytes for t in tensors) / sum(local(p).numel() for p in params)
 
 
 class Probe:
@@ -274,12 +317,15 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
     unseen = Batches(text.held_out_N, steps=EVAL_BATCHES, seed=None, **reads)
     model = build_model(size, variant, seed, meshes)
     probe = None
-    if args.probe_every and not variant.startswith(BASE):
+    if args.probe_every and "precision" in VARIANTS[variant].parallelize:
         probe = Probe(model, build_model(size, BASE, seed, meshes))
-    optimizer = AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    how = {"betas": (0.9, 0.95), "weight_decay": 0.1, **VARIANTS[variant].optimizer}
+    params = list(model.parameters())
+    optimizer = AdamW(params, **how)
     owner = TrainStep(model, optimizer, max_norm=1.0)
     values = torch.zeros(args.steps, 4, device=device, dtype=torch.float64)
     held_out: list[tuple[int, Tensor]] = []
+    grads: list[Tensor] = []
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step + 1, peak=args.lr, steps=args.steps)
@@ -290,6 +336,7 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
             loss.backward()
         if is_probed:
             probe.compare(step, tokens_BT, labels_BT)
+        grads = [local(p.grad).to("meta") for p in params] if step == 0 else grads
         done = owner.finish()
         values[step, 0] = loss.detach()
         values[step, 1:3] = loads_of(done.metrics)
@@ -297,6 +344,9 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
         if (step + 1) % EVAL_EVERY == 0 or step + 1 == args.steps:
             held_out.append((step + 1, held_out_loss(model, unseen)))
     run = Run(seed=seed, variant=variant)
+    state = [t for slots in optimizer.state.values() for t in slots.values()]
+    for name, tensors in (("weights", params), ("gradients", grads), ("state", state)):
+        run.bytes_per_parameter[name] = bytes_per_parameter(params, tensors)
     if probe is not None:
         run.held_out_in_bf16 = float(probe.held_out_loss(unseen))
     return collect(run, values, held_out, probe)

@@ -53,7 +53,7 @@ from hf_model import (
 )
 from launch import check_environment, launch, leave
 from metrics import Launched, Moment, memory_gib
-from options import DTYPES, compute_dtype, parallel_config
+from options import MOMENT_DTYPES, compute_dtype, parallel_config
 from report import Report, make_run_dir
 from resume import KEPT_CHECKPOINTS, checkpoint_dir, resume
 from schedule import is_due, lr_at
@@ -231,7 +231,7 @@ def build_job(args: argparse.Namespace) -> Job:
         model.parameters(),
         betas=(0.9, 0.95),
         weight_decay=0.0,
-        moment_dtype=DTYPES[args.moment_dtype],
+        moment_dtype=MOMENT_DTYPES[args.moment_dtype],
     )
     device = torch.device(meshes.device_type)
     facts = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from options import DEGREES, DTYPES, count, positive, whole
+from options import DEGREES, DTYPES, MOMENT_DTYPES, count, positive, whole
 
 from moecore.precision.roles import PrecisionName
 
@@ -49,7 +49,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         choices=get_args(PrecisionName),
         help="products in FP8, on Hopper (None = all in --dtype)",
     )
-    add("--moment-dtype", default="float32", choices=("float32", "bfloat16"), help="of AdamW")
+    add("--moment-dtype", default="float32", choices=MOMENT_DTYPES, help="of AdamW")
     add("--seed", type=count, default=0, help="of the order of examples")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--wandb", metavar="PROJECT", help="log to Weights & Biases too")

@@ -23,6 +23,7 @@ from moecore.precision.roles import PrecisionName
 
 DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOMENT_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,7 +74,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="products in FP8, on Hopper (None = all in --dtype)",
     )
     add("--optimizer", choices=("muon",), help="of matrices (None = AdamW, as of all else)")
-    add("--moment-dtype", default="float32", choices=("float32", "bfloat16"), help="of AdamW")
+    add("--moment-dtype", default="float32", choices=MOMENT_DTYPES, help="of AdamW")
     add("--seed", type=count, default=0, help="of weights and data")
     add("--checkpoint-every", type=count, default=100, help="steps; 0 = no checkpoint at all")
     add("--eval-every", type=count, default=0, help="steps between losses on held-out text")

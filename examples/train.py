@@ -59,7 +59,7 @@ from launch import check_environment, launch, leave
 from metrics import Launched, Moment, memory_gib, peak_tflops
 from options import (
     DEGREES,
-    DTYPES,
+    MOMENT_DTYPES,
     check_arguments,
     check_memory,
     compute_dtype,
@@ -270,7 +270,7 @@ def make_optimizers(model: Decoder, args: argparse.Namespace) -> list[torch.opti
     """Return AdamW, behind Muon for the matrices with --optimizer muon."""
     assignment = assign_matrices(model) if args.optimizer else None
     params = assignment.others if assignment else list(model.parameters())
-    moments = DTYPES[args.moment_dtype]
+    moments = MOMENT_DTYPES[args.moment_dtype]
     adamw = AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, moment_dtype=moments)
     return [Muon(assignment), adamw] if assignment else [adamw]
 

@@ -103,11 +103,26 @@ def test_a_run_end_to_end(
     path = tmp_path / "runs.json"
     common = ["--steps", "3", "--probe-every", "2", "--device", "cpu", "--json", str(path)]
     assert train_fp8.main([*common, "--seeds", "0"]) == 0
-    assert train_fp8.main([*common, "--seeds", "1", "--variants", "bf16"]) == 0
+    low = ["bf16", "fp8-moments", "least-state"]
+    assert train_fp8.main([*common, "--seeds", "1", "--variants", *low]) == 0
     found = json.loads(path.read_text())
     runs = [Run(**run) for run in found["runs"]]
-    assert [(run.seed, run.variant) for run in runs] == [(0, "bf16"), (0, "blockwise"), (1, "bf16")]
-    base, fp8, _ = runs
+    seeds = [(run.seed, run.variant) for run in runs]
+    assert seeds == [(0, "bf16"), (0, "blockwise"), *((1, variant) for variant in low)]
+    base, fp8, *others = runs
+    scales = 2 / 128  # bytes of both, and a little more of parameters that fill no block
+    for run, weights, grads, state in (
+        (base, 4, 4, 8),
+        (others[0], 4, 4, 8),
+        (others[1], 4, 4, 2 + scales),
+        (others[2], 2, 2, 4 + scales),
+    ):
+        found_bytes = run.bytes_per_parameter
+        assert found_bytes["weights"] == pytest.approx(weights, abs=0.02)
+        assert found_bytes["gradients"] == pytest.approx(grads, abs=0.02)
+        assert found_bytes["state"] == pytest.approx(state, abs=0.02)
+    for run in others[1:]:
+        assert 0 < abs(run.losses[0] - others[0].losses[0]) < 0.01 * others[0].losses[0]
     assert len(fp8.losses) == len(fp8.loads) == len(fp8.mean_loads) == 1  # of three steps
     assert 0 < abs(fp8.losses[0] - base.losses[0]) < 0.01 * base.losses[0]
     assert fp8.probe_steps == [0, 2] and not base.cosines

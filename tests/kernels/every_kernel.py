@@ -129,7 +129,7 @@ def run_pieces(device: str) -> None:
 
 
 def run_quantised(device: str, index: Any) -> None:
-    """Operands of FP8 products."""
+    """Operands of torch.uint8 products."""
     R, how = index.row_ids_R.shape[0], {"power_of_two": True}
     tiles = map_row_tiles(index.offsets_e, R)
     x_TD = torch.randn(index.slots_SK.shape[0], 256, device=device, dtype=torch.bfloat16)
@@ -149,18 +149,21 @@ def run_quantised(device: str, index: Any) -> None:
 
 
 def run_adamw(device: str) -> None:
-    """A tensor at an odd address and a longer one, moments of both dtypes."""
+    """A tensor at an odd address and a longer one, moments of all dtypes, masters split."""
     options = AdamWOptions(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-    for dtype in (torch.float32, torch.bfloat16):
-        columns = [
-            [
-                torch.rand(8 * BLOCK, device=device).to(kind),
-                torch.rand(9, device=device)[1:].to(kind),
-            ]
-            for kind in (torch.float32, torch.float32, dtype, dtype)
-        ]
+
+    def tensors(dtype: torch.dtype) -> list[Tensor]:
+        longer = torch.rand(8 * BLOCK, device=device)
+        return [longer.to(dtype), torch.rand(9, device=device)[1:].to(dtype)]
+
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         steps = [torch.ones((), device=device)] * 2
-        adamw_(AdamWTensors(*columns, steps, [0, 1]), options)
+        for weight in (torch.float32, torch.bfloat16):
+            columns = map(tensors, (weight, weight, dtype, dtype))
+            blocks = [torch.zeros(8 * BLOCK, dtype=torch.uint8, device=device) for _ in range(2)]
+            exponents = [b.view(-1, 2) for b in blocks] if dtype == torch.uint8 else ()
+            remainders = tensors(torch.int16) if weight == torch.bfloat16 else ()
+            adamw_(AdamWTensors(*columns, steps, [0, 1], exponents, remainders), options)
 
 
 def run_experts(

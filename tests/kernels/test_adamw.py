@@ -13,22 +13,57 @@ from moecore.kernels.adamw import (
     NUM_BLOCKS,
     AdamWOptions,
     AdamWTensors,
+    Row,
     adamw_,
     adamw_ref_,
+)
+from moecore.kernels.adamw_formats import (
+    decode_moments_ref,
+    join_master_ref,
+    num_moment_blocks,
+    split_master_ref,
 )
 
 SHAPES = [(7,), (0,), (3, 41), (BLOCK * NUM_BLOCKS,), (BLOCK * NUM_BLOCKS + 20, 2), ()]
 OPTIONS = AdamWOptions(lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
 
-def make(device: str, moment_dtype: torch.dtype = torch.float32) -> AdamWTensors:
+def make(
+    device: str, moment_dtype: torch.dtype = torch.float32, *, split: bool = False
+) -> AdamWTensors:
     torch.manual_seed(0)
     weights = [torch.randn(s, device=device) for s in SHAPES]
+    remainders: list[Tensor] = []
+    if split:
+        weights, remainders = map(list, zip(*map(split_master_ref, weights), strict=True))
     # Steps differ between tensors, as where an expert had no gradient for a while.
     steps = [torch.full((), float(3 * i), device=device) for i in range(len(SHAPES))]
-    moments = [[torch.zeros_like(w, dtype=moment_dtype) for w in weights] for _ in range(2)]
     grads = [torch.zeros_like(w) for w in weights]
-    return AdamWTensors(weights, grads, *moments, steps, range(3, 39, 6))
+    return AdamWTensors(
+        weights, grads, *moments_of(weights, moment_dtype), steps, range(3, 39, 6),
+        exponents_of(weights) if moment_dtype == torch.uint8 else (), remainders,
+    )  # fmt: skip
+
+
+def moments_of(weights: list[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
+    return [[torch.zeros_like(w, dtype=dtype) for w in weights] for _ in range(2)]
+
+
+def exponents_of(weights: list[Tensor]) -> list[Tensor]:
+    blocks = [num_moment_blocks(w.numel()) for w in weights]
+    return [torch.zeros(n, 2, dtype=torch.uint8, device=weights[0].device) for n in blocks]
+
+
+def values(tensors: AdamWTensors) -> list[tuple[Tensor, Tensor]]:
+    """Both moments of each tensor, in fp32."""
+    found = []
+    for row in tensors.rows():
+        m, v = row.exp_avg, row.exp_avg_sq
+        if row.exponents is not None:
+            found_mv = decode_moments_ref(m.flatten(), v.flatten(), row.exponents)
+            m, v = (x.view(row.weight.shape) for x in found_mv)
+        found.append((m.float(), v.float()))
+    return found
 
 
 def next_step(tensors: AdamWTensors, seed: int) -> None:
@@ -53,8 +88,9 @@ def torch_fused_(tensors: AdamWTensors, options: AdamWOptions) -> None:
 
 
 def in_fp64(tensors: AdamWTensors) -> AdamWTensors:
-    wide = [[t.double() for t in column] for column in zip(*tensors.rows(), strict=True)]
-    return AdamWTensors(*wide[:4], [s.float() for s in wide[4]], tensors.numbers)
+    columns = (tensors.weights, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs)
+    wide = ([t.double() for t in column] for column in columns)
+    return AdamWTensors(*wide, [s.clone() for s in tensors.steps], tensors.numbers)
 
 
 def errors(got: AdamWTensors, want: AdamWTensors) -> dict[str, float]:
@@ -95,15 +131,22 @@ def test_first_step_moves_by_the_learning_rate(device: str) -> None:
     torch.testing.assert_close(weight, want, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
-def test_scale_skip_and_learning_rate_on_the_device(device: str, moment_dtype: torch.dtype) -> None:
-    tensors = make(device, moment_dtype)
+def bits(row: Row) -> list[Tensor]:
+    return [t for t in row if t is not None]
+
+
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("split", [False, True])
+def test_scale_skip_and_learning_rate_on_the_device(
+    device: str, moment_dtype: torch.dtype, split: bool
+) -> None:
+    tensors = make(device, moment_dtype, split=split)
     next_step(tensors, 1)
     before, plain = copy.deepcopy(tensors), copy.deepcopy(tensors)
     signal = {"grad_scale": torch.full((), 4.0, device=device)}
     adamw_(tensors, OPTIONS, **signal, found_inf=torch.ones((), device=device))
     for old, new in zip(before.rows(), tensors.rows(), strict=True):
-        assert all(map(torch.equal, old, new))
+        assert all(map(torch.equal, bits(old), bits(new)))
     options = AdamWOptions(
         lr=torch.tensor(OPTIONS.lr, device=device), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
     )
@@ -112,27 +155,99 @@ def test_scale_skip_and_learning_rate_on_the_device(device: str, moment_dtype: t
         grad /= 4
     adamw_(plain, OPTIONS)
     for old, want, new in zip(before.rows(), plain.rows(), tensors.rows(), strict=True):
-        assert torch.equal(new[1], old[1])  # gradients stay unscaled
-        assert all(map(torch.equal, new[2:], want[2:]))
-        torch.testing.assert_close(new[0], want[0], rtol=1e-6, atol=1e-8)
-        assert not new[0].numel() or not torch.equal(new[0], old[0])
+        assert torch.equal(new.grad, old.grad)  # gradients stay unscaled
+        assert all(map(torch.equal, bits(new)[2:6], bits(want)[2:6]))
+        a, b = new.weight, want.weight
+        if new.remainder is not None and want.remainder is not None:
+            a, b = join_master_ref(a, new.remainder), join_master_ref(b, want.remainder)
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+        assert not a.numel() or not torch.equal(new.weight, old.weight)
 
 
-def test_bits_of_the_rounding(device: str) -> None:
+@pytest.mark.parametrize("moment_dtype", [torch.bfloat16, torch.uint8])
+def test_bits_of_the_rounding(device: str, moment_dtype: torch.dtype) -> None:
     """With both betas 0 the moments are the gradient and its square, and the rest is rounding."""
     options = AdamWOptions(lr=0.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
     for seed in range(3):
-        got, want = make(device, torch.bfloat16), make(device, torch.bfloat16)
+        got, want = make(device, moment_dtype), make(device, moment_dtype)
         for tensors in (got, want):
             next_step(tensors, seed)
             tensors.grads[0][:4] = torch.tensor([float("nan"), float("inf"), -1e38, 0.0])
+            if seed:  # blocks of many sizes, and one of zeros
+                tensors.grads[4].mul_(torch.logspace(-20, 15, len(tensors.grads[4])).view(-1, 1))
+                tensors.grads[4][:200] = 0
         adamw_(got, options)
         adamw_ref_(want, options)
-        for name in ("exp_avgs", "exp_avg_sqs"):
-            for a, b in zip(getattr(got, name), getattr(want, name), strict=True):
-                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    big = got.exp_avgs[3].float() - got.grads[3]
-    assert big.abs().max() > 0 and (big / got.grads[3]).abs().max() < 2.0**-7
+        for a, b in zip(got.rows(), want.rows(), strict=True):
+            for x, y in zip(bits(a)[2:], bits(b)[2:], strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(values(got), values(want), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    big = values(got)[3][0] - got.grads[3]
+    most = 2.0**-7 if moment_dtype == torch.bfloat16 else 2.0**-3
+    assert big.abs().max() > 0
+    atol = 0.0 if moment_dtype == torch.bfloat16 else got.grads[3].abs().max().item() * 2.0**-16
+    assert (big.abs() <= got.grads[3].abs() * most + atol).all()
+
+
+def test_fp8_moments_follow_fp32_ones(device: str) -> None:
+    """Gradients that fall to a third: unbiased moments, and updates of the right size."""
+    n, num_steps = BLOCK * NUM_BLOCKS, 60 if device == "cpu" else 500
+    options = AdamWOptions(lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(0)
+    size = (torch.randn(n, generator=generator).exp() * 1e-4).to(device)
+    ours, exact = (
+        AdamWTensors(
+            [torch.zeros(n, device=device)], [size.clone()], *moments_of([size], dtype),
+            [torch.zeros((), device=device)], [0],
+            exponents_of([size]) if dtype == torch.uint8 else (),
+        )
+        for dtype in (torch.uint8, torch.float32)
+    )  # fmt: skip
+    for step in range(num_steps):
+        grad = (0.3 + torch.randn(n, generator=generator)).to(device) * size
+        for tensors in (ours, exact):
+            tensors.weights[0].zero_()
+            tensors.steps[0].add_(1)
+            tensors.grads[0].copy_(grad * (1.0 if step < num_steps // 2 else 0.3))
+            adamw_(tensors, options)
+    apart = ours.weights[0] - exact.weights[0]
+    assert apart.norm() / exact.weights[0].norm() < 0.15
+    assert ours.weights[0].abs().max() < 1.5 * exact.weights[0].abs().max()
+    for a, b, one in zip(values(ours)[0], values(exact)[0], (size, size**2), strict=True):
+        assert abs((a / one).sum() / (b / one).sum() - 1) < 0.03
+
+
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.uint8])
+def test_split_masters_are_those_of_fp32_weights(device: str, moment_dtype: torch.dtype) -> None:
+    ours, wide = make(device, moment_dtype, split=True), make(device, moment_dtype)
+    for grad in (wide.grads[i] for i in range(len(SHAPES))):
+        grad.data = grad.bfloat16()
+    for seed in range(2):
+        for tensors in (ours, wide):
+            next_step(tensors, seed)
+            adamw_(tensors, OPTIONS)
+        for row, weight in zip(ours.rows(), wide.weights, strict=True):
+            assert row.remainder is not None
+            assert torch.equal(join_master_ref(row.weight, row.remainder), weight)
+            assert ((row.weight.float() - weight).abs() <= weight.abs() * 2.0**-8).all()
+
+
+def test_every_pair_of_weight_and_remainder_stays(device: str) -> None:
+    """Upper halves of all kinds with every remainder; an update of nothing."""
+    tops = torch.tensor([0x0000, 0x3F81, 0x7F7F, -0x7F80]).to(torch.int16)
+    remainder = (torch.arange(1 << 16) - 0x8000).to(torch.int16).repeat(len(tops)).to(device)
+    weight = tops.repeat_interleave(1 << 16).view(torch.bfloat16).to(device)
+    real = ~join_master_ref(weight, remainder).isnan()  # below a zero there is none of its sign
+    weight, remainder = weight[real], remainder[real]
+    tensors = AdamWTensors(
+        [weight.clone()], [torch.zeros_like(weight)], *moments_of([weight], torch.float32),
+        [torch.ones((), device=device)], [0], (), [remainder.clone()],
+    )  # fmt: skip
+    adamw_(tensors, AdamWOptions(lr=0.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0))
+    same = tensors.weights[0].view(torch.int16) == weight.view(torch.int16)
+    # The largest numbers have infinity for a weight: an update of nothing keeps them too.
+    assert same.all() and torch.equal(tensors.remainders[0], remainder)
 
 
 def test_rounding_loses_nothing_on_average(device: str) -> None:
@@ -153,15 +268,21 @@ def test_rounding_loses_nothing_on_average(device: str) -> None:
     assert found.std() > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_views_at_odd_addresses(device: str, dtype: torch.dtype) -> None:
     n = BLOCK * NUM_BLOCKS
-    flat = [torch.randn(n + 3, device=device).to(dtype).abs() for _ in range(4)]
+    flat = [torch.randn(n + 3, device=device).abs() for _ in range(4)]
+    exponents: list[Tensor] = []
+    if dtype == torch.uint8:
+        flat[2:] = [(f * 20).clamp(max=100).to(torch.uint8) for f in flat[2:]]  # no NaN
+        exponents = [torch.full((num_moment_blocks(n), 2), 110, dtype=torch.uint8, device=device)]
+    else:
+        flat = [f.to(dtype) for f in flat]
     views = [[f[1 : n + 1]] for f in flat]
     steps = [torch.ones((), device=device)]
     whole = [[v[0].clone()] for v in views]
-    adamw_(AdamWTensors(*views, steps, [5]), OPTIONS)
-    adamw_(AdamWTensors(*whole, steps, [5]), OPTIONS)
+    adamw_(AdamWTensors(*views, steps, [5], [e.clone() for e in exponents]), OPTIONS)
+    adamw_(AdamWTensors(*whole, steps, [5], exponents), OPTIONS)
     for place, ((view,), (clone,)) in enumerate(zip(views, whole, strict=True)):
         assert torch.equal(view, clone), place
 

@@ -134,12 +134,20 @@ def run_momentum() -> None:
     momentum.momentum_(values, values, torch.bfloat16, decay=0.9, nesterov=True, **how)
 
 
-def run_adamw(moment_dtype: torch.dtype) -> None:
+def run_adamw(moment_dtype: torch.dtype, split: bool = False) -> None:
     weights = [torch.zeros(T, D), torch.zeros(7)]
+    if split:
+        weights = [w.bfloat16() for w in weights]
     moments = [w.to(moment_dtype) for w in weights]
+    remainders = [w.to(torch.int16) for w in weights] if split else ()
+    exponents = ()
+    if moment_dtype == torch.uint8:
+        exponents = [torch.zeros(w.numel() // 128 + 1, 2, dtype=torch.uint8) for w in weights]
     steps = [torch.zeros(()) for _ in weights]
     adamw.adamw_(
-        adamw.AdamWTensors(weights, weights, moments, moments, steps, [0, 1]),
+        adamw.AdamWTensors(
+            weights, weights, moments, moments, steps, [0, 1], exponents, remainders
+        ),
         adamw.AdamWOptions(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
         grad_scale=steps[0],
         found_inf=steps[1],
@@ -336,6 +344,9 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "AdamW": (lambda: run_adamw(torch.float32), 1),
     "AdamW, bf16 moments": (lambda: run_adamw(torch.bfloat16), 1),
     "momentum": (run_momentum, 1),
+    "AdamW, FP8 moments": (lambda: run_adamw(torch.uint8), 1),
+    "AdamW, FP8 moments, remainders": (lambda: run_adamw(torch.uint8, split=True), 1),
+    "AdamW, fp32 moments, remainders": (lambda: run_adamw(torch.float32, split=True), 1),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
 
@@ -363,16 +374,28 @@ def test_transposed_gradient_is_staged_by_matrix_stores(compiled: dict[str, Any]
     assert "stmatrix.sync.aligned.m8n8.x4.trans" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("moment_dtype", "split", "loads"),
+    [  # of 16, 8 and 4 bytes: weight, gradient, moments, remainder
+        (torch.float32, False, (4, 0, 0)),
+        (torch.bfloat16, False, (2, 2, 0)),
+        (torch.uint8, False, (2, 0, 2)),
+        (torch.uint8, True, (0, 3, 2)),
+        (torch.float32, True, (2, 3, 0)),
+    ],
+)
 def test_adamw_moves_four_elements_at_a_time(
-    moment_dtype: torch.dtype, compiled: dict[str, Any]
+    moment_dtype: torch.dtype, split: bool, loads: tuple[int, ...], compiled: dict[str, Any]
 ) -> None:
-    run_adamw(moment_dtype)
+    run_adamw(moment_dtype, split)
     (kernel,) = compiled.values()
-    wide, narrow = (3, 1) if moment_dtype == torch.float32 else (1, 1)
-    assert kernel.asm["ptx"].count("ld.global.v4.b32") >= 2 * wide
-    assert (kernel.asm["ptx"].count("ld.global.v2.b32") >= 2 * narrow) == (wide == 1)
-    assert kernel.metadata.shared == 0, "threads exchange elements"
+    ptx = kernel.asm["ptx"]
+    block = adamw.FP8_BLOCK if moment_dtype == torch.uint8 else adamw.BLOCK
+    fours = block // (4 * 32 * adamw.NUM_WARPS)  # of a thread
+    for kind, count in zip(("v4.b32", "v2.b32", "b32"), loads, strict=True):
+        assert len(re.findall(rf"ld\.global\.{kind} ", ptx)) >= fours * count, (kind, count)
+    # Of FP8 moments alone the exponents of four blocks.
+    assert kernel.metadata.shared <= 8 * (moment_dtype == torch.uint8), "threads exchange elements"
 
 
 def test_the_map_of_row_tiles_compiles(compiled: dict[str, Any]) -> None:

@@ -135,8 +135,8 @@ def optimizer_tensors(optimizers: Sequence[Optimizer], model: ModelView) -> dict
     """
     found: dict[str, Tensor] = {}
     seen: set[str] = set()
-    for param, state in (item for one in optimizers for item in one.state.items()):
-        name = model.name_of(param)
+    for owner, param in ((one, param) for one in optimizers for param in one.state):
+        name, state = model.name_of(param), _stored_state(owner, param)
         if name in seen:
             raise ValueError(
                 f"{name} must have state in one optimizer, but two have some: remove it from the "
@@ -194,8 +194,28 @@ def optimizer_state_to_fill(
     return state
 
 
+def restore_optimizer_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Tensor]]) -> None:
+    """Set what `optimizer_state_to_fill` gave and a checkpoint has filled; empties it."""
+    restore = getattr(optimizer, "restore_state", None)
+    while state:
+        param, slots = state.popitem()
+        if restore is not None:  # as moecore.optim.AdamW declares
+            restore(param, slots)
+        else:
+            optimizer.state[param] = slots
+
+
+def _stored_state(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any]:
+    """Return the state of a parameter, in forms that have a place in a checkpoint."""
+    own: Callable[[Tensor], dict[str, Tensor]] | None = getattr(optimizer, "stored_state", None)
+    # As moecore.optim.AdamW declares.
+    return optimizer.state[param] if own is None else own(param)
+
+
 def _moment_dtype(optimizer: Optimizer, param: Tensor, stored: torch.dtype) -> torch.dtype:
     """Return the dtype in which an optimizer keeps a moment, whatever that of the saved one."""
+    if not stored.is_floating_point:
+        return stored
     own: Callable[[Tensor], torch.dtype] | None = getattr(optimizer, "moment_dtype_of", None)
     if own is not None:  # as moecore.optim.AdamW declares
         return own(param)

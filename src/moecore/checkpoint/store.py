@@ -48,7 +48,12 @@ from moecore.checkpoint.snapshot import (
     scheduler_state,
     take_snapshot,
 )
-from moecore.checkpoint.state import ModelView, Optimizers, restore_rng
+from moecore.checkpoint.state import (
+    ModelView,
+    Optimizers,
+    restore_optimizer_state,
+    restore_rng,
+)
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, verify_files
 from moecore.step import drop_step
@@ -271,12 +276,14 @@ def _read(
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = Reader(path, manifest, meter)
     checked_io("read", path, lambda: dcp.load(target, storage_reader=reader, planner=planner))
+    target.clear()  # so that moments which an optimizer keeps in another form are freed
+    optimizer_tensors.clear()
     if fit.groups:
         assert manifest.facts.optimizer is not None
         restore_groups(fit.optimizers, manifest.facts.optimizer)
     for optimizer, state in zip(fit.optimizers, states, strict=True):
         if strict:
             optimizer.state.clear()
-        optimizer.state.update(state)
+        restore_optimizer_state(optimizer, state)
     restore_rng(rng)
     return {**manifest.facts.extra, **extra}

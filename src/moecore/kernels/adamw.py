@@ -1,29 +1,41 @@
-"""AdamW over many tensors in one launch; moments in fp32, or in bf16 rounded at random.
+"""AdamW over many tensors in one launch: moments in fp32, bf16 or FP8, masters whole or split.
 
 Dimensions: P tensors, all weights of one dtype, likewise gradients and moments.
 
 Budget: bytes moved per element of fp32 weights and gradients: 28 with fp32 moments, 20 with bf16
-ones. Gradients are divided by `grad_scale` on the way and stay as they are.
+ones, 16 with FP8 ones. bf16 weights with remainders and bf16 gradients take 2 less.
+Gradients are divided by `grad_scale` on the way and stay as they are.
 
-Note "rounded at random": the second moment of a constant gradient closes 1 - beta2 of its gap per
-step. In bf16, rounded to nearest, anything below 1/512 of the moment is lost: with beta2 = 0.999
-it would never fall again. So a moment is rounded up with a probability of the part that is cut
-off, and on average nothing is lost. The bits come from a hash of step, tensor and position, so
-equal steps give equal bits.
+How moments and remainders are kept: `adamw_formats.py`.
 
-Source: https://arxiv.org/abs/1711.05101 (decoupled weight decay); the hash is lowbias32 of
-https://nullprogram.com/blog/2018/07/31/.
+Source: https://arxiv.org/abs/1711.05101 (decoupled weight decay).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moecore._fields import Bound, PositiveOrZero, check_fields
+from moecore.kernels.adamw_formats import (
+    GOLDEN,
+    MOMENT_BLOCK,
+    decode_moments,
+    decode_moments_ref,
+    encode_moments,
+    encode_moments_ref,
+    join_master,
+    join_master_ref,
+    noise_of,
+    noise_ref,
+    round_at_random,
+    round_at_random_ref,
+    split_master,
+    split_master_ref,
+)
 from moecore.kernels.common import (
     INTERPRET,
     cdiv,
@@ -35,15 +47,15 @@ from moecore.kernels.common import (
 )
 
 BLOCK = 1024  # elements at a time
+FP8_BLOCK = 512  # of FP8 moments: as many as registers allow without fewer programs at a time
 NUM_BLOCKS = 1 if INTERPRET else 8  # of one program, one after the other
 NUM_WARPS = 4
-COLUMNS = 8  # of the table
+COLUMNS = 10  # of the table
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-GOLDEN = 0x9E3779B9  # spreads steps and tensors over the hash's seeds
 
 
 Decay = Annotated[float, Bound(">=", 0), Bound("<", 1)]
@@ -69,6 +81,18 @@ class AdamWOptions:
         check_fields(self)
 
 
+class Row(NamedTuple):
+    """What belongs to one tensor; None = it has none."""
+
+    weight: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    exponents: Tensor | None
+    remainder: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class AdamWTensors:
     """What one update changes, and by which gradients: P of each.
@@ -76,10 +100,13 @@ class AdamWTensors:
     Attributes:
         weights: changed in place.
         grads: of the same shapes, read.
-        exp_avgs: first moments of the same shapes, changed in place.
+        exp_avgs: first moments of the same shapes, changed in place; uint8 with exponents.
         exp_avg_sqs: second moments, likewise.
         steps: fp32 scalars: how many updates there have been, this one included.
         numbers: of the tensors, for the rounding at random: the same in every step.
+        exponents: uint8 [blocks, 2] of FP8 moments, changed in place; empty = they are of others.
+        remainders: int16 of the same shapes, changed in place: with bf16 weights they are the fp32
+            numbers that are updated; empty = the weights are.
     """
 
     weights: Sequence[Tensor]
@@ -88,12 +115,24 @@ class AdamWTensors:
     exp_avg_sqs: Sequence[Tensor]
     steps: Sequence[Tensor]
     numbers: Sequence[int]
+    exponents: Sequence[Tensor] = ()
+    remainders: Sequence[Tensor] = ()
 
-    def rows(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """Return weight, gradient, moments and step of each tensor."""
-        return list(
-            zip(self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps, strict=True)
-        )
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Row, int]]) -> "AdamWTensors":
+        """Return the record of rows of one kind and their numbers; undoes `rows`."""
+        columns: list[list[Any]] = list(map(list, zip(*(row for row, _ in rows), strict=True)))
+        exponents, remainders = ([t for t in column if t is not None] for column in columns[5:])
+        weights, grads, exp_avgs, exp_avg_sqs, steps = columns[:5]
+        numbers = [number for _, number in rows]
+        return cls(weights, grads, exp_avgs, exp_avg_sqs, steps, numbers, exponents, remainders)
+
+    def rows(self) -> list[Row]:
+        """Return what belongs to each tensor."""
+        absent = [None] * len(self.weights)
+        columns = (self.weights, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps)
+        optional = (self.exponents or absent, self.remainders or absent)
+        return [Row(*row) for row in zip(*columns, *optional, strict=True)]
 
 
 def adamw_ref_(
@@ -106,74 +145,69 @@ def adamw_ref_(
     """Do what `adamw_` does, in plain PyTorch and in at least fp32."""
     beta1, beta2 = options.betas
     for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
-        weight, grad, exp_avg, exp_avg_sq, step = row
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        g, w = grad.to(wide), weight.to(wide)
+        wide = torch.promote_types(row.weight.dtype, torch.float32)
+        g, w, step = row.grad.to(wide), _master_ref(row), row.step
         if grad_scale is not None:
             g = g / grad_scale
-        m, v = exp_avg.to(wide), exp_avg_sq.to(wide)
+        m, v = _moments_ref(row, wide)
         m = m + (g - m) * (1 - beta1)
         v = v + (g * g - v) * (1 - beta2)
         part1, part2 = (-torch.expm1(step.double() * _log(beta)) for beta in options.betas)
         denominator = v.sqrt() / part2.sqrt().to(wide) + options.eps
         change = options.lr * options.weight_decay * w
         change = change + (options.lr / part1).to(wide) * (m / denominator)
-        results = [(weight, w - change), (exp_avg, m), (exp_avg_sq, v)]
-        for place, (old, new) in enumerate(results):
-            if place and old.dtype == torch.bfloat16:
-                new = _round_at_random_ref(new, step, number, high=place == 2)
-            new = new.to(old.dtype)
-            old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
+        for old, new in _kept_ref(row, number, w - change, m, v):
+            new = new.view(old.shape)
+            if found_inf is not None:
+                new = torch.where(found_inf > 0, old, new)
+            old.copy_(new)
 
 
-def _round_at_random_ref(x: Tensor, step: Tensor, number: int, *, high: bool) -> Tensor:
-    """Return fp32 values that bf16 has, see the note "rounded at random"."""
-    position = torch.arange(x.numel(), device=x.device) & 0xFFFFFFFF
-    seed = (step.long() * GOLDEN + (number * GOLDEN * GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
-    noise = _hash_ref(position ^ seed).view(x.shape)
-    noise = noise >> 16 if high else noise & 0xFFFF
-    bits = ((x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) + noise) & 0xFFFF0000
-    bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
-    return torch.where(x.isfinite(), bits.int().view(torch.float32), x.float())
+def _master_ref(row: Row) -> Tensor:
+    """Return what is updated, in at least fp32."""
+    if row.remainder is not None:
+        return join_master_ref(row.weight, row.remainder)
+    return row.weight.to(torch.promote_types(row.weight.dtype, torch.float32))
 
 
-def _hash_ref(x: Tensor) -> Tensor:
-    """Return uint32 noise of uint32 values, both kept in int64."""
-    x = x ^ (x >> 16)
-    x = _times(x, 0x7FEB352D)
-    x = x ^ (x >> 15)
-    x = _times(x, 0x846CA68B)
-    return x ^ (x >> 16)
+def _moments_ref(row: Row, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    if row.exponents is None:
+        return row.exp_avg.to(wide), row.exp_avg_sq.to(wide)
+    codes = row.exp_avg.reshape(-1), row.exp_avg_sq.reshape(-1)
+    m, v = decode_moments_ref(*codes, row.exponents)
+    return m.view(row.weight.shape), v.view(row.weight.shape)
 
 
-def _times(x: Tensor, factor: int) -> Tensor:
-    """Return the low 32 bits of a product, by halves of the factor: int64 has no room for all."""
-    return ((x * (factor & 0xFFFF)) + (((x * (factor >> 16)) & 0xFFFF) << 16)) & 0xFFFFFFFF
-
-
-@triton.jit
-def _hash(x):
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _round_at_random(x, noise):
-    bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
-    # Of infinity and NaN the sum could be another kind of number.
-    return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
+def _kept_ref(
+    row: Row, number: int, w: Tensor, m: Tensor, v: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (place, content) of what is kept, each pair of one dtype."""
+    if row.remainder is None:
+        kept = [(row.weight, w.to(row.weight.dtype))]
+    else:
+        weight, remainder = split_master_ref(w)
+        kept = [(row.weight, weight), (row.remainder, remainder)]
+    moments = (row.exp_avg, row.exp_avg_sq)
+    if row.exponents is not None:
+        noise = noise_ref(m.numel(), row.step, number)
+        encoded = encode_moments_ref(m.reshape(-1), v.reshape(-1), noise)
+        return [*kept, *zip((*moments, row.exponents), encoded, strict=True)]
+    if row.exp_avg.dtype == torch.bfloat16:
+        noise = noise_ref(m.numel(), row.step, number)
+        m = round_at_random_ref(m, noise & 0xFFFF)
+        v = round_at_random_ref(v, noise >> 16)
+    return [*kept, *((old, new.to(old.dtype)) for old, new in zip(moments, (m, v), strict=True))]
 
 
 @triton.jit
 def _update(
-    weight_ptr,
+    weight_ptr,  # int16 of bf16 where there are remainders
     grad_ptr,
-    exp_avg_ptr,
+    exp_avg_ptr,  # uint8 where there are exponents
     exp_avg_sq_ptr,
-    i,  # int64 [BLOCK], positions
+    exponents_ptr,  # int16 of two uint8
+    remainder_ptr,
+    row,  # int64 [ROWS], blocks of moments
     numel,
     seed,
     scale,  # of gradients
@@ -184,29 +218,49 @@ def _update(
     rate,  # lr / (1 - beta1 ** step)
     growth,  # 1 / sqrt(1 - beta2 ** step)
     MASKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MOMENT_BLOCK: tl.constexpr,
 ):
     """Update one block."""
+    i = row[:, None] * MOMENT_BLOCK + tl.arange(0, MOMENT_BLOCK)[None, :]
     mask = i < numel if MASKED else None
-    w = tl.load(weight_ptr + i, mask=mask).to(tl.float32)
+    FP8: tl.constexpr = exp_avg_ptr.dtype.element_ty == tl.uint8
+    w = tl.load(weight_ptr + i, mask=mask)
+    w = join_master(w, tl.load(remainder_ptr + i, mask=mask)) if SPLIT else w.to(tl.float32)
     g = tl.load(grad_ptr + i, mask=mask).to(tl.float32)
-    m = tl.load(exp_avg_ptr + i, mask=mask).to(tl.float32)
-    v = tl.load(exp_avg_sq_ptr + i, mask=mask).to(tl.float32)
+    m = tl.load(exp_avg_ptr + i, mask=mask)
+    v = tl.load(exp_avg_sq_ptr + i, mask=mask)
+    if FP8:
+        row_mask = row * MOMENT_BLOCK < numel if MASKED else None
+        m, v = decode_moments(m, v, tl.load(exponents_ptr + row, mask=row_mask))
+    else:
+        m, v = m.to(tl.float32), v.to(tl.float32)
     g *= scale
     m += (g - m) * rest1
     v += (g * g - v) * rest2
     w -= decay * w + rate * (m / (tl.sqrt(v) * growth + eps))
-    if exp_avg_ptr.dtype.element_ty == tl.bfloat16:
-        noise = _hash(i.to(tl.uint32) ^ seed)
-        m = _round_at_random(m, noise & 0xFFFF)
-        v = _round_at_random(v, noise >> 16)
-    tl.store(weight_ptr + i, w.to(weight_ptr.dtype.element_ty), mask=mask)
+    if SPLIT:
+        weight, remainder = split_master(w)
+        tl.store(weight_ptr + i, weight, mask=mask)
+        tl.store(remainder_ptr + i, remainder, mask=mask)
+    else:
+        tl.store(weight_ptr + i, w.to(weight_ptr.dtype.element_ty), mask=mask)
+    if FP8:
+        if MASKED:  # what lies beyond the end is no part of a block
+            m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
+        m, v, exponents = encode_moments(m, v, noise_of(i, seed))
+        tl.store(exponents_ptr + row, exponents, mask=row_mask)
+    elif exp_avg_ptr.dtype.element_ty == tl.bfloat16:
+        noise = noise_of(i, seed)
+        m = round_at_random(m, noise & 0xFFFF)
+        v = round_at_random(v, noise >> 16)
     tl.store(exp_avg_ptr + i, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq_ptr + i, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _adamw_kernel(
-    table_ptr,  # int64 [P, COLUMNS]: addresses as in AdamWTensors, elements, first program, number
+    table_ptr,  # int64 [P, COLUMNS]: addresses as in Row, elements, first program, number
     tensor_ptr,  # int32 [programs]: of which tensor its part is
     lr_ptr,  # fp32 [1] or None
     lr,  # read where lr_ptr is None
@@ -221,10 +275,12 @@ def _adamw_kernel(
     WEIGHT: tl.constexpr,  # dtypes
     GRAD: tl.constexpr,
     MOMENT: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether there are remainders
     GOLDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
+    MOMENT_BLOCK: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if skip_ptr is not None:
@@ -234,8 +290,11 @@ def _adamw_kernel(
     row_ptr = table_ptr + tensor.to(tl.int64) * COLUMNS
     addresses = tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2), tl.load(row_ptr + 3)
     step = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
-    numel = tl.load(row_ptr + 5)
-    start = (pid - tl.load(row_ptr + 6)) * (BLOCK * NUM_BLOCKS)
+    exponents_ptr = tl.load(row_ptr + 5).to(tl.pointer_type(tl.int16))
+    remainder = tl.load(row_ptr + 6)
+    numel = tl.load(row_ptr + 7)
+    ROWS: tl.constexpr = BLOCK // MOMENT_BLOCK
+    first_row = (pid - tl.load(row_ptr + 8)) * (ROWS * NUM_BLOCKS)
     scale = 1.0
     if scale_ptr is not None:
         scale = (1.0 / tl.load(scale_ptr).to(tl.float64)).to(tl.float32)
@@ -247,32 +306,36 @@ def _adamw_kernel(
     rate = (lr / part1).to(tl.float32)
     decay = lr * weight_decay
     growth = (1.0 / tl.sqrt(part2)).to(tl.float32)
-    number = tl.load(row_ptr + 7).to(tl.uint32)
+    number = tl.load(row_ptr + 9).to(tl.uint32)
     seed = step.to(tl.uint32) * GOLDEN + number * ((GOLDEN * GOLDEN) & 0xFFFFFFFF)
     weight_ptr = addresses[0].to(tl.pointer_type(WEIGHT))
     grad_ptr = addresses[1].to(tl.pointer_type(GRAD))
     exp_avg_ptr = addresses[2].to(tl.pointer_type(MOMENT))
     exp_avg_sq_ptr = addresses[3].to(tl.pointer_type(MOMENT))
-    odd = (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15
-    if (odd == 0) & (start + BLOCK * NUM_BLOCKS <= numel):
+    remainder_ptr = remainder.to(tl.pointer_type(tl.int16))
+    odd = (addresses[0] | addresses[1] | addresses[2] | addresses[3] | remainder) & 15
+    if (odd == 0) & ((first_row + ROWS * NUM_BLOCKS) * MOMENT_BLOCK <= numel):
         # No masks, and four elements of each tensor per load. Eight, where a type has room for
         # them, would make threads exchange elements between tensors of two types.
         weight_ptr = tl.multiple_of(weight_ptr, 4 * WEIGHT.primitive_bitwidth // 8)
         grad_ptr = tl.multiple_of(grad_ptr, 4 * GRAD.primitive_bitwidth // 8)
         exp_avg_ptr = tl.multiple_of(exp_avg_ptr, 4 * MOMENT.primitive_bitwidth // 8)
         exp_avg_sq_ptr = tl.multiple_of(exp_avg_sq_ptr, 4 * MOMENT.primitive_bitwidth // 8)
+        remainder_ptr = tl.multiple_of(remainder_ptr, 8)
         for block in range(NUM_BLOCKS):
-            i = tl.multiple_of(start + block * BLOCK, BLOCK) + tl.arange(0, BLOCK)
+            row = first_row + block * ROWS + tl.arange(0, ROWS)
             _update(
-                weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, i, numel, seed, scale,
-                rest1, rest2, eps, decay, rate, growth, MASKED=False,
+                weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr,
+                row, numel, seed, scale, rest1, rest2, eps, decay, rate, growth,
+                MASKED=False, SPLIT=SPLIT, MOMENT_BLOCK=MOMENT_BLOCK,
             )  # fmt: skip
     else:
         for block in range(NUM_BLOCKS):
-            i = start + block * BLOCK + tl.arange(0, BLOCK)
+            row = first_row + block * ROWS + tl.arange(0, ROWS)
             _update(
-                weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, i, numel, seed, scale,
-                rest1, rest2, eps, decay, rate, growth, MASKED=True,
+                weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, exponents_ptr, remainder_ptr,
+                row, numel, seed, scale, rest1, rest2, eps, decay, rate, growth,
+                MASKED=True, SPLIT=SPLIT, MOMENT_BLOCK=MOMENT_BLOCK,
             )  # fmt: skip
 
 
@@ -287,7 +350,7 @@ def adamw_(
 
     One launch, if all tensors are contiguous, and weights, gradients and moments of one dtype each;
     else plain PyTorch, with a warning on a GPU. On a CPU torch's fused AdamW where it can do it.
-    bf16 moments are rounded at random, see the note above; weights to nearest.
+    bf16 and FP8 moments are rounded at random, weights to nearest (`adamw_formats.py`).
 
     Args:
         tensors: on one device.
@@ -309,9 +372,10 @@ def adamw_(
     table, num_programs = _table(tensors)
     if not num_programs:
         return
-    counts = table[:, 5].add(BLOCK * NUM_BLOCKS - 1) // (BLOCK * NUM_BLOCKS)
+    counts = table[:, 7].add(BLOCK * NUM_BLOCKS - 1) // (BLOCK * NUM_BLOCKS)
     numbers = torch.arange(len(counts), dtype=torch.int32, device=weight.device)
     lr, (beta1, beta2) = options.lr, options.betas
+    block = FP8_BLOCK if tensors.exponents else BLOCK
     with on_device(weight):
         _adamw_kernel[(num_programs,)](
             table,
@@ -326,28 +390,33 @@ def adamw_(
             options.weight_decay,
             grad_scale,
             found_inf,
-            WEIGHT=TRITON_DTYPES[weight.dtype],
+            WEIGHT=tl.int16 if tensors.remainders else TRITON_DTYPES[weight.dtype],
             GRAD=TRITON_DTYPES[tensors.grads[0].dtype],
-            MOMENT=TRITON_DTYPES[tensors.exp_avgs[0].dtype],
+            MOMENT=tl.uint8 if tensors.exponents else TRITON_DTYPES[tensors.exp_avgs[0].dtype],
+            SPLIT=bool(tensors.remainders),
             GOLDEN=GOLDEN,
             COLUMNS=COLUMNS,
-            BLOCK=BLOCK,
-            NUM_BLOCKS=NUM_BLOCKS,
+            BLOCK=block,
+            NUM_BLOCKS=BLOCK * NUM_BLOCKS // block,
+            MOMENT_BLOCK=MOMENT_BLOCK,
             num_warps=NUM_WARPS,
         )
 
 
 def _fits_kernel(tensors: AdamWTensors) -> bool:
-    kinds = [tensors.weights, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs]
-    # Both moments are read as one type.
-    dtypes = [{t.dtype for kind in kinds[2:] for t in kind}, *({t.dtype for t in k} for k in kinds)]
+    rows = tensors.rows()
+    dtypes = [{t.dtype for t in column} for column in list(zip(*rows, strict=True))[:4]]
+    dtypes[2:] = [] if tensors.exponents else [dtypes[2] | dtypes[3]]  # both are read as one type
+    laid_out = [t for row in rows for t in (*row[:4], *row[5:]) if t is not None]
     return (
         all(len(found) == 1 and found <= TRITON_DTYPES.keys() for found in dtypes)
         and use_kernel(*tensors.weights)
-        and all(t.is_contiguous() for kind in kinds for t in kind)
+        and all(t.is_contiguous() for t in laid_out)
         # It reads addresses: of another shape they would end elsewhere.
-        and all(len({t.shape for t in row[:4]}) == 1 for row in tensors.rows())
-        and len({t.device for kind in (*kinds, tensors.steps) for t in kind}) == 1
+        and all(
+            len({t.shape for t in (*row[:4], row.remainder) if t is not None}) == 1 for row in rows
+        )
+        and len({t.device for t in (*laid_out, *tensors.steps)}) == 1
     )
 
 
@@ -392,8 +461,9 @@ def _table(tensors: AdamWTensors) -> tuple[Tensor, int]:
     """Return what the kernel reads of each tensor, and how many programs all need."""
     rows, num_programs = [], 0
     for number, row in zip(tensors.numbers, tensors.rows(), strict=True):
-        numel = row[0].numel()
-        rows.append([*(t.data_ptr() for t in row), numel, num_programs, number])
+        numel = row.weight.numel()
+        addresses = (0 if t is None else t.data_ptr() for t in row)
+        rows.append([*addresses, numel, num_programs, number])
         num_programs += cdiv(numel, BLOCK * NUM_BLOCKS)
     device = tensors.weights[0].device
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -182,6 +182,22 @@ class HostAdamW(AdamW):
         return CPU if param in self.host_params else param.device
 
     @torch.no_grad()
+    def restore_state(self, param: Tensor, stored: dict[str, Tensor]) -> None:
+        """Set the state of a parameter, each part as this optimizer keeps it.
+
+        Args:
+            param: of this optimizer.
+            stored: of any AdamW; not copied where it fits.
+        """
+        if param not in self.host_params:
+            super().restore_state(param, stored)
+            return
+        dtype = self.moment_dtype_of(param)
+        with self._of_host_memory():
+            moments = {m: stored[m].to(CPU, dtype).contiguous() for m in MOMENTS}
+        self.state[param] = {"step": stored["step"].to(CPU, torch.float32), **moments}
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have a gradient.
 
@@ -298,11 +314,9 @@ class HostAdamW(AdamW):
                 moments = [torch.zeros_like(param, dtype=dtype, device=CPU) for _ in MOMENTS]
             state |= {"step": torch.zeros((), dtype=torch.float32)}
             state |= dict(zip(MOMENTS, moments, strict=True))
-        with self._of_host_memory():
-            state["step"] = state["step"].to(CPU, torch.float32)
-            for name in MOMENTS:
-                state[name] = state[name].to(CPU, dtype).contiguous()
-        return state
+        if "exponents" in state or {t.device for t in state.values()} != {CPU}:
+            self.restore_state(param, self.stored_state(param))
+        return self.state[param]
 
 
 class _Signals:
