@@ -41,8 +41,10 @@ from moecore.kernels.rows.quantised import (
 )
 from moecore.kernels.rows.quantised_activation import quantised_activation, quantised_activation_bwd
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.rotary import rotary
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.rows.scaling import KINDS
+from moecore.kernels.rows.used import copy_used
 from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
 
@@ -97,6 +99,8 @@ def run_pieces(device: str) -> None:
     limit_rows(index.offsets_e, 40, words, words.clone())
     x_TD = torch.randn(T, 72, device=device, dtype=torch.bfloat16)
     scaled_cast(x_TD, torch.float32, 0.5)
+    angles_Td = torch.randn(T, 4, device=device)
+    rotary(x_TD.view(1, T, 9, 8).requires_grad_(), angles_Td, angles_Td).sum().backward()
     run_adamw(device)
     flags = torch.ones(2, device=device)
     how = dict(grad_scale=flags[0], found_inf=flags[1])
@@ -137,6 +141,7 @@ def run_quantised(device: str, index: Any) -> None:
     gather_row_blocks(rows, index.row_ids_R, index.slots_SK, index.num_rows)
     tile_tokens(rows, index.row_ids_R, tiles)
     quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
+    copy_used(*torch.zeros(2, R, 64, dtype=torch.uint8, device=device), index.num_rows)
     widen_rows(rows, index.num_rows.clamp(max=rows.values.shape[0]))
     h_RC = torch.randn(R, 512, device=device, dtype=torch.bfloat16)
     args = (h_RC.abs()[:, :256].contiguous(), index.weights_R)

@@ -32,7 +32,15 @@ from moecore.kernels.routing import (
     route_weights,
     router_logits,
 )
-from moecore.kernels.rows import activation, index, quantised, quantised_activation, record, widen
+from moecore.kernels.rows import (
+    activation,
+    index,
+    quantised,
+    quantised_activation,
+    record,
+    used,
+    widen,
+)
 from moecore.kernels.rows import move as rows
 from moecore.kernels.rows import packed as fp8_rows
 from moecore.kernels.rows import scaled_cast as scaled
@@ -284,6 +292,10 @@ def run_wide_wgrad() -> None:
             wgrad.grouped_wgrad(x, y, ints(E), **how, scale=0.5)
 
 
+def run_used(row_bytes: int) -> None:
+    used.copy_used(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
+
+
 def run_cross_entropy(V: int) -> None:
     labels = torch.zeros(T, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32, None):
@@ -347,6 +359,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "AdamW, FP8 moments": (lambda: run_adamw(torch.uint8), 1),
     "AdamW, FP8 moments, remainders": (lambda: run_adamw(torch.uint8, split=True), 1),
     "AdamW, fp32 moments, remainders": (lambda: run_adamw(torch.float32, split=True), 1),
+    "used rows": (lambda: run_used(6 * D), 1),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
 
@@ -396,6 +409,12 @@ def test_adamw_moves_four_elements_at_a_time(
         assert len(re.findall(rf"ld\.global\.{kind} ", ptx)) >= fours * count, (kind, count)
     # Of FP8 moments alone the exponents of four blocks.
     assert kernel.metadata.shared <= 8 * (moment_dtype == torch.uint8), "threads exchange elements"
+
+
+def test_used_rows_move_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
+    run_used(6 * D)
+    (kernel,) = compiled.values()
+    assert "ld.global.v4.b32" in kernel.asm["ptx"] and "st.global.v4.b32" in kernel.asm["ptx"]
 
 
 def test_the_map_of_row_tiles_compiles(compiled: dict[str, Any]) -> None:

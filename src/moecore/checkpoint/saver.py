@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from moecore._distributed import default_timeout
 from moecore._fields import CountOrZero, check_arguments
-from moecore._host_copies import HostCopies
 from moecore.checkpoint.directory import Step, directory_of, discard
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.meter import Meter, Progress
@@ -48,6 +47,7 @@ from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.checkpoint.state import Optimizers
 from moecore.checkpoint.store import begin, locals_of, write
 from moecore.fsdp.late_parameters import refuse_earlier
+from moecore.memory.host_copies import HostCopies
 
 logger = logging.getLogger("moecore.checkpoint")
 

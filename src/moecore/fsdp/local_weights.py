@@ -24,7 +24,7 @@ from moecore._autograd import has_gradient_hooks, leaf_of, will_run
 from moecore.kernels.experts.contract import GradSink, GradTarget
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.memory.saved import Handle, packing
-from moecore.moe.params import ParamReader, grad_placements, local_param
+from moecore.moe.params import ParamReader, address, grad_placements, local_param
 
 
 class WholeWeights(ParamReader):
@@ -55,8 +55,10 @@ class WholeWeights(ParamReader):
         if dtype != local.dtype and self.keep:
             shared = self.copies.get(param, [param], lambda: local.to(dtype).contiguous())
         out = _Read.apply(param, dtype, self.divisor, shared)
-        if dtype != local.dtype and not self.keep:
-            self._casts[_address(out)] = (out.detach(), local)
+        if dtype == local.dtype or self.keep:
+            self._made[address(out)] = out
+        else:
+            self._casts[address(out)] = (out.detach(), local)
         return out
 
     def sink(self, param: nn.Parameter, matrices: Tensor) -> GradSink | None:
@@ -76,12 +78,13 @@ class WholeWeights(ParamReader):
                 yield
         finally:
             self._casts.clear()
+            self._made.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        """Return what makes a view of a cast again; None for other tensors."""
-        found = self._casts.get(_address(tensor))
+        """Return what makes a view of a cast again."""
+        found = self._casts.get(address(tensor))
         if found is None:
-            return None
+            return super()._pack(tensor)
         cast, local = found
         assert cast.is_contiguous() and cast.storage_offset() == 0
         return _CastAgain(
@@ -169,10 +172,6 @@ def _whole_sums(param: Tensor, grad: Tensor) -> Tensor:
         return grad
     found: Tensor = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
     return found
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class _Read(torch.autograd.Function):

@@ -33,6 +33,14 @@ class Handle(Protocol):
 Packer = Callable[[Tensor], Handle | None]
 
 
+def changed_in_place(shape: torch.Size, now: int, then: int) -> RuntimeError:
+    """Return the error for a saved tensor that has another version than at forward."""
+    return RuntimeError(
+        f"a tensor {tuple(shape)} that backward needs was changed in place since forward "
+        f"(version {now}, not {then}): change a clone"
+    )
+
+
 class Kept:
     """The tensor itself; a change in place before backward is an error, as without hooks."""
 
@@ -48,11 +56,7 @@ class Kept:
             RuntimeError: when it was changed in place since forward.
         """
         if version(self._tensor) != self._version:
-            raise RuntimeError(
-                f"a tensor {tuple(self._tensor.shape)} that backward needs was changed in place "
-                f"since forward (version {version(self._tensor)}, not {self._version}): change a "
-                "clone"
-            )
+            raise changed_in_place(self._tensor.shape, version(self._tensor), self._version)
         return self._tensor
 
 
@@ -61,6 +65,7 @@ class _Packers(threading.local):
 
     first: tuple[Packer, ...] = ()
     inner: tuple[Packer, ...] = ()
+    rows: tuple[int, Tensor] | None = None  # length, and how many are in use
 
 
 _here = _Packers()
@@ -91,6 +96,31 @@ def packing(packer: Packer, *, is_first: bool = False) -> Iterator[None]:
             yield
     finally:
         _here.first, _here.inner = before
+
+
+@contextmanager
+def counting_rows(length: int, num_rows: Tensor) -> Iterator[None]:
+    """Within, saved matrices of so many rows have the first `num_rows` in use.
+
+    What lies past them means nothing, and need not come back.
+
+    Args:
+        length: of the matrices, and of no others that are saved.
+        num_rows: 0-dim int32 on the device.
+    """
+    before, _here.rows = _here.rows, (length, num_rows)
+    try:
+        yield
+    finally:
+        _here.rows = before
+
+
+def used_rows(tensor: Tensor) -> Tensor | None:
+    """Return how many rows of a tensor that is being saved are in use; None = all."""
+    if _here.rows is None or tensor.ndim != 2 or tensor.shape[0] != _here.rows[0]:
+        return None
+    is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return _here.rows[1] if is_whole else None
 
 
 def is_packing() -> bool:

@@ -10,6 +10,7 @@ multiplies is a choice by name: `moe/backends.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
+from moecore.memory.saved import counting_rows
 from moecore.moe.activation import activation_options
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
@@ -263,7 +265,8 @@ class Experts(nn.Module):
                 keep_h=not self.recompute_fc1,
                 recipe=self.recipe,
             )
-            y = expert_mlp(inp.rows, weights, inp.index, options, unsummed=inp.unsummed)
+            with _counting(inp):
+                y = expert_mlp(inp.rows, weights, inp.index, options, unsummed=inp.unsummed)
         return y if inp.unsummed is None else UnsummedRows(y)
 
     def extra_repr(self) -> str:
@@ -393,3 +396,19 @@ class Experts(nn.Module):
         b2_eD = self._weight("b2", dtype)
         before = self.etp_rank * b2_eD.shape[1]
         return F.pad(b2_eD, (before, self.config.expert_dim - before - b2_eD.shape[1]))
+
+
+def _counting(inp: ExpertInput) -> AbstractContextManager[None]:
+    """Return a context in which saved matrices of R rows have those that the index counts.
+
+    Where only the device knows how many that are: a dispatcher that adds expert rows has room for
+    more than come. Other matrices of the operation have other lengths, or nothing is counted.
+    """
+    if inp.unsummed is None or torch.compiler.is_compiling():
+        return nullcontext()
+    refetch = inp.unsummed.refetch
+    others = (inp.rows.values, *(() if refetch is None else refetch.kept))
+    R = inp.index.row_ids_R.shape[0]
+    if any(tensor.shape[0] == R for tensor in others):
+        return nullcontext()
+    return counting_rows(R, inp.index.num_rows)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.utils._pytree import tree_leaves
 
 from moecore._autograd import version
 from moecore.kernels.experts.contract import GradSink
+from moecore.memory.saved import Handle, Kept, is_packing, packing
 
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
@@ -49,6 +51,11 @@ def grad_placements(param: Tensor) -> tuple[Placement, ...]:
     if not isinstance(param, DTensor):
         return ()
     return tuple(Partial() if p.is_replicate() else p for p in param.placements)
+
+
+def address(tensor: Tensor) -> int:
+    """Return where a tensor's storage begins: views of one memory have the same."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class StepCopies:
@@ -135,6 +142,9 @@ class ParamReader:
     def __init__(self, *, keep: bool = True, is_gathered: bool = False) -> None:
         self.keep, self.is_gathered = keep, is_gathered
         self.copies = StepCopies()
+        # Address -> weights and what was made of them, while they are read: held, so that no
+        # address becomes another tensor's.
+        self._made: dict[int, Tensor] = {}
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
         """Return the part as a plain tensor, differentiably.
@@ -143,7 +153,10 @@ class ParamReader:
             param: of the module.
             cast: to the dtype of the products, if the reader has one.
         """
-        return local_param(param)
+        local = local_param(param)
+        if not torch.compiler.is_compiling():
+            self._made[address(local)] = local
+        return local
 
     def quantised(
         self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
@@ -158,11 +171,25 @@ class ParamReader:
         if not self.keep:
             return None
         frozen = not any(param.requires_grad for param in params)
-        return self.copies.get(key, params, make, for_ever=frozen and not self.is_gathered)
+        found = self.copies.get(key, params, make, for_ever=frozen and not self.is_gathered)
+        for tensor in tree_leaves(found):
+            self._made[address(tensor)] = tensor
+        return found
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Return what surrounds reading and use."""
-        return nullcontext()
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Surround reading and use: weights, gathered or quantised ones too, are no activations."""
+        try:
+            if torch.compiler.is_compiling() or not is_packing():  # then all is kept
+                yield
+                return
+            with packing(self._pack):
+                yield
+        finally:
+            self._made.clear()
+
+    def _pack(self, tensor: Tensor) -> Handle | None:
+        return Kept(tensor) if address(tensor) in self._made else None
 
     def sink(self, param: nn.Parameter, matrices: Tensor) -> GradSink | None:
         """Return what may take a parameter's gradient; None = autograd alone.

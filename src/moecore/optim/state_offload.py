@@ -43,9 +43,9 @@ from torch.utils._pytree import tree_leaves
 
 from moecore._autograd import disable_dynamo, is_recomputing
 from moecore._fields import Bound, check_arguments
-from moecore._host_copies import HostCopies
 from moecore.fsdp.resident import resident_units
 from moecore.fsdp.shard import find_blocks
+from moecore.memory.host_copies import HostCopies
 
 Key = TypeVar("Key", bound=Hashable)
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]

@@ -1,36 +1,18 @@
 """Host memory that a rank's tensors are copied into: made once, pinned for CUDA tensors.
 
-Background saves and optimizer states that leave the GPU use it. Pinning takes seconds for what a
-GPU holds, and torch rounds every pinned allocation up to a power of two. So tensors lie side by
-side in slabs whose sizes are powers of two already, and every later copy uses the same slabs.
+Background saves and optimizer states that leave the GPU use it. Tensors lie side by side in slabs
+(`memory/host.py`), and every later copy uses the same slabs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 2**30  # large beside a tensor, so that little is left at its end
-ALIGN_BYTES = 64  # a cache line; no dtype needs more
-
-
-@dataclass(slots=True)
-class _Slab:
-    """Memory that is handed out from front to back; uint8."""
-
-    memory: Tensor
-    used: int = 0
-
-    def room(self) -> int:
-        return self.memory.numel() - self.used
-
-    def take(self, like: Tensor) -> Tensor:
-        data = self.memory[self.used : self.used + like.nbytes]
-        self.used += _aligned(like.nbytes)
-        return data.view(like.dtype).view(like.shape)
+from moecore.memory import host
+from moecore.memory.host import Slab, Slabs, aligned, power_of_two
 
 
 class HostCopies:
@@ -38,7 +20,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
-        self._slabs: dict[bool, list[_Slab]] = {False: [], True: []}  # key: pinned
+        self._slabs = {pinned: Slabs(pinned=pinned) for pinned in (False, True)}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -62,11 +44,11 @@ class HostCopies:
                 )
         for pinned, names in new.items():
             names.sort(key=lambda name: -tensors[name].nbytes)
-            left = sum(_aligned(tensors[name].nbytes) for name in names)
+            left = sum(aligned(tensors[name].nbytes) for name in names)
             for name in names:
-                size = _aligned(tensors[name].nbytes)
-                slab = self._slab_with(size, left, pinned=pinned)
-                self._copies[name] = slab.take(tensors[name])
+                like, size = tensors[name], aligned(tensors[name].nbytes)
+                data = _slab_with(self._slabs[pinned], size, left).take(like.nbytes)
+                self._copies[name] = data.view(like.dtype).view(like.shape)
                 left -= size
         return {name: self._copies[name] for name in tensors}
 
@@ -101,25 +83,13 @@ class HostCopies:
 
     def num_bytes(self) -> int:
         """Return the bytes of all slabs."""
-        return sum(slab.memory.numel() for slabs in self._slabs.values() for slab in slabs)
+        return sum(slabs.num_bytes for slabs in self._slabs.values())
 
     def clear(self) -> None:
         """Let go of all memory; torch keeps what was pinned for its next user."""
         self._copies.clear()
-        self._slabs = {False: [], True: []}
-
-    def _slab_with(self, size: int, left: int, *, pinned: bool) -> _Slab:
-        """Return a slab with room for `size` bytes; a new one has room for all that is left.
-
-        But for `SLAB_BYTES` at most, or a single tensor.
-        """
-        for slab in self._slabs[pinned]:
-            if slab.room() >= size:
-                return slab
-        num_bytes = _power_of_two(max(size, min(left, SLAB_BYTES)))
-        slab = _Slab(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned))
-        self._slabs[pinned].append(slab)
-        return slab
+        for slabs in self._slabs.values():
+            slabs.clear()
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream of the copies; it first waits for the current one."""
@@ -129,9 +99,10 @@ class HostCopies:
         return self._streams[device]
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+def _slab_with(slabs: Slabs, size: int, left: int) -> Slab:
+    """Return a slab with room for `size` bytes; a new one has room for all that is left.
 
-
-def _power_of_two(num_bytes: int) -> int:
-    return 1 << max(num_bytes - 1, 0).bit_length()
+    But for `SLAB_BYTES` at most, or a single tensor.
+    """
+    found = slabs.fitting(size)
+    return found or slabs.add(power_of_two(max(size, min(left, host.SLAB_BYTES))))

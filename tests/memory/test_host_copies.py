@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecore import _host_copies as host_copies
-from moecore._host_copies import HostCopies
 from moecore.checkpoint import Saver, load
+from moecore.memory import host
+from moecore.memory.host_copies import HostCopies
 from tests.checkpoint.kills import build, fill, loaded_step
 
 
@@ -34,7 +34,7 @@ def places(copies: HostCopies) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("slab", [64, 512, 2**30])
 def test_copies_are_equal_and_apart(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "SLAB_BYTES", slab)
+    monkeypatch.setattr(host, "SLAB_BYTES", slab)
     tensors, copies = some_tensors(), HostCopies()
     want = {name: tensor.clone() for name, tensor in tensors.items()}
     found = copies.fill(tensors)
@@ -50,20 +50,20 @@ def test_copies_are_equal_and_apart(slab: int, monkeypatch: pytest.MonkeyPatch) 
 
 def test_memory_is_made_once_and_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Example: 8 x 100 kB and 40 x 64 B in slabs of 512 kB: 5 + 3, and what is left; 1 MB."""
-    monkeypatch.setattr(host_copies, "SLAB_BYTES", 2**19)
+    monkeypatch.setattr(host, "SLAB_BYTES", 2**19)
     tensors = {f"large{i}": torch.ones(25_000) for i in range(8)}
     tensors |= {f"small{i}": torch.ones(16) for i in range(40)}
     copies = HostCopies()
     copies.reserve(tensors)
     first = places(copies)
-    slabs = [slab.memory.numel() for slab in copies._slabs[False]]
+    slabs = [slab.memory.numel() for slab in copies._slabs[False].slabs]
     assert slabs == [2**19, 2**19]
     copies.fill(tensors)
     copies.fill(dict(list(tensors.items())[3:]))
     assert places(copies) == first
     copies.fill(tensors | {"later": torch.ones(5)})  # such as an optimizer's first state
     assert {n: p for n, p in places(copies).items() if n != "later"} == first
-    assert [slab.memory.numel() for slab in copies._slabs[False]] == slabs
+    assert [slab.memory.numel() for slab in copies._slabs[False].slabs] == slabs
 
 
 def test_a_tensor_that_changes_its_shape_costs_no_more_slabs() -> None:
@@ -72,17 +72,19 @@ def test_a_tensor_that_changes_its_shape_costs_no_more_slabs() -> None:
         tensor = torch.arange(length)
         assert torch.equal(copies.fill({"position": tensor})["position"], tensor)
     assert copies.fill({"position": torch.ones(2)})["position"].dtype == torch.float32
-    assert sum(slab.memory.numel() for slab in copies._slabs[False]) == 64
+    assert sum(slab.memory.numel() for slab in copies._slabs[False].slabs) == 64
 
 
 def test_a_tensor_larger_than_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "SLAB_BYTES", 128)
+    monkeypatch.setattr(host, "SLAB_BYTES", 128)
     tensors = {"small": torch.ones(8), "huge": torch.rand(1000)}
     copies = HostCopies()
     assert torch.equal(copies.fill(tensors)["huge"], tensors["huge"])
-    assert [slab.memory.numel() for slab in copies._slabs[False]] == [4096]  # and small in its end
+    assert [slab.memory.numel() for slab in copies._slabs[False].slabs] == [
+        4096
+    ]  # and small in its end
     copies.clear()
-    assert places(copies) == {} and copies._slabs == {False: [], True: []}
+    assert places(copies) == {} and copies._slabs[False].slabs == []
 
 
 def on_cuda(value: float, width: int = 2048) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -103,7 +105,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path, own_stream:
     torch.cuda.synchronize()
     with Saver(tmp_path, model, optimizer, keep=1) as saver, torch.cuda.stream(stream):
         saver.prepare()
-        assert all(slab.memory.is_pinned() for slab in saver._copies._slabs[True])
+        assert all(slab.memory.is_pinned() for slab in saver._copies._slabs[True].slabs)
         for step in (1, 2, 3):
             torch.cuda._sleep(100_000_000)  # about 50 ms
             fill(model, optimizer, float(step))

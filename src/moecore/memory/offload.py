@@ -1,0 +1,464 @@
+"""Activations in host memory between forward and backward, by part of a block.
+
+    offload = Offload(device, fraction=0.5)
+    offload.attach(model.layers, part_of)      # module -> name of its part, or None
+
+wraps the forward of each block in `offload.layer(i, num_layers)` and that of each part in
+`offload.part(name, module)`. Callers may enter both themselves. What operations within a part save
+for backward is offloaded as whole storages, each once however many views of it are saved:
+
+    forward     part of layer n ends          -> its storages start to be copied out
+                same part of layer n + 1      -> the device memory of layer n's is freed
+    backward    part of layer n has run       -> that of layer n - 1 starts to be copied back
+                the last handle has unpacked  -> the device memory is freed
+
+So at most one layer's worth of parts is on the device beside what stays, whatever the number of
+layers. A part that the next layer lacks comes back as its first part has run backward. The last
+layer stays, as do weights and buffers of the part's module, what is smaller than `min_bytes`, what
+is beyond `fraction` or `max_host_bytes`, and what somebody else holds on to: a storage that is
+still there after it was freed here, such as a rotary table, is not offloaded again. Of matrices
+whose used rows are counted on the device (`saved.counting_rows`) no others travel.
+
+Note "streams": copies run on streams of their own, and device memory is freed after the current
+stream waits for the copy that still reads or writes it: no allocator event decides when, so all
+ranks and a CUDA graph's capture do the same. A part may run on another stream than its block, if
+that one begins by waiting for the block's. Host memory is given back by the last handle's death;
+whoever gets it next copies after work that has waited for its last reader.
+
+Note "order": a part has run backward when each of its handles has been unpacked, or has died. The
+copy back is launched at the next handle's death or unpacking, which is after the part's last
+operation was launched. A retained graph brings everything back once more.
+
+Note "where it does nothing": under no_grad, compilers, the caller's own hooks of saved tensors
+(activation checkpointing), and in a forward that backward repeats.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, update_wrapper
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moecore._autograd import is_recomputing, is_traced, version
+from moecore._fields import Bound, CountOrZero, NumBytes, check_arguments
+from moecore.memory.groups import REST, Copy, Group, Key, Layer, Use
+from moecore.memory.host import HostPool, Piece
+from moecore.memory.saved import Handle, Kept, changed_in_place, packing, used_rows
+from moecore.memory.streams import Streams, Transfer
+
+logger = logging.getLogger("moecore.memory")
+
+MIN_BYTES = 2**20  # what is smaller costs the host more time than its memory is worth
+Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
+
+
+class _Offloaded:
+    """A view of a storage."""
+
+    __slots__ = ("_dtype", "_offload", "_offset", "_shape", "_stride", "_use")
+
+    def __init__(self, offload: Offload, use: Use, tensor: Tensor) -> None:
+        self._offload, self._use = offload, use
+        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def unpack(self) -> Tensor:
+        """Return the view, of the storage as it was saved.
+
+        Raises:
+            RuntimeError: when it was changed in place since forward.
+        """
+        data = self._offload._fetch(self._use, self._shape)
+        view = torch.empty(0, dtype=self._dtype, device=data.device)
+        return view.set_(data.untyped_storage(), self._offset, self._shape, self._stride)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._offload._leave(self._use)
+
+
+class Offload:
+    """Keeps what a model's blocks save for backward in host memory.
+
+    Values come back as they were: gradients have the bits that they have without. A copy of it, or
+    of a model with it, starts empty.
+
+    Args:
+        device: of the model; tensors elsewhere are kept.
+        fraction: how much of the bytes of all layers but the last is offloaded at most, in the
+            order in which parts end: what cannot hide behind compute makes steps slower.
+        min_bytes: smaller storages are kept.
+        max_host_bytes: pinned memory, in all; beyond it tensors are kept. None = no limit.
+
+    Attributes:
+        kept_bytes: what forwards have saved so far in parts of layers but the last, from
+            `min_bytes` up.
+        out_bytes: how much of it was copied out; rows that are not in use count.
+        back_bytes: and back.
+        late_bytes: how much of that only when backward asked for it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        fraction: Fraction = 1.0,
+        min_bytes: CountOrZero = MIN_BYTES,
+        max_host_bytes: NumBytes | None = None,
+    ) -> None:
+        check_arguments(Offload.__init__, locals())
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.fraction, self.min_bytes = fraction, min_bytes
+        self.kept_bytes = self.out_bytes = self.back_bytes = self.late_bytes = 0
+        self._streams = Streams(device)
+        self._pool = HostPool(pinned=device.type == "cuda", max_bytes=max_host_bytes)
+        self._nothing = torch.empty(0, device=device)
+        self._layer: Layer | None = None  # that runs
+        self._previous: Layer | None = None
+        self._leaving: list[Group] = []  # groups whose device memory is not freed yet
+        # Storage -> the last copy of it. Its address would not do: FSDP2 frees and allocates the
+        # memory of a storage that stays.
+        self._copies: dict[int, Copy] = {}
+        self._done: list[Group] = []  # groups that have run backward just now
+        self._offered = self._taken = 0  # bytes of this forward
+        self._is_full = False  # which is logged once
+        self._dead: deque[Use] = deque()
+        self._lock = threading.Lock()  # forward, autograd's thread, and whoever frees a graph
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+
+    def __reduce__(self) -> Any:
+        options: dict[str, Any] = {"fraction": self.fraction, "min_bytes": self.min_bytes}
+        options["max_host_bytes"] = self._pool.max_bytes
+        return partial(Offload, self._streams.device, **options), ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is reserved, used or not."""
+        return self._pool.num_bytes
+
+    @property
+    def used_host_bytes(self) -> int:
+        """Host memory that handles hold."""
+        return self._pool.used_bytes
+
+    def attach(
+        self, blocks: Sequence[nn.Module], part_of: Callable[[nn.Module], str | None]
+    ) -> None:
+        """Wrap the forward of blocks and of their parts.
+
+        Args:
+            blocks: called one after the other.
+            part_of: module -> name of its part, or None. A block that has a name itself offloads
+                what its parts do not hold, too.
+        """
+        for index, block in enumerate(blocks):
+            for module in block.modules():
+                name = part_of(module)
+                if module is not block and name is not None:
+                    self._wrap(module, partial(self.part, name, module))
+            rest = None if part_of(block) is None else block
+            self._wrap(block, partial(self.layer, index, len(blocks), rest))
+
+    def detach(self) -> None:
+        """Unwrap what `attach` has wrapped; host memory stays for the next."""
+        for module, forward in reversed(self._wrapped):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+        self._wrapped.clear()
+
+    def close(self) -> None:
+        """Unwrap what `attach` has wrapped and free host memory. Host sync.
+
+        After the backward of every forward, and after CUDA graphs that hold copies are gone.
+        """
+        self.detach()
+        self._streams.synchronize()
+        with self._locked():
+            self._pool.clear()
+            self._copies.clear()
+            self._previous = None
+
+    @contextmanager
+    def layer(self, index: int, num_layers: int, rest: nn.Module | None = None) -> Iterator[None]:
+        """Surround the forward of a block.
+
+        Args:
+            index: of the block, from 0; a forward calls blocks in order.
+            num_layers: the last block's parts stay on the device.
+            rest: None, or the block, whose savings outside of parts are offloaded when it ends.
+        """
+        if not torch.is_grad_enabled() or is_recomputing() or is_traced():
+            yield
+            return
+        outer, previous = self._layer, self._previous
+        layer = Layer(index, index == num_layers - 1, self._streams.current())
+        if index == 0:
+            self._start_forward()
+        is_done = False
+        self._layer = layer
+        try:
+            with nullcontext() if rest is None else self._saving(REST, rest):
+                yield
+            is_done = True
+        finally:
+            self._layer, self._previous = outer, layer
+            with self._locked():
+                is_next = previous is not None and previous.index == index - 1
+                layer.follow(previous if is_next else None)
+                self._retire(lambda group: layer.is_last or not is_done or group.layer is not layer)
+
+    @contextmanager
+    def part(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Surround the forward of a module in a block; elsewhere it does nothing.
+
+        Args:
+            name: of the part: the same of the same module in other layers.
+            module: whose weights and buffers are no activations.
+        """
+        layer = self._layer
+        if layer is None or not torch.is_grad_enabled() or is_recomputing():
+            yield
+            return
+        number = sum(other == name for other, _ in layer.groups)
+        key = (name, number)
+        if self._streams.current() == layer.stream:
+            with self._locked():
+                self._retire(lambda group: group.layer is not layer and group.key == key)
+        with self._saving(key, module):
+            yield
+
+    @contextmanager
+    def _saving(self, key: Key, module: nn.Module) -> Iterator[None]:
+        """Within, offload what is saved."""
+        assert self._layer is not None
+        group = Group(key, self._layer, _addresses(module))
+        self._layer.groups[key] = group
+        is_done = False
+        try:
+            with packing(partial(self._pack, group)):
+                yield
+            is_done = True
+        finally:
+            if is_done:
+                with self._locked():
+                    self._send(group)
+
+    # Forward.
+
+    def _start_forward(self) -> None:
+        self._offered = self._taken = 0
+        with self._locked():
+            known = self._copies.items()
+            self._copies = {a: c for a, c in known if c.readers.alive or not c.ref.expired()}
+
+    def _pack(self, group: Group, tensor: Tensor) -> Handle | None:
+        """Return the handle of a tensor; None leaves it to the other packers."""
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
+            return None
+        if storage.data_ptr() in group.weights:
+            return Kept(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            return None
+        with self._lock:  # deaths meanwhile are counted by the next call
+            ref = StorageWeakRef(storage)
+            former = self._copies.get(ref.cdata)
+            if former is not None and former.ref.expired():
+                former = None
+            if former is not None and former.holds(tensor):
+                copy = former
+            else:
+                copy = self._new(tensor, ref, group, outlives=former is not None)
+            use = Use(copy, group, copy.readers.join(), group.readers.join())
+        return _Offloaded(self, use, tensor)
+
+    def _new(self, tensor: Tensor, ref: StorageWeakRef, group: Group, *, outlives: bool) -> Copy:
+        storage, num_rows = tensor.untyped_storage(), used_rows(tensor)
+        counter = tensor.detach()
+        if not tensor.is_inference():
+            counter.data = self._nothing
+        copy = Copy(
+            size=storage.nbytes(),
+            ref=ref,
+            counter=counter,
+            version=version(tensor),
+            data=_bytes_of(storage),
+            home=group.layer.stream,
+            outlives=outlives,
+            used=None if num_rows is None else (num_rows, tensor.nbytes // tensor.shape[0]),
+        )
+        self._copies[ref.cdata] = copy
+        group.fresh.append(copy)
+        return copy
+
+    def _send(self, group: Group) -> None:
+        """Start to copy out what a part has saved."""
+        going = []
+        for copy in group.fresh:
+            if copy.readers.alive and not group.layer.is_last and self._goes(copy):
+                copy.piece = self._piece(copy.size)
+                if copy.piece is not None:
+                    self._taken += copy.size
+                    going.append(copy)
+        if not going:
+            return
+        mark = self._streams.copy_out(
+            Transfer(_memory(copy), copy.data, copy.used) for copy in going if copy.data is not None
+        )
+        for copy in going:
+            copy.out = copy.busy = mark
+            self.out_bytes += copy.size
+        self._leaving.append(group)
+
+    def _goes(self, copy: Copy) -> bool:
+        """Whether a storage is one to offload, and within the fraction."""
+        if copy.outlives or not copy.is_as_saved():
+            return False
+        self._offered += copy.size
+        self.kept_bytes += copy.size
+        return self._taken + copy.size <= self.fraction * self._offered
+
+    def _piece(self, size: int) -> Piece | None:
+        piece = self._pool.take(size, in_capture=self._streams.is_capturing())
+        if piece is None and not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
+                self._pool.num_bytes,
+            )
+        return piece
+
+    def _retire(self, is_due: Callable[[Group], bool]) -> None:
+        """Free the device memory of groups that were copied out."""
+        for group in self._leaving:
+            if is_due(group):
+                group.retire()
+        self._leaving = [group for group in self._leaving if not is_due(group)]
+
+    # Backward.
+
+    def _fetch(self, use: Use, shape: torch.Size) -> Tensor:
+        """Return a storage on the device, which the current stream may read from here on."""
+        copy, group = use.copy, use.group
+        with self._locked():
+            if version(copy.counter) != copy.version:
+                raise changed_in_place(shape, version(copy.counter), copy.version)
+            if copy.data is None:
+                self.late_bytes += copy.size
+                self._bring(copy)
+            data = copy.data
+            assert data is not None
+            if copy.is_back:
+                assert copy.busy is not None
+                current = self._streams.current()
+                copy.busy.hold(current)
+                if current is not None and current != copy.home:
+                    data.record_stream(current)
+            use.copy_turn, is_over = copy.readers.asked(use.copy_turn)
+            if is_over and copy.piece is not None:
+                copy.free()
+            group.is_asked = True
+            use.group_turn, is_over = group.readers.asked(use.group_turn)
+            if is_over:
+                self._done.append(group)
+        return data
+
+    def _bring(self, copy: Copy) -> None:
+        """Start to copy a storage back."""
+        assert copy.out is not None
+        copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
+        copy.home, copy.is_back = self._streams.current(), True
+        copy.busy = self._streams.copy_back(
+            [Transfer(copy.data, _memory(copy), copy.used)], copy.out
+        )
+        self.back_bytes += copy.size
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Within, no other thread changes anything; what has happened since is done first."""
+        with self._lock:
+            self._tend()
+            yield
+        self._tend_if_free()
+
+    def _leave(self, use: Use) -> None:
+        """Count the death of a handle, which may come at any time, within the lock too."""
+        self._dead.append(use)
+        self._tend_if_free()
+
+    def _tend_if_free(self) -> None:
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                self._tend()
+            finally:
+                self._lock.release()
+
+    def _tend(self) -> None:
+        """Bring back what is next, and free what no handle stands for."""
+        while self._dead:
+            use = self._dead.popleft()
+            copy, group = use.copy, use.group
+            is_over = copy.readers.leave(use.copy_turn)
+            if not copy.readers.alive or (is_over and copy.piece is not None):
+                copy.free()
+            if not copy.readers.alive and copy.piece is not None:
+                self._pool.give(copy.piece)
+                copy.piece = None
+            if group.readers.leave(use.group_turn) and group.is_asked:
+                self._done.append(group)
+        done, self._done = self._done, []
+        for group in done:
+            group.is_asked = False
+            for earlier in group.before:
+                for copy in reversed(earlier.fresh):  # the order of backward
+                    if copy.readers.alive and copy.data is None:
+                        self._bring(copy)
+
+    def _wrap(self, module: nn.Module, context: Callable[[], Any]) -> None:
+        forward = module.forward
+        self._wrapped.append((module, module.__dict__.get("forward")))
+        # partial, because a deep copy of it calls the copied module.
+        module.forward = update_wrapper(partial(_within, forward, context), forward)  # type: ignore[method-assign]
+
+
+def _within(
+    forward: Callable[..., Any], context: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a forward; a compiler sees it alone."""
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    with context():
+        return forward(*args, **kwargs)
+
+
+@torch.no_grad()
+def _addresses(module: nn.Module) -> frozenset[int]:
+    """Return where the parameters and buffers of a module lie now."""
+    tensors = (*module.parameters(), *module.buffers())
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return frozenset(t.untyped_storage().data_ptr() for t in local)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _memory(copy: Copy) -> Tensor:
+    """Return the host memory of a copy, without what its size class adds."""
+    assert copy.piece is not None
+    return copy.piece.memory[: copy.size]

@@ -1,0 +1,188 @@
+"""Small models whose blocks have parts, and the bytes of a call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moecore.memory.offload import Offload
+from moecore.memory.streams import Streams, Transfer
+from moecore.models import Decoder
+from moecore.models.block import Block
+from moecore.models.layers import MLP, Attention, RMSNorm
+from moecore.models.mla import LatentAttention
+from moecore.moe.experts import Experts
+from moecore.moe.shared import SharedExpert
+
+PARTS: dict[type[nn.Module], str] = {
+    nn.LayerNorm: "norm",
+    nn.Sequential: "mlp",
+    RMSNorm: "norm",
+    Attention: "attention",
+    LatentAttention: "attention",
+    MLP: "mlp",
+    SharedExpert: "shared_experts",
+    Experts: "experts",
+}
+
+
+def part_of(module: nn.Module) -> str | None:
+    return PARTS.get(type(module))
+
+
+def part_or_block(module: nn.Module) -> str | None:
+    return "block" if isinstance(module, Block | PlainBlock) else part_of(module)
+
+
+class PlainBlock(nn.Module):
+    """Two norms and two MLPs, each on a residual stream, in plain torch."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, n * dim), nn.GELU(), nn.Linear(n * dim, dim))
+            for n in (1, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, mlp in zip(self.norms, self.mlps, strict=True):
+            x = x + mlp(norm(x))
+        return x
+
+
+class Plain(nn.Module):
+    """Blocks of plain torch that return a loss, of inputs made from tokens."""
+
+    def __init__(self, num_layers: int, dim: int = 16, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, dim)
+        self.layers = nn.ModuleList(PlainBlock(dim, width) for _ in range(num_layers))
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        x = self.embedding(tokens_BT)
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.embedding(labels_BT)).sum()
+
+
+def offloaded(
+    model: Plain | Decoder,
+    parts: Callable[[nn.Module], str | None] = part_of,
+    **options: Any,
+) -> Offload:
+    """Return what offloads a model's parts, however small."""
+    device = next(model.parameters()).device
+    offload = Offload(device, **{"min_bytes": 1} | options)
+    offload.attach(list(model.layers), parts)
+    return offload
+
+
+class _Storages(TorchDispatchMode):
+    """Follows every storage that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self.elsewhere: Callable[[], int] = lambda: 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {s.data_ptr() for s in map(_storage, tree_leaves((args, kwargs))) if s is not None}
+        out = func(*args, **(kwargs or {}))
+        for storage in map(_storage, tree_leaves(out)):
+            if storage is not None and storage.data_ptr() not in given:
+                self.known[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.known = {a: found for a, found in self.known.items() if not found[0].expired()}
+        live = sum(size for _, size in self.known.values())
+        self.peak = max(self.peak, live - self.elsewhere())
+        return out
+
+
+def _storage(leaf: Any) -> torch.UntypedStorage | None:
+    if isinstance(leaf, torch.UntypedStorage):
+        return leaf
+    return leaf.untyped_storage() if isinstance(leaf, Tensor) else None
+
+
+@contextmanager
+def counting_bytes(offload: Offload | None = None) -> Iterator[_Storages]:
+    """Within, count the bytes of storages on a CPU that operations make; `peak` is the most.
+
+    Those of an offload's host memory do not count.
+    """
+    mode = _Storages()
+    before = 0 if offload is None else offload.host_bytes
+    if offload is not None:
+        mode.elsewhere = lambda: offload.host_bytes - before
+    with mode:
+        yield mode
+
+
+class LateMark:
+    """A place in a queue of copies, which run only when somebody waits for it."""
+
+    def __init__(self, queue: list[Callable[[], None]]) -> None:
+        self.queue, self.place = queue, len(queue)
+
+    def hold(self, stream: object) -> None:
+        for i in range(self.place):
+            run, self.queue[i] = self.queue[i], _nothing
+            run()
+
+
+def _nothing() -> None:
+    pass
+
+
+class LateStreams(Streams):
+    """Streams of a CPU whose copies are as late as they may be.
+
+    What is read before it came back is NaN; device memory that is freed before its copy out ran is
+    an error.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.queues: tuple[list[Callable[[], None]], ...] = ([], [])
+
+    def copy_out(self, transfers: Iterable[Transfer]) -> Any:
+        return self._later(self.queues[0], transfers, "source", None)
+
+    def copy_back(self, transfers: Iterable[Transfer], out: Any) -> Any:
+        transfers = list(transfers)
+        for transfer in transfers:
+            transfer.target.fill_(255)  # NaN in every float dtype
+        return self._later(self.queues[1], transfers, "target", out)
+
+    def _later(
+        self,
+        queue: list[Callable[[], None]],
+        transfers: Iterable[Transfer],
+        on_device: str,
+        after: LateMark | None,
+    ) -> LateMark:
+        for transfer in transfers:
+            device = weakref.ref(getattr(transfer, on_device))
+            host = transfer._replace(**{on_device: None})
+            queue.append(partial(_start, host, on_device, device, after))
+        return LateMark(queue)
+
+
+def _start(transfer: Transfer, on_device: str, device: Any, after: LateMark | None) -> None:
+    assert device() is not None, f"the {on_device} of a copy was freed before it ran"
+    if after is not None:
+        after.hold(None)
+    transfer._replace(**{on_device: device()}).start()
