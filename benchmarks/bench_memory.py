@@ -29,6 +29,7 @@ from benchmarks.records import Environment
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.fsdp.resident import free_units
 from moecore.fsdp.shard import find_blocks
+from moecore.graphs.regions import compiled_modules
 from moecore.memory.apply import apply_memory
 from moecore.memory.options import MemoryOptions
 from moecore.models import Decoder, DecoderConfig, preset
@@ -144,11 +145,14 @@ def describe(args: argparse.Namespace) -> Row:
 
 def choose(model: Decoder, parts: Any) -> None:
     """Let the model keep what an option leaves it, whatever it kept before."""
+    blocks = find_blocks(model)
+    compiled = {m for b in blocks if "attend" in vars(b) for m in compiled_modules(b)}
     for module in model.modules():
         vars(module).pop("forward", None)
         if isinstance(module, Experts):
             module.recompute_fc1 = "expert_fc1" in parts
-    apply_memory(find_blocks(model), MemoryOptions(recompute=parts))
+    device = model.lm_head.weight.device
+    apply_memory(blocks, MemoryOptions(recompute=parts), device, compiled=compiled)
 
 
 def kept_per_token(model: Decoder, tokens_BT: Tensor) -> float:

@@ -22,7 +22,7 @@ from moecore.agreement import check_equal_weights, check_same
 from moecore.config import BalanceConfig
 from moecore.fsdp.late_parameters import refuse_added
 from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
-from moecore.graphs.regions import compile_blocks
+from moecore.graphs.regions import compile_blocks, compiled_modules
 from moecore.hf.device_map import refuse_accelerate
 from moecore.hf.guards import refuse_save_pretrained, warn_about_cache
 from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_peft_methods
@@ -90,7 +90,7 @@ def parallelize_moe(
         dispatcher: how tokens travel; "auto" chooses by the hardware, see docs/dispatchers.md.
         nvlink: sizes and times of the nvlink dispatcher, for "nvlink" and "auto".
         expert_backend: which kernels multiply the experts' matrices; see `moe/backends.py`.
-        memory: what backward computes again in place of keeping it; None = nothing.
+        memory: what backward computes again or host memory holds; None = nothing.
         overlap_shared: on GPUs, run shared experts on a stream of their own. Experimental.
         compile_dense: run attention, norms and residual adds through torch.compile.
         balance: of every MoE layer; None keeps each one's own.
@@ -183,10 +183,13 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
     shard_model(model, meshes, request.fsdp, loss=request.loss)
     refuse_save_pretrained(model)
     refuse_accelerate(model)
-    apply_memory(find_blocks(model), request.memory)
+    blocks, compiled = find_blocks(model), set[nn.Module]()
     if request.compile_dense:
-        compile_blocks(find_blocks(model), dynamic=False)
-    if request.compile_dense or request.memory.parts:
+        compile_blocks(blocks, dynamic=False)
+        compiled = {module for block in blocks for module in compiled_modules(block)}
+    device = torch.device(meshes.device_type)
+    apply_memory(blocks, request.memory, device, compiled=compiled)
+    if request.compile_dense or request.memory.parts or request.memory.offload:
         warn_about_cache(model)
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,

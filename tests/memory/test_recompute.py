@@ -18,11 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore.memory.apply import apply_memory
-from moecore.memory.options import GEMM_LAST, RECOMPUTED, MemoryOptions
+from moecore.memory.options import GEMM_LAST, OFFLOADED, RECOMPUTED, MemoryOptions
 from moecore.memory.recompute import recompute, sharing_outputs
 from moecore.memory.saved import Handle, packing
 from moecore.models import Decoder, preset
 
+CPU = torch.device("cpu")
 PRESETS = ("tiny", "tiny-qwen3", "tiny-shared", "tiny-deepseek-v3")
 PRODUCTS = (F.linear, F.scaled_dot_product_attention)
 # What a preset has: warnings of other parts are errors here.
@@ -39,7 +40,7 @@ def build(name: str, parts: Any = ()) -> Decoder:
     model = Decoder(preset(name))
     for layer in (m for m in model.modules() if hasattr(m, "recompute_fc1")):
         layer.recompute_fc1 = "expert_fc1" in parts
-    apply_memory([*model.layers, *model.mtp], MemoryOptions(recompute=parts))
+    apply_memory([*model.layers, *model.mtp], MemoryOptions(recompute=parts), CPU)
     return model
 
 
@@ -208,6 +209,21 @@ def test_a_copy_runs_its_own_parameters() -> None:
     equal(gradients(other), gradients(plain))
 
 
+@pytest.mark.parametrize("name", ["tiny-shared", "tiny-deepseek-v3"])
+def test_offload_of_every_part_beside_what_is_computed_again(name: str) -> None:
+    plain = build(name)
+    plain(tokens(0), tokens(1)).backward()
+    model = Decoder(preset(name))
+    options = MemoryOptions(recompute="gemm_last", offload=OFFLOADED)
+    offload = apply_memory(model.layers, options, CPU)
+    assert offload is not None
+    offload.min_bytes = 1
+    model(tokens(0), tokens(1)).backward()
+    assert offload.out_bytes == offload.kept_bytes == offload.back_bytes > 0
+    assert offload.used_host_bytes == 0
+    equal(gradients(model), gradients(plain))
+
+
 def run(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with sharing_outputs():
         return recompute("part", function, (x,)) * 1.0
@@ -249,6 +265,10 @@ def test_options() -> None:
         MemoryOptions(recompute=("norm", "norm"))
     with pytest.raises(ValueError, match="have no 'expert_fc1' beside 'moe'"):
         MemoryOptions(recompute=("moe", "expert_fc1"))
+    with pytest.raises(ValueError, match=r"offload_fraction \(0.5\) must go with offload"):
+        MemoryOptions(offload_fraction=0.5)
+    with pytest.raises(ValueError, match=r"offload .* must have each part once"):
+        MemoryOptions(offload=("experts", "experts"))
     with pytest.warns(UserWarning, match=r"'mla_up_proj'\) is not used: no block has it"):
         build("tiny", ("norm", "mla_up_proj"))
     with pytest.warns(UserWarning, match="'attention_scores'"):

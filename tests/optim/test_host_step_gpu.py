@@ -5,6 +5,7 @@ python -m pytest -m gpu tests/optim
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +71,22 @@ def test_bits_of_the_cpu_and_of_the_gpu(
         assert {value.device.type for value in ours.state[param].values()} == {"cpu"}
 
 
-def test_one_step_differs_from_the_gpus_by_two_ulps_at_most() -> None:
-    lr, two_ulps = 1e-2, 2 * 2.0**-23
-    ours, theirs = (make_params(torch.float32, "cuda", [(1000, 1000)]) for _ in range(2))
-    train(ours, HostAdamW(ours, lr=lr, host_fraction=1), range(1))
-    train(theirs, AdamW(theirs, lr=lr), range(1))
-    torch.testing.assert_close(ours[0], theirs[0], rtol=two_ulps, atol=two_ulps * lr)
+def test_one_step_errs_no_more_than_torch_on_the_gpu() -> None:
+    """Both beside fp64: sums and roots round differently, none of them more than another."""
+    size = [(1000, 1000)]
+    ours, theirs, exact = (make_params(torch.float32, "cuda", size) for _ in range(3))
+    exact = [nn.Parameter(param.detach().double()) for param in exact]
+    train(ours, HostAdamW(ours, lr=1e-2, host_fraction=1), range(1))
+    train(theirs, torch.optim.AdamW(theirs, lr=1e-2, fused=True), range(1))
+    train(exact, torch.optim.AdamW(exact, lr=1e-2), range(1))
+    errors = [(params[0].double() - exact[0]).abs().max() for params in (ours, theirs)]
+    assert 0 < errors[0] <= 2 * errors[1]
 
 
 def held_after_steps(host_fraction: float) -> float:
     """Return the bytes that an optimizer holds on the GPU over those of its fp32 parameters."""
     params = [nn.Parameter(torch.ones(1 << 20, device="cuda")) for _ in range(10)]
+    gc.collect()
     before = torch.cuda.memory_allocated()
     optimizer = HostAdamW(params, host_fraction=host_fraction)
     for _ in range(2):

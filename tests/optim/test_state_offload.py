@@ -81,7 +81,7 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
 
 def away(optimizer: Optimizer, offload: StateOffload) -> float:
     """Share of the state's bytes that lies in host memory."""
-    slabs = [s.memory for slabs in offload._copies._slabs.values() for s in slabs]
+    slabs = [s.memory for kind in offload._copies._slabs.values() for s in kind.slabs]
     spans = [(m.data_ptr(), m.data_ptr() + m.numel()) for m in slabs]
     there = total = 0
     for tensors in optimizer.state.values():

@@ -16,6 +16,21 @@ from moecore._fields import check_arguments
 from moecore.moe.layer import RoutedLayer
 
 
+def compiled_modules(block: nn.Module) -> set[nn.Module]:
+    """Return the modules of a block that `compile_blocks` compiles, inside of others."""
+    routed = {m for layer in block.modules() if isinstance(layer, RoutedLayer) for m in _all(layer)}
+    owners = [m for m in block.modules() if hasattr(m, "compile_regions")]
+    found: set[nn.Module] = set()
+    for owner in owners or [block]:
+        eager = {m for n in getattr(owner, "eager_parts", ()) for m in _all(owner.get_submodule(n))}
+        found |= _all(owner) - eager - {owner}
+    return found - routed
+
+
+def _all(module: nn.Module) -> set[nn.Module]:
+    return set(module.modules())
+
+
 def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
     """Compile each block but for its MoE layers. In place; parameter names stay.
 

@@ -1,9 +1,13 @@
-"""Lets a model's blocks keep what `MemoryOptions` leaves them, in place."""
+"""Lets a model's blocks keep what `MemoryOptions` leaves them, in place.
+
+Offload goes around what is computed again: a region's inputs and its products' results are what is
+left to be copied out.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -11,18 +15,44 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from moecore.memory.offload import Offload
 from moecore.memory.options import MemoryOptions, Recomputed
 from moecore.memory.parts import QKV, UP, Part, find_parts
 from moecore.memory.recompute import recompute, running_again, sharing_outputs
 
 
-def apply_memory(blocks: Iterable[nn.Module], options: MemoryOptions) -> None:
-    """Compute a model's parts again in backward, as asked. Parameters and their names stay.
+def apply_memory(
+    blocks: Sequence[nn.Module],
+    options: MemoryOptions,
+    device: torch.device,
+    *,
+    compiled: Set[nn.Module] = frozenset(),
+) -> Offload | None:
+    """Compute parts again in backward and offload others, as asked. Parameters and names stay.
 
     Args:
         blocks: modules that are called one after the other, such as a decoder's layers.
         options: which parts. "expert_fc1" is the experts' own: see `Experts.set_backend`.
+        device: of the model when it runs.
+        compiled: modules inside of what is compiled already, which decides itself what it keeps.
+
+    Returns:
+        What offloads; None for options without.
     """
+    _apply_recompute(blocks, options, compiled)
+    if not options.offload:
+        return None
+    offload = Offload(
+        device, fraction=options.offload_fraction, max_host_bytes=options.offload_host_bytes
+    )
+    names = _offloaded(blocks, options, compiled)
+    offload.attach(blocks, names.get)
+    return offload
+
+
+def _apply_recompute(
+    blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
+) -> None:
     wanted = set(options.parts) - {"expert_fc1"}
     if not wanted:
         return
@@ -31,18 +61,44 @@ def apply_memory(blocks: Iterable[nn.Module], options: MemoryOptions) -> None:
             "MemoryOptions.recompute ('attention_scores') runs attention once more for 2 HTd bytes "
             "per sequence: of 3.5 forwards of a step's attention that is one, and the longer the "
             "sequence the more of the step",
-            stacklevel=4,
+            stacklevel=5,
         )
     used: set[Recomputed] = set()
     for block in blocks:
         for part in list(find_parts(block)):
-            used |= _recompute(part, wanted)
+            if part.module not in compiled:
+                used |= _recompute(part, wanted)
         _wrap(block, _sharing)
     unused = [part for part in options.parts if part in wanted - used]
     if unused and options.recompute != "gemm_last":
         warnings.warn(
-            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=4
+            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it outside of what "
+            "is compiled",
+            stacklevel=5,
         )
+
+
+def _offloaded(
+    blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
+) -> dict[nn.Module, str]:
+    """Return the modules whose savings are offloaded, and their parts; none lies in another."""
+    found: dict[nn.Module, str] = {}
+    for block in blocks:
+        inside: set[nn.Module] = set()
+        for _, kind, module in find_parts(block):
+            if kind in options.offload and module not in inside | compiled:
+                found[module] = kind
+                inside.update(module.modules())
+        if "rest" in options.offload:
+            found[block] = "rest"
+    unused = [part for part in options.offload if part not in found.values()]
+    if unused:
+        warnings.warn(
+            f"MemoryOptions.offload ({unused[0]!r}) is not used: no block has it outside of what "
+            "is compiled",
+            stacklevel=5,
+        )
+    return found
 
 
 def _recompute(part: Part, wanted: set[Recomputed]) -> set[Recomputed]:
@@ -98,7 +154,7 @@ def _unless_compiled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the function; a compiler sees the forward alone, and decides itself what it keeps."""
+    """Call the function; a compiler of the caller's own sees the forward alone."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     return function(forward, *how, args, kwargs)

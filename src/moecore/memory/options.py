@@ -1,11 +1,11 @@
-"""MemoryOptions: what a model's forward does not keep for backward."""
+"""MemoryOptions: what a model's forward does not keep on the GPU for backward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from moecore._fields import Rules, check_fields
+from moecore._fields import Bound, NumBytes, Rules, check_fields
 
 Recomputed = Literal[
     "norm",
@@ -22,6 +22,10 @@ Recomputed = Literal[
 RECOMPUTED: tuple[Recomputed, ...] = get_args(Recomputed)
 GEMM_LAST: tuple[Recomputed, ...] = ("norm", "activation", "rope")
 OF_MOE: tuple[Recomputed, ...] = ("shared_experts", "expert_fc1")
+Offloaded = Literal["norm", "attention", "mlp", "shared_experts", "experts", "rest"]
+OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
+OffloadedParts = Annotated[tuple[Offloaded, ...], 'pass ("experts",)']
+Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Parts = Annotated[
     tuple[Recomputed, ...] | Literal["gemm_last"],
     "pass 'gemm_last'",
@@ -30,7 +34,7 @@ Parts = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions:
-    """What backward computes again, by part of a block, in place of keeping it. Bits stay.
+    """What backward computes again or host memory holds, by part of a block. Bits stay.
 
     Products and communication are not repeated but where a part is one: the first three parts cost
     no product ("gemm_last"), the others the products that they name.
@@ -50,19 +54,35 @@ class MemoryOptions:
             "expert_fc1": H of the routed experts, by FC1 again, 4KF bytes per token (bf16).
             "moe": whole MoE layers, their communication included.
             "gemm_last" stands for the first three.
+        offload: parts whose kept activations lie in pinned host memory between forward and
+            backward, those of the last block left out: "norm", "attention", "mlp",
+            "shared_experts", "experts" (routed), and "rest", what a block keeps outside of them.
+        offload_fraction: of the bytes of these parts, in the order of forward: as much as copies
+            can hide behind compute.
+        offload_host_bytes: pinned memory of a rank, in all; beyond it activations stay on the GPU.
+            None = no limit.
 
     Raises:
-        ValueError: for unknown parts, one that is there twice, or that "moe" holds.
+        ValueError: for unknown parts, one that is there twice, or that "moe" holds, and for a
+            choice about an offload without parts.
     """
 
     recompute: Parts = ()
+    offload: OffloadedParts = ()
+    offload_fraction: Fraction = 1.0
+    offload_host_bytes: NumBytes | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
 
     def _rules(self) -> Rules:
-        if len(set(self.parts)) < len(self.parts):
-            yield "recompute", "have each part once: drop the repeated one"
+        for name, parts in (("recompute", self.parts), ("offload", self.offload)):
+            if len(set(parts)) < len(parts):
+                yield name, "have each part once: drop the repeated one"
+        if not self.offload and self.offload_fraction != 1.0:
+            yield "offload_fraction", "go with offload (()), which has no part: name one"
+        if not self.offload and self.offload_host_bytes is not None:
+            yield "offload_host_bytes", "go with offload (()), which has no part: name one"
         inside = [part for part in OF_MOE if part in self.parts]
         if "moe" in self.parts and inside:
             yield "recompute", f"have no {inside[0]!r} beside 'moe', which holds it: drop one"

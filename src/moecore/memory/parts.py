@@ -12,12 +12,13 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
+from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.precision.apply import ATTENTION, MLP, ROUTED, SHARED
 
-Kind = Literal["norm", "attention", "mlp", "shared_experts", "moe"]
+Kind = Literal["norm", "attention", "mlp", "shared_experts", "experts", "moe"]
 OUTPUT = {"o_proj", "out_proj", "wo"}
 UP = {"q_b_proj", "kv_b_proj", "wq_b", "wkv_b"}
 QKV = {"q_proj", "k_proj", "v_proj", "qkv_proj", "wq", "wk", "wv"}
@@ -32,7 +33,7 @@ class Part(NamedTuple):
 
 
 def find_parts(block: nn.Module) -> Iterator[Part]:
-    """Yield the parts of a block; those of attention and MLPs lie in no other one of these."""
+    """Yield the parts of a block, outer ones first; experts that are a layer are experts."""
     for path, module in block.named_modules():
         name = clean_name(path)
         kind = _kind_of(name, module)
@@ -41,6 +42,8 @@ def find_parts(block: nn.Module) -> Iterator[Part]:
 
 
 def _kind_of(name: str, module: nn.Module) -> Kind | None:
+    if isinstance(module, Experts):
+        return "experts"
     if isinstance(module, RoutedLayer):
         return "moe"
     if ROUTED & set(name.split(".")):

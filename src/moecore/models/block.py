@@ -68,3 +68,8 @@ class Block(nn.Module):
         The norm before an MoE layer stays outside: its output is what `MemoryOptions` drops.
         """
         return ("forward",) if self.is_dense else ("attend",)
+
+    @property
+    def eager_parts(self) -> tuple[str, ...]:
+        """Modules that no compile region calls."""
+        return () if self.is_dense else ("post_attention_layernorm", "mlp")
