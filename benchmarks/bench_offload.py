@@ -186,6 +186,7 @@ def disagreement(bench: Bench, variants: list[str]) -> str | None:
     """
     bench.prepare(NONE)
     want = [grad.clone() for grad in bench.gradients()]
+    bench.prepare(NONE)
     limit = 2 * distance(bench.gradients(), want)
     apart = {}
     for name in variants[1:]:

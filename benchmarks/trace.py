@@ -25,10 +25,10 @@ CATEGORIES = {
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
     r"|add_margins|even_bias|add_entropy|^_(split|product|sum_splits)_kernel",
     "loss": r"cross_entropy",
-    "attention": r"sdpa|flash|fmha|attn|attention",
+    "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
-    "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast",
-    "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray",
+    "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast|_momentum_kernel",
+    "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray|_copy_used_kernel",
     "compiled": r"triton_",
 }
 COMMUNICATION = ("nccl", "nvlink dispatch", "copies to peers")

@@ -18,6 +18,7 @@ from moecore.checkpoint import UpcycleOptions, latest, load, read_manifest, set_
 from moecore.hf import decoder_config_from_hf, hf_to_native, load_hf, native_to_hf
 from moecore.models import Decoder, preset
 from moecore.moe.expert_layout import ExpertLayout
+from moecore.optim import assign_matrices
 from moecore.rl import RouterReplay
 from tests.test_api import SECTIONS
 from tests.test_fields import RECORDS
@@ -33,17 +34,19 @@ TOKENS = torch.ones(1, 4, dtype=torch.long)
 NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
+    "MatrixAssignment",
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
 # Without a rule in the annotations: optimizers of torch check these in their own words.
-ELSEWHERE = {("AdamW", name) for name in ("lr", "betas", "eps", "weight_decay", "moment_dtype")}
+ADAMW = ("lr", "betas", "eps", "weight_decay", "moment_dtype")
+ELSEWHERE = {(optimizer, name) for optimizer in ("AdamW", "HostAdamW") for name in ADAMW}
 # Types that an annotation may name for each hostile value: with one of them it may be taken.
 WRONG: list[tuple[Any, str]] = [
     (None, "None|Any|object"),
     ("no such", "str|HFConfig|Any|object"),
     (b"no", "Any|object"),
-    (1.5, "float|PositiveOrZero|MaxNorm|Any|object"),
+    (1.5, "float|Positive|PositiveOrZero|MaxNorm|Any|object"),
     (True, "bool|Any|object"),
     (-1, "int|Seed|float|Any|object"),
     ([], "Sequence|Iterable|Collection|Optimizers|Schedulers|ParamsT|Any|object"),
@@ -73,6 +76,7 @@ VALID: dict[str, Any] = {
     **dict(optimizer=None, step=1, keep=1, name="tiny", config=TINY, options=OPTIONS, key="a"),
     **dict(layout=LayerLayout(), router={}, experts={}, dense={}, state={}, mlps=[], blocks=[]),
     "names": "dcp",
+    "assignment": assign_matrices(META),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
     **dict(
@@ -108,6 +112,8 @@ def wrong_calls() -> Iterator[tuple[str, str, Callable[..., Any], dict[str, Any]
         valid = {n: VALID[n] for n in needed} | ({"meshes": meshes} if "meshes" in needed else {})
         if "config" in needed:
             valid["config"] = CONFIGS.get(name, TINY)
+        if name == "StateOffload":
+            valid["optimizer"] = torch.optim.SGD(META.parameters())
         if name == "adopt_experts":
             valid["layout"] = ExpertLayout()
         for parameter in parameters:

@@ -31,7 +31,8 @@ from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
-from moecore.optim import AdamW
+from moecore.optim import AdamW, Cut
+from moecore.optim.matrices import MatrixLayout
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
 from moecore.upcycle.models import MLPNames
@@ -134,6 +135,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (DynamicLossScale, {}),
     (NVLinkOptions, {}),
     (MemoryOptions, {}),
+    (Cut, {"sizes": (2, 4)}),
+    (MatrixLayout, dict(batch=1, rows=6, columns=4, cut=Cut(sizes=(2, 4)))),
     (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),
     (MLAConfig, {f.name: getattr(MLA, f.name) for f in fields(MLA)}),
     (DecoderConfig, DECODER | dict(moe=MoEConfig(**LAYER))),

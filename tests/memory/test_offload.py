@@ -487,7 +487,7 @@ def test_what_recomputation_keeps_is_offloaded(name: str, run: Callable[[Model],
     gradients(model, run)
     alone = offload.out_bytes
     offload.detach()
-    apply_memory(model.layers, MemoryOptions(recompute="gemm_last"))
+    apply_memory(model.layers, MemoryOptions(recompute="gemm_last"), torch.device("cpu"))
     offload = offloaded(model, part_or_block)
     for _ in range(2):
         assert_equal(gradients(model, run), want)
