@@ -28,6 +28,7 @@ def with_table(page: str) -> str:
 def table() -> str:
     """Return a row per model and option beside what keeps everything."""
     lines = [json.loads(line) for f in sorted(RECORDS.glob("*.jsonl")) for line in f.open()]
+    lines = [row for row in lines if row["op"] == "memory"]
     models: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in lines:
         models.setdefault(tuple(row[name] for name in MODEL), {})[row["variant"]] = row
