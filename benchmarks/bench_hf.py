@@ -21,9 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import os
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
@@ -39,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gate import ROOT
-from benchmarks.records import Environment
+from benchmarks.records import append_rows
 from moecore import (
     FSDPOptions,
     Meshes,
@@ -102,7 +100,7 @@ def main() -> int:
         if dist.get_rank() == 0:
             print(line_of(row, rows[0]), flush=True)
     if dist.get_rank() == 0 and args.results is not None:
-        write(rows, args.results)
+        append_rows(args.results, "benchmarks.bench_hf", rows)
     dist.barrier()
     return 0
 
@@ -315,16 +313,6 @@ def line_of(row: Row, first: Row) -> str:
         f"{row['peak_gib']:>6.1f} GiB  loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}, "
         f"apart {apart:.4f}"
     )
-
-
-def write(rows: list[Row], folder: Path) -> None:
-    """Append the rows to the records."""
-    command = shlex.join(["-m", "benchmarks.bench_hf", *sys.argv[1:]])
-    environment = dataclasses.replace(Environment.here(), command=command)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / environment.file_name).open("a") as file:
-        for row in rows:
-            file.write(json.dumps(dataclasses.asdict(environment) | row) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -25,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.records import Environment
+from benchmarks.records import append_rows
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.fsdp.resident import free_units
 from moecore.fsdp.shard import find_blocks
@@ -62,7 +60,7 @@ def main() -> int:
     for row in rows:
         print(line_of(row, rows[0]), flush=True)
     if args.results is not None:
-        write(rows, args.results)
+        append_rows(args.results, "benchmarks.bench_memory", rows)
     return 0
 
 
@@ -205,16 +203,6 @@ def line_of(row: Row, first: Row) -> str:
         f"{row['ms']:>8.1f} ms {row['ms'] / max(first['ms'], 1e-9):>6.3f}  "
         f"{row['peak_gib']:>6.1f} GiB  loss {row['loss']:.6f}  norm {row['grad_norm']:.9f}"
     )
-
-
-def write(rows: list[Row], folder: Path) -> None:
-    """Append the rows to the records."""
-    command = shlex.join(["-m", "benchmarks.bench_memory", *sys.argv[1:]])
-    environment = dataclasses.replace(Environment.here(), command=command)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / environment.file_name).open("a") as file:
-        for row in rows:
-            file.write(json.dumps(dataclasses.asdict(environment) | row) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.records import Environment
+from benchmarks.records import append_rows
 from moecore import FSDPOptions, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.memory.offload import MIN_BYTES, Offload
 from moecore.memory.parts import find_parts
@@ -144,7 +142,7 @@ def main() -> int:
             rows.append({"op": f"offload_{op}"} | common | row)
             print(line_of(rows[-1]), flush=True)
     if args.results is not None:
-        write(rows, args.results)
+        append_rows(args.results, "benchmarks.bench_offload", rows)
     bench.step.close()
     return 0
 
@@ -250,16 +248,6 @@ def line_of(row: Row) -> str:
         f"({share:.1%} of {row['kept_bytes'] / 1e9:.3f} kept), {rate:.1f} GB/s both ways, late "
         f"{row['late_bytes'] / 1e9:.3f} GB  peak {peak}  host {row['host_bytes'] / 2**30:.2f} GiB"
     )
-
-
-def write(rows: list[Row], folder: Path) -> None:
-    """Append the rows to the records."""
-    command = shlex.join(["-m", "benchmarks.bench_offload", *sys.argv[1:]])
-    environment = dataclasses.replace(Environment.here(), command=command)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / environment.file_name).open("a") as file:
-        for row in rows:
-            file.write(json.dumps(dataclasses.asdict(environment) | row) + "\n")
 
 
 if __name__ == "__main__":

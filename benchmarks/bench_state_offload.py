@@ -24,9 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import os
-import shlex
 import statistics
 import sys
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gate import ROOT
-from benchmarks.records import Environment
+from benchmarks.records import append_rows
 from moecore import FSDPOptions, Meshes, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.optim import AdamW, HostAdamW, StateOffload
@@ -95,7 +93,7 @@ def main() -> int:
         if dist.get_rank() == 0:
             print(line_of(rows[-1], rows[0]), flush=True)
     if dist.get_rank() == 0 and args.results is not None:
-        write(rows, args.results)
+        append_rows(args.results, "benchmarks.bench_state_offload", rows)
     dist.barrier()
     return 0
 
@@ -236,16 +234,6 @@ def line_of(row: Row, first: Row) -> str:
         f"{row['peak_gib']:>7.1f} GiB peak {row['pinned_gib']:>6.1f} GiB pinned, "
         f"losses apart {apart:.5f}"
     )
-
-
-def write(rows: list[Row], folder: Path) -> None:
-    """Append the rows to the records."""
-    command = shlex.join(["-m", "benchmarks.bench_state_offload", *sys.argv[1:]])
-    environment = dataclasses.replace(Environment.here(), command=command)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / environment.file_name).open("a") as file:
-        for row in rows:
-            file.write(json.dumps(dataclasses.asdict(environment) | row) + "\n")
 
 
 def _local(tensor: Any) -> Tensor:

@@ -200,6 +200,16 @@ def append(folder: Path, environment: Environment, row: Row) -> None:
         file.write(to_json(environment, row) + "\n")
 
 
+def append_rows(folder: Path, module: str, rows: list[dict[str, Any]]) -> None:
+    """Add rows that name their own columns, of a module that was run with arguments."""
+    command = shlex.join(["-m", module, *sys.argv[1:]])
+    environment = dataclasses.replace(Environment.here(), command=command)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / environment.file_name).open("a") as file:
+        for row in rows:
+            file.write(json.dumps(dataclasses.asdict(environment) | row) + "\n")
+
+
 def load(folder: Path) -> list[dict[str, object]]:
     """Return all records of a folder, oldest first; a broken line is an error that names it.
 
