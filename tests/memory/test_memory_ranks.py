@@ -1,0 +1,97 @@
+"""Memory options over ranks: the bits and the collectives of ranks that keep everything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore import FSDPOptions, MemoryOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore.memory.offload import Offload
+from moecore.models import Decoder, preset
+from tests.ranks import run_ranks
+
+WORLD = 6
+LAYOUTS = {
+    "tp2 x dp3, ep2 x edp3": dict(dp_shard=3, tp=2, ep=2, edp_shard=3),
+    "dp6, etp2 x edp3": dict(dp_shard=6, etp=2, edp_shard=3),
+}
+PRESETS = ("tiny-shared", "tiny-deepseek-v3")
+REPEATED = ("norm", "activation", "rope", "mlp", "shared_experts", "expert_fc1")
+OPTIONS = {
+    "all kept": MemoryOptions(),
+    "gemm_last": MemoryOptions(recompute="gemm_last"),
+    "products again": MemoryOptions(recompute=REPEATED),
+    "offloaded": MemoryOptions(recompute="gemm_last", offload=("attention", "experts", "rest")),
+}
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce")
+
+
+def gradients(name: str, layout: str, memory: MemoryOptions) -> tuple[dict[str, Tensor], Any]:
+    """Return this rank's gradients after two steps' backwards, and the calls of collectives."""
+    model = Decoder(preset(name), device="meta")
+    meshes = build_meshes(ParallelConfig(**LAYOUTS[layout]), "cpu")
+    made: list[Offload] = []
+
+    def offload(*args: Any, **kwargs: Any) -> Offload:
+        made.append(Offload(*args, **kwargs, min_bytes=1))
+        return made[0]
+
+    with patch("moecore.memory.apply.Offload", offload):
+        parallelize_moe(model, meshes, memory=memory, fsdp=FSDPOptions(reshard_after_forward=True))
+    model.to_empty(device="cpu")
+    model.init_weights()
+    rank = meshes.dense["dp_shard"].get_local_rank()
+    calls: Counter[str] = Counter()
+    with patch.multiple(dist, **{n: counted(getattr(dist, n), calls) for n in COLLECTIVES}):
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            tokens = torch.randint(0, 100, (2, 24), generator=generator)
+            model(tokens, tokens).backward()
+    assert all(one.back_bytes == one.out_bytes > 0 for one in made)
+    assert len(made) == bool(memory.offload)
+    found = {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+    return found, calls
+
+
+def counted(function: Any, calls: Counter[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[function.__name__] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    """Compare on every rank; return what differs on any, by case."""
+    problems: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        for name in PRESETS:
+            want, calls = gradients(name, layout, OPTIONS["all kept"])
+            assert calls
+            for option in list(OPTIONS)[1:]:
+                got, others = gradients(name, layout, OPTIONS[option])
+                different = [n for n in want if not torch.equal(got[n], want[n])]
+                if others != calls:
+                    different.append(f"{others} instead of {calls}")
+                everywhere: list[Any] = [None] * WORLD
+                dist.all_gather_object(everywhere, different)
+                problems[f"{layout}/{name}/{option}"] = [p for one in everywhere for p in one]
+    return problems
+
+
+@pytest.fixture(scope="module")
+def ran() -> Any:
+    return run_ranks(WORLD, worker)
+
+
+@pytest.mark.parametrize("option", list(OPTIONS)[1:])
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_and_collectives(ran: Any, layout: str, name: str, option: str) -> None:
+    assert ran[f"{layout}/{name}/{option}"] == []
