@@ -37,7 +37,7 @@ from moecore.checkpoint import Saver, load, save
 pytestmark = pytest.mark.proven_by(
     "tests/checkpoint/test_store.py",
     "tests/checkpoint/test_shard_file.py",
-    "tests/checkpoint/test_host_copies.py",
+    "tests/memory/test_host_copies.py",
 )
 Model = tuple[nn.Module, torch.optim.Optimizer]
 VARIANTS = ("dcp save", "save", "background save blocks", "dcp load", "load full", "load sizes")
