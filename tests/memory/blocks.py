@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore.memory.offload import Offload
-from moecore.memory.streams import Streams, Transfer
+from moecore.memory.streams import CopyStream, Streams, Transfer
 from moecore.models import Decoder
 from moecore.models.block import Block
 from moecore.models.layers import MLP, Attention, RMSNorm
@@ -185,4 +185,4 @@ def _start(transfer: Transfer, on_device: str, device: Any, after: LateMark | No
     assert device() is not None, f"the {on_device} of a copy was freed before it ran"
     if after is not None:
         after.hold(None)
-    transfer._replace(**{on_device: device()}).start()
+    transfer._replace(**{on_device: device()}).start(CopyStream(torch.device("cpu")))

@@ -54,11 +54,11 @@ def late(which: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within, copies out, copies back, or the compute before each of them start late."""
     copy = streams._copy
 
-    def copy_late(stream: torch.cuda.Stream, after: streams.Mark, pairs: Any) -> streams.Mark:
+    def copy_late(stream: streams.CopyStream, after: streams.Mark, pairs: Any) -> streams.Mark:
         pairs = list(pairs)
         is_out = not pairs[0][0].is_cuda
         if which == ("out" if is_out else "back"):
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream.next):
                 torch.cuda._sleep(PAUSE)
         return copy(stream, after, pairs)
 

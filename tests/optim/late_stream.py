@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moecore.memory.streams import CopyStream
 from moecore.optim import host_step, state_offload
 
 
@@ -30,7 +31,7 @@ class LateEvent:
             self.stream.num_done += 1
 
 
-class LateStream(state_offload.CopyStream):
+class LateStream(CopyStream):
     """Takes the place of `CopyStream` for CPU tensors.
 
     Args:

@@ -49,7 +49,7 @@ def test_bits_of_the_cpu_and_of_the_gpu(
     copy = host_step.CopyStream.copy
 
     def late_copy(stream: Any, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(stream._stream):
+        with torch.cuda.stream(stream.next):
             torch.cuda._sleep(SLEEP // 10)
         copy(stream, target, source)
 

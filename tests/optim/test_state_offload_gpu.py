@@ -125,7 +125,7 @@ def test_late_streams_change_nothing(late: str, monkeypatch: pytest.MonkeyPatch)
     def late_copy(stream: Any, target: Tensor, source: Tensor) -> None:
         calls[0] += 1
         if late != "model" and calls[0] % 8 == 1:
-            with torch.cuda.stream(stream._stream):
+            with torch.cuda.stream(stream.next):
                 torch.cuda._sleep(SLEEP)
         copy(stream, target, source)
 

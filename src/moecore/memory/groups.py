@@ -75,7 +75,6 @@ class Copy:
         out: when host memory was written.
         busy: when a copy that runs has read or written `data`.
         is_back: whether `data` was brought back.
-        outlives: whether somebody else holds on to the storage.
     """
 
     size: int
@@ -84,7 +83,6 @@ class Copy:
     version: int
     data: Tensor | None
     home: torch.cuda.Stream | None
-    outlives: bool
     used: tuple[Tensor, int] | None
     piece: Piece | None = None
     out: Mark | None = None

@@ -43,6 +43,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,8 @@ from moecore.memory.saved import Handle, Kept, changed_in_place, packing, used_r
 from moecore.memory.streams import Streams, Transfer
 
 logger = logging.getLogger("moecore.memory")
+
+Registry = dict[str, nn.Parameter | None] | dict[str, Tensor | None]  # of a module
 
 MIN_BYTES = 2**20  # what is smaller costs the host more time than its memory is worth
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
@@ -130,12 +133,14 @@ class Offload:
         # Storage -> the last copy of it. Its address would not do: FSDP2 frees and allocates the
         # memory of a storage that stays.
         self._copies: dict[int, Copy] = {}
+        self._staying: dict[int, StorageWeakRef] = {}  # what is beyond the fraction
         self._done: list[Group] = []  # groups that have run backward just now
         self._offered = self._taken = 0  # bytes of this forward
         self._is_full = False  # which is logged once
         self._dead: deque[Use] = deque()
         self._lock = threading.Lock()  # forward, autograd's thread, and whoever frees a graph
         self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._registries: WeakKeyDictionary[nn.Module, list[Registry]] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         options: dict[str, Any] = {"fraction": self.fraction, "min_bytes": self.min_bytes}
@@ -244,7 +249,7 @@ class Offload:
     def _saving(self, key: Key, module: nn.Module) -> Iterator[None]:
         """Within, offload what is saved."""
         assert self._layer is not None
-        group = Group(key, self._layer, _addresses(module))
+        group = Group(key, self._layer, self._addresses(module))
         self._layer.groups[key] = group
         is_done = False
         try:
@@ -258,11 +263,23 @@ class Offload:
 
     # Forward.
 
+    @torch.no_grad()
+    def _addresses(self, module: nn.Module) -> frozenset[int]:
+        """Return where the parameters and buffers of a module lie now."""
+        found = self._registries.get(module)
+        if found is None:
+            found = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+            self._registries[module] = found
+        tensors = (t for registry in found for t in registry.values() if t is not None)
+        local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+        return frozenset(t.untyped_storage().data_ptr() for t in local)
+
     def _start_forward(self) -> None:
         self._offered = self._taken = 0
         with self._locked():
             known = self._copies.items()
             self._copies = {a: c for a, c in known if c.readers.alive or not c.ref.expired()}
+            self._staying = {a: ref for a, ref in self._staying.items() if not ref.expired()}
 
     def _pack(self, group: Group, tensor: Tensor) -> Handle | None:
         """Return the handle of a tensor; None leaves it to the other packers."""
@@ -277,17 +294,29 @@ class Offload:
             return None
         with self._lock:  # deaths meanwhile are counted by the next call
             ref = StorageWeakRef(storage)
-            former = self._copies.get(ref.cdata)
-            if former is not None and former.ref.expired():
-                former = None
-            if former is not None and former.holds(tensor):
-                copy = former
-            else:
-                copy = self._new(tensor, ref, group, outlives=former is not None)
+            copy = self._copies.get(ref.cdata)
+            outlives = copy is not None and not copy.ref.expired()
+            if copy is None or not outlives or not copy.holds(tensor):
+                if outlives or not (group.layer.is_last or self._goes(ref, storage.nbytes())):
+                    return None
+                copy = self._new(tensor, ref, group)
             use = Use(copy, group, copy.readers.join(), group.readers.join())
         return _Offloaded(self, use, tensor)
 
-    def _new(self, tensor: Tensor, ref: StorageWeakRef, group: Group, *, outlives: bool) -> Copy:
+    def _goes(self, ref: StorageWeakRef, size: int) -> bool:
+        """Whether a storage that is saved for the first time is within the fraction."""
+        stays = self._staying.get(ref.cdata)
+        if stays is not None and not stays.expired():
+            return False
+        self._offered += size
+        self.kept_bytes += size
+        if self._taken + size <= self.fraction * self._offered:
+            self._taken += size
+            return True
+        self._staying[ref.cdata] = ref
+        return False
+
+    def _new(self, tensor: Tensor, ref: StorageWeakRef, group: Group) -> Copy:
         storage, num_rows = tensor.untyped_storage(), used_rows(tensor)
         counter = tensor.detach()
         if not tensor.is_inference():
@@ -299,7 +328,6 @@ class Offload:
             version=version(tensor),
             data=_bytes_of(storage),
             home=group.layer.stream,
-            outlives=outlives,
             used=None if num_rows is None else (num_rows, tensor.nbytes // tensor.shape[0]),
         )
         self._copies[ref.cdata] = copy
@@ -308,13 +336,16 @@ class Offload:
 
     def _send(self, group: Group) -> None:
         """Start to copy out what a part has saved."""
+        if group.layer.is_last:
+            return
         going = []
         for copy in group.fresh:
-            if copy.readers.alive and not group.layer.is_last and self._goes(copy):
+            if copy.readers.alive and copy.is_as_saved():
                 copy.piece = self._piece(copy.size)
-                if copy.piece is not None:
-                    self._taken += copy.size
-                    going.append(copy)
+            if copy.piece is None:
+                self._taken -= copy.size
+            else:
+                going.append(copy)
         if not going:
             return
         mark = self._streams.copy_out(
@@ -324,14 +355,6 @@ class Offload:
             copy.out = copy.busy = mark
             self.out_bytes += copy.size
         self._leaving.append(group)
-
-    def _goes(self, copy: Copy) -> bool:
-        """Whether a storage is one to offload, and within the fraction."""
-        if copy.outlives or not copy.is_as_saved():
-            return False
-        self._offered += copy.size
-        self.kept_bytes += copy.size
-        return self._taken + copy.size <= self.fraction * self._offered
 
     def _piece(self, size: int) -> Piece | None:
         piece = self._pool.take(size, in_capture=self._streams.is_capturing())
@@ -444,14 +467,6 @@ def _within(
         return forward(*args, **kwargs)
     with context():
         return forward(*args, **kwargs)
-
-
-@torch.no_grad()
-def _addresses(module: nn.Module) -> frozenset[int]:
-    """Return where the parameters and buffers of a module lie now."""
-    tensors = (*module.parameters(), *module.buffers())
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return frozenset(t.untyped_storage().data_ptr() for t in local)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

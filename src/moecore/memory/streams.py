@@ -1,6 +1,11 @@
-"""Copies between a device and host memory beside its work: one stream out of it, one into it.
+"""Copies between a device and host memory beside its work.
 
 Only streams wait, on events; the host never does. On a CPU a copy is done when it returns.
+
+Note "turns": a copy engine works off all that one stream has queued before it takes a copy of the
+next stream, however small, and FSDP2 brings some bytes to the device in each unit's backward. So
+large copies to the device go in pieces to two streams in turns, each after the one before, and
+what comes between waits for one piece: docs/findings/torch.md.
 
 Note "capture": a CUDA graph may hold these copies. It records events anew at every replay, so one
 from before its capture means nothing in it, nor one of the capture outside. No wait is needed
@@ -9,13 +14,16 @@ there: the device is idle when a capture begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moecore.kernels.rows.used import copy_used
+
+PIECE_BYTES = 8 * 2**20  # 150 us
 
 
 class Transfer(NamedTuple):
@@ -31,13 +39,14 @@ class Transfer(NamedTuple):
     source: Tensor
     used: tuple[Tensor, int] | None = None
 
-    def start(self) -> None:
-        """Start the copy on the current stream; a CPU ends it."""
+    def start(self, stream: CopyStream) -> None:
+        """Start the copy; a CPU ends it."""
         if self.used is None:
-            self.target.copy_(self.source, non_blocking=True)
+            stream.copy(self.target, self.source)
             return
         num_rows, row_bytes = self.used
-        copy_used(self.target.view(-1, row_bytes), self.source.view(-1, row_bytes), num_rows)
+        with stream.running():
+            copy_used(self.target.view(-1, row_bytes), self.source.view(-1, row_bytes), num_rows)
 
 
 class Mark:
@@ -64,8 +73,75 @@ class Mark:
             stream.wait_event(self._event)
 
 
+class CopyStream:
+    """Copies in order, beside the work of a GPU; on a CPU each is done at once.
+
+    Args:
+        device: on one side of every copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        is_gpu = device.type == "cuda"
+        # The first one's next work comes after all copies so far.
+        self._turns = [torch.cuda.Stream(device) for _ in range(2)] if is_gpu else []
+
+    @property
+    def next(self) -> torch.cuda.Stream | None:
+        """The stream of the next copy; None of a CPU."""
+        return self._turns[0] if self._turns else None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, the current stream is that of the next copy."""
+        with torch.no_grad(), torch.cuda.stream(self.next):
+            yield
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy, without a wait where the host's side is pinned.
+
+        Args:
+            target: contiguous.
+            source: likewise, of the same shape and dtype.
+        """
+        if not target.is_cuda or target.nbytes <= PIECE_BYTES:
+            with self.running():
+                target.copy_(source, non_blocking=bool(self._turns))
+            return
+        numel = PIECE_BYTES // target.element_size()
+        pieces = zip(target.view(-1).split(numel), source.view(-1).split(numel), strict=True)
+        for piece, of_source in pieces:
+            with self.running():
+                piece.copy_(of_source, non_blocking=True)
+            self._turns[1].wait_event(self._turns[0].record_event())
+            self._turns.reverse()
+
+    def follow(self) -> None:
+        """Let later copies wait for what the current stream has been given so far."""
+        if self._turns:
+            self._turns[0].wait_stream(torch.cuda.current_stream(self._device))
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event after all copies so far."""
+        return self._turns[0].record_event() if self._turns else None
+
+    def hold(self, event: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for an event; the host does not."""
+        if event is not None and self._turns:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a CUDA graph."""
+        return bool(self._turns) and torch.cuda.is_current_stream_capturing()
+
+    def synchronize(self) -> None:
+        """Wait for all copies so far. Host sync."""
+        for stream in self._turns:
+            stream.synchronize()
+
+
 class Streams:
-    """The two streams of copies of one device.
+    """The copies of activations of one device: out of it beside those into it.
 
     Args:
         device: a GPU or the CPU.
@@ -73,17 +149,15 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_gpu = device.type == "cuda"
-        self._out = torch.cuda.Stream(device) if self.is_gpu else None
-        self._back = torch.cuda.Stream(device) if self.is_gpu else None
+        self._out, self._back = CopyStream(device), CopyStream(device)
 
     def current(self) -> torch.cuda.Stream | None:
         """Return the current stream of the device; None of a CPU."""
-        return torch.cuda.current_stream(self.device) if self.is_gpu else None
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph."""
-        return self.is_gpu and torch.cuda.is_current_stream_capturing()
+        return self._out.is_capturing()
 
     def copy_out(self, transfers: Iterable[Transfer]) -> Mark:
         """Copy to host memory what the current stream has made so far; return when it is there."""
@@ -97,23 +171,18 @@ class Streams:
             out: when the host memory was written.
         """
         here = Mark(self.current())
-        out.hold(self._back)
+        out.hold(self._back.next)
         return _copy(self._back, here, transfers)
 
     def synchronize(self) -> None:
         """Wait for both. Host sync."""
-        for stream in (self._out, self._back):
-            if stream is not None:
-                stream.synchronize()
+        self._out.synchronize()
+        self._back.synchronize()
 
 
-def _copy(stream: torch.cuda.Stream | None, after: Mark, transfers: Iterable[Transfer]) -> Mark:
-    if stream is None:
-        for transfer in transfers:
-            transfer.start()
-        return Mark(None)
-    after.hold(stream)
-    with torch.cuda.stream(stream), torch.no_grad():
-        for transfer in transfers:
-            transfer.start()
-        return Mark(stream)
+def _copy(stream: CopyStream, after: Mark, transfers: Iterable[Transfer]) -> Mark:
+    after.hold(stream.next)
+    for transfer in transfers:
+        transfer.start(stream)
+    with stream.running():
+        return Mark(stream.next)

@@ -36,8 +36,9 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from moecore._fields import check_value
+from moecore.memory.streams import CopyStream
 from moecore.optim.adamw import MOMENTS, AdamW
-from moecore.optim.state_offload import CopyStream, Fraction, largest_up_to, of_host_memory
+from moecore.optim.state_offload import Fraction, largest_up_to, of_host_memory
 
 CHUNK = 2**24  # elements
 VECTOR = 64  # elements: torch's loop rounds what is left behind its last whole vector otherwise

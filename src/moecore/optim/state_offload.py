@@ -46,6 +46,7 @@ from moecore._fields import Bound, check_arguments
 from moecore.fsdp.resident import resident_units
 from moecore.fsdp.shard import find_blocks
 from moecore.memory.host_copies import HostCopies
+from moecore.memory.streams import CopyStream
 
 Key = TypeVar("Key", bound=Hashable)
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
@@ -86,43 +87,6 @@ class _Part:
     tensors: list[_Moved]
     place: Literal["leaving", "away", "coming"]
     copied: torch.cuda.Event | None
-
-
-class CopyStream:
-    """Copies beside the work of a GPU; on a CPU each is done at once.
-
-    Args:
-        device: on one side of every copy.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def follow(self) -> None:
-        """Let later copies wait for what the current stream has been given so far."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, without a wait where the host's side is pinned."""
-        if self._stream is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-
-    def mark(self) -> torch.cuda.Event | None:
-        """Return an event after all copies so far."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def hold(self, event: torch.cuda.Event | None) -> None:
-        """Let the current stream wait for an event; the host does not."""
-        if event is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(event)
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream is captured: copies of this stream are no part of a graph."""
-        return self._stream is not None and torch.cuda.is_current_stream_capturing()
 
 
 class StateOffload:
