@@ -25,6 +25,7 @@ from moecore import (
     DynamicLossScale,
     ExchangeError,
     FSDPOptions,
+    MemoryOptions,
     Meshes,
     NVLinkOptions,
     ParallelConfig,
@@ -63,6 +64,7 @@ class Case:
     loss_scale: DynamicLossScale | None = None
 
 
+RECOMPUTE = ("norm", "activation", "rope", "mla_up_proj", "shared_experts", "expert_fc1")
 ROOM = NVLinkOptions(row_factor=4.0)
 CASES = {
     "all ranks": Case(ep=WORLD, nvlink=ROOM),
@@ -99,6 +101,15 @@ CASES = {
         balance=LOSSES,
         fsdp=dict(param_dtype=torch.float16),
         loss_scale=DynamicLossScale(initial=2.0**10, growth_interval=2),
+    ),
+    "what is between products computed again": Case(
+        ep=WORLD,
+        nvlink=ROOM,
+        preset="tiny-deepseek-v3",
+        options=dict(memory=MemoryOptions(recompute=RECOMPUTE)),
+    ),
+    "MoE layers computed again": Case(
+        ep=WORLD, nvlink=ROOM, options=dict(memory=MemoryOptions(recompute=("norm", "moe")))
     ),
     "half the ranks": Case(
         ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)
