@@ -42,6 +42,7 @@ OPTIONS: dict[str, tuple[str, ...] | str] = {
     "gemm_last+qkv": ("norm", "activation", "rope", "qkv_proj"),
     "norm+activation+up": UP,
     "gemm_last+up": (*UP, "rope"),
+    "up": ("mla_up_proj",),
     "gemm_last+fc1": ("norm", "activation", "rope", "expert_fc1"),
     "moe": ("norm", "rope", "moe"),
     "all": ("norm", "rope", "qkv_proj", "mla_up_proj", "attention_scores", "mlp", "moe"),
