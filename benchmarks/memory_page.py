@@ -1,54 +1,136 @@
-"""The table of docs/memory.md, from the records of `bench_memory`: the last of each model."""
+"""The tables of docs/memory.md, from the records: the last of each variant."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.gate import ROOT
 
 PAGE = ROOT / "docs" / "memory.md"
 RECORDS = ROOT / "benchmarks" / "results" / "memory"
-BEGIN, END = "<!-- records -->\n", "<!-- end of records -->"
 MODEL = ("preset", "layers", "num_experts", "dense_layers", "batch_size", "seq_len", "compile")
+STEP = ("preset", "layers", "batch_size", "seq_len", "micro_batches")
+Row = dict[str, Any]
 
 
-def write_table() -> None:
-    """Put the table between its marks."""
-    PAGE.write_text(with_table(PAGE.read_text()))
+def write_tables() -> None:
+    """Put the tables between their marks."""
+    PAGE.write_text(with_tables(PAGE.read_text()))
 
 
-def with_table(page: str) -> str:
-    """Return the page with the table of now."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}{table()}{END}{tail}"
+def with_tables(page: str) -> str:
+    """Return the page with the tables of now."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- records: {name} -->\n", "<!-- end of records -->"
+        head, found, rest = page.partition(begin)
+        if not found:
+            raise ValueError(f"{PAGE.name} must have the mark {begin.strip()!r}: add it")
+        _, _, tail = rest.partition(end)
+        page = f"{head}{begin}\n{table()}\n{end}{tail}"
+    return page
 
 
-def table() -> str:
+def recompute_table() -> str:
     """Return a row per model and option beside what keeps everything."""
+    header = ("model", "recompute", "kept bytes", "of all", "time of forward and backward")
+    models = _last(MODEL, ("memory",))
+    return _markdown(header, (row for model in models for row in _rows(model)))
+
+
+def offload_table() -> str:
+    """Return what a step takes by how much of the kept bytes is away."""
+    header = ("away, of the kept bytes", "GB", "forward and backward", "step")
+    (found,) = _last(("preset", "layers", "batch_size", "seq_len"), ("offload_fwd_bwd",))
+    (steps,) = _last(("preset", "layers", "batch_size", "seq_len"), ("offload_step",))
+    away = {row["out_bytes"]: row for row in found.values()}
+    rows = (
+        (
+            f"{row['out_bytes'] / row['kept_bytes']:.1%}",
+            f"{row['out_bytes'] / 1e9:.2f}",
+            f"{row['ratio']:.3f}",
+            f"{steps[name]['ratio']:.3f}",
+        )
+        for name, row in sorted(found.items(), key=lambda item: item[1]["out_bytes"])
+        if away[row["out_bytes"]] is row
+    )
+    return _markdown(header, rows)
+
+
+def state_table() -> str:
+    """Return what steps take with state or work on the host."""
+    header = ("tokens of a step", "state", "step, s", "of plain's", "added, s", "peak, GiB")
+    names = {"away": "16 GB away", "host": "half of it stepped on the host"}
+    rows = []
+    for model in _last(STEP, ("state_offload",)):
+        plain = model["plain"]
+        tokens = plain["batch_size"] * plain["seq_len"] * plain["micro_batches"]
+        shape = f"{tokens:,} in {plain['micro_batches']}"
+        rows += [
+            (
+                shape,
+                names.get(name, name),
+                f"{row['step_ms'] / 1e3:.2f}",
+                f"{row['step_ms'] / plain['step_ms']:.3f}",
+                f"{(row['step_ms'] - plain['step_ms']) / 1e3:.2f}",
+                f"{row['peak_gib']:.1f}",
+            )
+            for name, row in model.items()
+            if name in ("plain", *names)
+        ]
+    return _markdown(header, rows)
+
+
+def fit_table() -> str:
+    """Return how many layers fit by what state and activations take."""
+    header = ("state and activations", "layers", "of plain's")
+    (found,) = _last(("preset", "batch_size", "seq_len"), ("fit",))
+    plain = found["plain"]["layers"]
+    return _markdown(
+        header,
+        ((name, str(r["layers"]), f"{r['layers'] / plain:.2f}") for name, r in found.items()),
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "recompute": recompute_table,
+    "offload": offload_table,
+    "state": state_table,
+    "fit": fit_table,
+}
+
+
+def _last(keys: tuple[str, ...], ops: tuple[str, ...]) -> list[dict[str, Row]]:
+    """Return the last record of each variant, those of equal keys together."""
     lines = [json.loads(line) for f in sorted(RECORDS.glob("*.jsonl")) for line in f.open()]
-    lines = [row for row in lines if row["op"] == "memory"]
-    models: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in lines:
-        models.setdefault(tuple(row[name] for name in MODEL), {})[row["variant"]] = row
-    header = "| model | recompute | kept bytes | of all | time of forward and backward |\n"
-    return "\n" + header + "|---|---|---|---|---|\n" + "".join(map(_rows, models.values())) + "\n"
+        if row["op"] in ops:
+            found.setdefault(tuple(row[name] for name in keys), {})[row["variant"]] = row
+    return list(found.values())
 
 
-def _rows(of_model: dict[str, dict[str, Any]]) -> str:
+def _markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return (
+        "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        .replace("| --- ", "|---")
+        .replace("--- |", "---|")
+    )
+
+
+def _rows(of_model: dict[str, Row]) -> Iterable[tuple[str, ...]]:
     first = of_model["nothing"]
     kept = "kept_bytes_per_token_and_layer"
     experts = f", {first['num_experts']} experts" if first["num_experts"] else ""
     compiled = ", compiled" if first["compile"] else ""
     tokens = first["batch_size"] * first["seq_len"]
     name = f"{first['preset']}, {first['layers']} layers{experts}, {tokens:,} tokens{compiled}"
-    return "".join(
-        f"| {name} | {variant} | {row[kept]:,.0f} | {row[kept] / first[kept]:.3f} "
-        f"| {row['ms'] / first['ms']:.3f} |\n"
-        for variant, row in of_model.items()
-    )
+    for variant, row in of_model.items():
+        share, time = row[kept] / first[kept], row["ms"] / first["ms"]
+        yield name, variant, f"{row[kept]:,.0f}", f"{share:.3f}", f"{time:.3f}"
 
 
 if __name__ == "__main__":
-    write_table()
+    write_tables()

@@ -106,6 +106,7 @@ CASES = {
         ep=WORLD,
         nvlink=ROOM,
         preset="tiny-deepseek-v3",
+        balance=LOSSES,
         options=dict(memory=MemoryOptions(recompute=RECOMPUTE)),
     ),
     "MoE layers computed again": Case(
