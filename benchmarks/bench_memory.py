@@ -21,14 +21,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.records import append_rows
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.fsdp.resident import free_units
 from moecore.fsdp.shard import find_blocks
-from moecore.graphs.regions import compiled_modules
+from moecore.graphs.regions import compile_blocks, compiled_modules
 from moecore.memory.apply import apply_memory
+from moecore.memory.compiled import inductor_options
 from moecore.memory.options import MemoryOptions
 from moecore.models import Decoder, DecoderConfig, preset
 from moecore.moe.experts import Experts
@@ -102,7 +103,7 @@ def build(args: argparse.Namespace, device: torch.device) -> Decoder:
     dtype = torch.bfloat16 if device.type == "cuda" else None
     meshes = build_meshes(ParallelConfig(), device.type)
     options = FSDPOptions(param_dtype=dtype)
-    parallelize_moe(model, meshes, compile_dense=args.compile, fsdp=options)
+    parallelize_moe(model, meshes, fsdp=options)
     model.to_empty(device=device)
     model.init_weights()
     return model
@@ -123,7 +124,7 @@ def measure(args: argparse.Namespace, model: Decoder, device: torch.device) -> l
     for i, name in turns:
         row = rows[name]
         if i == 0 or not args.compile:
-            choose(model, OPTIONS[name])
+            choose(model, OPTIONS[name], is_compiled=args.compile)
         if i == 0:
             torch.compiler.reset()
             row["kept_bytes_per_token_and_layer"] = kept_per_token(model, tokens_BT)
@@ -142,16 +143,19 @@ def describe(args: argparse.Namespace) -> Row:
     return {name: getattr(args, name) for name in names}
 
 
-def choose(model: Decoder, parts: Any) -> None:
+def choose(model: Decoder, parts: Any, *, is_compiled: bool) -> None:
     """Let the model keep what an option leaves it, whatever it kept before."""
-    blocks = find_blocks(model)
-    compiled = {m for b in blocks if "attend" in vars(b) for m in compiled_modules(b)}
     for module in model.modules():
-        vars(module).pop("forward", None)
+        for name in ("forward", "attend"):
+            vars(module).pop(name, None)
         if isinstance(module, Experts):
             module.recompute_fc1 = "expert_fc1" in parts
-    device = model.lm_head.weight.device
-    apply_memory(blocks, MemoryOptions(recompute=parts), device, compiled=compiled)
+    blocks, compiled = find_blocks(model), set[nn.Module]()
+    memory = MemoryOptions(recompute=parts)
+    if is_compiled:
+        compile_blocks(blocks, dynamic=False, options=inductor_options(blocks, memory))
+        compiled = {module for block in blocks for module in compiled_modules(block)}
+    apply_memory(blocks, memory, model.lm_head.weight.device, compiled=compiled)
 
 
 def kept_per_token(model: Decoder, tokens_BT: Tensor) -> float:

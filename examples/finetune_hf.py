@@ -53,7 +53,7 @@ from hf_model import (
 )
 from launch import check_environment, launch, leave
 from metrics import Launched, Moment, memory_gib
-from options import MOMENT_DTYPES, compute_dtype, parallel_config
+from options import MOMENT_DTYPES, compute_dtype, loss_scale, parallel_config
 from report import Report, make_run_dir
 from resume import KEPT_CHECKPOINTS, checkpoint_dir, resume
 from schedule import is_due, lr_at
@@ -94,7 +94,8 @@ def train(job: Job) -> None:
             saver.check()  # a save that failed in the background ends the run here
             if saved:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
-                saver.save(step, {"step": step, **job.facts}, wait=False)
+                extra = {"step": step, **job.facts, **job.owner.state_dict()}
+                saver.save(step, extra, wait=False)
         job.owner.check()  # the last step's
 
 
@@ -111,7 +112,7 @@ def train_step(job: Job, step: int) -> Ran:
     for batch in batches:
         with job.owner.micro_batch():
             part = loss_of(job, batch, num_tokens=counts[0].clamp(min=1))
-            part.backward()
+            job.owner.scale(part).backward()
         loss += part.detach()
     done = job.owner.finish()  # clips, steps; a nan skips it everywhere
     dist.all_reduce(loss)
@@ -240,18 +241,25 @@ def build_job(args: argparse.Namespace) -> Job:
         "examples per step": per_step,
         "--data": f"{len(examples)} examples, digest {digest_of(examples)}",
     }
+    owner = TrainStep(
+        model,
+        optimizer,
+        max_norm=1.0,
+        num_micro_batches=args.grad_accum,
+        loss_scale=loss_scale(args, device),
+    )
     return Job(
         args=args,
         meshes=meshes,
         device=device,
         model=model,
-        owner=TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=args.grad_accum),
+        owner=owner,
         optimizer=optimizer,
         examples=examples,
         held_out=held_out,
         data=data,
         shape=shape,
-        start=resume(args, model, optimizer, facts),
+        start=resume(args, model, optimizer, facts, owner),
         facts=facts,
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
     )

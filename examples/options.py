@@ -14,7 +14,7 @@ from typing import get_args
 import torch
 from data import VOCAB_SIZE
 
-from moecore import MoEConfig, NVLinkOptions, ParallelConfig
+from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig
 from moecore.memory.options import RECOMPUTED, MemoryOptions
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
@@ -22,8 +22,12 @@ from moecore.parallelize import DispatcherName
 from moecore.precision.roles import PrecisionName
 
 DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MOMENT_DTYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOMENT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -151,6 +155,10 @@ def model_config(args: argparse.Namespace) -> DecoderConfig:
 
 def compute_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
     return DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+
+
+def loss_scale(args: argparse.Namespace, device: torch.device) -> DynamicLossScale | None:
+    return DynamicLossScale() if compute_dtype(args, device) == torch.float16 else None
 
 
 def prompt_bytes(args: argparse.Namespace) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from report import CHECKPOINTS
 
+from moecore import TrainStep
 from moecore.checkpoint import latest, load
 from moecore.checkpoint.ranks import on_first_rank
 
@@ -20,6 +21,7 @@ def resume(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
     facts: Mapping[str, object],
+    owner: TrainStep | None = None,
 ) -> int:
     """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
 
@@ -29,9 +31,11 @@ def resume(
         optimizer: to fill.
         facts: name -> what the run that saved must have had in common with this one, or it would
             go on with other data, or at another place in it; a checkpoint has them.
+        owner: of the steps, which goes on with the loss scale of the checkpoint.
 
     Raises:
-        ValueError: for a checkpoint of another script, and for a fact that differs.
+        ValueError: for a checkpoint of another script, for a fact that differs, and where a loss
+            scale is wanted, for a checkpoint without.
     """
     # On one rank: a slow file system may show another one, or none, to another rank.
     newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
@@ -46,6 +50,8 @@ def resume(
                 f"{name} ({value}) must be {extra[name]} as in {newest}, which this run would "
                 "continue: use that, or another --run-dir"
             )
+    if owner is not None:
+        owner.load_state_dict(extra)
     return extra["step"]
 
 

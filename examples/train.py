@@ -13,7 +13,8 @@ first step; docs/performance.md has what it reaches:
         --seq-len 4096 --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink \
         --row-factor 1.5 --quantile --bias-per-micro-batch
 
-With --precision blockwise the products of experts and projections are in FP8: docs/precision.md.
+With --precision blockwise the products of experts and projections are in FP8, with --dtype float16
+losses are scaled: docs/precision.md.
 
 Started again with the same arguments, a run continues from its last whole checkpoint, bit for bit
 as if it had never stopped. `train` is the loop, `train_step` one optimizer step, `build_job` puts
@@ -63,6 +64,7 @@ from options import (
     check_arguments,
     check_memory,
     compute_dtype,
+    loss_scale,
     memory_options,
     model_config,
     nvlink_options,
@@ -115,7 +117,8 @@ def train(job: Job) -> None:
             saver.check()  # a save that failed in the background ends the run here
             if saved:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
-                saver.save(step, {"step": step, **facts_of(args)}, wait=False)
+                extra = {"step": step, **facts_of(args), **job.owner.state_dict()}
+                saver.save(step, extra, wait=False)
         job.owner.check()  # the last step's
 
 
@@ -168,7 +171,7 @@ def make_forward_backward(
         for tokens_BT, labels_BT in zip(tokens_ABT, labels_ABT, strict=True):
             with owner.micro_batch():
                 loss = model(tokens_BT, labels_BT) / args.grad_accum
-                loss.backward()
+                owner.scale(loss).backward()
             total += loss.detach()
         return total
 
@@ -242,7 +245,13 @@ def build_job(args: argparse.Namespace) -> Job:
     model = build_model(args, config, meshes)
     torch.manual_seed(args.seed)
     optimizers = make_optimizers(model, args)
-    owner = TrainStep(model, optimizers, max_norm=1.0, num_micro_batches=args.grad_accum)
+    owner = TrainStep(
+        model,
+        optimizers,
+        max_norm=1.0,
+        num_micro_batches=args.grad_accum,
+        loss_scale=loss_scale(args, device),
+    )
     shape = BatchShape(
         data_ranks=meshes.data_ranks,
         grad_accum=args.grad_accum,
@@ -260,7 +269,7 @@ def build_job(args: argparse.Namespace) -> Job:
         corpus_N=corpus_N,
         held_out_N=held_out_N,
         shape=shape,
-        start=resume(args, model, optimizers, facts_of(args)),
+        start=resume(args, model, optimizers, facts_of(args), owner),
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
         peak_tflops=args.peak_tflops or peak_tflops(device, compute_dtype(args, device)),
     )

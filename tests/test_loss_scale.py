@@ -265,6 +265,8 @@ def refusals() -> dict[str, str]:
     bad = step.state_dict() | {"loss_scale": torch.tensor(math.nan)}
     found["nan"] = error_of(lambda: step.load_state_dict(bad))
     scaler, alone = torch.amp.GradScaler("cpu"), make(**FP16)
+    other = replace(AT_START, growth_interval=3) if dist.get_rank() == 0 else AT_START
+    found["other options"] = error_of(lambda: TrainStep(model, loss_scale=other))
     found["GradScaler"] = error_of(lambda: scaler.scale(loss_of(alone, 0)).backward())
     return found
 
@@ -325,6 +327,7 @@ def test_a_loaded_step_goes_on_with_scale_and_count(found: dict[str, Any]) -> No
         ("not clipped", r"finish\(\) must follow clip\(\) where a loss_scale is given"),
         ("state", r"state \(step\) must have loss_scale: "),
         ("nan", r"loss_scale \(nan\) must be a power of two >= 1.0"),
+        ("other options", r"TrainStep.loss_scale \(DynamicLossScale\(.* on rank 0\) must be the"),
         ("GradScaler", r"dtype of the layer \(torch.float16\) must not be fp16 with auxiliary"),
     ],
 )

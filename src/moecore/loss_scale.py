@@ -116,11 +116,16 @@ class LossScale:
         self.num_good.fill_(num_good)
 
 
+def is_fp16(model: nn.Module) -> bool:
+    """Whether a parallelized model computes in fp16, and so needs a loss scale."""
+    request = request_of(model)
+    return request is not None and request.fsdp.param_dtype == torch.float16
+
+
 def check_loss_scale(model: nn.Module, loss_scale: DynamicLossScale | None) -> None:
     """Raise for fp16 without a loss scale, and for what can not be scaled."""
-    request = request_of(model)
     if loss_scale is None:
-        if request is not None and request.fsdp.param_dtype == torch.float16:
+        if is_fp16(model):
             raise ValueError(
                 "loss_scale (None) must be a DynamicLossScale for FSDPOptions.param_dtype "
                 "(torch.float16): pass DynamicLossScale() in place of torch's GradScaler, which "

@@ -185,7 +185,10 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
     refuse_accelerate(model)
     blocks, compiled = find_blocks(model), set[nn.Module]()
     if request.compile_dense:
-        compile_blocks(blocks, dynamic=False)
+        from moecore.memory.compiled import inductor_options  # which imports Inductor
+
+        options = inductor_options(blocks, request.memory)
+        compile_blocks(blocks, dynamic=False, options=options)
         compiled = {module for block in blocks for module in compiled_modules(block)}
     device = torch.device(meshes.device_type)
     apply_memory(blocks, request.memory, device, compiled=compiled)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from moecore._autograd import mark
 from moecore._fields import MaxNorm, check_arguments
+from moecore.agreement import check_same
 from moecore.fsdp.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.fsdp.late_parameters import refuse_earlier
 from moecore.fsdp.progress import Progress
@@ -33,6 +34,7 @@ from moecore.moe.layer import RoutedLayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import NumMicroBatches, moe_state
 from moecore.precision.apply import advance_amax, has_history
+from moecore.request import request_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +77,7 @@ class StepResult:
 
 
 class TrainStep:
-    """Runs the optimizer steps of a parallelized model, one after another.
+    """Runs the optimizer steps of a parallelized model, one after another. Made on every rank.
 
     A nan or inf in the gradient of any rank leaves weights, optimizer state and expert biases as
     they were on every rank. Fused optimizers (`moecore.optim.AdamW`, torch's with fused=True) skip
@@ -93,7 +95,8 @@ class TrainStep:
 
     Raises:
         ValueError: for a model that is not parallelized, a number out of range, or a model that
-            needs a loss scale or can have none.
+            needs a loss scale or can have none; on every rank when ranks differ in a number or in
+            the loss scale's options.
 
     Example:
         step = TrainStep(model, optimizer, max_norm=1.0, num_micro_batches=4)
@@ -124,6 +127,7 @@ class TrainStep:
         for one in models:
             check_loss_scale(one, loss_scale)
         refuse_earlier(self._model, self._optimizers)
+        _agree(models[0], max_norm, num_micro_batches, loss_scale)
         self._max_norm = max_norm
         self._norm: GradientNorm | None = None
         self._progress = Progress()
@@ -366,6 +370,20 @@ def _check_real(
             f"{on_meta} (on meta) must have storage before the {what} is made: call "
             "model.to_empty(device=...) and fill it (init_weights, load_hf, load)"
         )
+
+
+def _agree(
+    model: nn.Module, max_norm: float, num_micro_batches: int, loss_scale: DynamicLossScale | None
+) -> None:
+    """Raise on every rank when ranks differ: they would scale, clip or wait otherwise."""
+    request = request_of(model)
+    assert request is not None, "moe_state has found a parallelized model"
+    entries = {
+        "TrainStep.max_norm": float(max_norm),
+        "TrainStep.num_micro_batches": num_micro_batches,
+        "TrainStep.loss_scale": loss_scale,
+    }
+    check_same(entries, request.meshes.device_type)
 
 
 def _joined(metrics: Sequence[MoEMetrics]) -> MoEMetrics:

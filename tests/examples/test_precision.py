@@ -36,6 +36,17 @@ def test_experts_and_projections_get_the_recipe(
     assert torch.tensor(train.train_step(job, 1).metrics()["loss"]).isfinite()
 
 
+def test_fp16_goes_on_with_its_loss_scale(train: ModuleType, tmp_path: Path) -> None:
+    more = ["--dtype", "float16", "--checkpoint-every", "1", "--steps"]
+    train.train(train.build_job(train.parse_arguments(arguments(tmp_path, *more, "1"))))
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (row["loss_scale"], row["skipped"]) == (2.0**16, 0.0)
+    job = train.build_job(train.parse_arguments(arguments(tmp_path, *more, "2")))
+    state = job.owner.state_dict()
+    assert (job.start, state["loss_scale_num_good"]) == (1, 1)
+    train.train(job)
+
+
 def test_a_step_in_fp8_beside_one_without(
     train: ModuleType,
     tmp_path: Path,

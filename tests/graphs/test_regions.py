@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
+from moecore import (
+    MemoryOptions,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.graphs import compile_blocks
+from moecore.memory.saved import packing
 from moecore.models import Decoder, preset
 from tests.ranks import run_ranks
 
@@ -31,34 +40,46 @@ class OtherBlock(nn.Module):
         return x + torch.tanh(self.moe(self.norm(x)))
 
 
-def train(compile: bool, dtype: torch.dtype | None) -> tuple[list[float], list[Tensor]]:
+class Trained(NamedTuple):
+    losses: list[float]
+    params: list[Tensor]
+    kept: int  # bytes, after the first forward
+
+
+def train(compile: bool) -> Trained:
     config = replace(preset("tiny-deepseek-v3"), num_layers=3)  # a dense block and two with MoE
     model = Decoder(config, device="meta")
     parallelize_moe(
         model,
         build_meshes(ParallelConfig(ep=2), "cpu"),
         compile_dense=compile,
-        fsdp=FSDPOptions(param_dtype=dtype),
+        memory=MemoryOptions(recompute="gemm_last"),
     )
     model.to_empty(device="cpu")
     model.init_weights(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(3)
     losses = []
-    for _ in range(STEPS):
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> None:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+
+    for step in range(STEPS):
         tokens_BT = torch.randint(0, config.vocab_size, (2, 24), generator=generator)
-        loss = model(tokens_BT, tokens_BT)
+        with packing(count) if step == 0 else nullcontext():
+            loss = model(tokens_BT, tokens_BT)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, [p.full_tensor() for p in model.parameters()]
+    return Trained(losses, [p.full_tensor() for p in model.parameters()], sum(kept.values()))
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"eager": train(False, None)}
+    found: dict[str, Any] = {"eager": train(False)}
     torch._dynamo.utils.counters.clear()
-    found["compiled"] = train(True, None)
+    found["compiled"] = train(True)
     counters = torch._dynamo.utils.counters
     found["graphs"] = counters["stats"]["unique_graphs"]
     found["breaks"] = sum(counters["graph_break"].values())
@@ -72,12 +93,17 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_losses_and_parameters_equal_those_of_eager(found: dict[str, Any]) -> None:
-    losses, params = found["eager"]
-    compiled_losses, compiled_params = found["compiled"]
+    losses, params, _ = found["eager"]
+    compiled_losses, compiled_params, _ = found["compiled"]
     assert losses[0] != losses[1]
     assert compiled_losses == pytest.approx(losses, rel=1e-5)
     for want, got in zip(params, compiled_params, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_memory_options_reach_inductor(found: dict[str, Any]) -> None:
+    assert 0 < found["compiled"].kept <= found["eager"].kept
 
 
 @pytest.mark.slow

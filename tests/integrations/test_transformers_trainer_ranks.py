@@ -17,6 +17,7 @@ from tests.integrations.trainer_runs import (
     best_model,
     enter_launcher,
     exported,
+    in_fp16,
     refused,
     resumed,
     skipped,
@@ -40,6 +41,7 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
     }
     found["resumed"] = resumed(f"{folder}/resumed")
     found["skipped"] = skipped(f"{folder}/skipped")
+    found["fp16"] = in_fp16(f"{folder}/fp16")
     found["best"] = best_model(f"{folder}/best")
     found["exported"] = exported(f"{folder}/exported")
     found["refused"] = refused(f"{folder}/refused")
@@ -71,6 +73,17 @@ def test_evaluation_and_metrics_are_logged(results: dict[str, Any]) -> None:
     found = results["tokens of all ranks"]
     assert len(found["ours"][3]) == 2
     assert {f"expert_load/model.layers.{i}.mlp" for i in range(2)} <= found["log"].keys()
+
+
+def test_fp16_scales_losses_and_goes_on_with_the_scale(results: dict[str, Any]) -> None:
+    found = results["fp16"]
+    wide, once, after = found["wide"], found["once"], found["after"]
+    assert once[2] == [2.0**16, 2.0**16, 2.0**15, 2.0**15] and wide[2] == []
+    assert once[0][0] == pytest.approx(wide[0][0], rel=1e-3)
+    assert once[1][0] == pytest.approx(wide[1][0], rel=1e-2)
+    for all_steps, last_steps in zip(once, after, strict=True):
+        assert last_steps[-2:] == all_steps[2:]
+    assert found["distance"] == 0.0
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(results: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from moecore import ParallelConfig, build_meshes, parallelize_moe
+from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.integrations.transformers import MoETrainer
 from tests.hf.hf_models import random_model
 
@@ -82,8 +82,8 @@ def make_model(**options: Any) -> nn.Module:
     return random_model("qwen3-moe", **options)
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    return parallelize_moe(model, build_meshes(ParallelConfig(ep=2)))
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    return parallelize_moe(model, build_meshes(ParallelConfig(ep=2)), **options)
 
 
 def trainer_of(
@@ -218,6 +218,27 @@ def skipped(folder: str) -> list[float]:
     model = sharded(make_model())
     trainer_of(NanOnOneRank, model, folder, max_steps=3, callbacks=[kept]).train()
     return [furthest(kept.after[i + 1], kept.after[i])[0] for i in range(2)]
+
+
+def in_fp16(folder: str) -> dict[str, Any]:
+    """Train 2 steps in fp32, and in fp16 4 at once, and 2 and 2; the second is skipped."""
+    fp16 = FSDPOptions(param_dtype=torch.float16)
+    options = dict(max_steps=4, save_strategy="steps", save_steps=2)
+    runs = {"wide": (0, {}), "once": (0, {"fsdp": fp16}), "twice": (2, {"fsdp": fp16})}
+    found = {}
+    for name, (stops, how) in (*runs.items(), ("after", (0, {"fsdp": fp16}))):
+        trainer = trainer_of(
+            NanOnOneRank,
+            sharded(make_model(), **how),
+            f"{folder}/{'twice' if name == 'after' else name}",
+            callbacks=[StopsAfter(stops)],
+            **options,
+        )
+        trainer.train(resume_from_checkpoint=name == "after")
+        found[name] = logged(trainer, "loss", "grad_norm", "loss_scale")
+        found[f"{name} parameters"] = whole(trainer.model)
+    distance = furthest(found.pop("after parameters"), found.pop("once parameters"))
+    return found | {"distance": distance[0]}
 
 
 def best_model(folder: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore.memory.offload import Offload
 from moecore.memory.options import MemoryOptions, Recomputed
-from moecore.memory.parts import QKV, UP, Part, find_parts
+from moecore.memory.parts import Part, Use, find_parts, use_of
 from moecore.memory.recompute import recompute, running_again, sharing_outputs
 
 
@@ -34,7 +34,8 @@ def apply_memory(
         blocks: modules that are called one after the other, such as a decoder's layers.
         options: which parts. "expert_fc1" is the experts' own: see `Experts.set_backend`.
         device: of the model when it runs.
-        compiled: modules inside of what is compiled already, which decides itself what it keeps.
+        compiled: modules inside of what is compiled already, with `inductor_options`: there the
+            compiler computes again, and nothing is offloaded.
 
     Returns:
         What offloads; None for options without.
@@ -66,15 +67,15 @@ def _apply_recompute(
     used: set[Recomputed] = set()
     for block in blocks:
         for part in list(find_parts(block)):
-            if part.module not in compiled:
-                used |= _recompute(part, wanted)
+            use = use_of(part, wanted)
+            used |= use.parts
+            if use.parts and part.module not in compiled:
+                _recompute(part, use)
         _wrap(block, _sharing)
     unused = [part for part in options.parts if part in wanted - used]
     if unused and options.recompute != "gemm_last":
         warnings.warn(
-            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it outside of what "
-            "is compiled",
-            stacklevel=5,
+            f"MemoryOptions.recompute ({unused[0]!r}) is not used: no block has it", stacklevel=5
         )
 
 
@@ -101,43 +102,16 @@ def _offloaded(
     return found
 
 
-def _recompute(part: Part, wanted: set[Recomputed]) -> set[Recomputed]:
-    """Let a part run as wanted; return what of it that used."""
+def _recompute(part: Part, use: Use) -> None:
+    """Let a part run as wanted."""
     name, kind, module = part
-    if kind == "norm" and "norm" in wanted:
-        _wrap(module, _as_region, name, dict(has_products=False))
-        return {"norm"}
-    if kind == "moe" and "moe" in wanted:
+    if kind == "moe":
         _wrap(module, _checkpointed)
-        return {"moe"}
-    if kind == "attention":
-        return _recompute_attention(part, wanted)
-    if kind in ("mlp", "shared_experts"):
-        whole: Recomputed = "mlp" if kind == "mlp" else "shared_experts"
-        used = wanted & {whole, "activation"}
-        if whole in used:
-            _wrap(module, _running_again)
-        if used:
-            _wrap(module, _as_region, name, {})
-        return used
-    return set()
-
-
-def _recompute_attention(part: Part, wanted: set[Recomputed]) -> set[Recomputed]:
-    children = dict(part.module.named_children())
-    is_latent = bool(UP & set(children))
-    names: dict[Recomputed, set[str]] = {
-        "qkv_proj": set() if is_latent else QKV & set(children),
-        "mla_up_proj": (UP | QKV) & set(children) if is_latent else set(),
-    }
-    used = wanted & {"rope", "attention_scores", *(name for name in names if names[name])}
-    if not used:
-        return set()
-    for name in used & set(names):
-        for child in names[name]:
-            _wrap(children[child], _running_again)
-    _wrap(part.module, _as_region, part.name, dict(repeats_scores="attention_scores" in used))
-    return used
+        return
+    for child in use.products:
+        _wrap(module.get_submodule(child), _running_again)
+    how = {"has_products": kind != "norm", "repeats_scores": "attention_scores" in use.parts}
+    _wrap(module, _as_region, name, how)
 
 
 def _wrap(module: nn.Module, function: Callable[..., Any], *how: Any) -> None:

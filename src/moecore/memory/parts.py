@@ -7,11 +7,12 @@ none: its scan is no product, and would run again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Literal, NamedTuple
 
 from torch import nn
 
+from moecore.memory.options import Recomputed
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
@@ -32,6 +33,13 @@ class Part(NamedTuple):
     module: nn.Module
 
 
+class Use(NamedTuple):
+    """What of a part is computed again."""
+
+    parts: Set[Recomputed]  # of `MemoryOptions.recompute` that ask for it; none = nothing is
+    products: tuple[str, ...] = ()  # modules inside whose products are, too; "" = the part itself
+
+
 def find_parts(block: nn.Module) -> Iterator[Part]:
     """Yield the parts of a block, outer ones first; experts that are a layer are experts."""
     for path, module in block.named_modules():
@@ -39,6 +47,23 @@ def find_parts(block: nn.Module) -> Iterator[Part]:
         kind = _kind_of(name, module)
         if kind is not None:
             yield Part(name, kind, module)
+
+
+def use_of(part: Part, wanted: Set[Recomputed]) -> Use:
+    """Return what of a part is computed again, of the parts of `MemoryOptions.recompute`."""
+    _, kind, module = part
+    if kind in ("norm", "moe"):
+        return Use(wanted & {kind})
+    if kind in ("mlp", "shared_experts"):
+        return Use(wanted & {kind, "activation"}, ("",) if kind in wanted else ())
+    if kind != "attention":
+        return Use(set())
+    children = {name for name, _ in module.named_children()}
+    up, qkv = UP & children, QKV & children
+    found: dict[Recomputed, set[str]] = {"mla_up_proj": up | qkv} if up else {"qkv_proj": qkv}
+    names = {name for option in wanted & set(found) for name in found[option]}
+    has = {option for option in found if found[option]}
+    return Use(wanted & {"rope", "attention_scores", *has}, tuple(sorted(names)))
 
 
 def _kind_of(name: str, module: nn.Module) -> Kind | None:

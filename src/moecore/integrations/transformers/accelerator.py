@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore.step import TrainStep
@@ -38,6 +38,10 @@ class ShardedAccelerator(Accelerator):
     ) -> Optimizer:
         """Return the optimizer itself, which a checkpoint must know by its class."""
         return optimizer
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward of a micro-batch's loss, times the loss scale of fp16."""
+        super().backward(self.owner.scale(loss), **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> float:
         """Clip the step's gradient over both meshes, at the norm that `owner` was made with."""

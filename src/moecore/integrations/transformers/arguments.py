@@ -13,9 +13,9 @@ _SHARDING = "leave it out, parallelize_moe has sharded the model"
 # field -> what to do instead
 REFUSED = {
     "bf16": _PRECISION,
-    "fp16": _PRECISION,
+    "fp16": _PRECISION.replace("bfloat16", "float16") + ", which brings its loss scale",
     "bf16_full_eval": _PRECISION,
-    "fp16_full_eval": _PRECISION,
+    "fp16_full_eval": _PRECISION.replace("bfloat16", "float16"),
     "fsdp": _SHARDING,
     "deepspeed": _SHARDING,
     "parallelism_config": _SHARDING,

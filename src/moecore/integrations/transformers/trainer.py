@@ -5,6 +5,7 @@
     get_batch_samples                    the batches of a step are its micro-batches
     training_step                        runs in `TrainStep.micro_batch()`
     accelerator.clip_grad_norm_          `TrainStep.clip()`, over both meshes
+    accelerator.backward                 of the scaled loss, in fp16
     optimizer.step, model.zero_grad      its own
     on_step_end                          `TrainStep.finish()`
     _save_checkpoint, resume             `Saver`, `load`
@@ -53,6 +54,7 @@ from moecore.integrations.transformers.run_state import (
     set_host_generators,
     state_text,
 )
+from moecore.loss_scale import DynamicLossScale, is_fp16
 from moecore.step import StepResult, TrainStep
 
 
@@ -64,7 +66,8 @@ class MoETrainer(Trainer):
 
     Checkpoints lie in `output_dir/checkpoints`, are written in the background and load on any
     layout. `save_model` writes a Hugging Face directory. Training logs have the load of each MoE
-    layer.
+    layer. A model that computes in fp16 (`FSDPOptions.param_dtype`) trains with a
+    `DynamicLossScale`.
 
     Attributes:
         result: of the last optimizer step; None before the first.
@@ -142,6 +145,8 @@ class MoETrainer(Trainer):
         """Log; what the MoE layers routed in the last step goes with the training loss."""
         if "loss" in logs and self.result is not None:
             logs.update(self.result.metrics.to_dict(per_expert=False))
+            if self.result.loss_scale is not None:
+                logs["loss_scale"] = float(self.result.loss_scale)
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -163,11 +168,13 @@ class MoETrainer(Trainer):
             self.model,
             max_norm=args.max_grad_norm or math.inf,
             num_micro_batches=args.gradient_accumulation_steps,
+            loss_scale=DynamicLossScale() if is_fp16(self.model) else None,
         )
         owner.drop()  # of a step that an earlier call of `train` has left half done
         self.accelerator.owner = owner
         if self._checkpoint is not None and self._resumed is not None:
             extra = load(self._checkpoint, self.model, self.optimizer, scheduler=self.lr_scheduler)
+            owner.load_state_dict(extra)
             if args.process_index < len(extra[GENERATORS]):
                 set_host_generators(extra[GENERATORS][args.process_index])
             # Trainer sets all generators from there when it has skipped the batches.
@@ -204,6 +211,7 @@ class MoETrainer(Trainer):
         state.stateful_callbacks = _states([*self.callback_handler.callbacks, self.control])
         generators = self.accelerator.gather(host_generators()[None].to(self.args.device))
         extra = {STATE: state_text(state), GENERATORS: generators.cpu()}
+        extra |= self.accelerator.owner.state_dict()
         self._saver.save(step, extra, wait=False)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
