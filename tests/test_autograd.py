@@ -19,6 +19,7 @@ NAMES = [
     "_C._dispatch_tls_is_dispatch_key_included",
     "_C._len_torch_dispatch_stack",
     "_C._will_engine_execute_node",
+    "UntypedStorage._cdata",
     "_compile._disable_dynamo",
     "_guards.detect_fake_mode",
     "Tensor._backward_hooks",
@@ -35,6 +36,14 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_has_the_name(name: str) -> None:
     operator.attrgetter(name)(torch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_views_of_one_storage_have_one_key(device: str) -> None:
+    x, y = torch.empty(4, 4, device=device), torch.empty(4, 4, device=device)
+    views = (x, x[1:].t(), x.detach(), x.view(torch.int32))
+    assert {_autograd.storage_key(view) for view in views} == {_autograd.storage_key(x)}
+    assert _autograd.storage_key(x) != _autograd.storage_key(y)
 
 
 def leaf() -> Tensor:

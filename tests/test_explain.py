@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,10 +29,13 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.explain import _rows
+from moecore.memory.offload import Offload
 from moecore.memory.options import MemoryOptions
 from moecore.models import Decoder, preset
 
 PAGE = Path(__file__).parent.parent / "docs" / "parallelize.md"
+MEMORY_PAGE = PAGE.with_name("memory.md")
+COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "all_reduce")
 FOLDED = ParallelConfig(dp_shard=4, tp=2, edp_shard=2, ep=4)
 KINDS = {"embeddings", "norms", "attention", "MLP", "router", "experts", "head"}
 
@@ -123,12 +129,43 @@ def test_choices_are_shown() -> None:
         again = explain(parallelized(parallel, memory=MemoryOptions(recompute=("expert_fc1",))))
         slow = explain(parallelized(parallel, expert_backend="sequential"))
     assert "dispatcher allgather among 2 ranks" in text and "auto (torch)" in text
-    assert "FC1's output H, 1.02 kB per token and layer" in text  # 2 x 2 x 128 in bf16
+    # X, 2 x 128 in bf16, and H, 2 x 2 x 128; row ids and weights of 2 rows, ends of 4 experts
+    assert "backward keeps 2.3 kB per token and layer: routing 728 B, experts 1.57 kB\n" in text
     assert "FSDP2 units: 10: 4 of blocks, 3 of experts, 1 of routers, 1 of heads" in text
     assert "all kept for backward" in text
     assert "computed in bfloat16, gradients reduced in bfloat16; no FP8" in text
-    assert "rows X and runs FC1 again" in again and "blocks and experts freed" in again
-    assert "expert_backend sequential; backward keeps what autograd does" in slow
+    assert "experts 834 B; FC1 runs again" in again and "blocks and experts freed" in again
+    assert "expert_backend sequential; backward keeps 6.9 kB" in slow
+
+
+def test_the_page_shows_what_layers_keep() -> None:
+    config = replace(preset("qwen3-30b-a3b"), num_layers=4)
+    model = Decoder(config, device="meta", dtype=torch.bfloat16)
+    before = dict(vars(model.model.layers[0]))
+    lines = explain(model, batch=(2, 4096)).splitlines()[-4:]
+    assert f"```text\n{chr(10).join(lines)}\n```" in MEMORY_PAGE.read_text(), "\n".join(lines)
+    assert vars(model.model.layers[0]) == before and all(p.is_meta for p in model.parameters())
+    with pytest.raises(ValueError, match=r"batch \(\(2, 0\)\) must"):
+        explain(model, batch=(2, 0))
+
+
+def test_what_layers_keep_by_kind() -> None:
+    """A dense layer, MoE layers, and the last of them, which stays on the device."""
+    memory = MemoryOptions(recompute="gemm_last", offload=("experts",))
+    with fake_world(3, 8), patch("moecore.memory.apply.Offload", partial(Offload, min_bytes=1)):
+        model = parallelized(FOLDED, memory=memory)
+        with patch.multiple(dist, **dict.fromkeys(COLLECTIVES)):  # no function to call
+            head, header, *rows, total = explain(model, batch=(2, 32)).splitlines()[-6:]
+    assert head == "kept for backward per token, of 2 x 32 tokens"
+    columns = re.split(r"  +", header)
+    assert columns[1:4] == ["norm", "attention", "mlp"]
+    assert columns[4:] == ["experts", "routing", "all", "computed again", "in host memory"]
+    cells = [dict(zip(columns, re.split(r"  +", row), strict=True)) for row in rows]
+    assert [row["layers"] for row in cells] == ["0", "1 to 2", "3"]
+    dense, away, last = cells
+    assert dense["mlp"] != "-" == away["mlp"] and dense["experts"] == "-"
+    assert away["in host memory"] != "-" == last["in host memory"] and last["experts"] != "-"
+    assert total.endswith("in host memory") and "computed again" in header
 
 
 def test_many_shapes_of_a_kind_are_folded_into_one_row() -> None:

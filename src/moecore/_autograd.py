@@ -123,6 +123,20 @@ def leaf_of(node: Any) -> Tensor | None:
     return getattr(node, "variable", None)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast on a tensor's device; None without, and on meta."""
+    device = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def storage_key(x: Tensor) -> int:
+    """Return what all views of one storage share while it lives, on meta too."""
+    key: int = x.untyped_storage()._cdata
+    return key
+
+
 def version(x: Tensor) -> int:
     """Return the count of changes in place; 0 for a tensor of inference mode, which has none."""
     return 0 if x.is_inference() else x._version

@@ -1,10 +1,12 @@
 """explain(model): who owns what, in about twenty lines.
 
-Reads names, shapes and placements alone: no communication, no host sync, on meta too.
+Reads names, shapes and placements alone: no communication, no host sync, on meta too. What is kept
+for backward is counted by a forward on meta (`memory/kept.py`).
 
     size and meshes
     kind, names, how many, global shape, shape on this rank, placement, bytes on this rank
-    MoE layers, FSDP2 units, precision, what is kept for backward
+    MoE layers, FSDP2 units, precision
+    with a batch: what layers keep for backward, by part
 """
 
 from __future__ import annotations
@@ -12,16 +14,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from moecore._fields import check_arguments
-from moecore.fsdp.shard import find_units, is_whole
+from moecore._fields import Count, check_arguments
+from moecore.fsdp.shard import find_blocks, find_units, is_whole
+from moecore.graphs.regions import compiled_modules
 from moecore.kernels.experts.products import choose_products
+from moecore.memory.kept import kept_bytes
+from moecore.memory.options import OFFLOADED, MemoryOptions
+from moecore.models import Decoder
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.placement import ExpertPlacement
@@ -31,7 +40,11 @@ from moecore.request import Request, request_of
 MOST_ROWS = 4  # of one kind
 MOST_NAMES = 3  # in one row
 HEADER = ("kind", "parameters", "global shape", "on this rank", "placement", "bytes here")
+COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "computed again", "in host memory")
+TOKENS = 1024  # of which a layer's bytes per token are counted
 Shape = tuple[int, ...]
+Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
+DtypeOf = Callable[[Tensor], torch.dtype]
 
 
 @dataclass(slots=True, eq=False)
@@ -63,29 +76,40 @@ class Row:
 
 
 @torch.no_grad()
-def explain(model: nn.Module) -> str:
+def explain(model: nn.Module, *, batch: Batch | None = None) -> str:
     """Return who owns what: sizes, meshes, shapes, placements, dispatcher, products, precision.
 
     Each rank describes its own part and may do so alone: nothing communicates or waits.
 
-        print(explain(model))
+        print(explain(model, batch=(2, 4096)))
 
     Args:
         model: plain or parallelized, on any device.
+        batch: sequences of a rank's micro-batch, and tokens of each: the bytes that layers keep of
+            it for backward are listed by part, before anything is allocated. Loads of experts are
+            even, and a compiled region counts as if it were not. None = those of MoE layers alone,
+            per token.
 
     Raises:
-        ValueError: when `model` is no module.
+        ValueError: when `model` is no module, and for a batch that is not two numbers above 0.
     """
     check_arguments(explain, locals())
     request = request_of(model)
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, RoutedLayer)}
     rows = list(_rows(model, layers))
-    lines = [_size(model, layers, rows), *_meshes(model, request), *_table(_folded(rows))]
-    alike = Counter(_of_layer(layer, request) for layer in layers.values())
+    lines = [
+        _size(model, layers, rows),
+        *_meshes(model, request),
+        *_table([HEADER, *(row.cells() for row in _folded(rows))]),
+    ]
+    dtype_of = _dtype_of(model, request)
+    alike = Counter(_of_layer(layer, request, dtype_of) for layer in layers.values())
     for (what, how), n in alike.items():
         lines += [f"{n} MoE layer{'s' * (n > 1)} {what}", how]
     lines += [] if request is None else [_units(model, request)]
-    return "\n".join([*lines, f"precision: {_precision(model, layers, request)}"])
+    lines.append(f"precision: {_precision(model, layers, request)}")
+    lines += [] if batch is None else _kept(model, batch, request, dtype_of)
+    return "\n".join(lines)
 
 
 def _size(model: nn.Module, layers: dict[str, RoutedLayer], rows: list[Row]) -> str:
@@ -193,8 +217,8 @@ def _folded(rows: Iterable[Row]) -> list[Row]:
     return found
 
 
-def _table(rows: list[Row]) -> list[str]:
-    lines = [HEADER, *(row.cells() for row in rows)]
+def _table(lines: list[tuple[str, ...]]) -> list[str]:
+    """Return the cells in columns; the first line is their header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = (
         [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
@@ -202,7 +226,7 @@ def _table(rows: list[Row]) -> list[str]:
     return ["  ".join(line).rstrip() for line in padded]
 
 
-def _of_layer(layer: RoutedLayer, request: Request | None) -> tuple[str, str]:
+def _of_layer(layer: RoutedLayer, request: Request | None, dtype_of: DtypeOf) -> tuple[str, str]:
     """Return what a layer is and who owns its experts; how they are multiplied."""
     config, experts = layer.config, layer.part("experts")
     dispatcher = type(layer.dispatcher).__name__.removesuffix("Dispatcher").lower()
@@ -212,10 +236,9 @@ def _of_layer(layer: RoutedLayer, request: Request | None) -> tuple[str, str]:
         first, etp = place.first_local, place.etp
         own = f"{first} to {first + place.num_local - 1}" + (f", 1/{etp} of each" * (etp > 1))
         dispatcher += f" among {place.group.size()} ranks"
-    dtype = next(experts.parameters()).dtype
-    device = next(experts.parameters()).device
-    if request is not None:
-        dtype, device = request.fsdp.param_dtype or dtype, torch.device(request.meshes.device_type)
+    weight = next(experts.parameters())
+    dtype = dtype_of(weight)
+    device = weight.device if request is None else torch.device(request.meshes.device_type)
     backend = experts.backend
     if backend == "auto":
         spec = experts.spec(
@@ -226,23 +249,101 @@ def _of_layer(layer: RoutedLayer, request: Request | None) -> tuple[str, str]:
             recipe=experts.recipe,
         )
         backend = f"auto ({choose_products('auto', spec)})"
-    nvlink = request.nvlink if request is not None and dispatcher.startswith("nvlink") else None
-    rows = "rows X" if nvlink is None or nvlink.keep_rows else "no rows, which are sent again,"
     what = f"of {config.num_experts} experts, top {config.top_k}; this rank has {own}"
-    how = f"expert_backend {backend}; backward keeps {_kept(layer, dtype, rows)}"
-    return f"{what}; dispatcher {dispatcher}", how
+    kept = _kept_of_layer(layer, dtype_of, _device_type(layer, request))
+    return f"{what}; dispatcher {dispatcher}", f"expert_backend {backend}; backward keeps {kept}"
 
 
-def _kept(layer: RoutedLayer, dtype: torch.dtype, rows: str) -> str:
-    """Return what the experts keep of a forward for their backward."""
+def _kept_of_layer(layer: RoutedLayer, dtype_of: DtypeOf, device_type: str) -> str:
+    """Return what a layer keeps of a token for its backward, by part."""
     config, experts = layer.config, layer.part("experts")
-    if experts.backend == "sequential" or experts.has_more:
-        return "what autograd does"
-    if experts.recompute_fc1:
-        return f"{rows} and runs FC1 again"
-    columns = config.top_k * config.hidden_dim * (2 if config.gated else 1)
-    itemsize = 1 if experts.recipe and experts.recipe.keep_hidden == "fp8" else dtype.itemsize
-    return f"{rows} and FC1's output H, {_bytes(columns * itemsize)} per token and layer"
+    options = MemoryOptions(recompute=("expert_fc1",) if experts.recompute_fc1 else ())
+    dtype = dtype_of(next(experts.parameters()))
+    x_TD = torch.empty(TOKENS, config.dim, dtype=dtype, device="meta")
+    x_TD.requires_grad_()
+    inputs = [x_TD]
+    if not isinstance(layer, MoELayer):  # the choice is the model's own
+        inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.int64)]
+        inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.float32).requires_grad_()]
+    how: dict[str, Any] = dict(options=options, device_type=device_type, dtype_of=dtype_of)
+    (kept,) = kept_bytes(layer, [layer], lambda copy: copy(*inputs), **how).blocks
+    parts = [f"{part.replace('_', ' ')} {_bytes(n / TOKENS)}" for part, n in kept.device.items()]
+    again = "; FC1 runs again" if experts.recompute_fc1 else ""
+    dispatcher = layer.dispatcher
+    is_sent_again = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.keeps_rows
+    again += "; rows are sent again" if is_sent_again else ""
+    return f"{_bytes(kept.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{again}"
+
+
+def _kept(model: nn.Module, batch: Batch, request: Request | None, dtype_of: DtypeOf) -> list[str]:
+    """Return what blocks keep of a batch, those that are alike in one row, and the sums."""
+    tokens_BT = torch.zeros(batch, dtype=torch.int64)
+    blocks = find_blocks(model)
+    options = MemoryOptions() if request is None else request.memory
+    how: dict[str, Any] = dict(device_type=_device_type(model, request), dtype_of=dtype_of)
+    if request is not None and request.compile_dense:
+        how["compiled"] = frozenset(m for block in blocks for m in compiled_modules(block))
+
+    more: dict[str, Any] = {}
+    if isinstance(model, Decoder):
+        more = dict(labels_BT=tokens_BT)  # multi-token prediction is part of the loss
+    elif hasattr(model, "get_input_embeddings"):  # of transformers
+        more = dict(use_cache=False, position_ids=torch.arange(batch[1])[None])
+    run = partial(_call, tokens_BT, more)
+    kept = kept_bytes(model, blocks, run, options=options, **how).blocks
+    whole = kept_bytes(model, blocks, run, options=MemoryOptions(), **how).blocks
+    rows: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for i, (one, all_of_it) in enumerate(zip(kept, whole, strict=True)):
+        sums = {"all": one.num_bytes, "in host memory": sum(one.host.values())}
+        sums["computed again"] = all_of_it.num_bytes - sum(sums.values())
+        shown = tuple((name, n) for name, n in {**one.device, **sums}.items() if n)
+        rows.setdefault(shown, []).append(i)
+    names = [name for name in COLUMNS if any(name in dict(row) for row in rows)]
+    table: list[tuple[str, ...]] = [("layers", *(name.replace("_", " ") for name in names))]
+    for row, layers in rows.items():
+        of = dict(row)
+        cells = (_bytes(of[name] / tokens_BT.numel()) if name in of else "-" for name in names)
+        table.append((_ranges(layers), *cells))
+    here = sum(one.num_bytes for one in kept)
+    host = sum(sum(one.host.values()) for one in kept)
+    total = f"all layers: {_bytes(here)}" + (f", {_bytes(host)} in host memory" if host else "")
+    return [
+        f"kept for backward per token, of {batch[0]} x {batch[1]} tokens",
+        *_table(table),
+        total,
+    ]
+
+
+def _call(tokens_BT: Tensor, more: dict[str, Any], model: nn.Module) -> None:
+    model(tokens_BT, **more)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return numbers in order as text: 0, 2 to 5."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and n == found[-1][-1] + 1:
+            found[-1].append(n)
+        else:
+            found.append([n])
+    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else str(r[0]) for r in found)
+
+
+def _dtype_of(model: nn.Module, request: Request | None) -> DtypeOf:
+    """Return what tells the dtype in which a parameter is computed with."""
+    if request is None or request.fsdp.param_dtype is None:
+        return lambda param: param.dtype
+    dtype, units = request.fsdp.param_dtype, find_units(model, request.fsdp)
+    own = {p for unit in units.routers for module in unit for p in module.parameters()}
+    return lambda p: p.dtype if p in own or not p.is_floating_point() else dtype
+
+
+def _device_type(module: nn.Module, request: Request | None) -> str:
+    """Return where a module runs; of one on meta that no mesh knows, a GPU."""
+    if request is not None:
+        return request.meshes.device_type
+    found = next((p.device.type for p in module.parameters()), "meta")
+    return "cuda" if found == "meta" else found
 
 
 def _units(model: nn.Module, request: Request) -> str:
@@ -292,10 +393,10 @@ def _count(number: float) -> str:
     )
 
 
-def _bytes(number: int) -> str:
+def _bytes(number: float) -> str:
     units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     found = (f"{number / size:.3g} {unit}" for unit, size in units if number >= size)
-    return next(found, f"{number} B")
+    return next(found, f"{number:.0f} B")
 
 
 _SIZES = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))

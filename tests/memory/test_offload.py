@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from moecore import BalanceConfig, MoEConfig
+from moecore._autograd import storage_key
 from moecore.fsdp.local_weights import WholeWeights
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import build_index
@@ -28,7 +29,7 @@ from moecore.memory.options import MemoryOptions
 from moecore.memory.saved import counting_rows, packing
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
-from moecore.moe.params import ParamReader, address
+from moecore.moe.params import ParamReader
 from moecore.moe.records import ExpertInput
 from tests.memory.blocks import (
     LateStreams,
@@ -405,9 +406,9 @@ def test_what_is_made_of_weights_stays(make_reader: Callable[[], ParamReader]) -
         made = reader.quantised("key", [param], lambda: (torch.randn(4, 4), torch.randn(4)))
         x = torch.randn(4, 4, requires_grad=True)
         _ = (x * weight) @ made[0] + x * made[1]
-    addresses = {address(tensor) for tensor in asked}
-    assert address(x) in addresses
-    assert addresses.isdisjoint(map(address, (weight, *made)))
+    keys = {storage_key(tensor) for tensor in asked}
+    assert storage_key(x) in keys
+    assert keys.isdisjoint(map(storage_key, (weight, *made)))
 
 
 def test_small_tensors_and_other_devices_stay() -> None:

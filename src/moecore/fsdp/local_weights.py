@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore._autograd import has_gradient_hooks, leaf_of, will_run
+from moecore._autograd import has_gradient_hooks, leaf_of, storage_key, will_run
 from moecore.kernels.experts.contract import GradSink, GradTarget
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.memory.saved import Handle, packing
-from moecore.moe.params import ParamReader, address, grad_placements, local_param
+from moecore.moe.params import ParamReader, grad_placements, local_param
 
 
 class WholeWeights(ParamReader):
@@ -41,8 +41,8 @@ class WholeWeights(ParamReader):
         super().__init__(keep=keep)
         self.dtype = dtype
         self.divisor = divisor
-        # Address of a cast weight -> the cast and what it was made of. The cast is held, or the
-        # address could become another tensor's while this map still knows it.
+        # Storage of a cast weight -> the cast and what it was made of. The cast is held, or the
+        # key could become another storage's while this map still has it.
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
@@ -56,9 +56,9 @@ class WholeWeights(ParamReader):
             shared = self.copies.get(param, [param], lambda: local.to(dtype).contiguous())
         out = _Read.apply(param, dtype, self.divisor, shared)
         if dtype == local.dtype or self.keep:
-            self._made[address(out)] = out
+            self._made[storage_key(out)] = out
         else:
-            self._casts[address(out)] = (out.detach(), local)
+            self._casts[storage_key(out)] = (out.detach(), local)
         return out
 
     def sink(self, param: nn.Parameter, matrices: Tensor) -> GradSink | None:
@@ -82,7 +82,7 @@ class WholeWeights(ParamReader):
 
     def _pack(self, tensor: Tensor) -> Handle | None:
         """Return what makes a view of a cast again."""
-        found = self._casts.get(address(tensor))
+        found = self._casts.get(storage_key(tensor))
         if found is None:
             return super()._pack(tensor)
         cast, local = found

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,8 +51,32 @@ HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+class _Meta(threading.local):
+    """What a meta device stands for in this thread."""
+
+    is_gpu = False
+
+
+_meta = _Meta()
+
+
+@contextmanager
+def meta_as(device_type: str) -> Iterator[None]:
+    """Within, what is recorded on meta for backward is what a device of this type records."""
+    before, _meta.is_gpu = _meta.is_gpu, device_type == "cuda"
+    try:
+        yield
+    finally:
+        _meta.is_gpu = before
+
+
 def use_kernel(*tensors: Tensor) -> bool:
-    """Return whether Triton kernels can run on these tensors."""
+    """Return whether Triton kernels can run on these tensors.
+
+    On meta none can, but an operation that autograd records has a form without one.
+    """
+    if tensors[0].is_meta:
+        return _meta.is_gpu and torch.is_grad_enabled()
     return HAS_TRITON and (INTERPRET or all(t.is_cuda for t in tensors))
 
 

@@ -82,14 +82,20 @@ def _apply_recompute(
 def _offloaded(
     blocks: Iterable[nn.Module], options: MemoryOptions, compiled: Set[nn.Module]
 ) -> dict[nn.Module, str]:
-    """Return the modules whose savings are offloaded, and their parts; none lies in another."""
+    """Return the modules whose savings are offloaded, and their parts.
+
+    What lies in a part is that part's: the norms of queries and keys are attention's.
+    """
     found: dict[nn.Module, str] = {}
     for block in blocks:
         inside: set[nn.Module] = set()
         for _, kind, module in find_parts(block):
-            if kind in options.offload and module not in inside | compiled:
-                found[module] = kind
+            if module in inside:
+                continue
+            if kind != "moe":
                 inside.update(module.modules())
+            if kind in options.offload and module not in compiled:
+                found[module] = kind
         if "rest" in options.offload:
             found[block] = "rest"
     unused = [part for part in options.offload if part not in found.values()]

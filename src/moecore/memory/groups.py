@@ -116,7 +116,7 @@ class Group:
 
     Attributes:
         layer: of the part.
-        weights: addresses of storages of its module.
+        weights: storages of its module.
         fresh: storages that it was the first to save, in order.
         before: groups that are brought back once this one has run backward.
         is_asked: whether backward has asked for one of its handles.

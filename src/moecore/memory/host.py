@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +41,11 @@ class Slabs:
 
     Args:
         pinned: whether a GPU copies to and from them.
+        device: "cpu"; "meta" only counts.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
-        self.pinned = pinned
+    def __init__(self, *, pinned: bool, device: str = "cpu") -> None:
+        self.pinned, self.device = pinned, device
         self.slabs: list[Slab] = []
 
     @property
@@ -61,7 +63,8 @@ class Slabs:
         Raises:
             RuntimeError: when there is no memory.
         """
-        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pinned)
+        where: dict[str, Any] = dict(device=self.device, pin_memory=self.pinned)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, **where)
         self.slabs.append(Slab(memory))
         return self.slabs[-1]
 
@@ -90,14 +93,15 @@ class HostPool:
     Args:
         pinned: whether a GPU copies to and from them.
         max_bytes: of all slabs; None = as much as the host has.
+        device: "cpu"; "meta" only counts.
 
     Attributes:
         used_bytes: of pieces that were taken and not given back.
     """
 
-    def __init__(self, *, pinned: bool, max_bytes: int | None = None) -> None:
+    def __init__(self, *, pinned: bool, max_bytes: int | None = None, device: str = "cpu") -> None:
         self.max_bytes = max_bytes
-        self._slabs = Slabs(pinned=pinned)
+        self._slabs = Slabs(pinned=pinned, device=device)
         self.used_bytes = 0
         self._free: defaultdict[tuple[int, bool], list[Tensor]] = defaultdict(list)
 

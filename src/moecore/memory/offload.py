@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moecore._autograd import is_recomputing, is_traced, version
+from moecore._autograd import is_recomputing, is_traced, storage_key, version
 from moecore._fields import Bound, CountOrZero, NumBytes, check_arguments
 from moecore.memory.groups import REST, Copy, Group, Key, Layer, Use
 from moecore.memory.host import HostPool, Piece
@@ -97,7 +97,7 @@ class Offload:
     of a model with it, starts empty.
 
     Args:
-        device: of the model; tensors elsewhere are kept.
+        device: of the model; tensors elsewhere are kept. On meta it counts alone.
         fraction: how much of the bytes of all layers but the last is offloaded at most, in the
             order in which parts end: what cannot hide behind compute makes steps slower.
         min_bytes: smaller storages are kept.
@@ -109,6 +109,7 @@ class Offload:
         out_bytes: how much of it was copied out; rows that are not in use count.
         back_bytes: and back.
         late_bytes: how much of that only when backward asked for it.
+        observe: gets each tensor that is taken; None = nobody does.
     """
 
     def __init__(
@@ -124,8 +125,13 @@ class Offload:
             device = torch.device("cuda", torch.cuda.current_device())
         self.fraction, self.min_bytes = fraction, min_bytes
         self.kept_bytes = self.out_bytes = self.back_bytes = self.late_bytes = 0
+        self.observe: Callable[[Tensor], None] | None = None
         self._streams = Streams(device)
-        self._pool = HostPool(pinned=device.type == "cuda", max_bytes=max_host_bytes)
+        self._pool = HostPool(
+            pinned=device.type == "cuda",
+            max_bytes=max_host_bytes,
+            device="meta" if device.type == "meta" else "cpu",
+        )
         self._nothing = torch.empty(0, device=device)
         self._layer: Layer | None = None  # that runs
         self._previous: Layer | None = None
@@ -156,6 +162,11 @@ class Offload:
     def used_host_bytes(self) -> int:
         """Host memory that handles hold."""
         return self._pool.used_bytes
+
+    @property
+    def away(self) -> frozenset[int]:
+        """Storages (`storage_key`) of which host memory has a copy that backward waits for."""
+        return frozenset(key for key, copy in self._copies.items() if copy.piece is not None)
 
     def attach(
         self, blocks: Sequence[nn.Module], part_of: Callable[[nn.Module], str | None]
@@ -249,7 +260,7 @@ class Offload:
     def _saving(self, key: Key, module: nn.Module) -> Iterator[None]:
         """Within, offload what is saved."""
         assert self._layer is not None
-        group = Group(key, self._layer, self._addresses(module))
+        group = Group(key, self._layer, self._keys_of(module))
         self._layer.groups[key] = group
         is_done = False
         try:
@@ -264,15 +275,15 @@ class Offload:
     # Forward.
 
     @torch.no_grad()
-    def _addresses(self, module: nn.Module) -> frozenset[int]:
-        """Return where the parameters and buffers of a module lie now."""
+    def _keys_of(self, module: nn.Module) -> frozenset[int]:
+        """Return the storages in which the parameters and buffers of a module lie now."""
         found = self._registries.get(module)
         if found is None:
             found = [d for m in module.modules() for d in (m._parameters, m._buffers)]
             self._registries[module] = found
         tensors = (t for registry in found for t in registry.values() if t is not None)
         local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-        return frozenset(t.untyped_storage().data_ptr() for t in local)
+        return frozenset(storage_key(t) for t in local)
 
     def _start_forward(self) -> None:
         self._offered = self._taken = 0
@@ -288,7 +299,7 @@ class Offload:
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
             return None
-        if storage.data_ptr() in group.weights:
+        if storage_key(tensor) in group.weights:
             return Kept(tensor)
         if tensor.is_conj() or tensor.is_neg():
             return None
@@ -301,6 +312,8 @@ class Offload:
                     return None
                 copy = self._new(tensor, ref, group)
             use = Use(copy, group, copy.readers.join(), group.readers.join())
+        if self.observe is not None:
+            self.observe(tensor)
         return _Offloaded(self, use, tensor)
 
     def _goes(self, ref: StorageWeakRef, size: int) -> bool:

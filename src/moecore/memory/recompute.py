@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moecore._autograd import is_plain_eager, version
+from moecore._autograd import autocast_dtype, is_plain_eager, storage_key, version
 from moecore.memory.saved import Handle, is_packing, keep, packing
 
 SMALL = 8  # what is so many times smaller than the largest input is kept
@@ -164,7 +164,7 @@ class _Region:
 
     def _start(self, tensors: list[Tensor]) -> None:
         self._versions = _versions(tensors)
-        self._known = {_address(tensor) for tensor in tensors}
+        self._known = {storage_key(tensor) for tensor in tensors}
         self._largest = max((tensor.nbytes for tensor in tensors), default=0)
         self._num_saved = self._num_products = 0
 
@@ -198,7 +198,7 @@ class _Region:
         for position, given in enumerate(self._open.inputs):
             if not isinstance(given, Tensor) or given.is_leaf:
                 continue
-            if _address(given) == _address(tensor) and given.dtype == tensor.dtype:
+            if storage_key(given) == storage_key(tensor) and given.dtype == tensor.dtype:
                 place = _Place("input", self._num_products, position)
                 return self._drop(place, given, tensor)
         return None  # of the product's own, such as attention's log-sum-exp
@@ -206,7 +206,7 @@ class _Region:
     def _is_kept(self, tensor: Tensor) -> bool:
         if tensor.nbytes * SMALL <= self._largest or not _is_plain(tensor):
             return True
-        return _address(tensor) in self._known
+        return storage_key(tensor) in self._known
 
     def _drop(self, place: _Place, base: Tensor, tensor: Tensor) -> _Dropped:
         self._last = self._num_products
@@ -217,7 +217,7 @@ class _Region:
         for number, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not self._is_kept(leaf):
                 self._last = len(self.products)
-                _here.outputs[_address(leaf)] = _Output(self, number, leaf, version(leaf))
+                _here.outputs[storage_key(leaf)] = _Output(self, number, leaf, version(leaf))
 
     @property
     def is_multiplying(self) -> bool:
@@ -238,7 +238,7 @@ class _Region:
         finally:
             self._open, product.inputs = None, []
         product.output, product.versions = output, _versions(_tensors(output))
-        self._known |= {_address(t) for t in _tensors(output)}
+        self._known |= {storage_key(t) for t in _tensors(output)}
         self._num_products += 1
         return output
 
@@ -313,7 +313,7 @@ class _Region:
         if not product.is_needed:
             raise _Stop
         output = _map(_again, product.output)
-        self._known |= {_address(t) for t in _tensors(output)}
+        self._known |= {storage_key(t) for t in _tensors(output)}
         return output
 
     def _find_outputs(self, output: Any) -> None:
@@ -329,7 +329,7 @@ class _Region:
 
 
 class _Output(NamedTuple):
-    """An output of a region, held so that its address stays its own."""
+    """An output of a region, held so that its storage stays its own."""
 
     region: _Region
     number: int
@@ -438,7 +438,7 @@ def sharing_outputs() -> Iterator[None]:
 
 
 def _pack_output(tensor: Tensor) -> Handle | None:
-    found = _here.outputs.get(_address(tensor)) if _is_plain(tensor) else None
+    found = _here.outputs.get(storage_key(tensor)) if _is_plain(tensor) else None
     if found is None or found.version != version(tensor) or found.tensor.dtype != tensor.dtype:
         return None
     place = _Place("output", found.number)
@@ -456,10 +456,8 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _autocast(tensors: list[Tensor]) -> Any:
     """Return a context with the autocast of now; None where there is none."""
-    device = tensors[0].device.type if tensors else "cpu"
-    if not torch.is_autocast_enabled(device):
-        return None
-    return torch.autocast(device, torch.get_autocast_dtype(device))
+    dtype = autocast_dtype(tensors[0]) if tensors else None
+    return None if dtype is None else torch.autocast(tensors[0].device.type, dtype)
 
 
 def _kept_output(leaf: Any) -> Any:
@@ -493,10 +491,6 @@ def _versions(tensors: list[Tensor]) -> tuple[int, ...]:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has memory of its own, which a DTensor has not."""
     return type(tensor) in (Tensor, torch.nn.Parameter)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _never(_: Any) -> Tensor:

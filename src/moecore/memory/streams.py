@@ -40,7 +40,9 @@ class Transfer(NamedTuple):
     used: tuple[Tensor, int] | None = None
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copy; a CPU ends it."""
+        """Start the copy; a CPU ends it, and on meta there is none."""
+        if self.target.is_meta:
+            return
         if self.used is None:
             stream.copy(self.target, self.source)
             return

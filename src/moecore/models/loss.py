@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecore._autograd import autocast_dtype
 from moecore._fields import Count, check_arguments
+from moecore.kernels.common import no_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_
 
 
@@ -66,8 +68,9 @@ def linear_cross_entropy(
     if labels_N.dtype != torch.int64:
         raise ValueError(f"labels_N ({labels_N.dtype}) must be int64: pass labels_N.long()")
     dtype = hidden_ND.dtype
-    if torch.is_autocast_enabled(hidden_ND.device.type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(hidden_ND.device.type)
+    wanted = autocast_dtype(hidden_ND)
+    if wanted is not None and dtype != torch.float64:
+        dtype = wanted
     elif weight_VD.dtype != dtype:
         raise ValueError(
             f"weight_VD ({weight_VD.dtype}) must have the dtype of hidden_ND ({dtype}): convert "
@@ -108,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
         if d_weight_VD is not None and hidden_ND.shape[0] == 0:
             d_weight_VD.zero_()
-        with torch.autocast(hidden_ND.device.type, enabled=False):
+        with no_autocast(hidden_ND):
             for start in range(0, hidden_ND.shape[0], chunk):
                 part = slice(start, start + chunk)
                 d_hidden_CD = None if d_hidden_ND is None else d_hidden_ND[part]

@@ -164,7 +164,8 @@ def _scatter_sum(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     value = value.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(value, group=group)
+    if not value.is_meta:
+        dist.all_reduce(value, group=group)
     return value
 
 

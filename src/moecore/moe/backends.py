@@ -34,6 +34,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.products import refuse_recipe, why_not
 from moecore.kernels.rows.activation import ActivationOptions, activation, weighted_activation
+from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.plain_rows import gather_plain, sum_plain
 from moecore.moe.records import ExpertInput, summed_input
@@ -118,7 +119,7 @@ def _grouped(x_RI: Tensor, w_eOI: Tensor, update: LowRankUpdate | None, offs: Te
 def _sequential(inp: ExpertInput, weights: ExpertWeights, options: ActivationOptions) -> Tensor:
     inp = summed_input(inp)
     rows_SD, index = inp.rows.values, inp.index
-    stops = index.offsets_e.tolist()  # host sync: the oracle slices by expert
+    stops = _stops(index)
     parts = []
     for i, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
         x_RD = gather_plain(rows_SD, index.row_ids_R[start:stop])
@@ -132,6 +133,16 @@ def _sequential(inp: ExpertInput, weights: ExpertWeights, options: ActivationOpt
             y_RD = y_RD + (weights.b2_eD[i] * weights_R1).to(y_RD.dtype)
         parts.append(y_RD)
     return sum_plain(torch.cat(parts), index.row_ids_R[: stops[-1]], rows_SD.shape[0])
+
+
+def _stops(index: ExpertIndex) -> list[int]:
+    """Return where each expert's rows end, on the host. One host sync; on meta loads are even."""
+    e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
+    return (
+        [R * i // e for i in range(1, e + 1)]
+        if index.offsets_e.is_meta
+        else index.offsets_e.tolist()
+    )
 
 
 def _matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._autograd import disable_dynamo, is_recomputing
+from moecore._autograd import autocast_dtype, disable_dynamo, is_recomputing
 from moecore.config import MoEConfig
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
@@ -205,8 +205,7 @@ class LoadTracker:
 
     def _check_loss_scale(self, y: Tensor) -> None:
         """Raise for fp16 where a loss scale would reach the main loss alone."""
-        under_autocast = torch.is_autocast_enabled(y.device.type)
-        dtype = torch.get_autocast_dtype(y.device.type) if under_autocast else y.dtype
+        dtype = autocast_dtype(y) or y.dtype
         if dtype == torch.float16 and (self.loss_scale is None or self.loss_scale() is None):
             raise ValueError(
                 f"dtype of the layer ({dtype}) must not be fp16 with auxiliary losses, which no "

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore._autograd import mark
+from moecore._autograd import autocast_dtype, mark
 from moecore._fields import PositiveOrZero, Seed, check_arguments, check_fields
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
@@ -311,6 +311,5 @@ def _flat_mask(padding_mask: Tensor | None, x: Tensor) -> Tensor | None:
 
 def autocast(x: Tensor) -> Tensor:
     """The dtype in which rows travel and are multiplied; the router reads x as it came."""
-    if torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils._pytree import tree_leaves
 
-from moecore._autograd import version
+from moecore._autograd import storage_key, version
 from moecore.kernels.experts.contract import GradSink
 from moecore.memory.saved import Handle, Kept, is_packing, packing
 
@@ -51,11 +51,6 @@ def grad_placements(param: Tensor) -> tuple[Placement, ...]:
     if not isinstance(param, DTensor):
         return ()
     return tuple(Partial() if p.is_replicate() else p for p in param.placements)
-
-
-def address(tensor: Tensor) -> int:
-    """Return where a tensor's storage begins: views of one memory have the same."""
-    return tensor.untyped_storage().data_ptr()
 
 
 class StepCopies:
@@ -142,8 +137,8 @@ class ParamReader:
     def __init__(self, *, keep: bool = True, is_gathered: bool = False) -> None:
         self.keep, self.is_gathered = keep, is_gathered
         self.copies = StepCopies()
-        # Address -> weights and what was made of them, while they are read: held, so that no
-        # address becomes another tensor's.
+        # Storage -> weights and what was made of them, while they are read: held, so that no
+        # key becomes another storage's.
         self._made: dict[int, Tensor] = {}
 
     def read(self, param: nn.Parameter, *, cast: bool = True) -> Tensor:
@@ -155,7 +150,7 @@ class ParamReader:
         """
         local = local_param(param)
         if not torch.compiler.is_compiling():
-            self._made[address(local)] = local
+            self._made[storage_key(local)] = local
         return local
 
     def quantised(
@@ -173,7 +168,7 @@ class ParamReader:
         frozen = not any(param.requires_grad for param in params)
         found = self.copies.get(key, params, make, for_ever=frozen and not self.is_gathered)
         for tensor in tree_leaves(found):
-            self._made[address(tensor)] = tensor
+            self._made[storage_key(tensor)] = tensor
         return found
 
     @contextmanager
@@ -189,7 +184,7 @@ class ParamReader:
             self._made.clear()
 
     def _pack(self, tensor: Tensor) -> Handle | None:
-        return Kept(tensor) if address(tensor) in self._made else None
+        return Kept(tensor) if storage_key(tensor) in self._made else None
 
     def sink(self, param: nn.Parameter, matrices: Tensor) -> GradSink | None:
         """Return what may take a parameter's gradient; None = autograd alone.

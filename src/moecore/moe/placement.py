@@ -5,6 +5,7 @@ Legend: E experts, e experts of a rank (E / ep), T tokens of a rank, K experts p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -40,6 +41,18 @@ class ExpertPlacement:
     def first_local(self) -> int:
         """Global id of this rank's first expert."""
         return dist.get_rank(self.group) // self.etp * self.num_local
+
+    def balanced_rows(self, num_tokens: int, top_k: int) -> int:
+        """Return the expert rows of a rank when all experts get as many of T tokens per rank."""
+        return num_tokens * top_k * self.etp
+
+    def balanced_tokens(self, num_tokens: int, top_k: int) -> int:
+        """Return how many of T tokens go to one rank, rounded, when each chooses at random.
+
+        That is T times one minus the chance that no choice is among a rank's e of E experts.
+        """
+        E, e = self.num_experts, self.num_local
+        return round(num_tokens * (1 - math.comb(E - e, top_k) / math.comb(E, top_k)))
 
     def most_rows(self, routing: Routing) -> int:
         """Most expert rows of one rank, when every rank brings as many tokens as this one."""

@@ -115,6 +115,8 @@ class UnsummedRows:
 class Dispatcher(Protocol):
     """Brings tokens to the ranks that own their experts, and their outputs home.
 
+    On meta nothing is sent, and shapes are those of even loads (`memory/kept.py`).
+
     Attributes:
         waits_on_host: every forward waits for sizes on the host, unless each expert's rows are
             padded to a capacity; such a forward cannot be in a CUDA graph.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from moecore._autograd import version
+from moecore._autograd import autocast_dtype, version
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import Both, amax, cast, operand
 from moecore.kernels.rows.scaling import ALIGNED, KINDS
@@ -316,9 +316,7 @@ def _check(x: Tensor, weight_NK: Tensor) -> None:
 
 def _output_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that `nn.Linear` would return."""
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    return autocast_dtype(x) or x.dtype
 
 
 def _parts(side: Any, like: Tensor | None = None) -> Parts:

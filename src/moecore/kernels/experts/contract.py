@@ -257,7 +257,7 @@ class ExpertSpec:
                     f"MoEConfig.{name} ({size}) must be a multiple of {multiple} for experts in "
                     f"this FP8: {LEAVE_OUT}"
                 )
-        if self.device is None or self.device.type == "cpu":  # references take any dtype
+        if self.device is None or self.device.type in ("cpu", "meta"):  # references: any dtype
             return None
         if self.dtypes not in (None, {torch.bfloat16}):
             shown = ", ".join(sorted(str(dtype) for dtype in self.dtypes or ()))

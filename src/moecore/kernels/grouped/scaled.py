@@ -187,8 +187,8 @@ def scaled_gemm(
     """
     if is_reference(b_eNK):
         return scaled_gemm_ref(a, b_eNK, scales_eN, offsets_e, dtype)
-    if not a.values_RK.shape[0]:
-        return b_eNK.new_empty(0, b_eNK.shape[1], dtype=dtype)
+    if not a.values_RK.shape[0] or b_eNK.is_meta:
+        return b_eNK.new_empty(a.values_RK.shape[0], b_eNK.shape[1], dtype=dtype)
     b_eKN = b_eNK.transpose(1, 2)
     return scaled_grouped_mm(
         a.values_RK, b_eKN, a.scales_R, scales_eN, offs=offsets_e, out_dtype=dtype

@@ -56,7 +56,8 @@ class AllGatherDispatcher:
         else:
             block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")
             pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
-            C, num_rows = _exchange_counts(T, pairs_P, p)
+            sizes = T, p.balanced_rows(*routing.expert_ids_TK.shape)
+            C, num_rows = sizes if x_TD.is_meta else _exchange_counts(T, pairs_P, p)
         pad = (0, 0, 0, C - T)
         rows_SD = gather_ranks(F.pad(x_TD, pad), p.group)
         weights_SK = gather_ranks(F.pad(routing.weights_TK, pad), p.group)

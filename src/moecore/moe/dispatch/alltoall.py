@@ -76,7 +76,10 @@ class AllToAllDispatcher:
         else:
             pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
             counts = (needs_GT.sum(1), pairs_G)
-            send_splits, receive_splits, num_rows = _exchange_counts(*counts, p.group)
+            if x_TD.is_meta:
+                send_splits, receive_splits, num_rows = _balanced(p, *routing.expert_ids_TK.shape)
+            else:
+                send_splits, receive_splits, num_rows = _exchange_counts(*counts, p.group)
             token_ids_M, slots_TG = send_order(needs_GT, sum(send_splits))
             used_M = None
         plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
@@ -169,11 +172,18 @@ def _exchange_counts(
     return [n for n, _ in sent], [n for n, _ in received], sum(n for _, n in received)
 
 
+def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int], int]:
+    """Return what `_exchange_counts` does, of balanced loads: on meta there are no counts."""
+    splits = [p.balanced_tokens(T, K)] * p.group.size()
+    return splits, splits, p.balanced_rows(T, K)
+
+
 def _all_to_all(
     x: Tensor, receive_splits: list[int], send_splits: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     out = x.new_empty((sum(receive_splits), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), receive_splits, send_splits, group=group)
+    if not out.is_meta:
+        dist.all_to_all_single(out, x.contiguous(), receive_splits, send_splits, group=group)
     return out
 
 

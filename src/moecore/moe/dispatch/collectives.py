@@ -1,5 +1,7 @@
 """The collectives that dispatchers share.
 
+On meta they make shapes and nothing is sent.
+
 Legend: C rows of each rank, G ranks of the group, S = G * C rows.
 """
 
@@ -35,6 +37,8 @@ class EqualSizes:
             ValueError: when the first numbers differ.
             RuntimeError: when later ones do; on CUDA the device asserts, before rows travel.
         """
+        if device.type == "meta":
+            return
         mine = torch.full((1,), num_tokens, device=device)
         numbers_G = _gather_from_ranks(mine, self.group)
         fix = "with CapacityConfig.pad (True): pad the batches, or set pad=False"
@@ -77,13 +81,15 @@ class _SumRanks(torch.autograd.Function):
 
 def _gather_from_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
-    all_gather_single(out, x_C.contiguous(), group=group)
+    if not out.is_meta:
+        all_gather_single(out, x_C.contiguous(), group=group)
     return out
 
 
 def _sum_over_ranks(y_S: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(y_S, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, y_S.contiguous(), group=group)
+    if not received.is_meta:
+        dist.all_to_all_single(received, y_S.contiguous(), group=group)
     parts_GC = received.unflatten(0, (group.size(), y_S.shape[0] // group.size()))
     dtype = torch.promote_types(y_S.dtype, torch.float32)
     return parts_GC.sum(0, dtype=dtype).to(y_S.dtype)

@@ -219,6 +219,38 @@ class Exchange:
         )
 
 
+class _MetaExchange(Exchange):
+    """The shapes of an exchange: nothing is allocated or sent."""
+
+    def spread_choices(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
+    ) -> kernels.SpreadChoices:
+        """Return as many rows as can come."""
+        T, S = x_TD.shape[0], self.layout.source_rows
+        return kernels.SpreadChoices(
+            rows_SD=x_TD.new_empty(S, x_TD.shape[1]),
+            ids_SK=ids_TK.new_empty(S, ids_TK.shape[1]),
+            weights_SK=weights_TK.new_empty(S, ids_TK.shape[1]),
+            peers_T=ids_TK.new_empty(T),
+            places_S=ids_TK.new_empty(S),
+        )
+
+    def reduce(
+        self,
+        y_RD: Tensor,
+        peers_T: Tensor,
+        places_S: Tensor,
+        slots_SN: Tensor,
+        choices: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sums at home."""
+        return y_RD.new_empty(peers_T.shape[0], y_RD.shape[1]), None
+
+    def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
+        """Return the offsets."""
+        return offsets_e
+
+
 class ExchangePool:
     """The exchanges of a model, which owns their buffers.
 
@@ -257,6 +289,8 @@ class ExchangePool:
                 f"{ROW_ALIGNMENT} bytes for dispatcher ('nvlink'): pad the model dim or use "
                 "'alltoall'"
             )
+        if x_TD.is_meta:
+            return self._on_meta(x_TD, top_k)
         key = (row_bytes, top_k, lane)
         exchange = self._entries.get(key)
         if exchange is None:
@@ -320,8 +354,28 @@ class ExchangePool:
                 "one step first"
             )
         programs = self.options.num_sms or num_sms(x_TD.device)
-        most = self._agree(x_TD, top_k, programs)
-        layout = ExchangeLayout(
+        layout = self._layout(x_TD, top_k, self._agree(x_TD, top_k, programs), programs)
+        # An evaluation may come first: a training step can not write tensors of inference mode.
+        with on_device(x_TD), torch.inference_mode(False):
+            buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
+        return Exchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
+
+    def _on_meta(self, x_TD: Tensor, top_k: int) -> Exchange:
+        most = self.options.max_tokens or x_TD.shape[0]
+        layout = self._layout(x_TD, top_k, most, self.options.num_sms or 1)
+        none = torch.empty(0, dtype=torch.int32, device="meta")
+        buffer = SymmetricBuffer(
+            layout=layout,
+            rank=dist.get_rank(self.group),
+            bases=none,
+            state=none,
+            report=none,
+            timeout_ns=0,
+        )
+        return _MetaExchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
+
+    def _layout(self, x_TD: Tensor, top_k: int, most: int, programs: int) -> ExchangeLayout:
+        return ExchangeLayout(
             num_ranks=self.group.size(),
             max_tokens=max(1, most),
             row_bytes=x_TD.shape[1] * x_TD.itemsize,
@@ -329,11 +383,10 @@ class ExchangePool:
             **divide(programs),
             sums_slot=self.options.overlap_weight_grads,
         )
-        balanced = layout.source_rows * top_k // self.ep
-        # An evaluation may come first: a training step can not write tensors of inference mode.
-        with on_device(x_TD), torch.inference_mode(False):
-            buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
-        return Exchange(buffer, self.group, self.options, balanced_rows=balanced)
+
+    def _balanced(self, layout: ExchangeLayout) -> int:
+        """Return the expert rows of a rank with even loads."""
+        return layout.source_rows * layout.top_k // self.ep
 
     def _agree(self, x_TD: Tensor, top_k: int, programs: int) -> int:
         """Return the most tokens of any rank. One collective and host sync.

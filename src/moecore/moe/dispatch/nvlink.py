@@ -73,6 +73,11 @@ class NVLinkDispatcher:
         self.placement = placement
         self.exchanges = exchanges
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether backward keeps received rows; else they are sent once more."""
+        return self.exchanges.options.keep_rows
+
     @disable_dynamo
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks. No collective, and no host sync after the first.
@@ -150,6 +155,8 @@ def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -
 def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: int) -> int:
     """Return how many choices are of experts [first, first + num_local). One host sync.
 
+    On meta there are no choices: those of even loads.
+
     Raises:
         RuntimeError: while a CUDA graph is captured, whose sizes can not change.
     """
@@ -158,6 +165,8 @@ def _count_rows(exchange: Exchange, ids_SK: Tensor, *, first: int, num_local: in
             "NVLinkOptions.exact_rows (True) must be False while a CUDA graph is captured: set a "
             "row_factor"
         )
+    if ids_SK.is_meta:
+        return exchange.balanced_rows
     return int(((ids_SK >= first) & (ids_SK < first + num_local)).sum())
 
 

@@ -1,0 +1,330 @@
+"""Bytes that a model's blocks keep for backward, counted before anything is allocated.
+
+    kept = kept_bytes(model, blocks, lambda copy: copy(tokens), options=options, ...)
+
+There is no formula: a copy of the model on meta runs its forward once, with the regions, the
+offload and the packers of the real one, and what autograd saves has a size and no memory. So what a
+part drops is seen to be dropped. Ranks send nothing: on meta a dispatcher makes the shapes of
+balanced loads (`moe/placement.py`).
+
+Note "meta": `_OnMeta` has the operations that keep on a device what they do not keep on meta:
+attention keeps queries, keys, values, its output and one fp32 sum per row and head, as flash and
+memory-efficient kernels do; a norm on a GPU its input and one fp32 number per row. moecore's own
+kernels are recorded there without running (`kernels.common.meta_as`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moecore._autograd import storage_key
+from moecore._compat import is_grouped_mm
+from moecore.kernels.common import meta_as
+from moecore.memory.apply import apply_memory
+from moecore.memory.options import MemoryOptions
+from moecore.memory.parts import find_parts
+from moecore.memory.saved import packing
+from moecore.moe.balance import LoadTracker
+from moecore.moe.experts import Experts
+from moecore.moe.layer import RoutedLayer
+from moecore.moe.params import ParamReader
+
+META = torch.device("meta")
+OWN_PARTS = ("ep", "etp", "tp")  # mesh dims whose ranks compute with their own part of a parameter
+OBSERVERS = ("tape", "observe_scores")  # attributes that would record what did not happen
+NAMES = {"moe": "routing"}  # what is left of an MoE layer beside its experts
+OUTER = ("", "rest", "routing")  # parts in which others lie
+Parts = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBytes:
+    """What one block's forward leaves for its backward, in bytes by part.
+
+    Parts are those of `MemoryOptions.offload`, and "routing": router, dispatch, combine, balance.
+    What two parts keep counts in the first.
+
+    Attributes:
+        device: in the device's memory.
+        host: in host memory.
+    """
+
+    device: Parts
+    host: Parts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the device's memory."""
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKept:
+    """What a model's forward leaves for its backward.
+
+    Attributes:
+        blocks: in the order given.
+        outside: what no block or several keep: embedding, head, tables of positions.
+    """
+
+    blocks: tuple[KeptBytes, ...]
+    outside: KeptBytes
+
+
+def kept_bytes(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    run: Callable[[Any], Any],
+    *,
+    options: MemoryOptions,
+    device_type: str,
+    dtype_of: Callable[[Tensor], torch.dtype] = lambda param: param.dtype,
+    compiled: Set[nn.Module] = frozenset(),
+) -> ModelKept:
+    """Return what a training forward keeps. Nothing is allocated, sent or changed.
+
+    Exact for what runs eagerly, up to what attention's kernel keeps and how even loads are. A
+    compiled region counts as if it were not: its compiler decides.
+
+    Args:
+        model: plain or parallelized, on any device.
+        blocks: of the model, as `apply_memory` takes them.
+        run: calls a copy of the model on meta. Tensors that it is given may be real.
+        options: what is computed again or offloaded; what the model itself does now is not asked.
+        device_type: where the model runs, "cuda" or "cpu".
+        dtype_of: parameter -> dtype in which it is computed with.
+        compiled: as `apply_memory` takes it.
+    """
+    copies = _copies(model, dtype_of)
+    inner = [copies[block] for block in blocks]
+    for module in copies.values():
+        if isinstance(module, Experts):
+            module.recompute_fc1 = "expert_fc1" in options.parts
+    on_meta = _OnMeta(device_type)
+    count = _Count({storage_key(p) for p in copies[model].parameters()}, on_meta.move)
+    without = {copies[module] for module in compiled}
+    with warnings.catch_warnings():  # which the model's own options gave
+        warnings.simplefilter("ignore")
+        offload = apply_memory(inner, options, META, compiled=without)
+    if offload is not None:
+        offload.observe = count
+    for i, block in enumerate(inner):
+        for _, kind, module in list(find_parts(block)):
+            count.wrap(module, i, NAMES.get(kind, kind))
+        count.wrap(block, i, "rest")
+    with meta_as(device_type), packing(count), on_meta, torch.enable_grad():
+        run(copies[model])
+    return count.result(len(blocks), frozenset() if offload is None else offload.away)
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that is kept.
+
+    Attributes:
+        num_bytes: of all of it.
+        part: who kept it first; "" outside of blocks.
+        blocks: all that keep it; -1 stands for outside.
+    """
+
+    num_bytes: int
+    part: str
+    blocks: list[int]
+
+
+class _Count:
+    """Counts storages, each once: as the packer that is asked last, and as an offload's observer.
+
+    Args:
+        weights: storages that do not count.
+        move: a tensor -> itself on meta.
+    """
+
+    def __init__(self, weights: Set[int], move: Callable[[Tensor], Tensor]) -> None:
+        self.weights, self.move = weights, move
+        self.found: dict[int, _Storage] = {}
+        self._held: list[Tensor] = []  # so that no key is used twice
+        self._place: tuple[int, str] = (-1, "")
+
+    def __call__(self, tensor: Tensor) -> None:
+        tensor, (block, part) = self.move(tensor), self._place
+        key = storage_key(tensor)
+        if key in self.weights:
+            return
+        if key not in self.found:
+            self._held.append(tensor)
+            self.found[key] = _Storage(tensor.untyped_storage().nbytes(), part, [])
+        self.found[key].blocks.append(block)
+
+    def wrap(self, module: nn.Module, block: int, part: str) -> None:
+        """Let what a module keeps count as a part's; of two, one in the other, as the outer's."""
+        module.forward = partial(self._within, module.forward, (block, part))  # type: ignore[method-assign]
+
+    def _within(
+        self, forward: Callable[..., Any], place: tuple[int, str], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._place[1] not in OUTER:
+            return forward(*args, **kwargs)
+        before, self._place = self._place, place
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._place = before
+
+    def result(self, num_blocks: int, away: Set[int]) -> ModelKept:
+        """Return the sums.
+
+        Args:
+            num_blocks: how many there are.
+            away: storages in host memory.
+        """
+        sums: list[tuple[Counter[str], Counter[str]]]
+        sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
+        for key, storage in self.found.items():
+            first, *others = dict.fromkeys(storage.blocks)
+            place = (-1, "outside") if others or first < 0 else (first, storage.part)
+            sums[place[0]][key in away][place[1]] += storage.num_bytes
+        *blocks, outside = (KeptBytes(dict(here), dict(there)) for here, there in sums)
+        return ModelKept(tuple(blocks), outside)
+
+
+def _copies(
+    model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]
+) -> dict[nn.Module, nn.Module]:
+    """Return a copy on meta of each module of a model, as it was before anything wrapped it.
+
+    Hooks and forwards that were put in its place stay behind, and what records or counts.
+    """
+    copies: dict[nn.Module, nn.Module] = {m: _new(type(m)) for m in model.modules()}
+    params = {
+        param: nn.Parameter(
+            torch.empty(_own_shape(param), dtype=dtype_of(param), device=META),
+            requires_grad=param.requires_grad,
+        )
+        for param in model.parameters()
+    }
+    fresh = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
+    for module, copy in copies.items():
+        held = {n: value for n, value in vars(module).items() if not _shadows(module, n, value)}
+        state = held | {name: type(value)() for name, value in fresh.items() if value is not None}
+        state |= {name: None for name in OBSERVERS if name in state}
+        state["training"] = True
+        state["_buffers"] = dict(module._buffers)
+        state["_parameters"] = {
+            n: p if p is None else params[p] for n, p in module._parameters.items()
+        }
+        state["_modules"] = {n: m if m is None else copies[m] for n, m in module._modules.items()}
+        if isinstance(module, Experts):
+            state["reader"] = ParamReader()
+        if isinstance(module, RoutedLayer):
+            state["tracker"] = LoadTracker(module.config)
+        vars(copy).update(state)
+    return copies
+
+
+def _new(cls: type) -> nn.Module:
+    """Return an empty module of a class, or of the one that FSDP2 has put its own before."""
+    plain: type = next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
+    module: nn.Module = object.__new__(plain)
+    return module
+
+
+def _shadows(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute stands in the place of a method of its class: wrapped, or compiled."""
+    return callable(value) and callable(getattr(type(module), name, None))
+
+
+def _own_shape(param: Tensor) -> list[int]:
+    """Return the shape with which this rank computes: what FSDP2 cuts is gathered before."""
+    shape = list(param.shape)
+    if isinstance(param, DTensor):
+        names = param.device_mesh.mesh_dim_names or ()
+        for i, (name, placement) in enumerate(zip(names, param.placements, strict=True)):
+            if name in OWN_PARTS and not placement.is_replicate():
+                shape[placement.dim] //= param.device_mesh.size(i)  # type: ignore[attr-defined]
+    return shape
+
+
+class _OnMeta(TorchFunctionMode):
+    """Moves real tensors to meta beside others there, and keeps what a device keeps."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._is_gpu = device_type == "cuda"
+        self.moved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> itself, and one on meta
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
+        if func is F.scaled_dot_product_attention:
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            return _Attention.apply(*args[:3], mask)
+        if func is F.rms_norm and self._is_gpu:
+            return _Norm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
+        if is_grouped_mm(func):
+            return _grouped_mm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def move(self, x: Tensor) -> Tensor:
+        """Return a tensor on meta; views of one storage share one there."""
+        if x.is_meta or type(x) is not Tensor:
+            return x
+        key = storage_key(x)
+        if key not in self.moved:
+            num_bytes = x.untyped_storage().nbytes()
+            self.moved[key] = x, torch.empty(num_bytes, dtype=torch.uint8, device=META)
+        storage = self.moved[key][1].untyped_storage()
+        view = torch.empty(0, dtype=x.dtype, device=META)
+        return view.set_(storage, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+
+
+class _Attention(torch.autograd.Function):
+    """[B, H, T, d] -> [B, H, T, v], in memory [B, T, H, v]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        B, H, T, _ = q.shape
+        out = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, mask, out, q.new_empty(B, H, T, dtype=torch.float32))
+        return out
+
+
+class _Norm(torch.autograd.Function):
+    """The norm of a GPU, of one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a_RK: Tensor, b_eKN: Tensor, offs: Tensor) -> Tensor:
+        of_a, of_b, _ = ctx.needs_input_grad
+        ctx.save_for_backward(a_RK if of_b else None, b_eKN if of_a else None, offs)
+        return a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
+
+
+def _grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
+    """Return what torch's product does, which takes bf16 alone on meta."""
+    out: Tensor = _GroupedProduct.apply(a_RK, b_eKN, offs)
+    return out
