@@ -19,6 +19,7 @@ from moecore.hf import decoder_config_from_hf, hf_to_native, load_hf, native_to_
 from moecore.models import Decoder, preset
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.optim import assign_matrices
+from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
 from moecore.rl import RouterReplay
 from tests.test_api import SECTIONS
 from tests.test_fields import RECORDS
@@ -35,6 +36,7 @@ NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
     "MatrixAssignment",
+    *("Bins", "Group", "PackedBatch", "Schedule"),
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
@@ -49,9 +51,9 @@ WRONG: list[tuple[Any, str]] = [
     (1.5, "float|Positive|PositiveOrZero|MaxNorm|Any|object"),
     (True, "bool|Any|object"),
     (-1, "int|Seed|float|Any|object"),
-    ([], "Sequence|Iterable|Collection|Optimizers|Schedulers|ParamsT|Any|object"),
+    ([], "Sequence|Iterable|Collection|Optimizers|Schedulers|ParamsT|Lengths|Any|object"),
     ({}, "Mapping|HFConfig|ParamsT|Iterable|Collection|dict|Any|object"),
-    ([1], "Any|object|Iterable"),
+    ([1], r"Any|object|Iterable|Lengths|Sequence\[float"),
     ({1: 2}, "Any|object|Iterable"),
     (object(), "Any|object"),
     (MoEConfig, "type|Callable|OwnActivation|Progress|Any|object"),
@@ -68,6 +70,8 @@ METHODS: tuple[tuple[Any, str], ...] = (
     (META, "forward"),
     (META, "generate"),
     (OPTIONS, "moe_config"),
+    *((PackedBatchSampler([1], 4), n) for n in ("set_epoch", "state_dict", "load_state_dict")),
+    (schedule_documents([1], ranks=1, max_tokens=1), "of_rank"),
     *((REPLAY, n) for n in ("choices", "replay", "select", "to_engine", "from_engine")),
 )
 # Valid values of parameters without a default, by name, and where one name has several types.
@@ -76,6 +80,9 @@ VALID: dict[str, Any] = {
     **dict(optimizer=None, step=1, keep=1, name="tiny", config=TINY, options=OPTIONS, key="a"),
     **dict(layout=LayerLayout(), router={}, experts={}, dense={}, state={}, mlps=[], blocks=[]),
     "names": "dcp",
+    **dict(lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),
+    **dict(documents=[[1]], costs=[1.0], cu_seqlens=torch.tensor([0, 2])),
+    "batch": PackedCollator(row_tokens=4)([[1]]),
     "assignment": assign_matrices(META),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),

@@ -33,6 +33,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from moecore.optim import AdamW, Cut
 from moecore.optim.matrices import MatrixLayout
+from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
 from moecore.upcycle.models import MLPNames
@@ -149,6 +150,9 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (ExpertMLPOptions, {"activation": ActivationOptions(kind="swiglu")}),
     (Recipe, {}),
     (Precision, {"recipe": Recipe()}),
+    (DocumentCost, {}),
+    (MeasuredCost, dict(lengths=(2, 4), seconds={1: (1.0, 2.0)})),
+    (PackedCollator, {"row_tokens": 4}),
     (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
 ]
 VALUES: list[Any] = [

@@ -1,0 +1,32 @@
+"""Documents of different lengths: rows without padding, and who computes what of a global batch.
+
+docs/sequences.md has the use of each name.
+"""
+
+from moecore.packing.bins import Bins, pack_documents, pack_lengths
+from moecore.packing.collate import PackedBatch, PackedCollator
+from moecore.packing.cost import DocumentCost, MeasuredCost
+from moecore.packing.documents import CutDocuments
+from moecore.packing.sampler import PackedBatchSampler
+from moecore.packing.schedule import Group, Schedule, schedule_documents, serpentine
+from moecore.packing.split import indices_of, inverse_of, padded_lengths, part_of
+
+__all__ = [
+    "Bins",
+    "CutDocuments",
+    "DocumentCost",
+    "Group",
+    "MeasuredCost",
+    "PackedBatch",
+    "PackedBatchSampler",
+    "PackedCollator",
+    "Schedule",
+    "indices_of",
+    "inverse_of",
+    "pack_documents",
+    "pack_lengths",
+    "padded_lengths",
+    "part_of",
+    "schedule_documents",
+    "serpentine",
+]

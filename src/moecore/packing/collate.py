@@ -1,0 +1,211 @@
+"""Documents -> a batch of rows in which documents lie end to end.
+
+Legend: B rows, T tokens of a row, n documents of a batch, those of padding included.
+
+Example, [5 6 7] and [8 9] in one row of 8 tokens:
+
+    input_ids      5    6    7    8    9    0    0    0
+    labels         6    7 -100    9 -100 -100 -100 -100
+    position_ids   0    1    2    0    1    0    1    2
+    padding_mask   -    -    -    -    -    x    x    x
+    cu_seqlens     0              3         5              8      num_tokens 3, max_length 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore._fields import Count, CountOrZero, Rules, check_arguments, check_fields, shown
+from moecore.kernels.cross_entropy import IGNORE_INDEX
+from moecore.packing.documents import Document, length_of
+
+
+class PackedBatch(TypedDict):
+    """A batch of rows of documents, on the CPU.
+
+    Attributes:
+        input_ids: int64 [B, T].
+        labels: int64 [B, T]; -100 = not learned.
+        position_ids: int64 [B, T], from 0 in each document.
+        padding_mask: bool [B, T], True = padding.
+        cu_seqlens: int32 [n + 1], where documents begin in the rows laid end to end, and B * T.
+            What a row has left is a document of padding.
+        max_length: tokens of the longest document, padding included.
+        num_tokens: int64 scalar, the labels that count.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    padding_mask: Tensor
+    cu_seqlens: Tensor
+    max_length: int
+    num_tokens: Tensor
+
+
+class _Tokens(NamedTuple):
+    """A document's ids and their own labels, int64 [tokens]."""
+
+    ids: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedCollator:
+    """The `collate_fn` of a DataLoader: makes a `PackedBatch` of documents.
+
+    A document lies behind the one before it, or begins the next row where it does not fit. So the
+    bins of a `PackedBatchSampler` never need more rows than it put together.
+
+    Attributes:
+        row_tokens: tokens T of a row.
+        rows: rows B of every batch; those without documents are padding.
+        multiple: tokens of each document are rounded up to a multiple of it by padding behind it,
+            which belongs to the document: 2 * cp for context parallelism (`split.py`).
+        max_documents: when given, `cu_seqlens` has this number of documents + 1 entries in every
+            batch, the last one repeated, and `max_length` is `row_tokens`: shapes are static, as a
+            CUDA graph needs them. Counts documents of padding.
+        shift_labels: True = the label of a token is the token that should follow, as
+            `moecore.models.Decoder` expects it, and -100 at a document's end. False = a token's own
+            id, as transformers' models expect it, because they shift themselves: -100 at a
+            document's start.
+        pad_id: token id of padding.
+    """
+
+    row_tokens: Count
+    rows: Count = 1
+    multiple: Count = 1
+    max_documents: Count | None = None
+    shift_labels: bool = True
+    pad_id: CountOrZero = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.row_tokens % self.multiple:
+            yield "row_tokens", f"be a multiple of multiple ({self.multiple}): round it up"
+        if self.rows * self.row_tokens >= 2**31:
+            yield "row_tokens", f"be < 2**31 / rows ({self.rows}): cu_seqlens is int32"
+
+    def __call__(self, documents: Sequence[Document]) -> PackedBatch:
+        """Return the batch.
+
+        Args:
+            documents: token ids (lists, numpy arrays or tensors), or mappings with `input_ids`.
+                These may have `labels`, of the tokens themselves with -100 for those that are not
+                learned, and `assistant_masks`, 0 for those that are not learned. Without either
+                all tokens are learned.
+
+        Raises:
+            ValueError: for a document without tokens or of another kind, labels of another number,
+                more documents than `rows` rows hold, or than `max_documents`.
+        """
+        check_arguments(PackedCollator.__call__, locals())
+        shape = (self.rows, self.row_tokens)
+        ids_N = torch.full((self.rows * self.row_tokens,), self.pad_id)
+        labels_N = torch.full_like(ids_N, IGNORE_INDEX)
+        padding_N = torch.ones_like(ids_N, dtype=torch.bool)
+        starts = []
+        for start, tokens in self._placed(documents):
+            stop = start + len(tokens.ids)
+            ids_N[start:stop] = tokens.ids
+            padding_N[start:stop] = False
+            if self.shift_labels:
+                labels_N[start : stop - 1] = tokens.labels[1:]
+            else:
+                labels_N[start + 1 : stop] = tokens.labels[1:]
+            starts.append((start, start + self._rounded(len(tokens.ids))))
+        cu_n = self._borders(starts)
+        lengths_n = cu_n.diff().long()
+        positions_N = torch.arange(len(ids_N)) - cu_n[:-1].long().repeat_interleave(lengths_n)
+        return PackedBatch(
+            input_ids=ids_N.view(shape),
+            labels=labels_N.view(shape),
+            position_ids=positions_N.view(shape),
+            padding_mask=padding_N.view(shape),
+            cu_seqlens=cu_n,
+            max_length=self.row_tokens if self.max_documents else int(lengths_n.max()),
+            num_tokens=(labels_N != IGNORE_INDEX).sum(),
+        )
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
+
+    def _placed(self, documents: Sequence[Document]) -> Iterator[tuple[int, _Tokens]]:
+        """Yield where each document starts in the rows laid end to end, and its tokens."""
+        row, used = 0, 0
+        for number, document in enumerate(documents):
+            tokens = _read(document, number)
+            length = self._rounded(len(tokens.ids))
+            if used + length > self.row_tokens:
+                row, used = row + 1, 0
+            if length > self.row_tokens or row >= self.rows:
+                raise ValueError(
+                    f"documents (number {number}, {len(tokens.ids)} tokens) must fit the rows "
+                    f"({self.rows} of {self.row_tokens} tokens): give it the batches of a "
+                    "PackedBatchSampler with these rows and bin_tokens"
+                )
+            yield row * self.row_tokens + used, tokens
+            used += length
+
+    def _borders(self, spans: list[tuple[int, int]]) -> Tensor:
+        """Return `cu_seqlens` of documents at these places, with padding where none is."""
+        row_ends = range(0, (self.rows + 1) * self.row_tokens, self.row_tokens)
+        borders = sorted({*row_ends, *(border for span in spans for border in span)})
+        if self.max_documents is not None:
+            if len(borders) - 1 > self.max_documents:
+                raise ValueError(
+                    f"documents ({len(borders) - 1} with those of padding) must be <= "
+                    f"max_documents ({self.max_documents}): raise it, or leave short ones out"
+                )
+            borders += [borders[-1]] * (self.max_documents + 1 - len(borders))
+        return torch.tensor(borders, dtype=torch.int32)
+
+
+def _read(document: Document, number: int) -> _Tokens:
+    """Return the ids and labels of one document."""
+    name = f"documents[{number}]"
+    length = length_of(document, name)
+    if not length:
+        raise ValueError(f"{name} (0 tokens) must have >= 1 token: leave it out")
+    if not isinstance(document, Mapping):
+        ids = _integers(document, name)
+        return _Tokens(ids, ids)
+    ids = _integers(document["input_ids"], f"{name}['input_ids']")
+    labels = ids
+    if "labels" in document:
+        labels = _one_per_token(document, "labels", name, length)
+    if "assistant_masks" in document:
+        mask = _one_per_token(document, "assistant_masks", name, length)
+        labels = labels.where(mask != 0, IGNORE_INDEX)
+    return _Tokens(ids, labels)
+
+
+def _one_per_token(document: Mapping[str, Any], key: str, name: str, length: int) -> Tensor:
+    numbers = _integers(document[key], f"{name}[{key!r}]")
+    if len(numbers) != length:
+        raise ValueError(
+            f"{name}[{key!r}] ({len(numbers)} numbers) must have one per token ({length}): "
+            "make them from the same tokens"
+        )
+    return numbers
+
+
+def _integers(numbers: Any, name: str) -> Tensor:
+    """Return a list, array or tensor of whole numbers as int64."""
+    try:
+        made = torch.as_tensor(np.asarray(numbers) if isinstance(numbers, list) else numbers)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        made = torch.empty(0, dtype=torch.float32)
+    if made.ndim != 1 or made.is_floating_point() or made.is_complex():
+        raise ValueError(
+            f"{name} ({shown(numbers)}) must be whole numbers, one per token: tokenize it"
+        )
+    return made.long()

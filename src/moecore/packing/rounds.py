@@ -1,0 +1,332 @@
+"""Rounds of micro-batches, one by one, of the documents that are left.
+
+Legend: N documents, longest first; cp ranks of a block, which becomes a group of `schedule.py`.
+
+A round has a limit of time. The longest documents that are left each open a block of the fewest
+ranks on which they stay below the limit, until all ranks are taken. Then the block with the least
+work takes the longest document that fits its time and its memory, until none fits any block. So
+documents of like length meet, and short ones fill the gaps between them. Ranks for which no
+document is left join a block.
+
+Each round is tried with several limits, and with blocks of at least 1, 2, 4, ... ranks: a wide
+block has finer steps. The first trial that is busy enough is taken, else the busiest: that by which
+the least time of the whole step shrinks most, per time of the round.
+
+Source: the task is that of Dynamic-CP in Megatron-Core (arXiv:2603.07685).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moecore.packing.cost import Cost, Costs
+from moecore.packing.documents import Integers
+from moecore.packing.split import padded_lengths
+
+ENOUGH = 0.98  # busy, of the time of a round
+GROWTH = 1.1  # of one limit over the next
+MOST_PLACED = 60_000  # documents on trial, about 0.3 s
+
+
+@dataclass(slots=True)
+class Block:
+    """Documents that the same ranks share in a round.
+
+    Attributes:
+        cp: ranks.
+        documents: their numbers, longest first of all.
+        load: cost on each rank.
+        tokens: on each rank.
+    """
+
+    cp: int
+    documents: list[int] = field(default_factory=list)
+    load: float = 0.0
+    tokens: int = 0
+
+
+Blocks = list[Block]
+
+
+class Documents:
+    """The documents of a global batch, longest first, and their costs on 1, 2, 4, ... ranks.
+
+    Attributes:
+        order: int64 [N], the caller's numbers.
+        cps: 1, 2, 4, ... ranks that may share a document.
+        cost: cp -> cost of each on each of cp ranks.
+        tokens: cp -> tokens of each on each of cp ranks.
+        work: of each, on as many ranks as it costs least; summed over ranks.
+
+    Raises:
+        ValueError: for a document that the largest group cannot hold.
+    """
+
+    def __init__(self, lengths_N: Integers, ranks: int, max_tokens: int, cost: Cost) -> None:
+        self.ranks, self.max_tokens, self.fixed = ranks, max_tokens, cost.fixed
+        self.order = np.argsort(-lengths_N, kind="stable")
+        lengths_N = lengths_N[self.order]
+        most = min(ranks & -ranks, cost.most_cp or ranks)
+        self.cps = [1 << i for i in range(most.bit_length())]
+        tokens = {cp: padded_lengths(lengths_N, cp) // cp for cp in self.cps}
+        if tokens[most][0] > max_tokens:
+            raise ValueError(
+                f"max_tokens ({max_tokens}) must be >= {tokens[most][0]}, what each of {most} "
+                f"ranks holds of document {self.order[0]} ({lengths_N[0]} tokens): raise it, use "
+                "more ranks, or leave the document out"
+            )
+        costs = {cp: cost.of(lengths_N, cp) for cp in self.cps}
+        self._alone = np.stack(
+            [np.where(tokens[cp] <= max_tokens, costs[cp], np.inf) for cp in self.cps]
+        )  # cost on each rank; inf = does not fit
+        self.alone: list[float] = self._alone.min(axis=0).tolist()
+        work = self._work_within(np.inf)
+        self.work: list[float] = work.tolist()
+        self.all_work, self.all_tokens = float(work.sum()), int(lengths_N.sum())
+        self.cost = {cp: costs[cp].tolist() for cp in self.cps}
+        self.tokens = {cp: tokens[cp].tolist() for cp in self.cps}
+        self.lengths: list[int] = lengths_N.tolist()
+        self._cost_up = {cp: (-costs[cp]).tolist() for cp in self.cps}
+        self._tokens_up = {cp: (-tokens[cp]).tolist() for cp in self.cps}
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    def fewest_rounds(self, tokens: int) -> int:
+        """Return how many rounds hold so many tokens."""
+        return -(-tokens // (self.ranks * self.max_tokens))
+
+    def bound(self, longest: int, work: float, tokens: int) -> float:
+        """Return a time below which the documents that are left cannot be done."""
+        if longest == len(self):
+            return 0.0
+        fixed = self.fewest_rounds(tokens) * self.fixed
+        return max(work / self.ranks, self.alone[longest]) + fixed
+
+    def lower_bound(self) -> float:
+        """Return a time that no schedule is below.
+
+        In a step of time t no document costs its ranks more than t, so each is on enough ranks for
+        that, and all of their work fits into t on all ranks.
+        """
+        fixed = self.fewest_rounds(self.all_tokens) * self.fixed
+        low, high = float(self._alone.min(axis=0).max()), float(self._alone[-1].sum())
+        for _ in range(50):
+            middle = (low + high) / 2
+            if self._work_within(middle).sum() > middle * self.ranks:
+                low = middle
+            else:
+                high = middle
+        return low + fixed
+
+    def _work_within(self, time: float) -> Costs:
+        """Return the least work of each document that costs each of its ranks at most a time."""
+        ranks_1 = np.array(self.cps)[:, None]
+        return np.where(self._alone <= time, self._alone * ranks_1, np.inf).min(axis=0)
+
+    def sums(self, indices: list[int]) -> tuple[float, int]:
+        """Return the work and the tokens of some documents."""
+        return sum(self.work[i] for i in indices), sum(self.lengths[i] for i in indices)
+
+    def loads(self, index: int) -> list[float]:
+        """Return the cost of a document on each number of ranks that can hold it."""
+        return [
+            self.cost[cp][index] for cp in self.cps if self.tokens[cp][index] <= self.max_tokens
+        ]
+
+    def first_within(self, cp: int, load: float, tokens: int) -> int:
+        """Return the longest document of at most that cost and that many tokens on cp ranks."""
+        return max(bisect_left(self._cost_up[cp], -load), bisect_left(self._tokens_up[cp], -tokens))
+
+
+class Left:
+    """The documents that are left: a chain past those that are gone, and one past those on trial.
+
+    Both are shortened where they are walked.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._gone = list(range(count + 1))
+        self._trial: dict[int, int] = {}
+
+    def first(self, index: int) -> int:
+        """Return the longest that is left from an index on; N when none is."""
+        gone, trial = self._gone, self._trial
+        passed = []
+        while True:
+            end = index
+            while gone[end] != end:
+                end = gone[end]
+            while gone[index] != end:
+                gone[index], index = end, gone[index]
+            if end not in trial:
+                break
+            passed.append(end)
+            index = trial[end]
+        for before in passed:
+            trial[before] = end
+        return end
+
+    def take(self, index: int) -> None:
+        """Take a document on trial."""
+        self._trial[index] = index + 1
+
+    def put_back(self) -> None:
+        """Put back what is on trial."""
+        self._trial.clear()
+
+    def keep(self) -> None:
+        """Make final what is on trial."""
+        for index in self._trial:
+            self._gone[index] = index + 1
+        self._trial.clear()
+
+
+def make_rounds(documents: Documents) -> list[Blocks]:
+    """Return the rounds: blocks, those of most ranks first, that fill all ranks."""
+    search = _Search(documents)
+    rounds = []
+    while search.left.first(0) < len(documents):
+        rounds.append(sorted(search.next_round(), key=lambda block: -block.cp))
+    return rounds
+
+
+class _Search:
+    """Rounds one after the other, and what is left after them."""
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents, self.left = documents, Left(len(documents))
+        self._work, self._tokens = documents.all_work, documents.all_tokens
+        self._placed = 0
+        self._chosen = (0, 0)  # which trial was the latest round
+
+    def next_round(self) -> Blocks:
+        """Return the round with the least idle time, and take its documents."""
+        best: tuple[float, Blocks] = (-np.inf, [])
+        bound = self._bound(0.0, 0)
+        for trial, fewest, limit in self._trials():
+            blocks = _fill(self.documents, self.left, limit, fewest)
+            taken = [i for block in blocks for i in block.documents]
+            work, tokens = self.documents.sums(taken)
+            time = max(block.load for block in blocks) + self.documents.fixed
+            share = (bound - self._bound(work, tokens)) / time
+            self.left.put_back()
+            self._placed += len(taken)
+            if share > best[0]:
+                best, self._chosen = (share, blocks), trial
+            if share > ENOUGH:
+                break
+        self._take([i for block in best[1] for i in block.documents])
+        return best[1]
+
+    def _take(self, indices: list[int]) -> None:
+        for index in indices:
+            self.left.take(index)
+        self.left.keep()
+        work, tokens = self.documents.sums(indices)
+        self._work, self._tokens = self._work - work, self._tokens - tokens
+
+    def _bound(self, work: float, tokens: int) -> float:
+        """Return the least time of what is left, when that much of it has just been taken."""
+        longest = self.left.first(0)
+        return self.documents.bound(longest, self._work - work, self._tokens - tokens)
+
+    def _trials(self) -> Iterator[tuple[tuple[int, int], int, float]]:
+        """Yield which trial it is, the fewest ranks of a block and the limit of time.
+
+        Few ranks and high limits come first: they exchange least and make the fewest rounds. After
+        many trials the way of the round before is the only one.
+        """
+        cps, limits = self.documents.cps, self._limits()
+        if self._placed > MOST_PLACED:
+            i, j = self._chosen
+            yield (i, j), cps[i], limits[min(j, len(limits) - 1)]
+            return
+        for i, fewest in enumerate(cps):
+            for j, limit in enumerate(limits):
+                yield (i, j), fewest, limit
+
+    def _limits(self) -> list[float]:
+        """Return limits of time, from that of the longest document on few ranks to that on many.
+
+        They reach the mean time of the fewest rounds that hold what is left, and a quarter of it.
+        """
+        documents, longest = self.documents, self.left.first(0)
+        rounds = documents.fewest_rounds(max(self._tokens, 1))
+        mean = self._work / (documents.ranks * rounds)
+        loads = documents.loads(longest)
+        low, high = max(mean / 4, min(loads)), max(*loads, mean) * 1.01
+        limits = [high]
+        while limits[-1] > low * GROWTH:
+            limits.append(limits[-1] / GROWTH)
+        return [*limits, low * 1.0001]
+
+
+def _fill(documents: Documents, left: Left, limit: float, fewest: int) -> Blocks:
+    """Return the blocks of a round below a limit, after taking their documents."""
+    limit *= 1 + 1e-9
+    blocks = _open_blocks(documents, left, limit, fewest)
+    heap = [(block.load, i) for i, block in enumerate(blocks)]
+    heapq.heapify(heap)
+    while heap:
+        load, i = heapq.heappop(heap)
+        block = blocks[i]
+        room = documents.max_tokens - block.tokens
+        index = left.first(documents.first_within(block.cp, limit - load, room))
+        if index < len(documents):
+            left.take(index)
+            _add(documents, block, index)
+            heapq.heappush(heap, (block.load, i))
+    _join_idle(documents, blocks)
+    return blocks
+
+
+def _open_blocks(documents: Documents, left: Left, limit: float, fewest: int) -> Blocks:
+    """Return a block for each of the longest documents, of the fewest ranks below the limit."""
+    blocks: Blocks = []
+    free = documents.ranks
+    while free:
+        widest = min(documents.cps[-1], 1 << (free.bit_length() - 1))
+        index = left.first(documents.first_within(widest, limit, documents.max_tokens))
+        if index == len(documents):
+            break
+        cp = next(
+            cp
+            for cp in documents.cps
+            if min(fewest, widest) <= cp
+            and documents.cost[cp][index] <= limit
+            and documents.tokens[cp][index] <= documents.max_tokens
+        )
+        left.take(index)
+        blocks.append(Block(cp))
+        _add(documents, blocks[-1], index)
+        free -= cp
+    return blocks
+
+
+def _add(documents: Documents, block: Block, index: int) -> None:
+    block.documents.append(index)
+    block.load += documents.cost[block.cp][index]
+    block.tokens += documents.tokens[block.cp][index]
+
+
+def _join_idle(documents: Documents, blocks: Blocks) -> None:
+    """Give ranks without a document to the slowest block that can double, or to empty blocks."""
+    free = documents.ranks - sum(block.cp for block in blocks)
+    most = documents.cps[-1]
+    while free:
+        doubling = [block for block in blocks if block.cp <= free and block.cp < most]
+        if not doubling:
+            blocks.extend(Block(most) for _ in range(free // most))
+            return
+        block = max(doubling, key=lambda block: block.load)
+        free -= block.cp
+        taken, block.cp = block.documents, 2 * block.cp
+        block.documents, block.load, block.tokens = [], 0.0, 0
+        for index in taken:
+            _add(documents, block, index)

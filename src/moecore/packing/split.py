@@ -1,0 +1,152 @@
+"""Which tokens of a packed batch a context parallel rank holds.
+
+Legend: t tokens of all documents, n documents, cp ranks.
+
+Attention is causal, so the last tokens of a document have the most work. Each document is cut into
+2 * cp equal chunks, and rank r holds chunks r and 2 * cp - 1 - r: of every pair of an early and a
+late chunk the sum of work is the same.
+
+Example, cp 3, documents of 12, 24 and 6 tokens, so chunks of 2, 4 and 1:
+
+    rank 0   0 1 10 11    12 .. 15 32 .. 35    36 41
+    rank 1   2 3 8 9      16 .. 19 28 .. 31    37 40
+    rank 2   4 5 6 7      20 .. 23 24 .. 27    38 39
+
+A rank's documents lie end to end as well: their borders are `cu_seqlens // cp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moecore._fields import Count, CountOrZero, check_arguments, shown
+from moecore.kernels.cross_entropy import IGNORE_INDEX
+from moecore.packing.collate import PackedBatch
+from moecore.packing.documents import Integers, Lengths, as_lengths
+
+
+def padded_lengths(lengths: Lengths, cp: Count) -> Integers:
+    """Return lengths rounded up to multiples of 2 * cp, or as they are without cp; int64 [n].
+
+    Args:
+        lengths: tokens of each document.
+        cp: context parallel ranks.
+    """
+    check_arguments(padded_lengths, locals())
+    multiple = multiple_of(cp)
+    return -(-as_lengths(lengths) // multiple) * multiple
+
+
+def multiple_of(cp: int) -> int:
+    """Return what tokens of documents must be a multiple of."""
+    return 2 * cp if cp > 1 else 1
+
+
+def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
+    """Return the tokens that a rank holds, int64 [t / cp] on the device of `cu_seqlens`.
+
+    Ascending within a document, and document after document. Syncs with a GPU.
+
+    Args:
+        cu_seqlens: integers [n + 1], borders of documents, each a multiple of 2 * cp; documents of
+            no tokens are allowed. With cp 1 any borders.
+        cp: context parallel ranks.
+        rank: of them, from 0.
+
+    Raises:
+        ValueError: for borders that are not such, or a rank that is not one of them.
+    """
+    check_arguments(indices_of, locals())
+    if rank >= cp:
+        raise ValueError(f"rank ({rank}) must be < cp ({cp}): count from 0")
+    lengths_n = _document_lengths(cu_seqlens, cp)
+    if cp == 1:
+        return torch.arange(int(lengths_n.sum()), device=cu_seqlens.device)
+    chunks_n = lengths_n // (2 * cp)
+    first_n = cu_seqlens[:-1].long()
+    early_n = first_n + rank * chunks_n
+    late_n = first_n + (2 * cp - 1 - rank) * chunks_n
+    starts_2n = torch.stack([early_n, late_n], dim=1).flatten()
+    sizes_2n = chunks_n.repeat_interleave(2)
+    before_2n = sizes_2n.cumsum(0) - sizes_2n  # tokens that the rank holds before the chunk
+    shift_t = (starts_2n - before_2n).repeat_interleave(sizes_2n)
+    return torch.arange(len(shift_t), device=cu_seqlens.device) + shift_t
+
+
+def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
+    """Return where each token lies among those of rank 0, rank 1, ... laid end to end, int64 [t].
+
+    So `torch.cat([x[indices_of(cu, cp, r)] for r in range(cp)])[inverse_of(cu, cp)]` is x.
+
+    Args:
+        cu_seqlens: as in `indices_of`.
+        cp: context parallel ranks.
+
+    Raises:
+        ValueError: as `indices_of`.
+    """
+    check_arguments(inverse_of, locals())
+    held = torch.cat([indices_of(cu_seqlens, cp, rank) for rank in range(cp)])
+    inverse = torch.empty_like(held)
+    inverse[held] = torch.arange(len(held), device=held.device)
+    return inverse
+
+
+def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
+    """Return the tokens of a batch that a rank holds, [B, T / cp], with all that belongs to them.
+
+    Labels are those of the whole batch: `shift_labels=True` has made them before the cut. The
+    borders, `max_length` and `num_tokens` are those of this rank's part.
+
+    Args:
+        batch: of a `PackedCollator` with `multiple=2 * cp`.
+        cp: context parallel ranks.
+        rank: of them, from 0.
+
+    Raises:
+        ValueError: as `indices_of`.
+    """
+    if not isinstance(batch, Mapping) or not PackedBatch.__required_keys__ <= set(batch):
+        raise ValueError(
+            f"batch ({shown(batch)}) must be a PackedBatch: pass what a PackedCollator returns"
+        )
+    held = indices_of(batch["cu_seqlens"], cp, rank)
+    rows = batch["input_ids"].shape[0]
+
+    def own(x_BT: Tensor) -> Tensor:
+        return x_BT.flatten()[held.to(x_BT.device)].view(rows, -1)
+
+    labels = own(batch["labels"])
+    return PackedBatch(
+        input_ids=own(batch["input_ids"]),
+        labels=labels,
+        position_ids=own(batch["position_ids"]),
+        padding_mask=own(batch["padding_mask"]),
+        cu_seqlens=batch["cu_seqlens"] // cp,
+        max_length=batch["max_length"] // cp,
+        num_tokens=(labels != IGNORE_INDEX).sum(),
+    )
+
+
+def _document_lengths(cu_seqlens: Tensor, cp: int) -> Tensor:
+    """Return the tokens of each document, int64 [n], after a check."""
+    lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
+    if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
+        raise ValueError(
+            f"cu_seqlens ({shown(cu_seqlens)}) must be whole numbers [documents + 1]: pass that of "
+            "a PackedBatch"
+        )
+    if int(cu_seqlens[0]) or bool((lengths_n < 0).any()):
+        raise ValueError(
+            f"cu_seqlens ({shown(cu_seqlens)}) must ascend from 0: pass that of a PackedBatch"
+        )
+    uneven = (lengths_n % multiple_of(cp)).nonzero()
+    if len(uneven):
+        raise ValueError(
+            f"cu_seqlens (document {int(uneven[0])} of {int(lengths_n[uneven[0]])} tokens) must "
+            f"have documents of multiples of 2 * cp ({2 * cp}): collate with multiple={2 * cp}"
+        )
+    return lengths_n
