@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from moecore.memory.offload import Offload
 from moecore.memory.options import MemoryOptions, Recomputed
 from moecore.memory.parts import Part, Use, find_parts, use_of
 from moecore.memory.recompute import recompute, running_again, sharing_outputs
+from moecore.memory.wrap import within, wrap
 
 
 def apply_memory(
@@ -71,7 +71,7 @@ def _apply_recompute(
             used |= use.parts
             if use.parts and part.module not in compiled:
                 _recompute(part, use)
-        _wrap(block, _sharing)
+        wrap(block, within, sharing_outputs)
     unused = [part for part in options.parts if part in wanted - used]
     if unused and options.recompute != "gemm_last":
         warnings.warn(
@@ -112,37 +112,12 @@ def _recompute(part: Part, use: Use) -> None:
     """Let a part run as wanted."""
     name, kind, module = part
     if kind == "moe":
-        _wrap(module, _checkpointed)
+        wrap(module, _checkpointed)
         return
     for child in use.products:
-        _wrap(module.get_submodule(child), _running_again)
+        wrap(module.get_submodule(child), within, running_again)
     how = {"has_products": kind != "norm", "repeats_scores": "attention_scores" in use.parts}
-    _wrap(module, _as_region, name, how)
-
-
-def _wrap(module: nn.Module, function: Callable[..., Any], *how: Any) -> None:
-    """Put a function of (forward, *how, args, kwargs) in the place of a module's forward."""
-    forward = module.forward
-    wrapped = partial(_unless_compiled, function, forward, how)  # a deep copy of it is the copy's
-    module.forward = update_wrapper(wrapped, forward)  # type: ignore[method-assign]
-
-
-def _unless_compiled(
-    function: Callable[..., Any],
-    forward: Callable[..., Any],
-    how: tuple[Any, ...],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call the function; a compiler of the caller's own sees the forward alone."""
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    return function(forward, *how, args, kwargs)
-
-
-def _sharing(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    with sharing_outputs():
-        return forward(*args, **kwargs)
+    wrap(module, _as_region, name, how)
 
 
 def _as_region(
@@ -156,11 +131,6 @@ def _as_region(
 def _is_cache(argument: Any) -> bool:
     """Whether an argument is transformers' cache of keys, which a second run would fill twice."""
     return any(cls.__name__ == "Cache" for cls in type(argument).__mro__)
-
-
-def _running_again(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    with running_again():
-        return forward(*args, **kwargs)
 
 
 def _checkpointed(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

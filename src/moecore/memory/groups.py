@@ -97,6 +97,12 @@ class Copy:
         is_whole = self.size == tensor.untyped_storage().nbytes()
         return is_whole and self.version == version(tensor)
 
+    @property
+    def host_memory(self) -> Tensor:
+        """Its host memory, without what the size class adds."""
+        assert self.piece is not None
+        return self.piece.memory[: self.size]
+
     def free(self) -> None:
         """Free the device memory, when nothing that runs uses it."""
         if self.busy is not None:
@@ -173,3 +179,8 @@ class Use:
     group: Group
     copy_turn: int
     group_turn: int
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return all of a storage, uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

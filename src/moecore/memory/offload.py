@@ -41,7 +41,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
@@ -52,10 +52,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore._autograd import is_recomputing, is_traced, storage_key, version
 from moecore._fields import Bound, CountOrZero, NumBytes, check_arguments
-from moecore.memory.groups import REST, Copy, Group, Key, Layer, Use
+from moecore.memory.groups import REST, Copy, Group, Key, Layer, Use, bytes_of
 from moecore.memory.host import HostPool, Piece
 from moecore.memory.saved import Handle, Kept, changed_in_place, packing, used_rows
 from moecore.memory.streams import Streams, Transfer
+from moecore.memory.wrap import within, wrap
 
 logger = logging.getLogger("moecore.memory")
 
@@ -145,7 +146,7 @@ class Offload:
         self._is_full = False  # which is logged once
         self._dead: deque[Use] = deque()
         self._lock = threading.Lock()  # forward, autograd's thread, and whoever frees a graph
-        self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._unwrap: list[Callable[[], None]] = []
         self._registries: WeakKeyDictionary[nn.Module, list[Registry]] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -182,18 +183,15 @@ class Offload:
             for module in block.modules():
                 name = part_of(module)
                 if module is not block and name is not None:
-                    self._wrap(module, partial(self.part, name, module))
+                    self._unwrap.append(wrap(module, within, partial(self.part, name, module)))
             rest = None if part_of(block) is None else block
-            self._wrap(block, partial(self.layer, index, len(blocks), rest))
+            around = partial(self.layer, index, len(blocks), rest)
+            self._unwrap.append(wrap(block, within, around))
 
     def detach(self) -> None:
         """Unwrap what `attach` has wrapped; host memory stays for the next."""
-        for module, forward in reversed(self._wrapped):
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-        self._wrapped.clear()
+        while self._unwrap:
+            self._unwrap.pop()()
 
     def close(self) -> None:
         """Unwrap what `attach` has wrapped and free host memory. Host sync.
@@ -339,7 +337,7 @@ class Offload:
             ref=ref,
             counter=counter,
             version=version(tensor),
-            data=_bytes_of(storage),
+            data=bytes_of(storage),
             home=group.layer.stream,
             used=None if num_rows is None else (num_rows, tensor.nbytes // tensor.shape[0]),
         )
@@ -362,7 +360,9 @@ class Offload:
         if not going:
             return
         mark = self._streams.copy_out(
-            Transfer(_memory(copy), copy.data, copy.used) for copy in going if copy.data is not None
+            Transfer(copy.host_memory, copy.data, copy.used)
+            for copy in going
+            if copy.data is not None
         )
         for copy in going:
             copy.out = copy.busy = mark
@@ -420,7 +420,7 @@ class Offload:
         copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
         copy.home, copy.is_back = self._streams.current(), True
         copy.busy = self._streams.copy_back(
-            [Transfer(copy.data, _memory(copy), copy.used)], copy.out
+            [Transfer(copy.data, copy.host_memory, copy.used)], copy.out
         )
         self.back_bytes += copy.size
 
@@ -464,29 +464,3 @@ class Offload:
                 for copy in reversed(earlier.fresh):  # the order of backward
                     if copy.readers.alive and copy.data is None:
                         self._bring(copy)
-
-    def _wrap(self, module: nn.Module, context: Callable[[], Any]) -> None:
-        forward = module.forward
-        self._wrapped.append((module, module.__dict__.get("forward")))
-        # partial, because a deep copy of it calls the copied module.
-        module.forward = update_wrapper(partial(_within, forward, context), forward)  # type: ignore[method-assign]
-
-
-def _within(
-    forward: Callable[..., Any], context: Callable[[], Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Call a forward; a compiler sees it alone."""
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    with context():
-        return forward(*args, **kwargs)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _memory(copy: Copy) -> Tensor:
-    """Return the host memory of a copy, without what its size class adds."""
-    assert copy.piece is not None
-    return copy.piece.memory[: copy.size]
