@@ -25,12 +25,12 @@ from moecore.packing import pack_documents, pack_lengths, schedule_documents
 
 SEEDS = range(10)
 K = 1024
-BATCHES = (  # documents, ranks, tokens of a rank, costs
-    ("lognormal (7, 1.5)", 2048, 64, 16 * K, "one host", NEAR),
-    ("lognormal (7, 1.5)", 1024, 32, 8 * K, "hosts", FAR),
-    ("lognormal (7.5, 1)", 1024, 32, 8 * K, "hosts", FAR),
-    ("5% of 16K to 128K", 2048, 64, 16 * K, "one host", NEAR),
-    ("uniform to 16K", 2048, 64, 16 * K, "one host", NEAR),
+BATCHES = (  # lengths, documents, ranks, tokens of a rank, bandwidth, costs
+    ("lognormal (7, 1.5)", 2048, 64, 16 * K, "200 GB/s", NEAR),
+    ("lognormal (7, 1.5)", 1024, 32, 8 * K, "50 GB/s", FAR),
+    ("lognormal (7.5, 1)", 1024, 32, 8 * K, "50 GB/s", FAR),
+    ("5% of 16K to 128K", 2048, 64, 16 * K, "200 GB/s", NEAR),
+    ("uniform to 16K", 2048, 64, 16 * K, "200 GB/s", NEAR),
 )
 
 

@@ -18,8 +18,8 @@ from moecore.packing.documents import Integers
 Cost = DocumentCost | MeasuredCost
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 
-NEAR = DocumentCost()  # ranks of one host
-FAR = DocumentCost(exchange=3000.0)  # a quarter of its bandwidth, between hosts
+NEAR = DocumentCost()  # 200 GB/s between ranks
+FAR = DocumentCost(exchange=3000.0)  # 50 GB/s
 LONGEST = 128 * 1024
 DISTRIBUTIONS: dict[str, Draw] = {
     "lognormal (7, 1.5)": lambda draw, n: draw.lognormal(7.0, 1.5, n),

@@ -26,7 +26,7 @@ def test_the_worked_example() -> None:
     assert batch["padding_mask"].tolist() == [[False] * 5 + [True] * 3]
     assert batch["cu_seqlens"].tolist() == [0, 3, 5, 8]
     assert batch["cu_seqlens"].dtype == torch.int32 and batch["labels"].dtype == torch.int64
-    assert batch["max_length"] == 3 and batch["num_tokens"].item() == 3
+    assert batch["max_seqlen"] == 3 and batch["num_tokens"].item() == 3
     assert batch.keys() == PackedBatch.__required_keys__
 
 
@@ -57,7 +57,7 @@ def test_transformers_own_collator_agrees() -> None:
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(torch.as_tensor(theirs[name]), ours[name]), name  # type: ignore[literal-required]
     assert torch.equal(theirs["cu_seq_lens_q"].flatten(), ours["cu_seqlens"])
-    assert theirs["max_length_q"] == ours["max_length"]
+    assert theirs["max_length_q"] == ours["max_seqlen"]
 
 
 def test_rows_are_laid_end_to_end_and_documents_stay_in_one() -> None:
@@ -77,7 +77,7 @@ def test_static_shapes_for_graphs() -> None:
         [0, 1, 2, 3, 4, 8, 16],
         [0, 8, 16, 16, 16, 16, 16],
     ]
-    assert {b["max_length"] for b in batches} == {8}
+    assert {b["max_seqlen"] for b in batches} == {8}
     assert (batches[3]["input_ids"] == 9).all() and batches[3]["num_tokens"] == 0
 
 

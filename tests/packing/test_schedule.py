@@ -136,7 +136,7 @@ def test_ten_thousand_documents_take_less_than_a_second(kind: str) -> None:
         "same": np.full(10_000, 6 * K),
         "over half": draw.integers(8 * K + 1, 16 * K, 10_000),
     }[kind]
-    for ranks, cost in ((8, FAR), (256, FAR), (8, replace(FAR, fixed=2e8))):  # few rounds: a search
+    for ranks, cost in ((8, FAR), (256, FAR), (8, replace(FAR, fixed=2e8))):
         begin = time.process_time()
         made = schedule_documents(lengths, ranks=ranks, max_tokens=16 * K, cost=cost)
         assert time.process_time() - begin < 1.0

@@ -55,7 +55,7 @@ def test_a_rank_gets_the_labels_of_the_whole_batch() -> None:
     batch = PackedCollator(row_tokens=24, rows=2, multiple=4)(documents)
     parts = [part_of(batch, 2, rank) for rank in range(2)]
     for rank, part in enumerate(parts):
-        assert part["input_ids"].shape == (2, 12) and part["max_length"] == 6
+        assert part["input_ids"].shape == (2, 12) and part["max_seqlen"] == 6
         assert torch.equal(part["cu_seqlens"], batch["cu_seqlens"] // 2)
         held = indices_of(batch["cu_seqlens"], 2, rank)
         for name in ("input_ids", "labels", "position_ids", "padding_mask"):

@@ -8,7 +8,7 @@ Example, [5 6 7] and [8 9] in one row of 8 tokens:
     labels         6    7 -100    9 -100 -100 -100 -100
     position_ids   0    1    2    0    1    0    1    2
     padding_mask   -    -    -    -    -    x    x    x
-    cu_seqlens     0              3         5              8      num_tokens 3, max_length 3
+    cu_seqlens     0              3         5              8      num_tokens 3, max_seqlen 3
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PackedBatch(TypedDict):
         padding_mask: bool [B, T], True = padding.
         cu_seqlens: int32 [n + 1], where documents begin in the rows laid end to end, and B * T.
             What a row has left is a document of padding.
-        max_length: tokens of the longest document, padding included.
+        max_seqlen: tokens of the longest document, padding included.
         num_tokens: int64 scalar, the labels that count.
     """
 
@@ -45,7 +45,7 @@ class PackedBatch(TypedDict):
     position_ids: Tensor
     padding_mask: Tensor
     cu_seqlens: Tensor
-    max_length: int
+    max_seqlen: int
     num_tokens: Tensor
 
 
@@ -69,7 +69,7 @@ class PackedCollator:
         multiple: tokens of each document are rounded up to a multiple of it by padding behind it,
             which belongs to the document: 2 * cp for context parallelism (`split.py`).
         max_documents: when given, `cu_seqlens` has this number of documents + 1 entries in every
-            batch, the last one repeated, and `max_length` is `row_tokens`: shapes are static, as a
+            batch, the last one repeated, and `max_seqlen` is `row_tokens`: shapes are static, as a
             CUDA graph needs them. Counts documents of padding.
         shift_labels: True = the label of a token is the token that should follow, as
             `moecore.models.Decoder` expects it, and -100 at a document's end. False = a token's own
@@ -131,7 +131,7 @@ class PackedCollator:
             position_ids=positions_N.view(shape),
             padding_mask=padding_N.view(shape),
             cu_seqlens=cu_n,
-            max_length=self.row_tokens if self.max_documents else int(lengths_n.max()),
+            max_seqlen=self.row_tokens if self.max_documents else int(lengths_n.max()),
             num_tokens=(labels_N != IGNORE_INDEX).sum(),
         )
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from moecore.packing.split import padded_lengths
 
 ENOUGH = 0.98  # busy, of the time of a round
 GROWTH = 1.1  # of one limit over the next
-MOST_PLACED = 60_000  # documents on trial, about 0.3 s
 
 
 @dataclass(slots=True)
@@ -202,23 +201,23 @@ class _Search:
     def __init__(self, documents: Documents) -> None:
         self.documents, self.left = documents, Left(len(documents))
         self._work, self._tokens = documents.all_work, documents.all_tokens
-        self._placed = 0
-        self._chosen = (0, 0)  # which trial was the latest round
 
     def next_round(self) -> Blocks:
-        """Return the round with the least idle time, and take its documents."""
+        """Return the round with the least idle time, and take its documents.
+
+        Few ranks and high limits are tried first: they exchange least and make the fewest rounds.
+        """
         best: tuple[float, Blocks] = (-np.inf, [])
         bound = self._bound(0.0, 0)
-        for trial, fewest, limit in self._trials():
+        for fewest, limit in product(self.documents.cps, self._limits()):
             blocks = _fill(self.documents, self.left, limit, fewest)
             taken = [i for block in blocks for i in block.documents]
             work, tokens = self.documents.sums(taken)
             time = max(block.load for block in blocks) + self.documents.fixed
             share = (bound - self._bound(work, tokens)) / time
             self.left.put_back()
-            self._placed += len(taken)
             if share > best[0]:
-                best, self._chosen = (share, blocks), trial
+                best = (share, blocks)
             if share > ENOUGH:
                 break
         self._take([i for block in best[1] for i in block.documents])
@@ -235,21 +234,6 @@ class _Search:
         """Return the least time of what is left, when that much of it has just been taken."""
         longest = self.left.first(0)
         return self.documents.bound(longest, self._work - work, self._tokens - tokens)
-
-    def _trials(self) -> Iterator[tuple[tuple[int, int], int, float]]:
-        """Yield which trial it is, the fewest ranks of a block and the limit of time.
-
-        Few ranks and high limits come first: they exchange least and make the fewest rounds. After
-        many trials the way of the round before is the only one.
-        """
-        cps, limits = self.documents.cps, self._limits()
-        if self._placed > MOST_PLACED:
-            i, j = self._chosen
-            yield (i, j), cps[i], limits[min(j, len(limits) - 1)]
-            return
-        for i, fewest in enumerate(cps):
-            for j, limit in enumerate(limits):
-                yield (i, j), fewest, limit
 
     def _limits(self) -> list[float]:
         """Return limits of time, from that of the longest document on few ranks to that on many.

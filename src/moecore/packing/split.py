@@ -99,7 +99,7 @@ def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
     """Return the tokens of a batch that a rank holds, [B, T / cp], with all that belongs to them.
 
     Labels are those of the whole batch: `shift_labels=True` has made them before the cut. The
-    borders, `max_length` and `num_tokens` are those of this rank's part.
+    borders, `max_seqlen` and `num_tokens` are those of this rank's part.
 
     Args:
         batch: of a `PackedCollator` with `multiple=2 * cp`.
@@ -126,7 +126,7 @@ def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
         position_ids=own(batch["position_ids"]),
         padding_mask=own(batch["padding_mask"]),
         cu_seqlens=batch["cu_seqlens"] // cp,
-        max_length=batch["max_length"] // cp,
+        max_seqlen=batch["max_seqlen"] // cp,
         num_tokens=(labels != IGNORE_INDEX).sum(),
     )
 
