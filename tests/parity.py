@@ -38,6 +38,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.attention.context_parallel.group import ContextOptions
 from moecore.kernels.experts.triton_products import GATHER_FIRST
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block
@@ -134,6 +135,7 @@ class Case:
     loss: str = "mean"
     accumulate: int = 1
     sequences: int = 1  # times as many on every data rank
+    context: ContextOptions | None = None  # with cp
     tied: bool = False
     meta: bool = False
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
@@ -151,6 +153,7 @@ class Case:
         extras += [self.expert_backend] if self.expert_backend != "torch" else []
         extras += [f"accumulate_{self.accumulate}"] if self.accumulate > 1 else []
         extras += _choices(self.nvlink) if self.nvlink else []
+        extras += [self.context.way] if self.context else []
         return "-".join([f"{self.world}r", degrees, options, *extras]) + self.tamper
 
 
@@ -276,6 +279,7 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
         nvlink=case.nvlink,
         expert_backend=case.expert_backend,  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
+        context=case.context,
         fsdp=case.fsdp,
     )
 
@@ -292,10 +296,11 @@ Batch = tuple[Tensor, Tensor]
 def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[list[Batch]]]:
     """Return [step][micro-batch][data rank] -> (tokens, labels), a different length per rank."""
     generator = torch.Generator().manual_seed(2)
-    tp = meshes.parallel.tp
+    p = meshes.parallel
+    parts = p.tp * (2 * p.cp if p.cp > 1 else 1)
 
     def batch(data_rank: int) -> Batch:
-        length = tp * (2 + data_rank % 3) + (0 if tp > 1 else data_rank % 2)
+        length = parts * (2 + data_rank % 3) + (0 if parts > 1 else data_rank % 2)
         if case.bf16:  # sums long enough that one unlucky rounding does not decide
             length *= 10
         shape = (case.sequences * (1 + data_rank % 2), length)

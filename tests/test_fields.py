@@ -24,6 +24,7 @@ from moecore import (
 from moecore._fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
 from moecore.config import CapacityConfig
 from moecore.kernels.adamw import AdamWOptions
+from moecore.kernels.attention import AttentionMask
 from moecore.kernels.experts.contract import ExpertMLPOptions
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.memory.options import MemoryOptions
@@ -154,6 +155,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (MeasuredCost, dict(lengths=(2, 4), seconds={1: (1.0, 2.0)})),
     (PackedCollator, {"row_tokens": 4}),
     (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
+    (AttentionMask, {}),
 ]
 VALUES: list[Any] = [
     *(True, False, None, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 10**400, -(10**5000)),

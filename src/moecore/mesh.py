@@ -209,6 +209,22 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
     )
 
 
+def split_context(meshes: Meshes, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups of cp ranks that are neighbours, and of those that stand `inner` apart.
+
+    Collective: every rank calls it.
+
+    Args:
+        meshes: with cp > 1.
+        inner: how many neighbours, a divisor of cp.
+    """
+    p, size = meshes.parallel, dist.get_world_size()
+    world = init_device_mesh(meshes.device_type, (size,), mesh_dim_names=("world",))
+    sizes = (size // (p.cp * p.tp), p.cp // inner, inner, p.tp)
+    view = unflatten(world, sizes, ("data", "cp_outer", "cp_inner", "tp"))
+    return view.get_group("cp_inner"), view.get_group("cp_outer")
+
+
 def _view(mesh: DeviceMesh) -> str:
     """Return the dims of a mesh that are not 1, and this rank's places."""
     names = [name for name in mesh.mesh_dim_names or () if mesh.size(_dim(mesh, name)) > 1]

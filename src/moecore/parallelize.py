@@ -19,6 +19,7 @@ from torch import nn
 from moecore._fields import check_arguments
 from moecore.adapters.base import Adapter, swap_blocks
 from moecore.agreement import check_equal_weights, check_same
+from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
 from moecore.config import BalanceConfig
 from moecore.fsdp.late_parameters import refuse_added
 from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
@@ -29,7 +30,7 @@ from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_pe
 from moecore.hf.outputs import refuse_lost_outputs
 from moecore.memory.apply import apply_memory
 from moecore.memory.options import MemoryOptions
-from moecore.mesh import Meshes
+from moecore.mesh import Meshes, split_context
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
@@ -74,6 +75,7 @@ def parallelize_moe(
     compile_dense: bool = False,
     balance: BalanceConfig | None = None,
     moe: Mapping[str, Any] | None = None,
+    context: ContextOptions | None = None,
     precision: Precision | Recipe | PrecisionName | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
@@ -96,6 +98,7 @@ def parallelize_moe(
         balance: of every MoE layer; None keeps each one's own.
         moe: fields of `MoEConfig` for every MoE layer, such as a transformers model's: capacity,
             router_dtype, router_jitter.
+        context: how attention over cp ranks communicates; None = by its heads.
         precision: which products are in FP8: "auto", a scaling or a recipe for all roles, or a
             record; None = none. Routed experts then need expert_backend "auto" or "triton".
         fsdp: FSDP2 choices; None = the defaults.
@@ -105,8 +108,8 @@ def parallelize_moe(
     Raises:
         ValueError: for what does not fit, before any collective (blocks may be swapped already); on
             every rank when ranks differ in model, arguments or versions.
-        NotImplementedError: for cp > 1, pp > 1, a model without tensor parallelism under tp > 1,
-            and customised blocks of transformers.
+        NotImplementedError: for pp > 1, a model without tensor or context parallelism under tp > 1
+            or cp > 1, and customised blocks of transformers.
     """
     check_arguments(parallelize_moe, locals())
     request = Request(
@@ -119,6 +122,7 @@ def parallelize_moe(
         compile_dense=compile_dense,
         balance=balance,
         moe=dict(moe or {}),
+        context=context,
         precision=Precision.of(precision),
         fsdp=fsdp or FSDPOptions(),
         loss=loss,
@@ -168,6 +172,8 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
     exchanges = _open_exchanges(request)
     if meshes.parallel.tp > 1 and not is_cut(model):
         cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
+    if meshes.parallel.cp > 1:
+        cast(Any, model).apply_context_parallel(_context_parallel(model, request))
     stream = torch.cuda.Stream() if request.overlap_shared else None
     if request.precision is not None:
         apply_precision(model, request.precision)
@@ -198,11 +204,24 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
         micro_batch=meshes.micro_batch_group,
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,
         data_ranks=meshes.data_ranks,
+        cp=meshes.parallel.cp,
     )
     check = partial(refuse_added, model)
     state = MoEState(layers, groups, loss=request.loss, exchanges=exchanges, check_parameters=check)
     setattr(model, STATE_NAME, state)
     setattr(model, REQUEST_NAME, request)
+
+
+def _context_parallel(model: Any, request: Request) -> ContextParallel:
+    """Return this rank's place among the cp ranks. Collective where it makes groups."""
+    meshes = request.meshes
+    options = request.context_options(model)
+    group = meshes.dense.get_group("cp")
+    if options.way == "a2a+p2p":
+        assert options.a2a_ranks is not None, "resolved options have the number"
+        return ContextParallel(group, *split_context(meshes, options.a2a_ranks))
+    a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
+    return ContextParallel(group, a2a, ring)
 
 
 def _place_experts(

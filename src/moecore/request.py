@@ -20,6 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from moecore._autograd import has_gradient_hooks
 from moecore._distributed import HAS_SEPARATE_PIECES
 from moecore.agreement import fields_of
+from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import FSDPOptions, is_tied, keeps_precision
@@ -58,6 +59,19 @@ class TensorParallelModel(Protocol):
         ...
 
 
+@runtime_checkable
+class ContextParallelModel(Protocol):
+    """A model whose attention communicates over parts of rows: what cp > 1 needs."""
+
+    def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
+        """Return the way without "auto"; raise ValueError for one that its heads cannot go."""
+        ...
+
+    def apply_context_parallel(self, cp: ContextParallel) -> None:
+        """Take whole rows, and work on the tokens that this rank holds, from now on."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """The arguments of `parallelize_moe`, which documents them; `fsdp` is never None."""
@@ -71,6 +85,7 @@ class Request:
     compile_dense: bool
     balance: BalanceConfig | None
     moe: Mapping[str, Any]
+    context: ContextOptions | None
     precision: Precision | None
     fsdp: FSDPOptions
     loss: LossConvention
@@ -101,6 +116,12 @@ class Request:
             return None
         part = layer.name_of("experts" if role == "experts" else "shared")
         return self.precision.recipe_of(clean_name(f"{layer_name}.{part}".strip(".")), role)
+
+    def context_options(self, model: Any) -> ContextOptions:
+        """Return how a `ContextParallelModel`'s attention communicates; cp > 1."""
+        p, options = self.meshes.parallel, self.context or ContextOptions()
+        found: ContextOptions = model.context_options(options, p.cp, p.tp)
+        return found
 
     def config_of(self, layer: RoutedLayer) -> MoEConfig:
         """Return what a layer trains with; raises for what its own config does not allow."""
@@ -164,6 +185,7 @@ def check_request(model: nn.Module, request: Request) -> None:
     _check_arguments(request)
     _check_fresh(model)
     _check_degrees(model, request.meshes)
+    _check_context(model, request)
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
@@ -259,17 +281,34 @@ def _check_fresh(model: nn.Module) -> None:
 
 def _check_degrees(model: nn.Module, meshes: Meshes) -> None:
     p = meshes.parallel
-    for degree in ("cp", "pp"):
-        if getattr(p, degree) > 1:
-            raise NotImplementedError(
-                f"ParallelConfig.{degree} ({getattr(p, degree)}) must be 1: meshes have the dim, "
-                "but no model can use it yet"
-            )
+    if p.pp > 1:
+        raise NotImplementedError(
+            f"ParallelConfig.pp ({p.pp}) must be 1: meshes have the dim, but no model can use it"
+        )
     if p.tp > 1 and not is_cut(model) and not isinstance(model, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
             "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
         )
+
+
+def _check_context(model: nn.Module, request: Request) -> None:
+    cp = request.meshes.parallel.cp
+    if cp == 1:
+        if request.context is not None:
+            warnings.warn("context is not used: cp is 1", stacklevel=5)
+        return
+    if not isinstance(model, ContextParallelModel):
+        raise NotImplementedError(
+            f"ParallelConfig.cp ({cp}) must be 1 for {type(model).__name__}: context parallelism "
+            "needs a model with apply_context_parallel(cp), such as moecore.models.Decoder"
+        )
+    if request.compile_dense:
+        raise NotImplementedError(
+            f"compile_dense (True) must go with ParallelConfig.cp ({cp}) = 1, because attention "
+            "communicates: drop it"
+        )
+    request.context_options(model)
 
 
 def _roles_of(layer: RoutedLayer) -> tuple[Role, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecore.hf import use_causal_attention
+from moecore.hf.attention import _causal_attention
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -76,14 +78,76 @@ def test_keys_of_an_earlier_forward_are_refused() -> None:
         model(input_ids=TOKENS[:, 8:], past_key_values=cache)
 
 
-def test_a_sliding_window_is_refused() -> None:
-    model = make(causal=True, sliding_window=8, use_sliding_window=True)
-    with pytest.raises(ValueError, match=r"sliding_window \(8\) must be None"):
-        loss_of(model)
-    config = transformers.MixtralConfig(
-        **SIZES, **HEADS, num_local_experts=4, intermediate_size=16, sliding_window=8
-    )
-    mixtral = transformers.AutoModelForCausalLM.from_config(config)
-    use_causal_attention(mixtral)
-    with pytest.raises(ValueError, match=r"sliding_window \(8\) must be None"):
-        loss_of(mixtral)
+def test_what_it_does_not_compute_is_refused() -> None:
+    model = make(causal=True, sliding_window=8, use_sliding_window=True, attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r"dropout \(0.1\) must be None for use_causal_attention"):
+        loss_of(model.train())
+    query = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"softcap \(30.0\) must be None"):
+        _causal_attention(model, query, query, query, None, softcap=30.0)
+    with pytest.raises(ValueError, match="position_bias"):
+        _causal_attention(model, query, query, query, None, sliding_window=2, position_bias=1.0)
+    model.config.layer_types = ["chunked_attention"]
+    with pytest.raises(ValueError, match=r"layer_types \('chunked_attention'\) must not be"):
+        use_causal_attention(model)
+    with pytest.raises(ValueError, match=r"cu_seqlens \(first and last \(0, 31\)\) must rise"):
+        loss_of(make(causal=True), cu_seq_lens_q=torch.tensor([0, 31]))
+
+
+EXPERTS = dict(num_local_experts=4, intermediate_size=16)
+LATENT = dict(
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=4,
+    n_routed_experts=4,
+    moe_intermediate_size=16,
+    intermediate_size=16,
+    n_group=1,
+    topk_group=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("Qwen3MoeConfig", HEADS | dict(num_experts=4, moe_intermediate_size=16)),
+    "mixtral, window": ("MixtralConfig", HEADS | EXPERTS | dict(sliding_window=4)),
+    "gpt-oss, window and sinks": ("GptOssConfig", HEADS | EXPERTS | dict(sliding_window=4)),
+    "deepseek-v3": ("DeepseekV3Config", LATENT),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> None:
+    """Against the model's own attention with masks, each document in a row of its own."""
+    config_class, options = OTHERS[name]
+    found: list[list[Tensor]] = []
+    cuts = [0, 5, 16, 17, 32]  # across the rows
+    for kind in ("one by one", "packed", "rows", "rows, own"):
+        config = getattr(transformers, config_class)(**SIZES, **options)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for param in model.parameters():
+            torch.nn.init.normal_(param, std=0.3)
+        if kind in ("packed", "rows"):
+            use_causal_attention(model)
+        if kind == "one by one":
+            flat = TOKENS.flatten()[None]
+            logits = [model(input_ids=flat[:, a:b]).logits for a, b in pairwise(cuts)]
+            result = torch.cat(logits, 1).view(2, 16, -1)
+        elif kind == "packed":
+            given: dict[str, Any] = dict(cu_seq_lens_q=torch.tensor(cuts, dtype=torch.int32))
+            result = model(input_ids=TOKENS, use_cache=False, **given).logits
+            places = torch.cat([torch.arange(b - a) for a, b in pairwise(cuts)]).view(2, 16)
+            given |= dict(cu_seq_lens_k=given["cu_seq_lens_q"], max_length_q=15, max_length_k=15)
+            again = model(input_ids=TOKENS, position_ids=places, use_cache=False, **given).logits
+            assert torch.equal(result, again)
+        else:
+            result = model(input_ids=TOKENS, use_cache=False).logits
+        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
+        (result * weights).sum().backward()
+        found.append([result, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for want, got in ((found[0], found[1]), (found[3], found[2])):
+        for w, g in zip(want, got, strict=True):
+            assert (w - g).abs().max() <= 1e-5 * w.abs().max()
+    assert (found[0][0] - found[3][0]).abs().max() > 0.1

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore import BalanceConfig, MoEConfig
+from moecore.attention.sequence import shift_left
 from moecore.models import Decoder, DecoderConfig, preset
-from moecore.models.mtp import shift_left
 from moecore.moe.layer import MoELayer
 from tests.hf.states import hf_state
 from tests.models.hf_pairs import YARN, deepseek, randomize
@@ -130,7 +130,7 @@ def test_what_is_read_past_the_end_changes_nothing(name, monkeypatch):
     results = []
     for token in (0, 9):
         monkeypatch.setattr(
-            "moecore.models.decoder.shift_left",
+            "moecore.attention.sequence.shift_left",
             lambda x, steps, fill, token=token: shift_left(x, steps, token if fill == 0 else fill),
         )
         model.zero_grad()

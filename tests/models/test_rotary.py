@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from moecore.models import YarnConfig, preset
-from moecore.models.rotary import RotaryTable, rotary_table
+from moecore.attention.rotary import RotaryTable
+from moecore.attention.sequence import Sequence
+from moecore.models import MLAConfig, YarnConfig, preset
+from moecore.models.rotary import rotary_table
 
-CPU = torch.device("cpu")
+FREQUENCIES = torch.tensor([1.0, 0.1])  # d = 4, theta = 100
 
 
 def test_rotary_table_by_hand():
-    # d = 4, theta = 100: frequencies 1 and 0.1; pairs are (0, 2) and (1, 3).
-    table = RotaryTable(3, 4, 100.0, torch.device("cpu"))
+    # Pairs are (0, 2) and (1, 3).
+    table = RotaryTable(torch.arange(3), FREQUENCIES)
     x = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 3, 1, 4)
     want = [[math.cos(t), math.cos(0.1 * t), math.sin(t), math.sin(0.1 * t)] for t in range(3)]
     torch.testing.assert_close(table.rotate(x)[0, :, 0], torch.tensor(want))
@@ -25,14 +28,29 @@ def test_rotary_table_survives_mixed_precision_casts():
     """FSDP2 casts floating tensors inside containers and dataclasses, not inside this class."""
     from torch.distributed.utils import _apply_to_tensors
 
-    table = RotaryTable(3, 4, 100.0, torch.device("cpu"))
-    (kept,) = _apply_to_tensors(lambda t: t.bfloat16(), (table,))
-    assert kept.cos_Td.dtype == torch.float32
+    table, positions = RotaryTable(torch.arange(3), FREQUENCIES), torch.arange(3)[None]
+    sequence = Sequence(rotary=table, positions_BT=positions)
+    (kept,) = _apply_to_tensors(lambda t: t.bfloat16() if t.is_floating_point() else t, (sequence,))
+    assert kept.rotary is table and table.cos_Td.dtype == torch.float32
+    assert kept.positions_BT is positions
+
+
+def test_positions_of_every_token():
+    """Documents of 2 and 4 tokens in two rows of 3: each token turns by its own position."""
+    positions = torch.tensor([[0, 1, 0], [1, 2, 3]])
+    x = torch.randn(2, 3, 2, 4)
+    table = RotaryTable(positions, FREQUENCIES)
+    for verb in ("rotate", "rotate_pairs"):
+        want = [
+            getattr(RotaryTable(torch.arange(len(part)), FREQUENCIES), verb)(part[None])[0]
+            for part in x.flatten(0, 1).split([2, 4])
+        ]
+        assert torch.equal(getattr(table, verb)(x).flatten(0, 1), torch.cat(want))
 
 
 def test_neighbouring_pairs_by_hand():
     # The same angles for the pairs (0, 1) and (2, 3); firsts come back before seconds.
-    table = RotaryTable(3, 4, 100.0, CPU)
+    table = RotaryTable(torch.arange(3), FREQUENCIES)
     x = torch.tensor([1.0, 0.0, 2.0, 0.0]).expand(1, 3, 1, 4)
     want = [
         [math.cos(t), 2 * math.cos(0.1 * t), math.sin(t), 2 * math.sin(0.1 * t)] for t in range(3)
@@ -55,7 +73,9 @@ def test_yarn_by_hand():
         mscale=2.0,
         mscale_all_dim=1.0,
     )
-    table = RotaryTable(2, 8, 10.0, CPU, yarn)
+    mla = MLAConfig(kv_lora_rank=4, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, yarn=yarn)
+    config = replace(preset("deepseek-v3"), mla=mla, head_dim=16, rope_theta=10.0, max_seq_len=64)
+    table = rotary_table(config, torch.arange(2))
     factors = [1 - i / 5 + i / 5 / math.e for i in range(4)]  # rounded up: to 5
     angles = [10 ** (-i / 4) * f for i, f in enumerate(factors)]
     want = torch.tensor([math.cos(a) for a in angles]) * 1.2 / 1.1
@@ -81,7 +101,7 @@ def test_deepseek_v3_turns_like_transformers():
     }
     hf = DeepseekV3Config(rope_parameters=rope, max_position_embeddings=163_840)
     config = preset("deepseek-v3")
-    table = rotary_table(config, 6000, CPU)
+    table = rotary_table(config, torch.arange(6000))
     cos, sin = theirs.DeepseekV3RotaryEmbedding(hf)(torch.zeros(1), torch.arange(6000)[None])
     # Angles of up to 6000 radians, in fp32.
     assert (table.cos_Td - cos[0, :, :32]).abs().max() < 6000 * 2**-23
@@ -91,4 +111,4 @@ def test_deepseek_v3_turns_like_transformers():
     want, _ = theirs.apply_rotary_pos_emb_interleave(
         x, x, cos[:, :64], sin[:, :64], unsqueeze_dim=2
     )
-    torch.testing.assert_close(rotary_table(config, 64, CPU).rotate_pairs(x), want)
+    torch.testing.assert_close(rotary_table(config, torch.arange(64)).rotate_pairs(x), want)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from moecore import BalanceConfig, MoEConfig
+from moecore import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.models import Decoder, DecoderConfig, MLAConfig, YarnConfig, preset
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.moe.balance import BalanceGroups
@@ -44,7 +44,7 @@ CONFIGS = {
     "dense and moe, head norm": DecoderConfig(
         **SHAPE, num_layers=3, qk_norm="head", dense_layers=(0,), mlp_hidden_dim=40, moe=MOE
     ),
-    "full norm, shared expert, tied": DecoderConfig(
+    "full norm, shared expert, tied, drops": DecoderConfig(
         **SHAPE,
         num_layers=2,
         qk_norm="full",
@@ -57,6 +57,7 @@ CONFIGS = {
             expert_bias=True,
             shared_hidden_dim=16,
             shared_gate=True,
+            capacity=CapacityConfig(factor=1.2, drop="position"),
         ),
     ),
     "latent attention, predicting ahead": DecoderConfig(
@@ -157,12 +158,18 @@ def check_parity(config: DecoderConfig, mesh: DeviceMesh) -> dict[str, float]:
     tokens, labels = make_batch(mesh.get_local_rank("dp"))
     mask = torch.arange(T) >= torch.tensor([T, T // 3, T // 2])[:, None]
     padded_labels = labels.masked_fill(mask, -100)
+    # Documents across rows and across the ranks' slices; the last ends with padding.
+    cu_seqlens = torch.tensor([0, 10, 31, 32, 50, 72, 72])
+    end = torch.arange(B * T).view(B, T) >= 69
     weights = torch.randn(B, T, 96, generator=torch.Generator().manual_seed(5)) / 100
     errors = {}
     for kind, run in {
         "mean": lambda m: m(tokens, labels),
         "sum": lambda m: m(tokens, labels, num_tokens=torch.tensor(1000)),
         "padded": lambda m: m(tokens, padded_labels, padding_mask_BT=mask),
+        "packed": lambda m: m(
+            tokens, labels.masked_fill(end, -100), padding_mask_BT=end, cu_seqlens=cu_seqlens
+        ),
         "logits": lambda m: m(tokens) * weights,
     }.items():
         result = compare(plain, model, group, run)
@@ -263,7 +270,7 @@ def test_equals_one_process(results, name, tp):
     assert not any(exact.values()), exact
     wrong = {k: e for k, e in errors.items() if k not in exact and not e <= 1e-5}
     assert not wrong
-    assert len(errors) > 3 * len(list(Decoder(CONFIGS[name], device="meta").parameters()))
+    assert len(errors) > 4 * len(list(Decoder(CONFIGS[name], device="meta").parameters()))
 
 
 def test_fsdp_on_top(results):

@@ -373,6 +373,14 @@ def as_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs) if _here.runs_again else once(function, *args, **kwargs)
 
 
+def as_scores(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call attention that the search does not know; it runs again where attention is to."""
+    region = _here.region
+    if region is not None and region.repeats_scores:
+        return function(*args, **kwargs)
+    return as_product(function, *args, **kwargs)
+
+
 def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call what no region runs again: communication."""
     region = _here.region

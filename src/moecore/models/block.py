@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moecore.attention.sequence import Sequence
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import MLP, Attention, RMSNorm
 from moecore.models.mla import LatentAttention
-from moecore.models.rotary import RotaryTable
 from moecore.moe.layer import MoELayer
 
 
@@ -39,26 +39,25 @@ class Block(nn.Module):
             assert config.moe is not None
             self.mlp = MoELayer(config.moe, dtype=dtype)
 
-    def forward(
-        self, x_BTD: Tensor, rotary: RotaryTable, padding_mask_BT: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the residual stream after this layer, same shape and dtype.
 
         Args:
             x_BTD: residual stream; under tp this rank's tokens.
-            rotary: table over the whole sequence.
-            padding_mask_BT: bool, True where no expert shall see the token; of the same tokens.
-                Attention and a dense MLP do not read it.
+            sequence: where the tokens stand. No expert sees its padding; attention and a dense MLP
+                do.
         """
-        x_BTD = self.attend(x_BTD, rotary)
+        x_BTD = self.attend(x_BTD, sequence)
         y_BTD = self.post_attention_layernorm(x_BTD)
-        if self.is_dense or padding_mask_BT is None:
+        if self.is_dense or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
             return x_BTD + self.mlp(y_BTD)
-        return x_BTD + self.mlp(y_BTD, padding_mask=padding_mask_BT)
+        return x_BTD + self.mlp(
+            y_BTD, padding_mask=sequence.padding_mask_BT, cu_seqlens=sequence.cu_seqlens
+        )
 
-    def attend(self, x_BTD: Tensor, rotary: RotaryTable) -> Tensor:
+    def attend(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the residual stream after attention."""
-        attended: Tensor = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
+        attended: Tensor = x_BTD + self.self_attn(self.input_layernorm(x_BTD), sequence)
         return attended
 
     @property

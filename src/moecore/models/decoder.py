@@ -13,6 +13,7 @@ prediction (mtp.0); `hf/names.py` translates.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moecore._fields import CountOrZero, PositiveOrZero, Seed, check_arguments
+from moecore._fields import Count, CountOrZero, PositiveOrZero, Seed, check_arguments
+from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.context_parallel.held import HeldTokens, check_documents
+from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
+from moecore.models.head import Head
 from moecore.models.layers import Linear, RMSNorm
-from moecore.models.loss import IGNORE_INDEX, count_labels, linear_cross_entropy
-from moecore.models.mtp import MTPLayer, shift_left
+from moecore.models.loss import IGNORE_INDEX
+from moecore.models.mtp import MTPLayer
 from moecore.models.rotary import rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.moe.layer import MoELayer
@@ -63,90 +68,78 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.tp: TensorParallel | None = None
+        self.cp: ContextParallel | None = None
         self.embed_tokens = Embedding(config, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
 
-    def forward(self, tokens_BT: Tensor, padding_mask_BT: Tensor | None = None) -> Tensor:
-        """Return x_BTD; under tp only this rank's tokens of each sequence.
+    def forward(self, tokens_BT: Tensor, sequence: Sequence | None = None) -> Tensor:
+        """Return x_BTD; under cp and tp only this rank's tokens of each row.
 
         Args:
-            tokens_BT: int64 ids, the same on every tp rank.
-            padding_mask_BT: bool, True = padding; likewise.
+            tokens_BT: int64 ids, the same on every cp and tp rank.
+            sequence: where they stand, from `sequence_of`; None = rows of one document each.
         """
-        rotary = rotary_table(self.config, tokens_BT.shape[1], tokens_BT.device)
-        x_BTD = self.embed(tokens_BT)
-        own_mask = self.own(padding_mask_BT)
+        if sequence is None:
+            sequence = self.sequence_of(tokens_BT)
+        x_BTD = self.embed(tokens_BT, sequence)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, rotary, own_mask)
+            x_BTD = layer(x_BTD, sequence)
         return self.norm(x_BTD)
 
-    def embed(self, tokens_BT: Tensor) -> Tensor:
-        """Return the embeddings of this tp rank's tokens."""
-        return self.embed_tokens(tokens_BT if self.tp is None else self.tp.own(tokens_BT))
-
-    def own(self, mask_BT: Tensor | None) -> Tensor | None:
-        """Return this tp rank's part of a mask over the whole sequences."""
-        return mask_BT if mask_BT is None or self.tp is None else self.tp.own(mask_BT)
-
-
-class Head(nn.Module):
-    """The output matrix, and the loss on top of it. Without a weight of its own when tied.
-
-    Args:
-        config: the decoder.
-        dtype: dtype of the weight.
-
-    Attributes:
-        is_fsdp_head: nothing but its own forward reads its weight: note "head" in `fsdp/shard.py`.
-    """
-
-    is_fsdp_head = True
-
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.tp: TensorParallel | None = None
-        own = (
-            None
-            if config.tie_embeddings
-            else torch.empty(config.vocab_size, config.dim, dtype=dtype)
-        )
-        self.weight = None if own is None else nn.Parameter(own)
-
-    def forward(
+    def sequence_of(
         self,
-        x_BTD: Tensor,
-        labels_BT: Tensor | None,
-        num_tokens: Tensor | int | None,
-        tied_weight: Tensor | None,
-    ) -> Tensor:
-        """Return the loss, or the logits when there are no labels; see `Decoder.forward`.
+        tokens_BT: Tensor,
+        padding_mask_BT: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Sequence:
+        """Return where tokens stand, as blocks read it; see `Decoder.forward`.
 
-        Args:
-            x_BTD: normed hidden states; under tp this rank's tokens.
-            labels_BT: of the whole sequences.
-            num_tokens: what the summed loss is divided by.
-            tied_weight: the embedding table, when tied.
+        Raises:
+            ValueError: for documents that are too long, are not those of the tokens, or cannot be
+                cut over cp.
         """
-        weight = tied_weight if self.weight is None else self.weight
-        assert weight is not None, "a tied head is called with the embedding table"
-        weight_VD = local_param(weight)
-        if labels_BT is None:
-            logits_BTV = F.linear(x_BTD, weight_VD)
-            return logits_BTV if self.tp is None else self.tp.gather_whole(logits_BTV)
-        if num_tokens is None:
-            num_tokens = count_labels(labels_BT).clamp(min=1)
-        if self.tp is not None:
-            labels_BT = self.tp.own(labels_BT)
-        loss = linear_cross_entropy(
-            x_BTD.flatten(0, 1),
-            weight_VD,
-            labels_BT.flatten(),
-            num_tokens=num_tokens,
-            chunk_tokens=self.config.ce_chunk_tokens,
+        (B, T), device = tokens_BT.shape, tokens_BT.device
+        if cu_seqlens is None:
+            if max_seqlen is not None:
+                raise ValueError(
+                    f"max_seqlen ({max_seqlen}) must be None without cu_seqlens, where rows are "
+                    "documents: leave it out"
+                )
+            sequence, longest = Sequence(), T
+            positions = torch.arange(T, device=device)
+        else:
+            sequence = packed_sequence(cu_seqlens, max_seqlen, (B, T), device)
+            assert sequence.positions_BT is not None
+            positions, longest = sequence.positions_BT, sequence.max_seqlen
+        if longest > self.config.max_seq_len:
+            raise ValueError(
+                f"sequence length ({longest}) must be <= max_seq_len ({self.config.max_seq_len}): "
+                "cut the documents, pass max_seqlen with packed ones, or raise max_seq_len"
+            )
+        if self.cp is not None:
+            if cu_seqlens is not None:
+                check_documents(cu_seqlens, self.cp.size)
+            held = HeldTokens(self.cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+            sequence = replace(sequence, held=held)
+            positions = held.own(positions.view(-1, T)).view(*positions.shape[:-1], -1)
+        return replace(
+            sequence,
+            padding_mask_BT=None
+            if padding_mask_BT is None
+            else self.own(padding_mask_BT, sequence),
+            rotary=rotary_table(self.config, positions),
         )
-        return loss if self.tp is None else self.tp.sum_value(loss)
+
+    def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
+        """Return the embeddings of this rank's tokens."""
+        return self.embed_tokens(self.own(tokens_BT, sequence))
+
+    def own(self, x_BT: Tensor, sequence: Sequence) -> Tensor:
+        """Return this rank's tokens of whole rows."""
+        x_BT = sequence.own(x_BT)
+        return x_BT if self.tp is None else self.tp.own(x_BT)
 
 
 class Decoder(nn.Module):
@@ -238,6 +231,15 @@ class Decoder(nn.Module):
         apply_tensor_parallel(self, self.config, tp_mesh)
         return self
 
+    def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
+        """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
+        kv_heads = self.config.num_kv_heads // tp
+        return options.resolve(cp, kv_heads, has_latents=self.config.mla is not None)
+
+    def apply_context_parallel(self, cp: ContextParallel) -> None:
+        """Work on own tokens of each row from now on; `parallelize_moe` calls it."""
+        self.model.cp = cp
+
     def forward(
         self,
         tokens_BT: Tensor,
@@ -245,6 +247,8 @@ class Decoder(nn.Module):
         *,
         num_tokens: Tensor | int | None = None,
         padding_mask_BT: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Count | None = None,
     ) -> Tensor:
         """Return the mean cross-entropy over the labels that count, or the logits without labels.
 
@@ -253,31 +257,44 @@ class Decoder(nn.Module):
         eval mode and without labels these modules do not run.
 
         Args:
-            tokens_BT: int64 ids; under tp the same whole sequences on every tp rank.
+            tokens_BT: int64 ids; under cp and tp the same whole rows on every cp and tp rank, with
+                the same other arguments.
             labels_BT: int64, the token that should follow each position (already shifted), or -100
                 where nothing counts.
             num_tokens: when given, the loss is the sum over labels divided by it: a whole number or
                 an integer scalar tensor, such as the labels of the global batch.
             padding_mask_BT: bool, True = padding, which no expert computes and no balance loss
-                counts. Padding must follow the tokens of its sequence, where causal attention hides
-                it from them, and its labels must be -100; neither is checked, it would sync.
+                counts. Padding must follow the tokens of its document, where causal attention hides
+                it from them, or be a document of its own, and its labels must be -100; neither is
+                checked, it would sync.
+            cu_seqlens: int32 [n + 1], documents that are packed into the rows: document i is tokens
+                cu_seqlens[i] : cu_seqlens[i + 1] of the B * T, counted row by row; the last is
+                B * T, and documents without tokens may stand at the end. Positions restart with
+                each, and nothing of a document reaches another. On the CPU its values are checked;
+                on the device they are not, and nothing syncs. None = every row is a document.
+            max_seqlen: tokens of the longest document, or more, for `cu_seqlens` on the device;
+                None = B * T there.
 
         Returns:
-            An fp32 scalar, the same on every tp rank (0 when no label counts), or logits
+            An fp32 scalar, the same on every cp and tp rank (0 when no label counts), or logits
             [B, T, V] in the dtype of the model. No host sync of its own.
 
         Raises:
-            ValueError: for wrong shapes, a sequence that is too long or does not divide by tp.
+            ValueError: for wrong shapes, a document that is too long, rows or documents that do not
+                divide by 2 * cp, or what a cp rank holds by tp.
         """
         check_arguments(Decoder.forward, locals())
         self._check(tokens_BT, labels_BT, padding_mask_BT)
-        x_BTD = self.model(tokens_BT, padding_mask_BT)
-        out = self.lm_head(x_BTD, labels_BT, num_tokens, self._tied_weight)
+        sequence = self.model.sequence_of(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen)
+        x_BTD = self.model(tokens_BT, sequence)
+        out = self.lm_head(x_BTD, labels_BT, num_tokens, self._tied_weight, sequence)
         if labels_BT is None or not self.training or not self.mtp:
             return out
         if padding_mask_BT is None:
             padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-        losses = self._mtp_losses(x_BTD, tokens_BT, labels_BT, num_tokens, padding_mask_BT)
+        losses = self._mtp_losses(
+            x_BTD, tokens_BT, labels_BT, num_tokens, padding_mask_BT, sequence
+        )
         self.mtp_losses = losses.detach()
         return out + self.config.mtp_loss_coef * losses.mean()
 
@@ -288,16 +305,17 @@ class Decoder(nn.Module):
         labels_BT: Tensor,
         num_tokens: Tensor | int | None,
         padding_mask_BT: Tensor,
+        sequence: Sequence,
     ) -> Tensor:
         """Return the loss of each multi-token prediction module, fp32; see `models/mtp.py`."""
-        rotary = rotary_table(self.config, tokens_BT.shape[1], tokens_BT.device)
         losses = []
         for ahead, layer in enumerate(self.mtp, start=1):
-            e_BTD = self.model.embed(shift_left(tokens_BT, ahead, 0))
-            mask_BT = self.model.own(shift_left(padding_mask_BT, ahead, True))
-            h_BTD = layer(h_BTD, e_BTD, rotary, mask_BT)
-            targets_BT = shift_left(labels_BT, ahead, IGNORE_INDEX)
-            losses.append(self.lm_head(h_BTD, targets_BT, num_tokens, self._tied_weight))
+            e_BTD = self.model.embed(sequence.shift_left(tokens_BT, ahead, 0), sequence)
+            mask_BT = self.model.own(sequence.shift_left(padding_mask_BT, ahead, True), sequence)
+            h_BTD = layer(h_BTD, e_BTD, replace(sequence, padding_mask_BT=mask_BT))
+            targets_BT = sequence.shift_left(labels_BT, ahead, IGNORE_INDEX)
+            args = (h_BTD, targets_BT, num_tokens, self._tied_weight, sequence)
+            losses.append(self.lm_head(*args))
         return torch.stack(losses)
 
     @property
@@ -315,7 +333,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return the tokens followed by new ones, one forward over the window per new token.
 
-        Under FSDP, EP or TP every rank calls it with the same tokens and an equally seeded
+        Under FSDP, EP, CP or TP every rank calls it with the same tokens and an equally seeded
         generator. There is no cache: for trying a model out, not for serving.
 
         Args:
@@ -340,10 +358,10 @@ class Decoder(nn.Module):
         return tokens_BT
 
     def _last_logits(self, window_BT: Tensor) -> Tensor:
-        """Logits after the last token; padded for tp, with tokens that go to no expert."""
-        T = window_BT.shape[1]
-        tp = self.model.tp
-        padding = 0 if tp is None else -T % tp.size
+        """Logits after the last token; padded for cp and tp, with tokens that go to no expert."""
+        T, tp, cp = window_BT.shape[1], self.model.tp, self.model.cp
+        multiple = (1 if tp is None else tp.size) * (1 if cp is None else 2 * cp.size)
+        padding = -T % multiple
         mask_BT = torch.arange(T + padding, device=window_BT.device).expand(len(window_BT), -1) >= T
         tokens_BT = F.pad(window_BT, (0, padding))
         return self(tokens_BT, padding_mask_BT=mask_BT if padding else None)[:, T - 1]
@@ -355,11 +373,6 @@ class Decoder(nn.Module):
             raise ValueError(f"tokens ({tokens_BT.dtype}) must be ids: pass tokens.long()")
         if tokens_BT.ndim != 2:
             raise ValueError(f"tokens {tuple(tokens_BT.shape)} must be [B, T]: add a batch dim")
-        if tokens_BT.shape[1] > self.config.max_seq_len:
-            raise ValueError(
-                f"sequence length ({tokens_BT.shape[1]}) must be <= max_seq_len "
-                f"({self.config.max_seq_len}): cut the sequences or raise max_seq_len"
-            )
         if labels_BT is not None and labels_BT.shape != tokens_BT.shape:
             raise ValueError(
                 f"labels {tuple(labels_BT.shape)} must have the shape of tokens "

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moecore.attention.function import attend
+from moecore.attention.sequence import Sequence
 from moecore.models.config import DecoderConfig
-from moecore.models.rotary import RotaryTable
 from moecore.models.tensor_parallel import TensorParallel
 from moecore.moe.params import local_param
 
-ScoreObserver = Callable[[Tensor, Tensor, float], None]  # [B, T, H, d], [B, T, h, d], scale
+# [B, T, H, d], [B, T, h, d], where the tokens stand, scale
+ScoreObserver = Callable[[Tensor, Tensor, Sequence, float], None]
 
 
 class Linear(nn.Linear):
@@ -96,7 +98,8 @@ class Attention(nn.Module):
         dtype: dtype of the parameters.
 
     Attributes:
-        observe_scores: gets turned queries, keys and their scale in every forward; None = off.
+        observe_scores: gets turned queries and keys, the sequence and the scale in every forward;
+            None = off.
     """
 
     observe_scores: ScoreObserver | None = None
@@ -121,28 +124,24 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(q_dim if full else d, eps, over_tp=full, dtype=dtype)
             self.k_norm = RMSNorm(kv_dim if full else d, eps, over_tp=full, dtype=dtype)
 
-    def forward(self, x_BTD: Tensor, rotary: RotaryTable) -> Tensor:
+    def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the attention's output, same shape and dtype.
 
         Args:
-            x_BTD: normed hidden states.
-            rotary: table over the whole sequence.
+            x_BTD: normed hidden states; under tp this rank's tokens.
+            sequence: where the tokens of the whole rows stand, with their rotary table.
         """
+        assert sequence.rotary is not None, "a decoder's sequence has a rotary table"
         if self.tp is not None:
             x_BTD = self.tp.gather(x_BTD)
         q_BTHd, k_BThd = self._queries_and_keys(x_BTD)
-        q_BTHd, k_BThd = rotary.rotate(q_BTHd), rotary.rotate(k_BThd)
+        q_BTHd, k_BThd = sequence.rotary.rotate(q_BTHd), sequence.rotary.rotate(k_BThd)
+        scale = self.config.head_dim**-0.5
         if self.observe_scores is not None:
-            self.observe_scores(q_BTHd, k_BThd, self.config.head_dim**-0.5)
+            self.observe_scores(q_BTHd, k_BThd, sequence, scale)
         v_BThd = self._heads(self.v_proj(x_BTD))
-        y_BHTd = F.scaled_dot_product_attention(
-            q_BTHd.transpose(1, 2),
-            k_BThd.transpose(1, 2),
-            v_BThd.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=q_BTHd.shape[2] != k_BThd.shape[2],
-        )
-        y_BTD = self.o_proj(y_BHTd.transpose(1, 2).flatten(2))
+        y_BTHd = attend(q_BTHd, k_BThd, v_BThd, sequence, scale=scale)
+        y_BTD = self.o_proj(y_BTHd.flatten(2))
         return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
 
     def _queries_and_keys(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,18 +12,21 @@ Under tensor parallelism heads are cut and latents are whole: each rank makes th
 tokens, so their weights have partial-sum gradients like every weight outside of attention, and what
 ranks exchange are latents (Q + C + r numbers per token) instead of hidden states (D).
 
+Context parallel ranks that gather do so with key/value latents and turned shared keys (C + r
+numbers), and every rank makes the keys and values of whole rows out of them.
+
 Source: DeepSeek-V2 (arXiv:2405.04434); parameter names are transformers'.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moecore.attention.function import attend
+from moecore.attention.sequence import Sequence
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import Linear, RMSNorm, ScoreObserver
-from moecore.models.rotary import RotaryTable
 from moecore.models.tensor_parallel import TensorParallel
 
 
@@ -60,25 +63,20 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(C, kv_dim, tp_shard_dim=0, dtype=dtype)
         self.o_proj = Linear(H * mla.v_head_dim, D, tp_shard_dim=1, residual=True, dtype=dtype)
 
-    def forward(self, x_BTD: Tensor, rotary: RotaryTable) -> Tensor:
+    def forward(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the attention's output, same shape and dtype.
 
         Args:
             x_BTD: normed hidden states; under tp this rank's tokens.
-            rotary: table over the whole sequence, of `qk_rope_head_dim`.
+            sequence: where the tokens of the whole rows stand; its rotary table is of
+                `qk_rope_head_dim`.
         """
         q_BTQ, c_BTC, k_BTr = self._latents(x_BTD)
-        q_BTHq, k_BTHq, v_BTHv = self._heads(q_BTQ, c_BTC, k_BTr, rotary)
+        q_BTHq, k_BTHq, v_BTHv = self._heads(q_BTQ, c_BTC, k_BTr, sequence)
         if self.observe_scores is not None:
-            self.observe_scores(q_BTHq, k_BTHq, self.mla.score_scale)
-        y_BHTv = F.scaled_dot_product_attention(
-            q_BTHq.transpose(1, 2),
-            k_BTHq.transpose(1, 2),
-            v_BTHv.transpose(1, 2),
-            is_causal=True,
-            scale=self.mla.score_scale,
-        )
-        y_BTD = self.o_proj(y_BHTv.transpose(1, 2).flatten(2))
+            self.observe_scores(q_BTHq, k_BTHq, sequence, self.mla.score_scale)
+        y_BTHv = attend(q_BTHq, k_BTHq, v_BTHv, sequence, scale=self.mla.score_scale)
+        y_BTD = self.o_proj(y_BTHv.flatten(2))
         return y_BTD if self.tp is None else self.tp.scatter_sum(y_BTD)
 
     def _latents(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,13 +92,20 @@ class LatentAttention(nn.Module):
         return q_BTQ, c_BTC, k_BTr
 
     def _heads(
-        self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, rotary: RotaryTable
+        self, q_BTQ: Tensor, c_BTC: Tensor, k_BTr: Tensor, sequence: Sequence
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, H, n + r], turned, and values [B, T, H, v]."""
+        rotary, held = sequence.rotary, sequence.held
+        assert rotary is not None, "a decoder's sequence has a rotary table"
         n, r, v = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim, self.mla.v_head_dim
         q = self.q_b_proj(q_BTQ) if self.mla.q_lora_rank else self.q_proj(q_BTQ)
         q_BTHq = rotary.rotate_pairs(q.unflatten(-1, (-1, n + r)))
+        k_BT1r = rotary.rotate_pairs(k_BTr[:, :, None])
+        if held is not None and held.cp.gathers:  # latents of whole rows, not their heads
+            whole = held.gather(torch.cat((c_BTC, k_BT1r[:, :, 0]), dim=-1))
+            c_BTC, k_BTr = whole.split((c_BTC.shape[-1], r), dim=-1)
+            k_BT1r = k_BTr[:, :, None]
         kv_BTHx = self.kv_b_proj(c_BTC).unflatten(-1, (-1, n + v))
         k_BTHn, v_BTHv = kv_BTHx.split((n, v), dim=-1)
-        k_BTHr = rotary.rotate_pairs(k_BTr[:, :, None]).expand(*k_BTHn.shape[:-1], r)
+        k_BTHr = k_BT1r.expand(*k_BTHn.shape[:-1], r)
         return q_BTHq, torch.cat((k_BTHn, k_BTHr), dim=-1), v_BTHv

@@ -15,9 +15,9 @@ norm returns, as in transformers and Megatron-Core. eh_proj reads [embedding, hi
 order of the published weights (the paper writes it the other way round).
 
 Example, k = 1, tokens [a b c d] with labels [b c d e]: positions 0 .. 2 read the embeddings of
-b c d and have the targets c d e; position 3 has no next input token. Such positions come last, so
-that causal attention hides them from the others; their targets do not count, and they are padding
-to the module's experts.
+b c d and have the targets c d e; position 3 has no next input token. Such positions come last in
+their document, so that causal attention hides them from the others; their targets do not count, and
+they are padding to the module's experts.
 
 Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
 """
@@ -27,10 +27,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moecore.attention.sequence import Sequence
 from moecore.models.block import Block
 from moecore.models.config import DecoderConfig
 from moecore.models.layers import Linear, RMSNorm
-from moecore.models.rotary import RotaryTable
 
 
 class MTPLayer(nn.Module):
@@ -52,29 +52,13 @@ class MTPLayer(nn.Module):
         self.block = Block(config, config.num_layers - 1, dtype=dtype)
         self.norm = RMSNorm(D, eps, dtype=dtype)
 
-    def forward(
-        self,
-        h_BTD: Tensor,
-        e_BTD: Tensor,
-        rotary: RotaryTable,
-        padding_mask_BT: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, h_BTD: Tensor, e_BTD: Tensor, sequence: Sequence) -> Tensor:
         """Return the normed hidden states h_k, same shape and dtype.
 
         Args:
-            h_BTD: h_(k-1); under tp this rank's tokens, like the next two.
+            h_BTD: h_(k-1); under tp this rank's tokens, like the next one.
             e_BTD: embeddings of the tokens k positions later.
-            rotary: table over the whole sequence.
-            padding_mask_BT: see `Block.forward`.
+            sequence: see `Block.forward`; tokens without a target are padding.
         """
         joined = torch.cat((self.enorm(e_BTD), self.hnorm(h_BTD)), dim=-1)
-        return self.norm(self.block(self.eh_proj(joined), rotary, padding_mask_BT))
-
-
-def shift_left(x_BT: Tensor, steps: int, fill: int) -> Tensor:
-    """Return x[:, i + steps] at position i and `fill` where there is none, same shape and dtype.
-
-    Example: shift_left([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
-    """
-    end = x_BT.new_full((x_BT.shape[0], min(steps, x_BT.shape[1])), fill)
-    return torch.cat((x_BT[:, steps:], end), dim=1)
+        return self.norm(self.block(self.eh_proj(joined), sequence))

@@ -83,7 +83,7 @@ class TensorParallel:
 
     def sum_value(self, value: Tensor) -> Tensor:
         """Return the sum over ranks; this rank's gradient is that of its own part."""
-        return once(_SumValue.apply, value, self.group)
+        return sum_value(value, self.group)
 
     def sum_shared(self, value: Tensor) -> Tensor:
         """Return the sum over ranks of something that every rank then uses in its own way.
@@ -91,6 +91,12 @@ class TensorParallel:
         Backward adds the ranks' gradients.
         """
         return once(_SumShared.apply, value, self.group)
+
+
+def sum_value(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks; this rank's gradient is that of its own part. Collective."""
+    summed: Tensor = once(_SumValue.apply, value, group)
+    return summed
 
 
 def apply_tensor_parallel(model: nn.Module, config: DecoderConfig, tp_mesh: DeviceMesh) -> None:

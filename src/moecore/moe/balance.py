@@ -49,11 +49,13 @@ class BalanceGroups:
         micro_batch: ranks that hold parts of one data rank's micro-batch; None = this rank alone.
         global_batch: all ranks of the pipeline stage; None = this rank alone.
         data_ranks: number of data ranks in `global_batch`.
+        cp: context parallel ranks in `micro_batch`, which is cp-major.
     """
 
     micro_batch: dist.ProcessGroup | None = None
     global_batch: dist.ProcessGroup | None = None
     data_ranks: int = 1
+    cp: int = 1
 
 
 @dataclass(slots=True)
@@ -156,13 +158,13 @@ class LoadTracker:
             ValueError: when a CUDA graph captures it before any backward.
         """
         if torch.is_grad_enabled() and y.requires_grad:
-            return self._attach(y, routing, micro_batch.num_sequences, bias_E)
+            return self._attach(y, routing, micro_batch, bias_E)
         return y
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
     @disable_dynamo
     def _attach(
-        self, y: Tensor, routing: Routing, num_sequences: int, bias_E: Tensor | None
+        self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:
         self._follow(y.device)
         if self.counts is None and _is_capturing(y):
@@ -181,8 +183,15 @@ class LoadTracker:
                 best_TK = best_ids(logits_TE, config, routing.padding_mask_T)
                 prior_E = None if counts is None else counts.best_E
             ids_TK = routing.chosen_ids_TK if best_TK is None else best_TK
+            num_sequences, sequences_T = micro_batch.sequences(ids_TK.shape[0])
             losses = balance_losses(
-                routing, ids_TK, num_sequences, config, self.groups, prior_counts_E=prior_E
+                routing,
+                ids_TK,
+                num_sequences,
+                config,
+                self.groups,
+                prior_counts_E=prior_E,
+                sequences_T=sequences_T,
             )
         quantile = config.balance.bias_update == "quantile"
         observed = (
@@ -318,6 +327,7 @@ def balance_losses(
     groups: BalanceGroups,
     *,
     prior_counts_E: Tensor | None = None,
+    sequences_T: Tensor | None = None,
 ) -> Tensor:
     """Return this rank's parts of the auxiliary losses, fp32, in the order of `LOSS_NAMES`.
 
@@ -327,17 +337,19 @@ def balance_losses(
     Args:
         routing: of this rank's tokens.
         ids_TK: int32, what is counted: their choices or best scores; -1 is not.
-        num_sequences: the tokens are this many sequences of equal length, one after the other.
+        num_sequences: the tokens are of this many sequences.
         config: the layer.
         groups: who counts together.
         prior_counts_E: this rank's counts of the like in earlier micro-batches of the step.
+        sequences_T: int64, the sequence of each token; None = they are of equal length, one after
+            the other.
     """
     assert routing.logits_TE is not None, "balance losses are moecore's routers' alone"
     balance, E, K = config.balance, config.num_experts, config.top_k
     # Only "sequence" separates sequences; to the other scopes the tokens are one.
-    B = num_sequences if balance.sequence_coef else 1
+    B, sequences_T = (num_sequences, sequences_T) if balance.sequence_coef else (1, None)
     padding_mask_T = routing.padding_mask_T
-    counts_BX = count_experts_and_tokens(ids_TK, B, E, padding_mask_T)
+    counts_BX = count_experts_and_tokens(ids_TK, B, E, padding_mask_T, sequences_T)
     global_counts_E = None
     if balance.global_batch_coef:
         global_counts_E = counts_BX[:, :E].sum(0)
@@ -348,7 +360,7 @@ def balance_losses(
     if groups.micro_batch is not None:
         dist.all_reduce(counts_BX, group=groups.micro_batch)
     score_sums_BE, z_sum = balance_statistics(
-        routing.logits_TE, B, config.score_function, padding_mask_T
+        routing.logits_TE, B, config.score_function, padding_mask_T, sequences_T
     )
     factors = [
         balance.micro_batch_coef * E / K,

@@ -210,26 +210,35 @@ class MoELayer(RoutedLayer):
     def _compute(self, expert_input: ExpertInput) -> Any:
         return self.part("experts")(expert_input)
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """Return the layer's output for any number of tokens, zero included.
 
         Args:
             x: [T, D] or [B, T, D]. Under tp, this rank's slice of each sequence.
             padding_mask: bool, shape of x without D, True = padding: the token goes to no routed
                 expert, uses no capacity and has no part in losses and counts. None = no padding.
+            cu_seqlens: int32 [n + 1] on the device, sequences that are packed into the rows:
+                sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1] of the whole rows of all cp
+                and tp ranks, row by row; the last is the number of tokens. The sequence loss and
+                drops by position are per sequence. None = every row is one.
 
         Returns:
             Same shape and dtype. Auxiliary losses ride on it: they change no value, and reach the
             gradient in backward.
 
         Raises:
-            ValueError: for a mask of another shape or dtype.
+            ValueError: for a mask or `cu_seqlens` of another shape or dtype.
         """
+        _check_sequences(cu_seqlens)
         x_TD = x.reshape(-1, x.shape[-1])
         micro_batch = MicroBatch(
             num_sequences=x.shape[0] if x.ndim == 3 else 1,
             group=self.tracker.groups.micro_batch,
+            cp=self.tracker.groups.cp,
             padding_mask_T=_flat_mask(padding_mask, x),
+            cu_seqlens=cu_seqlens,
         )
         shared = SharedRun(self._shared, x_TD, self.shared_stream)
         routed_TD = x_TD
@@ -307,6 +316,14 @@ def _flat_mask(padding_mask: Tensor | None, x: Tensor) -> Tensor | None:
             f"shape of x without its last dim {tuple(x.shape[:-1])}: True marks padding"
         )
     return padding_mask.reshape(-1)
+
+
+def _check_sequences(cu_seqlens: Tensor | None) -> None:
+    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.dtype != torch.int32):
+        raise ValueError(
+            f"cu_seqlens ({tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}) must be int32 [n + 1]: "
+            "pass the first token of each sequence, and the number of tokens"
+        )
 
 
 def autocast(x: Tensor) -> Tensor:

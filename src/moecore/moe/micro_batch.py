@@ -4,7 +4,8 @@ Legend: B sequences, T tokens of this rank, N tokens of the whole micro-batch, X
 
 Under tensor parallelism with sequence parallelism the ranks of a tp group hold consecutive slices
 of the same sequences. Decisions that compare tokens (capacity, Sinkhorn, expert choice) are made
-on the whole micro-batch, so that they do not depend on tp.
+on the whole micro-batch, so that they do not depend on tp. Context parallel ranks hold the tokens
+of `kernels/zigzag.py`, and their tp groups slices of those.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore._distributed import all_gather_single
+from moecore.kernels.documents import documents_of
+from moecore.kernels.zigzag import held_tokens, row_borders
 
 ROUNDING = 1e-9  # 1.1 * 40 must not become 45 because of its last binary digit
 
@@ -26,15 +29,21 @@ class MicroBatch:
     """The tokens that are routed together.
 
     Attributes:
-        num_sequences: this rank's tokens are so many slices of equal length, one per sequence.
+        num_sequences: this rank's tokens are so many slices of equal length, one per row. Rows are
+            sequences, unless `cu_seqlens` has others.
         group: ranks that hold the slices of each sequence, in order; None = this rank alone.
+        cp: context parallel ranks, a divisor of the group's size; the group is cp-major.
         padding_mask_T: bool, True = padding, which uses no capacity and has no part in losses and
             statistics; None = no padding.
+        cu_seqlens: int32 [n + 1], the first token of each sequence among the N tokens of the
+            micro-batch, row by row, and N; None = every row is a sequence.
     """
 
     num_sequences: int = 1
     group: dist.ProcessGroup | None = None
+    cp: int = 1
     padding_mask_T: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -53,6 +62,10 @@ class MicroBatch:
             return x_TX
         out = x_TX.new_empty((self.num_ranks * x_TX.shape[0], *x_TX.shape[1:]))
         all_gather_single(out, x_TX.contiguous(), group=self.group)
+        if self.cp > 1:
+            in_order = torch.empty_like(out)
+            in_order[self._tokens(len(out), out.device).flatten()] = out
+            return in_order
         B = max(self.num_sequences, 1)
         by_rank = out.unflatten(0, (self.num_ranks, B, x_TX.shape[0] // B))
         return by_rank.transpose(0, 1).flatten(0, 2)
@@ -61,9 +74,20 @@ class MicroBatch:
         """Return this rank's rows of what `gather` gave."""
         if self.group is None:
             return x_NX
+        if self.cp > 1:
+            return x_NX[self._tokens(len(x_NX), x_NX.device)[dist.get_rank(self.group)]]
         B, G = max(self.num_sequences, 1), self.num_ranks
         by_rank = x_NX.unflatten(0, (B, G, x_NX.shape[0] // (B * G)))
         return by_rank[:, dist.get_rank(self.group)].flatten(0, 1)
+
+    def _tokens(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return int64 [ranks, T], which of the N tokens each rank has, with cp."""
+        B, tp = max(self.num_sequences, 1), self.num_ranks // self.cp
+        borders = self.cu_seqlens
+        if borders is None:
+            borders = row_borders(B, num_tokens, device)
+        held = held_tokens(borders, num_tokens, self.cp).view(self.cp, B, tp, -1)
+        return held.transpose(1, 2).reshape(self.num_ranks, -1)
 
     def gather_padding(self) -> Tensor | None:
         """Return padding_mask_N; collective when there is a group and a mask."""
@@ -71,9 +95,26 @@ class MicroBatch:
             return None
         return self.gather(self.padding_mask_T.to(torch.uint8)).bool()
 
+    def sequences(self, num_tokens: int) -> tuple[int, Tensor | None]:
+        """Return how many sequences there are, and int64 [T] with that of each own token.
+
+        The latter is None where they are consecutive tokens of equal number.
+
+        Args:
+            num_tokens: T.
+        """
+        if self.cu_seqlens is None:
+            return self.num_sequences, None
+        documents_N = documents_of(self.cu_seqlens, num_tokens * self.num_ranks)
+        return len(self.cu_seqlens) - 1, self.own(documents_N)
+
 
 def position_order(
-    num_tokens: int, num_sequences: int, padding_mask_N: Tensor | None, device: torch.device
+    num_tokens: int,
+    num_sequences: int,
+    padding_mask_N: Tensor | None,
+    device: torch.device,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Return int64 [N], the tokens by position, those of one position by sequence.
 
@@ -86,12 +127,25 @@ def position_order(
         num_sequences: B; sequences are consecutive tokens of equal number.
         padding_mask_N: bool, True = padding; None = none.
         device: of the result.
+        cu_seqlens: int32 [n + 1], where sequences start, in place of `num_sequences`.
     """
+    if cu_seqlens is not None:
+        return _document_order(num_tokens, cu_seqlens, padding_mask_N)
     B = max(num_sequences, 1)
     if padding_mask_N is None:
         return torch.arange(num_tokens, device=device).view(B, num_tokens // B).t().flatten()
     positions_BT = (~padding_mask_N).view(B, num_tokens // B).cumsum(1)
     return positions_BT.flatten().sort(stable=True).indices
+
+
+def _document_order(num_tokens: int, cu_seqlens: Tensor, padding_mask_N: Tensor | None) -> Tensor:
+    real_N = torch.ones(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
+    if padding_mask_N is not None:
+        real_N = ~padding_mask_N
+    counted_N = real_N.cumsum(0)
+    before_N = counted_N - real_N.long()
+    starts_N = cu_seqlens[documents_of(cu_seqlens, num_tokens)]
+    return (counted_N - before_N[starts_N]).sort(stable=True).indices
 
 
 def capacity_of(

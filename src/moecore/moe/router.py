@@ -187,7 +187,9 @@ class Router(nn.Module):
         most, capacity = capacity_of(factor, N, K, config.num_experts, padding_N)
         if config.assignment == "expert_choice" and self.tape is None:
             return ids_TK, most  # experts took no more than that; a replayed choice may have
-        tokens_N = position_order(N, micro_batch.num_sequences, padding_N, ids_TK.device)
+        tokens_N = position_order(
+            N, micro_batch.num_sequences, padding_N, ids_TK.device, micro_batch.cu_seqlens
+        )
         stays_NK = within_capacity(
             micro_batch.gather(ids_TK),
             micro_batch.gather(weights_TK),

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore._fields import Positive, check_arguments
+from moecore.attention.sequence import Sequence
+from moecore.kernels.documents import documents_of
 from moecore.kernels.ops import Op
 from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
@@ -35,8 +37,14 @@ from moecore.moe.params import clean_name, global_indices
 BLOCK_NUMEL = 1 << 26  # logits that exist at once
 
 
-def _raise_max(max_H: Tensor, q_BTHd: Tensor, k_BThd: Tensor, scale: float) -> None:
-    """Raise a running maximum, by blocks of queries."""
+def _raise_max(
+    max_H: Tensor, q_BTHd: Tensor, k_BThd: Tensor, cu_seqlens: Tensor | None, scale: float
+) -> None:
+    """Raise a running maximum, by blocks of queries; keys of other documents have no part."""
+    document_T = None
+    if cu_seqlens is not None:  # documents are packed over all rows
+        q_BTHd, k_BThd = q_BTHd.flatten(0, 1)[None], k_BThd.flatten(0, 1)[None]
+        document_T = documents_of(cu_seqlens, q_BTHd.shape[1])
     B, T, H, _ = q_BTHd.shape
     if not B * T:
         return
@@ -49,13 +57,19 @@ def _raise_max(max_H: Tensor, q_BTHd: Tensor, k_BThd: Tensor, scale: float) -> N
         rows = q_BhgTd[..., start:stop, :].flatten(2, 3)
         scores = (rows @ k_BhdT[..., :stop]).unflatten(2, (H // h, stop - start))
         future = torch.ones(stop - start, stop, dtype=torch.bool, device=max_H.device)
-        scores.masked_fill_(future.triu_(start + 1), -torch.inf)
+        hidden = future.triu_(start + 1)
+        if document_T is not None:
+            hidden |= document_T[start:stop, None] != document_T[:stop]
+        scores.masked_fill_(hidden, -torch.inf)
         found_H = scores.amax((0, 3, 4)).flatten().float() * scale
         max_H.copy_(torch.maximum(max_H, found_H))
 
 
 _raise_max_op = Op(
-    "raise_max_scores", _raise_max, lambda max_H, q, k, scale: None, mutates_args=("max_H",)
+    "raise_max_scores",
+    _raise_max,
+    lambda max_H, q, k, cu_seqlens, scale: None,
+    mutates_args=("max_H",),
 )
 
 
@@ -180,10 +194,13 @@ class _Watched:
             )
         return cls(name, module, module.config.num_heads, "q_proj", "k_proj")
 
-    def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, scale: float) -> None:
+    def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         """Raise the maximum by a forward; not outside of training."""
+        if sequence.held is not None:
+            raise ValueError("QKClip must go with ParallelConfig.cp = 1: leave it out")
         if self.module.training and torch.is_grad_enabled():
-            _raise_max_op(self.max_H, q_BTHd.detach(), k_BThd.detach(), scale)
+            q_BTHd, k_BThd = q_BTHd.detach(), k_BThd.detach()
+            _raise_max_op(self.max_H, q_BTHd, k_BThd, sequence.cu_seqlens, scale)
 
     def whole(self) -> Tensor:
         """Return fp32 [H], with -inf for the heads of other tp ranks."""

@@ -156,8 +156,8 @@ def own_choices(
     for i, name in enumerate(engine_layers):
         if name is None:
             continue
-        group = layers[name].tracker.groups.micro_batch
-        micro_batch = MicroBatch(num_sequences=B, group=group)
+        groups = layers[name].tracker.groups
+        micro_batch = MicroBatch(num_sequences=B, group=groups.micro_batch, cp=groups.cp)
         if S % micro_batch.num_ranks:
             raise ValueError(
                 f"indices sequence ({S}) must be a multiple of the ranks that share one "
@@ -201,8 +201,10 @@ def engine_indices(
             )
         whole = []
         for name, layer in layers.items():
-            group = layer.tracker.groups.micro_batch
-            micro_batch = MicroBatch(num_sequences=batch_size, group=group)
+            groups = layer.tracker.groups
+            micro_batch = MicroBatch(
+                num_sequences=batch_size, group=groups.micro_batch, cp=groups.cp
+            )
             ids_NK = micro_batch.gather(choices[name][i].to(torch.int32))
             whole.append(ids_NK.unflatten(0, (batch_size, ids_NK.shape[0] // batch_size)))
         result.append(torch.stack(whole, dim=2))

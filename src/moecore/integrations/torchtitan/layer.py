@@ -88,12 +88,15 @@ class TitanLayer(MoELayer):
             self._buffers[self._bias] = self._router._buffers[self._bias]
         return self
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """Return the block's output for this rank's tokens.
 
         Args:
             x: [B, t, D]; under tp a DTensor cut along the sequence.
-            padding_mask: not used by torchtitan; see `MoELayer.forward`.
+            padding_mask: not used by torchtitan, like the next one; see `MoELayer.forward`.
+            cu_seqlens: likewise.
 
         Returns:
             [B, t, D], a plain tensor.

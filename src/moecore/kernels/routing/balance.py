@@ -39,6 +39,7 @@ def balance_statistics_ref(
     num_sequences: int,
     score_function: str,
     padding_mask_T: Tensor | None = None,
+    sequences_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return score_sums_BE and z_sum, in fp32 (fp64 for fp64 logits)."""
     T, E = logits_TE.shape
@@ -52,6 +53,9 @@ def balance_statistics_ref(
     if padding_mask_T is not None:
         scores_TE = torch.where(padding_mask_T[:, None], 0, scores_TE)
         log_sums_T = torch.where(padding_mask_T, 0, log_sums_T)
+    if sequences_T is not None:  # as a product, whose order of sums is fixed
+        is_in_BT = torch.arange(num_sequences, device=sequences_T.device)[:, None] == sequences_T
+        return is_in_BT.to(scores_TE.dtype) @ scores_TE, log_sums_T.square().sum()
     score_sums_BE = scores_TE.view(num_sequences, T // max(num_sequences, 1), E).sum(1)
     return score_sums_BE, log_sums_T.square().sum()
 
@@ -327,6 +331,7 @@ def balance_statistics(
     num_sequences: int,
     score_function: str,
     padding_mask_T: Tensor | None = None,
+    sequences_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over tokens of which the balance losses and the z-loss are made.
 
@@ -334,11 +339,13 @@ def balance_statistics(
 
     Args:
         logits_TE: [T, E] fp32, or fp64, which the reference computes on every device.
-        num_sequences: B, a divisor of T; sequences are consecutive tokens of equal number.
+        num_sequences: B, a divisor of T where sequences are consecutive tokens of equal number.
         score_function: "softmax", or "sigmoid" or "sqrtsoftplus", whose scores are divided by
             their sum.
         padding_mask_T: bool [T], True = padding: in no sum, and its gradient is 0 whatever its
             logits, NaN included. None = no padding.
+        sequences_T: int64 [T], the sequence of each token, summed in plain PyTorch; None = they
+            are consecutive tokens of equal number.
 
     Returns:
         score_sums_BE, the scores summed over each sequence, and the 0-dim sum over all tokens of
@@ -349,7 +356,11 @@ def balance_statistics(
     """
     check_padding_mask(padding_mask_T, logits_TE.shape[0])
     is_small = logits_TE.dtype == torch.float32 and logits_TE.shape[1] <= MAX_EXPERTS
-    if use_kernel(logits_TE) and is_small:
-        return _balance_statistics(logits_TE, padding_mask_T, num_sequences, score_function)
-    warn_plain(logits_TE, f"balance statistics of {logits_TE.shape[1]} experts {logits_TE.dtype}")
-    return balance_statistics_ref(logits_TE, num_sequences, score_function, padding_mask_T)
+    if sequences_T is None:
+        if use_kernel(logits_TE) and is_small:
+            return _balance_statistics(logits_TE, padding_mask_T, num_sequences, score_function)
+        what = f"balance statistics of {logits_TE.shape[1]} experts {logits_TE.dtype}"
+        warn_plain(logits_TE, what)
+    return balance_statistics_ref(
+        logits_TE, num_sequences, score_function, padding_mask_T, sequences_T
+    )

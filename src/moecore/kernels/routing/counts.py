@@ -138,7 +138,11 @@ def add_expert_counts(counts_BE: Tensor, ids_TK: Tensor) -> None:
 
 
 def count_experts_and_tokens(
-    ids_TK: Tensor, num_sequences: int, num_experts: int, padding_mask_T: Tensor | None = None
+    ids_TK: Tensor,
+    num_sequences: int,
+    num_experts: int,
+    padding_mask_T: Tensor | None = None,
+    sequences_T: Tensor | None = None,
 ) -> Tensor:
     """Return int64 [B, E + 1]: each expert's choices per sequence, and its number of tokens beside.
 
@@ -148,10 +152,12 @@ def count_experts_and_tokens(
 
     Args:
         ids_TK: int32 [T, K], expert ids; -1 = dropped or padding, not counted. T is a
-            multiple of B.
+            multiple of B without `sequences_T`.
         num_sequences: B.
         num_experts: E.
         padding_mask_T: bool [T], True = padding, whose ids are -1 already; None = no padding.
+        sequences_T: int64 [T], the sequence of each token, counted in plain PyTorch; None = they
+            are consecutive tokens of equal number.
 
     Raises:
         ValueError: for a mask that is not bool [T].
@@ -159,6 +165,14 @@ def count_experts_and_tokens(
     B, E, T = num_sequences, num_experts, ids_TK.shape[0]
     check_padding_mask(padding_mask_T, T)
     counts_BX = torch.zeros(B, E + 1, dtype=torch.int64, device=ids_TK.device)
+    if sequences_T is not None:
+        real_T = torch.ones_like(sequences_T)
+        if padding_mask_T is not None:
+            real_T = (~padding_mask_T).long()
+        counts_BX[:, E].index_add_(0, sequences_T, real_T)
+        places_TK = sequences_T[:, None] * (E + 1) + ids_TK.clamp(min=0)
+        counts_BX.view(-1).scatter_add_(0, places_TK.flatten(), (ids_TK >= 0).long().flatten())
+        return counts_BX
     if use_kernel(ids_TK) and E <= MAX_EXPERTS:
         _add_expert_counts(counts_BX, ids_TK, padding_mask_T, E)
         return counts_BX

@@ -65,14 +65,17 @@ class TitanMoE(TitanLayer, Module):
         """
         cut_dense_parts(self, parallel_dims.get_mesh("tp"))
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """Return the block's output, cut like its input.
 
         Args:
             x: [B, t, D]; under tp a DTensor cut along the sequence.
-            padding_mask: not used by torchtitan; see `MoELayer.forward`.
+            padding_mask: not used by torchtitan, like the next one; see `MoELayer.forward`.
+            cu_seqlens: likewise.
         """
-        y_BtD = super().forward(x, padding_mask)
+        y_BtD = super().forward(x, padding_mask, cu_seqlens)
         if not isinstance(x, DTensor):
             return y_BtD
         return DTensor.from_local(y_BtD, x.device_mesh, x.placements, run_check=False)

@@ -1,0 +1,1 @@
+"""Attention over ranks that hold parts of the same documents."""

@@ -1,0 +1,115 @@
+"""ContextParallel: the ranks that hold parts of the same rows, and the way of their attention.
+
+allgather   every rank gathers all keys and values and computes its own queries
+a2a         every rank gets all tokens of some heads, and sends the results back
+p2p         keys and values go round a ring, and every rank merges what its queries see
+a2a+p2p     heads for tokens among neighbours, rings between those groups
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from moecore._fields import Count, Rules, check_fields
+
+Way = Literal["allgather", "a2a", "p2p", "a2a+p2p"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextOptions:
+    """How attention of context parallel ranks communicates; for cp > 1.
+
+    Attributes:
+        way: "auto" takes "allgather" for latent attention. Else heads for tokens among as many
+            ranks as divide both cp and a rank's key/value heads: "a2a" where those are all, "p2p"
+            where it is one rank, and both otherwise.
+        a2a_ranks: neighbouring ranks that exchange heads for tokens, a divisor of cp, with
+            "a2a+p2p" alone; None = as many as "auto" would take.
+
+    Raises:
+        ValueError: for a field that is none of these.
+    """
+
+    way: Way | Literal["auto"] = "auto"
+    a2a_ranks: Count | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.a2a_ranks is not None and self.way != "a2a+p2p":
+            yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
+
+    def resolve(self, cp: int, kv_heads: int, *, has_latents: bool) -> ContextOptions:
+        """Return the options without "auto" and with the number of ranks of every all-to-all.
+
+        Args:
+            cp: context parallel ranks.
+            kv_heads: key/value heads of a tp rank.
+            has_latents: whether keys and values come out of latents.
+
+        Raises:
+            ValueError: for a way that such heads and ranks cannot go.
+        """
+        most = math.gcd(cp, kv_heads)
+        way = self.way
+        if way == "auto" and has_latents:
+            way = "allgather"
+        elif way == "auto":
+            way = "p2p" if most == 1 else "a2a" if most == cp else "a2a+p2p"
+        if way == "a2a+p2p":
+            ranks = most if self.a2a_ranks is None else self.a2a_ranks
+            for problem in _problems_of_both(cp, kv_heads, ranks):
+                raise ValueError(f"ContextOptions.a2a_ranks ({ranks}) must {problem}")
+            return ContextOptions(way=way, a2a_ranks=ranks)
+        if way == "a2a" and kv_heads % cp:
+            raise ValueError(
+                f"ContextOptions.way ('a2a') must go with key/value heads of a tp rank ({kv_heads})"
+                f" that divide by cp ({cp}): lower cp, or use 'a2a+p2p', 'p2p' or 'allgather'"
+            )
+        return ContextOptions(way=way)
+
+
+def _problems_of_both(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:
+    if ranks in (1, cp):
+        yield f"be more than 1 and less than cp ({cp}): use 'p2p' or 'a2a', or another cp"
+    if cp % ranks:
+        yield f"divide cp ({cp}): choose another number"
+    if kv_heads % ranks:
+        yield f"divide the key/value heads of a tp rank ({kv_heads}): choose another number"
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """This rank's place among the cp ranks, and who communicates with whom.
+
+    Attributes:
+        group: the cp ranks.
+        a2a: those that exchange heads for tokens, consecutive ranks of the group; None = none.
+        ring: those that keys and values go round, every len(a2a)-th rank of the group; None = none.
+            Without both keys and values are gathered.
+    """
+
+    group: dist.ProcessGroup
+    a2a: dist.ProcessGroup | None = None
+    ring: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's index."""
+        return self.group.rank()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the way is "allgather"."""
+        return self.a2a is None and self.ring is None

@@ -1,0 +1,112 @@
+"""Heads for tokens: an all-to-all that gives each rank all tokens of some heads, and one back.
+
+Legend: B rows, t tokens of a row of one rank, G ranks, T = G * t, H heads.
+
+    x_BtH -> parts of heads [G, B, t, H / G] -> all-to-all -> parts of tokens -> order -> x_BT(H/G)
+
+Several tensors go one after the other: the first is put in order while the second travels.
+Rank r gets heads r * H / G and on, so key/value heads stay with their query heads.
+
+Source: DeepSpeed-Ulysses (arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.attention.context_parallel.layout import Layout
+from moecore.memory.recompute import once
+
+
+def scatter_heads(
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: Layout
+) -> tuple[Tensor, ...]:
+    """Return each x_BtHd as x_BThd: all ranks' tokens in order, of this rank's heads. Collective.
+
+    Args:
+        tensors: their heads are multiples of the group's size.
+        group: the ranks.
+        layout: how their tokens lie on them.
+    """
+    scattered: tuple[Tensor, ...] = once(_ScatterHeads.apply, group, layout, *tensors)
+    return scattered
+
+
+def gather_heads(x_BThd: Tensor, group: dist.ProcessGroup, layout: Layout) -> Tensor:
+    """Return x_BtHd: this rank's tokens of all heads; undoes `scatter_heads`. Collective."""
+    gathered: Tensor = once(_GatherHeads.apply, group, layout, x_BThd)
+    return gathered
+
+
+def _exchange(
+    tensors: tuple[Tensor, ...],
+    group: dist.ProcessGroup,
+    before: Callable[[Tensor], Tensor],
+    after: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, ...]:
+    """Return `after` of what ranks sent of `before`, which is [G, ...], tensor after tensor."""
+    arrived: list[Tensor] = []
+    travelling = None
+    for x in tensors:
+        sent = before(x).contiguous()
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        if travelling is not None:
+            arrived.append(_arrive(*travelling, after))
+        travelling = (work, received, sent)  # what is sent lives until it has arrived
+    if travelling is not None:
+        arrived.append(_arrive(*travelling, after))
+    return tuple(arrived)
+
+
+def _arrive(
+    work: dist.Work, received: Tensor, _: Tensor, after: Callable[[Tensor], Tensor]
+) -> Tensor:
+    work.wait()
+    return after(received)
+
+
+def _to_tokens(
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: Layout
+) -> tuple[Tensor, ...]:
+    def by_heads(x_BtHd: Tensor) -> Tensor:
+        G = group.size()
+        return x_BtHd.unflatten(2, (G, x_BtHd.shape[2] // G)).movedim(2, 0)
+
+    return _exchange(tensors, group, by_heads, layout.join)
+
+
+def _to_heads(
+    tensors: tuple[Tensor, ...], group: dist.ProcessGroup, layout: Layout
+) -> tuple[Tensor, ...]:
+    def beside(x_GBthd: Tensor) -> Tensor:
+        return x_GBthd.movedim(0, 2).flatten(2, 3)
+
+    return _exchange(tensors, group, layout.split, beside)
+
+
+class _ScatterHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, layout: Layout, *tensors: Tensor) -> Any:
+        ctx.where = group, layout
+        return _to_tokens(tensors, group, layout)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *_to_heads(grads, *ctx.where)
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, layout: Layout, x_BThd: Tensor) -> Tensor:
+        ctx.where = group, layout
+        return _to_heads((x_BThd,), group, layout)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *_to_tokens(grads, *ctx.where)

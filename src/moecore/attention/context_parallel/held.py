@@ -1,0 +1,136 @@
+"""HeldTokens: which tokens of a forward's rows each context parallel rank holds.
+
+Legend: B rows, T tokens of a row, G cp ranks, t = T / G tokens of a row of this rank, X any dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore._distributed import all_gather_single
+from moecore.attention.context_parallel.group import ContextParallel
+from moecore.attention.context_parallel.layout import Layout
+from moecore.memory.recompute import once
+
+
+class HeldTokens:
+    """Who holds what, made once per forward; a plain class, as `RotaryTable` is.
+
+    Args:
+        cp: the ranks.
+        shape: B and T.
+        cu_seqlens: documents over all rows, on the device of the tokens; None = rows.
+        max_seqlen: tokens of the longest document, or more.
+
+    Attributes:
+        cp: the ranks.
+        layout: of the tokens on all of them.
+        a2a_layout: of the tokens of an all-to-all's ranks on these.
+        ring_layout: of the tokens on the groups of the ring.
+
+    Raises:
+        ValueError: when rows are no multiple of 2 * cp; `check_documents` is for documents.
+    """
+
+    def __init__(
+        self,
+        cp: ContextParallel,
+        shape: tuple[int, int],
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int = 0,
+    ) -> None:
+        (B, T), ring = shape, 1 if cp.ring is None else cp.ring.size()
+        if T % (2 * cp.size):
+            raise ValueError(
+                f"sequence length ({T}) must be a multiple of 2 * cp ({2 * cp.size}): pad the rows"
+            )
+        self.cp = cp
+        self.layout = Layout(cp.size, B * T, cu_seqlens, max_seqlen)
+        part = None if cu_seqlens is None else cu_seqlens // ring
+        self.a2a_layout = Layout(cp.size // ring, B * T // ring, part, -(-max_seqlen // ring))
+        self.ring_layout = Layout(ring, B * T, cu_seqlens, max_seqlen)
+
+    def own(self, x_BTX: Tensor) -> Tensor:
+        """Return x_BtX, this rank's tokens of whole rows. No communication."""
+        return self.layout.split(x_BTX)[self.cp.rank].contiguous()
+
+    def gather(self, x_BtX: Tensor) -> Tensor:
+        """Return x_BTX of all ranks in order; backward adds what all ranks did with this rank's.
+
+        Collective, as the next one.
+        """
+        gathered: Tensor = once(_Gather.apply, x_BtX, self)
+        return gathered
+
+    def gather_whole(self, x_BtX: Tensor) -> Tensor:
+        """Return x_BTX for a result that every rank then treats alike.
+
+        Unlike `gather`, backward takes this rank's tokens of one gradient, equal on all ranks.
+        """
+        gathered: Tensor = once(_GatherWhole.apply, x_BtX, self)
+        return gathered
+
+    def gather_values(self, x_BtX: Tensor) -> Tensor:
+        """Return x_BTX of all ranks in order, outside of autograd. Collective."""
+        size = self.cp.size
+        out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
+        all_gather_single(out, x_BtX.contiguous(), group=self.cp.group)
+        return self.layout.join(out.unflatten(0, (size, x_BtX.shape[0])))
+
+    def sum_values(self, x_BTX: Tensor) -> Tensor:
+        """Return x_BtX, this rank's tokens of the sum over ranks, added in fp32. Collective.
+
+        An all-to-all carries as many bytes as a reduce-scatter, which would round at every rank.
+        """
+        sent = self.layout.split(x_BTX).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.cp.group)
+        dtype = torch.promote_types(x_BTX.dtype, torch.float32)
+        return received.sum(0, dtype=dtype).to(x_BTX.dtype)
+
+
+def check_documents(cu_seqlens: Tensor, cp: int) -> None:
+    """Raise for documents that cannot be cut; values on the CPU alone are read.
+
+    Args:
+        cu_seqlens: whole numbers [n + 1].
+        cp: context parallel ranks.
+
+    Raises:
+        ValueError: for a document that is no multiple of 2 * cp.
+    """
+    if cu_seqlens.device.type != "cpu":
+        return
+    lengths = cu_seqlens.diff().tolist()
+    for document, length in enumerate(lengths):
+        if length % (2 * cp):
+            raise ValueError(
+                f"cu_seqlens (document {document} of {length} tokens) must have documents of "
+                f"multiples of 2 * cp ({2 * cp}): pad each"
+            )
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BtX: Tensor, held: HeldTokens) -> Tensor:
+        ctx.held = held
+        return held.gather_values(x_BtX)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.held.sum_values(grads[0]), None
+
+
+class _GatherWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BtX: Tensor, held: HeldTokens) -> Tensor:
+        ctx.held = held
+        return held.gather_values(x_BtX)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.held.own(grads[0]), None

@@ -1,0 +1,172 @@
+"""Attention by a ring: keys and values travel from rank to rank, results are merged as they come.
+
+Legend: B rows, t tokens of a row of this rank, G ranks, H query heads, d and v dims of a head.
+
+In step s a rank has the keys of the rank s places before it, and sends them on while it computes.
+Of rank r's chunks r and 2 * G - 1 - r the queries see
+
+    its own keys              causal, in the order in which it holds them     step 0
+    those of a rank before    both halves of queries, the early half of keys
+    those of a rank behind    the late half of queries, both halves of keys
+
+so that every step but the first is half a block without a mask, on every rank. One partial result
+is held, and merged with the next (note "final o and lse" of `kernels/attention/contract.py`).
+Transformer Engine keeps all and adds them up at the end.
+
+Backward goes the same way round with the final o and lse. The gradients of keys and values travel
+behind these in fp32, one step later, and are home after G steps.
+
+Source: Ring Attention (arXiv:2310.01889); the balance is that of zig-zag rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.attention.context_parallel.layout import Half, Layout
+from moecore.attention.sinks import add_sinks, sinks_gradient
+from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward
+
+
+class _Block(NamedTuple):
+    """What of the queries meets what of the keys that a rank has in a step."""
+
+    queries: Half
+    keys: Half
+    mask: AttentionMask
+
+
+def block_of(layout: Layout, rank: int, source: int) -> _Block:
+    """Return the block of a rank's queries and the keys of rank `source`."""
+    if source == rank:
+        return _Block("all", "all", layout.mask(2, 2))
+    if source < rank:
+        return _Block("all", "early", layout.mask(2, 1, causal=False))
+    return _Block("late", "all", layout.mask(1, 2, causal=False))
+
+
+def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o, [B, T, H, v], and lse, [B, H, T], of the keys of two results; lse is finite."""
+    both = torch.logaddexp(lse, lse_new)
+    shares = ((old - both).exp().transpose(1, 2)[..., None] for old in (lse, lse_new))
+    old, new = shares
+    return o * old + o_new * new, both
+
+
+class _Travelling(NamedTuple):
+    """What a rank sends on, and what it gets meanwhile."""
+
+    sent: Tensor
+    received: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _send_on(x: Tensor, group: dist.ProcessGroup) -> _Travelling:
+    """Start to send x to the next rank and to receive the like from the one before."""
+    received = torch.empty_like(x)
+    G, rank = group.size(), group.rank()
+    after, before = (dist.get_global_rank(group, (rank + way) % G) for way in (1, -1))
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, after, group),
+            dist.P2POp(dist.irecv, received, before, group),
+        ]
+    )
+    return _Travelling(x, received, works)
+
+
+def _rounds(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank and what it has, this one's first; the next travels meanwhile."""
+    G, rank = group.size(), group.rank()
+    for step in range(G):
+        travelling = _send_on(kv, group) if step < G - 1 else None
+        yield (rank - step) % G, kv
+        if travelling is not None:
+            kv = travelling.wait()
+
+
+def _joined(k: Tensor, v: Tensor) -> Tensor:
+    """Return keys and values in one memory."""
+    return torch.cat((k.reshape(-1), v.reshape(-1)))
+
+
+def _apart(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of keys and values in the shapes of k and v."""
+    ks, vs = kv.split((k.numel(), v.numel()))
+    return ks.view(k.shape), vs.view(v.shape)
+
+
+class RingAttention(torch.autograd.Function):
+    """apply(q_BtHd, k_Bthd, v_Bthv, sinks_H, layout, group, scale) -> o_BtHv. Collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        scale: float,
+    ) -> Tensor:
+        """Merge what the queries see of each rank's keys."""
+        qs, ks, vs = (layout.flat(x) for x in (q, k, v))
+        o, lse = q, q
+        for source, kv in _rounds(_joined(ks, vs), group):
+            queries, keys, mask = block_of(layout, group.rank(), source)
+            k_half, v_half = (layout.half(x, keys) for x in _apart(kv, ks, vs))
+            q_half = layout.half(qs, queries)
+            o_new, lse_new = attention_forward(q_half, k_half, v_half, mask, scale)
+            if source == group.rank():
+                o, lse = o_new.to(lse_new.dtype, copy=True), lse_new.clone()
+                continue
+            old = layout.half(o, queries), layout.half(lse, queries, dim=2)
+            merged, merged_lse = merge(*old, o_new, lse_new)
+            layout.write_half(o, queries, merged)
+            layout.write_half(lse, queries, merged_lse, dim=2)
+        if sinks is not None:
+            o, lse = add_sinks(o, lse, sinks)
+        o = o.to(q.dtype).reshape(*q.shape[:3], v.shape[-1])
+        ctx.where = layout, group, scale
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Add up the gradients of each block, of which those of keys and values travel."""
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        layout, group, scale = ctx.where
+        do, qs, ks, vs, os = (layout.flat(x) for x in (grads[0], q, k, v, o))
+        dq = torch.zeros_like(qs, dtype=lse.dtype, memory_format=torch.contiguous_format)
+        own = _joined(ks, vs)
+        dkv, travelling = torch.zeros_like(own, dtype=lse.dtype), None
+        for source, kv in _rounds(own, group):
+            queries, keys, mask = block_of(layout, group.rank(), source)
+            k_half, v_half = (layout.half(x, keys) for x in _apart(kv, ks, vs))
+            do_half, q_half, o_half = (layout.half(x, queries) for x in (do, qs, os))
+            lse_half = layout.half(lse, queries, dim=2)
+            dq_new, *new = attention_backward(
+                do_half, q_half, k_half, v_half, o_half, lse_half, mask, scale
+            )
+            layout.write_half(dq, queries, layout.half(dq, queries) + dq_new)
+            if travelling is not None:
+                dkv = travelling.wait()
+            for total, part in zip(_apart(dkv, ks, vs), new, strict=True):
+                layout.write_half(total, keys, layout.half(total, keys) + part)
+            travelling = _send_on(dkv, group)
+        assert travelling is not None, "a ring has ranks"
+        dk, dv = _apart(travelling.wait(), ks, vs)
+        dsinks = None if sinks is None else sinks_gradient(do, os, lse, sinks)
+        found = (x.to(like.dtype).view(like.shape) for x, like in ((dq, q), (dk, k), (dv, v)))
+        return *found, dsinks, None, None, None

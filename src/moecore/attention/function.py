@@ -1,0 +1,140 @@
+"""The attention of a model: heads in, heads out, differentiable once.
+
+Legend: B rows, T tokens of a row, H query heads, h key/value heads, d and v dims of a head.
+
+    plain causal rows   F.scaled_dot_product_attention, which compilers know
+    all else            `kernels/attention` behind one operation, which keeps q, k, v, o and lse
+    over cp ranks       `context_parallel/`, over both
+
+With sinks the backward is that of the keys with the final o and lse (note "final o and lse" of
+`kernels/attention/contract.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.attention.context_parallel.attend import attend_over_ranks
+from moecore.attention.sequence import Sequence
+from moecore.attention.sinks import add_sinks, sinks_gradient
+from moecore.kernels.attention import attention_backward, attention_forward
+from moecore.kernels.ops import Op
+from moecore.memory.recompute import as_scores
+
+
+def attend(
+    q_BTHd: Tensor,
+    k_BThd: Tensor,
+    v_BThv: Tensor,
+    sequence: Sequence,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Return o_BTHv: each token attends to itself and to those before it in its document.
+
+    Args:
+        q_BTHd: any float dtype.
+        k_BThd: likewise; H must be a multiple of h.
+        v_BThv: likewise.
+        sequence: which document each token belongs to, and which of them this rank holds.
+        scale: factor on q . k.
+        window: each token sees so many at most, itself included; None = all.
+        sinks_H: the score of each head's sink, any float dtype; None = no sinks.
+
+    Raises:
+        ValueError: when shapes or dtypes do not fit.
+    """
+    is_plain = sequence.cu_seqlens is None and window is None and sinks_H is None
+    if is_plain and sequence.held is None:
+        o_BHTv = F.scaled_dot_product_attention(
+            q_BTHd.transpose(1, 2),
+            k_BThd.transpose(1, 2),
+            v_BThv.transpose(1, 2),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q_BTHd.shape[2] != k_BThd.shape[2],
+        )
+        return o_BHTv.transpose(1, 2)
+    if torch.is_autocast_enabled(q_BTHd.device.type):  # as products do
+        dtype = torch.get_autocast_dtype(q_BTHd.device.type)
+        q_BTHd, k_BThd, v_BThv = (x.to(dtype) for x in (q_BTHd, k_BThd, v_BThv))
+    if sequence.held is not None:
+        how: dict[str, Any] = dict(scale=scale, window=window, sinks_H=sinks_H)
+        return attend_over_ranks(q_BTHd, k_BThd, v_BThv, sequence, **how, alone=attend)
+    where = sequence.cu_seqlens, sequence.max_seqlen, window, scale
+    o_BTHv, _ = as_scores(_attention, q_BTHd, k_BThd, v_BThv, sinks_H, *where)
+    return o_BTHv  # type: ignore[no-any-return]
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    mask = Sequence(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).mask(window)
+    o, lse = attention_forward(q, k, v, mask, scale)
+    if sinks is not None:
+        o, lse = add_sinks(o, lse, sinks)
+    return o.contiguous(), lse.contiguous()
+
+
+def _fake(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale):  # type: ignore[no-untyped-def]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    B, T, H, _ = q.shape
+    return q.new_empty(B, T, H, v.shape[-1]), q.new_empty(B, H, T, dtype=dtype)
+
+
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mask = Sequence(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).mask(window)
+    grads = attention_backward(do, q, k, v, o, lse, mask, scale)
+    dsinks = lse.new_empty(0)
+    if sinks is not None:
+        dsinks = sinks_gradient(do, o, lse, sinks)
+    dq, dk, dv = (g.contiguous() for g in grads)
+    return dq, dk, dv, dsinks
+
+
+def _fake_backward(do, q, k, v, o, lse, sinks, *where):  # type: ignore[no-untyped-def]
+    dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), dsinks)
+
+
+_attention_bwd = Op("attention_bwd", _backward, _fake_backward)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, cu_seqlens, *ctx.where = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, do: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    *tensors, sinks, cu_seqlens = ctx.saved_tensors
+    *grads, dsinks = _attention_bwd(do, *tensors, sinks, cu_seqlens, *ctx.where)
+    return *grads, None if sinks is None else dsinks, *(None for _ in range(4))
+
+
+_attention = Op("attention", _forward, _fake, setup_context=_save, backward=_differentiate)

@@ -1,0 +1,146 @@
+"""Sequence: where the tokens of a micro-batch stand, and which documents they belong to.
+
+Legend: B rows, T tokens of a row, n documents.
+
+Rows are documents, or documents are packed into rows, one after the other:
+
+    tokens      a b c d | e f | g     cu_seqlens  [0, 4, 6, 7]
+    positions   0 1 2 3   0 1   0     max_seqlen  4
+
+`cu_seqlens` counts tokens over all rows, row by row, and ends with B * T. Documents without tokens
+may stand at its end, so that its length is the same in every step (CUDA graphs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moecore.attention.context_parallel.held import HeldTokens
+from moecore.attention.rotary import RotaryTable
+from moecore.kernels.attention import AttentionMask
+from moecore.kernels.documents import positions_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequence:
+    """Where the tokens of a forward stand; `Sequence()` is rows of one document each.
+
+    Blocks and attention modules get it beside the hidden states. Under tensor parallelism it
+    describes the whole rows, which attention sees, but for `padding_mask_BT`.
+
+    Attributes:
+        cu_seqlens: int32 [n + 1] on the device, the first token of each document, counted over all
+            rows, and B * T; None = every row is one document.
+        max_seqlen: tokens of the longest document, or more; 0 without `cu_seqlens`.
+        positions_BT: int64, the place of each token in its document; None = 0 .. T - 1 in each row.
+        padding_mask_BT: bool, True = padding, of this rank's tokens; None = no padding.
+        rotary: cos and sin of the positions of the tokens that attention gets; None where the model
+            has its own.
+        held: the tokens of the rows that this rank's attention gets; None = all. The first three
+            describe whole rows all the same.
+    """
+
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+    positions_BT: Tensor | None = None
+    padding_mask_BT: Tensor | None = None
+    rotary: RotaryTable | None = None
+    held: HeldTokens | None = None
+
+    def mask(self, window: int | None = None) -> AttentionMask:
+        """Return which keys each token of the rows sees.
+
+        Args:
+            window: so many at most, its own included; None = all before it.
+        """
+        if self.cu_seqlens is None:
+            return AttentionMask(window=window)
+        return AttentionMask(
+            window=window,
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_k=self.cu_seqlens,
+            max_length_q=self.max_seqlen,
+            max_length_k=self.max_seqlen,
+        )
+
+    def own(self, x_BT: Tensor) -> Tensor:
+        """Return the tokens that this rank's attention gets, of whole rows."""
+        return x_BT if self.held is None else self.held.own(x_BT)
+
+    def shift_left(self, x_BT: Tensor, steps: int, fill: int) -> Tensor:
+        """Return x of the token `steps` later in the document and `fill` where there is none.
+
+        Example: [1 2 3 | 4 5] by 1 with 0 gives [2 3 0 | 5 0].
+
+        Args:
+            x_BT: of the whole rows.
+            steps: how many.
+            fill: for the last tokens of each document.
+        """
+        if self.positions_BT is None:
+            return shift_left(x_BT, steps, fill)
+        # A token of another document stands elsewhere in its own.
+        later = shift_left(self.positions_BT.flatten()[None], steps, -1).view_as(x_BT)
+        shifted = shift_left(x_BT.flatten()[None], steps, fill).view_as(x_BT)
+        return shifted.masked_fill(later != self.positions_BT + steps, fill)
+
+
+def shift_left(x_BT: Tensor, steps: int, fill: int) -> Tensor:
+    """Return x[:, i + steps] at position i and `fill` where there is none, same shape and dtype.
+
+    Example: shift_left([[1, 2, 3]], 2, 0) is [[3, 0, 0]].
+    """
+    end = x_BT.new_full((x_BT.shape[0], min(steps, x_BT.shape[1])), fill)
+    return torch.cat((x_BT[:, steps:], end), dim=1)
+
+
+def packed_sequence(
+    cu_seqlens: Tensor, max_seqlen: int | None, shape: tuple[int, int], device: torch.device
+) -> Sequence:
+    """Return where tokens stand in packed documents.
+
+    Args:
+        cu_seqlens: int32 or int64 [n + 1]. Values are checked where it lies on the CPU.
+        max_seqlen: tokens of the longest document, or more; None = those of the longest where
+            `cu_seqlens` lies on the CPU, else B * T.
+        shape: B and T.
+        device: of the tokens.
+
+    Raises:
+        ValueError: when the documents are not those of B * T tokens.
+    """
+    num_tokens = shape[0] * shape[1]
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens {tuple(cu_seqlens.shape)} ({cu_seqlens.dtype}) must be int32 [n + 1]: "
+            "pass the first token of each document, and the number of tokens"
+        )
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        max_seqlen = _check_documents(cu_seqlens.tolist(), max_seqlen, num_tokens)
+    cu_seqlens = cu_seqlens.to(device, torch.int32)
+    return Sequence(
+        cu_seqlens=cu_seqlens,
+        max_seqlen=num_tokens if max_seqlen is None else max_seqlen,
+        positions_BT=positions_of(cu_seqlens, num_tokens).view(shape),
+    )
+
+
+def _check_documents(cu_seqlens: list[int], max_seqlen: int | None, num_tokens: int) -> int:
+    """Return max_seqlen, by default the longest's."""
+    lengths = [end - start for start, end in pairwise(cu_seqlens)]
+    ends = (cu_seqlens[0], cu_seqlens[-1]) if lengths else None
+    if ends != (0, num_tokens) or min(lengths) < 0:
+        raise ValueError(
+            f"cu_seqlens (first and last {ends}) must rise from 0 to the number of tokens "
+            f"({num_tokens}): give padding a document of its own"
+        )
+    if max_seqlen is not None and max_seqlen < max(lengths):
+        raise ValueError(
+            f"max_seqlen ({max_seqlen}) must be >= the longest document ({max(lengths)}): raise it "
+            "or leave it out"
+        )
+    return max(lengths) if max_seqlen is None else max_seqlen

@@ -1,0 +1,5 @@
+"""Attention between blocks of queries and keys, forward and backward, without autograd."""
+
+from moecore.kernels.attention.attention import attention_backward as attention_backward
+from moecore.kernels.attention.attention import attention_forward as attention_forward
+from moecore.kernels.attention.contract import AttentionMask as AttentionMask

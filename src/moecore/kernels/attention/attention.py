@@ -1,0 +1,103 @@
+"""Attention of one block: the implementations, and which one computes it.
+
+    cudnn.py      dense rows on Hopper and later
+    flash.py      documents and sliding windows, dense rows on Ampere
+    reference.py  everything else, any device
+
+The first whose `supports` returns None is taken. Letters and notes: `contract.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moecore.kernels.attention import cudnn, flash, reference
+from moecore.kernels.attention.contract import AttentionKernel, AttentionMask
+from moecore.kernels.common import no_autocast, warn_plain
+
+KERNELS: Sequence[AttentionKernel] = (cudnn, flash)
+
+
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionKernel:
+    """Return the implementation that computes such a block."""
+    for kernel in KERNELS:
+        if kernel.supports(q, k, v, mask) is None:
+            return kernel
+    warn_plain(q, f"attention of {q.dtype} with head dims {q.shape[-1]} and {v.shape[-1]}")
+    return reference
+
+
+def attention_forward(
+    q_BTHd: Tensor, k_BShd: Tensor, v_BShv: Tensor, mask: AttentionMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of a block of queries to a block of keys. No autograd, no host sync.
+
+    Args:
+        q_BTHd: any float dtype, any strides; T may be 0.
+        k_BShd: likewise, h a divisor of H; S may be 0.
+        v_BShv: likewise.
+        mask: which keys a query sees.
+        scale: factor on q . k.
+
+    Returns:
+        o_BTHv in the dtype of q, and lse_BHT, fp32 (fp64 for fp64), natural logarithm: see the note
+        "nothing seen". Strides are the implementation's.
+
+    Raises:
+        ValueError: when shapes do not fit.
+    """
+    _check(q_BTHd, k_BShd, v_BShv, mask)
+    with no_autocast(q_BTHd):
+        kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
+        return kernel.forward(q_BTHd, k_BShd, v_BShv, mask, scale)
+
+
+def attention_backward(
+    do_BTHv: Tensor,
+    q_BTHd: Tensor,
+    k_BShd: Tensor,
+    v_BShv: Tensor,
+    o_BTHv: Tensor,
+    lse_BHT: Tensor,
+    mask: AttentionMask,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a block's queries, keys and values. No autograd, no host sync.
+
+    Args:
+        do_BTHv: gradient of the final o.
+        q_BTHd: as in forward, like the next two.
+        k_BShd: the block's keys.
+        v_BShv: the block's values.
+        o_BTHv: the final o: of all blocks of keys, and with a sink.
+        lse_BHT: the final lse, fp32; -inf where a query sees no key of any block.
+        mask: of this block.
+        scale: as in forward.
+
+    Returns:
+        dq, dk and dv in the shapes and dtypes of q, k and v: of this block's keys alone, so those
+        of q are summed over blocks.
+
+    Raises:
+        ValueError: when shapes do not fit.
+    """
+    _check(q_BTHd, k_BShd, v_BShv, mask)
+    with no_autocast(q_BTHd):
+        kernel = choose_kernel(q_BTHd, k_BShd, v_BShv, mask)
+        do_BTHv = do_BTHv.to(q_BTHd.dtype)
+        return kernel.backward(do_BTHv, q_BTHd, k_BShd, v_BShv, o_BTHv, lse_BHT, mask, scale)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
+    (B, _, H, d), (_, S, h, _) = q.shape, k.shape
+    if k.shape != (B, S, h, d) or v.shape[:3] != (B, S, h) or H % max(h, 1):
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [{B}, S, h, {d}] and [{B}, S, h, v]"
+            f" with h a divisor of {H}, as q {tuple(q.shape)}: pass heads last but one"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"k ({k.dtype}) and v ({v.dtype}) must have the dtype of q ({q.dtype}): convert them"
+        )

@@ -1,0 +1,136 @@
+"""Attention between a block of queries and a block of keys: its arguments, results and mask.
+
+Letters: B rows, T queries and S keys of a row, H query heads, h key/value heads (each serves H / h
+query heads in a row), d dim of a query or key head, v dim of a value head, n documents.
+
+    o[i] = sum_j p[i, j] v[j]    p[i, j] = exp(s[i, j] - lse[i])    s[i, j] = scale q[i] . k[j]
+
+over the keys j that query i sees, with lse[i] = log sum_j exp(s[i, j]).
+
+Note "final o and lse": the backward reads o and lse as arguments and computes p and the sum of
+do * o from them. So a caller that merges several blocks of keys, or adds a sink, calls it once per
+block with the merged o and lse, and needs no gradient of lse:
+
+    lse = log(exp(lse_1) + exp(lse_2))    o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2
+
+Note "alignment": places are counted from the end of a document (bottom right). Query i of a
+document with T queries and S keys stands at place i + S - T among its keys. It sees the keys at
+places <= its own with `causal`, and at most `window` of them, its own included. So queries of a
+chunk of a sequence see the right keys where these end with the chunk's last token.
+
+Note "nothing seen": a query that sees no key has o = 0 and lse = -inf, and no part in a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moecore._fields import Count, CountOrZero, Rules, check_fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMask:
+    """Which keys a query sees; `AttentionMask()` is plain causal attention in every row.
+
+    Attributes:
+        causal: no key after the query: note "alignment".
+        window: so many keys at most, the query's own included (sliding window); None = all.
+            Only with `causal`.
+        cu_seqlens_q: int32 [n + 1] on the device of q: document i is rows
+            cu_seqlens_q[i] : cu_seqlens_q[i + 1] of the B * T queries, counted over all rows of the
+            batch. The first is 0, the last B * T; a document may have no queries. None = every row
+            of the batch is one document.
+        cu_seqlens_k: int32 [n + 1], likewise of the B * S keys.
+        max_length_q: most queries of a document, or more; with `cu_seqlens_q` alone.
+        max_length_k: most keys of a document, or more.
+
+    Raises:
+        ValueError: when a field or a combination of fields is not possible. Values of tensors are
+            not read.
+    """
+
+    causal: bool = True
+    window: Count | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_length_q: CountOrZero | None = None
+    max_length_k: CountOrZero | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if self.window is not None and not self.causal:
+            yield "window", "be None without causal: set causal=True"
+        packed = self.cu_seqlens_q is not None
+        for name in ("cu_seqlens_k", "max_length_q", "max_length_k"):
+            if (getattr(self, name) is not None) != packed:
+                yield name, "be given with cu_seqlens_q, and only with it: give all four or none"
+        cu_seqlens_q, cu_seqlens_k = self.cu_seqlens_q, self.cu_seqlens_k
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            return
+        for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or not len(cu_seqlens):
+                yield name, "be int32 [n + 1]: pass cu_seqlens.int()"
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            yield "cu_seqlens_k", f"have the shape of cu_seqlens_q {tuple(cu_seqlens_q.shape)}"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether documents are given."""
+        return self.cu_seqlens_q is not None
+
+
+class AttentionKernel(Protocol):
+    """One implementation; a module of this package is one. No autograd.
+
+    Each takes the shapes and dtypes of `attention.attention_forward`.
+    """
+
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
+        """Return why it cannot compute such a block, one line; None = it can."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return o_BTHv and lse_BHT."""
+        ...
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        mask: AttentionMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv."""
+        ...
+
+
+def refuse_half(q: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
+    """Return why fused kernels of 16-bit numbers cannot take such heads; None = they can.
+
+    Args:
+        q: [B, T, H, d].
+        v: [B, S, h, v].
+        capability: the least of the device.
+    """
+    if q.device.type != "cuda":
+        return f"device ({q.device.type}) must be cuda: it has kernels for GPUs alone"
+    if torch.cuda.get_device_capability(q.device) < capability:
+        return f"device must have compute capability >= {capability}: it has no kernel for it"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype ({q.dtype}) must be bfloat16 or float16: it multiplies no others"
+    for name, dim in (("query", q.shape[-1]), ("value", v.shape[-1])):
+        if dim % 8 or dim > 256:
+            return f"{name} head dim ({dim}) must be a multiple of 8 up to 256: it has no others"
+    return None

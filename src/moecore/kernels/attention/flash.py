@@ -1,0 +1,98 @@
+"""Attention by FlashAttention 2, as torch has it: documents, sliding windows, one head dim.
+
+Values of another head dim than queries and keys are padded with zeros, and so are their gradients.
+A row that sees no key has lse = inf there, not -inf: exp(s - lse) is then 0 in the backward, too.
+The backward adds up dq with atomics: bits differ from run to run. The operators are private: their
+arguments are those of torch 2.13, called as `torch.nn.attention.varlen` does.
+
+Source: arXiv:2307.08691.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moecore.kernels.attention.contract import AttentionMask, refuse_half
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
+    """Return why FlashAttention cannot compute such a block, one line; None = it can."""
+    if not q.numel() or not k.numel() or not v.numel():
+        return "FlashAttention leaves empty blocks undefined"
+    return refuse_half(q, v, (8, 0))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse: see `attention.attention_forward`."""
+    dim = max(q.shape[-1], v.shape[-1])
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *_as_taken(mask, dim, q, k, v),
+        *_documents(mask, q, k),
+        0.0,
+        mask.causal and mask.window is None,
+        False,
+        scale=scale,
+        **_window(mask),
+    )
+    if mask.is_packed:  # [H, B * T]
+        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    o = o.reshape(*q.shape[:3], dim)[..., : v.shape[-1]]
+    return o, lse.masked_fill(lse == math.inf, -math.inf)
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask: AttentionMask,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv: see `attention.attention_backward`."""
+    dim = max(q.shape[-1], v.shape[-1])
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    if mask.is_packed:
+        lse = lse.transpose(0, 1).flatten(1)
+    unused = lse.new_empty(0)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *_as_taken(mask, dim, do, q, k, v, o),
+        lse.contiguous(),
+        *_documents(mask, q, k),
+        0.0,
+        mask.causal and mask.window is None,
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # the seed of dropout
+        unused,
+        scale=scale,
+        **_window(mask),
+    )
+    dq = dq.reshape(*q.shape[:3], dim)[..., : q.shape[-1]]
+    dk = dk.reshape(*k.shape[:3], dim)[..., : k.shape[-1]]
+    return dq, dk, dv.reshape(*v.shape[:3], dim)[..., : v.shape[-1]]
+
+
+def _as_taken(mask: AttentionMask, dim: int, *tensors: Tensor) -> list[Tensor]:
+    """Return heads of one dim, and packed rows as one [B * T, H, dim]."""
+    padded = [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
+    padded = [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+    return [x.flatten(0, 1) for x in padded] if mask.is_packed else padded
+
+
+def _documents(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[Tensor | int | None, ...]:
+    if mask.is_packed:
+        return mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_length_q, mask.max_length_k
+    return None, None, q.shape[1], k.shape[1]
+
+
+def _window(mask: AttentionMask) -> dict[str, int]:
+    """Return how many keys before and behind its own a query sees; -1 = all."""
+    if mask.window is not None:
+        return {"window_size_left": mask.window - 1, "window_size_right": 0}
+    return {"window_size_left": -1, "window_size_right": 0 if mask.causal else -1}

@@ -1,0 +1,104 @@
+"""Attention in plain PyTorch on any device: the oracle of the other implementations.
+
+fp32 inside (fp64 for fp64), with all B * H * T * S scores at once. Letters as in `contract.py`, and
+g = H / h.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.attention.contract import AttentionMask
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
+    """Return None: every block is possible."""
+    return
+
+
+def visible(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor | None:
+    """Return bool [T, S], which keys a query sees; None = all. Packed: T, S over all rows.
+
+    Example, causal, window 2, T = 2 queries at the end of S = 4 keys: [0 1 1 0], [0 0 1 1].
+    """
+    places_T1 = torch.arange(S - T, S, device=device)[:, None]
+    places_S = torch.arange(S, device=device)
+    seen_TS = None
+    if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
+        cu_q, cu_k = mask.cu_seqlens_q.long(), mask.cu_seqlens_k.long()
+        num = len(cu_q) - 1
+        rows_T = torch.arange(T, device=device)
+        doc_T = torch.searchsorted(cu_q, rows_T, right=True) - 1
+        doc_S = torch.searchsorted(cu_k, places_S, right=True) - 1
+        seen_TS = (doc_T[:, None] == doc_S) & (doc_T < num)[:, None]
+        # Both ends of a document are at one place.
+        end_T = cu_k[(doc_T + 1).clamp(max=num)] - cu_q[(doc_T + 1).clamp(max=num)]
+        places_T1 = (rows_T + end_T)[:, None]
+    if mask.causal:
+        causal_TS = places_S <= places_T1
+        seen_TS = causal_TS if seen_TS is None else seen_TS & causal_TS
+    if mask.window is not None and seen_TS is not None:
+        seen_TS = seen_TS & (places_S > places_T1 - mask.window)
+    return seen_TS
+
+
+def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """Return s_BhgTS of q_BThgd and k_BShd, -inf where a key is not seen."""
+    s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
+    seen_TS = visible(mask, q.shape[1], k.shape[1], q.device)
+    return s if seen_TS is None else s.masked_fill(~seen_TS, -math.inf)
+
+
+def _grouped(x_BTHx: Tensor, h: int, mask: AttentionMask) -> Tensor:
+    """Return x as [B, T, h, g, x] in the dtype of sums; packed rows one after the other."""
+    x = x_BTHx.to(torch.promote_types(x_BTHx.dtype, torch.float32))
+    x = x.flatten(0, 1)[None] if mask.is_packed else x
+    return x.unflatten(2, (h, x.shape[2] // h))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse: see `attention.attention_forward`."""
+    B, T, H, _ = q.shape
+    h = k.shape[2]
+    qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)
+    s = _scores(qs, ks, mask, scale)
+    lse = s.logsumexp(-1)
+    p = (s - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+    o = torch.einsum("bhgts,bshv->bthgv", p, vs[..., 0, :])
+    lse = lse.flatten(1, 2).view(H, B, T).transpose(0, 1) if mask.is_packed else lse.flatten(1, 2)
+    return o.reshape(B, T, H, v.shape[-1]).to(q.dtype), lse
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask: AttentionMask,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv: see `attention.attention_backward`."""
+    h = k.shape[2]
+    qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)
+    dos, os = _grouped(do, h, mask), _grouped(o, h, mask)
+    if mask.is_packed:
+        lse = lse.transpose(0, 1).flatten(1)[None]
+    lse = lse.masked_fill(lse == -math.inf, math.inf).unflatten(1, (h, -1))  # exp gives 0
+    p = (_scores(qs, ks, mask, scale) - lse[..., None]).exp()
+    dv = torch.einsum("bhgts,bthgv->bshv", p, dos)
+    dp = torch.einsum("bthgv,bshv->bhgts", dos, vs[..., 0, :])
+    ds = p * (dp - (dos * os).sum(-1).permute(0, 2, 3, 1)[..., None]) * scale
+    dq = torch.einsum("bhgts,bshd->bthgd", ds, ks)
+    dk = torch.einsum("bhgts,bthgd->bshd", ds, qs)
+    return (
+        dq.reshape(q.shape).to(q.dtype),
+        dk.reshape(k.shape).to(k.dtype),
+        dv.reshape(v.shape).to(v.dtype),
+    )

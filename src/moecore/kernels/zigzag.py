@@ -1,0 +1,56 @@
+"""Which tokens a context parallel rank holds: the first and the last of every document's chunks.
+
+Attention is causal, so the last tokens of a document have the most work. Each document is cut into
+2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r: of every such pair the sum of work
+is the same.
+
+Example, size 3, documents of 12, 24 and 6 tokens, so chunks of 2, 4 and 1:
+
+    rank 0   0 1 10 11    12 .. 15 32 .. 35    36 41
+    rank 1   2 3 8 9      16 .. 19 28 .. 31    37 40
+    rank 2   4 5 6 7      20 .. 23 24 .. 27    38 39
+
+A rank's documents lie end to end as well: their borders are `cu_seqlens // size`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.documents import documents_of
+
+
+def row_borders(num_rows: int, num_tokens: int, device: torch.device) -> Tensor:
+    """Return int32 [num_rows + 1], the `cu_seqlens` of rows that are a document each.
+
+    Args:
+        num_rows: of equal length.
+        num_tokens: of all rows.
+        device: of the result.
+    """
+    rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    return rows * (num_tokens // max(num_rows, 1))
+
+
+def held_tokens(cu_seqlens: Tensor, num_tokens: int, size: int) -> Tensor:
+    """Return int64 [size, num_tokens / size], the tokens of each rank in ascending order.
+
+    No host sync: lengths that are no multiples of 2 * size are not found out.
+
+    Args:
+        cu_seqlens: whole numbers [n + 1], borders of documents, each a multiple of 2 * size;
+            documents without tokens are allowed.
+        num_tokens: of all documents, a Python number.
+        size: ranks.
+    """
+    num_held = num_tokens // size
+    cu_seqlens = cu_seqlens.long()
+    borders = cu_seqlens // size
+    documents = documents_of(borders, num_held)
+    places = torch.arange(num_held, device=cu_seqlens.device) - borders[documents]
+    chunks = (cu_seqlens.diff() // (2 * size))[documents]
+    is_late = places >= chunks
+    ranks = torch.arange(size, device=cu_seqlens.device)[:, None]
+    numbers = torch.where(is_late, 2 * size - 1 - ranks, ranks)
+    return cu_seqlens[documents] + numbers * chunks + places - is_late * chunks

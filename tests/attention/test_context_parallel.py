@@ -1,0 +1,202 @@
+"""Attention over context parallel ranks against one process's `attend`, every way.
+
+Four gloo ranks are spawned once; groups of 2, 3 and 4 of them are cp ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moecore.attention.context_parallel.ring as ring
+from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.context_parallel.held import HeldTokens, check_documents
+from moecore.attention.context_parallel.layout import Layout
+from moecore.attention.function import attend
+from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.kernels.zigzag import held_tokens, row_borders
+from tests.ranks import run_ranks
+
+SCALE = 0.4
+WORKED = torch.tensor([0, 12, 36, 42])  # the documents of `kernels/zigzag.py`
+HELD = [
+    [0, 1, 10, 11, *range(12, 16), *range(32, 36), 36, 41],
+    [2, 3, 8, 9, *range(16, 20), *range(28, 32), 37, 40],
+    [*range(4, 8), *range(20, 28), 38, 39],
+]
+# ranks -> (rows, tokens of a row, documents over all rows)
+BATCHES: dict[int, tuple[int, int, list[int]]] = {
+    2: (2, 24, [0, 8, 28, 28, 48]),
+    3: (1, 42, [0, 12, 36, 42]),
+    4: (2, 32, [0, 8, 48, 64, 64]),
+}
+# name -> (way, query heads, key/value heads, options of attend)
+CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "allgather": ("allgather", 6, 3, {}),
+    "allgather, window": ("allgather", 4, 4, dict(window=5)),
+    "allgather, sinks": ("allgather", 4, 2, dict(sinks=True)),
+    "allgather, whole keys": ("allgather", 4, 2, dict(whole_keys=True)),
+    "a2a": ("a2a", 24, 12, {}),
+    "a2a, window, sinks": ("a2a", 12, 12, dict(window=5, sinks=True)),
+    "p2p": ("p2p", 6, 3, {}),
+    "p2p, sinks": ("p2p", 4, 2, dict(sinks=True)),
+    "a2a+p2p": ("a2a+p2p", 8, 4, {}),
+    "a2a+p2p, sinks": ("a2a+p2p", 4, 2, dict(sinks=True)),
+}
+
+
+def heads(B: int, T: int, H: int, h: int, sinks: bool) -> tuple[list[Tensor], Tensor]:
+    """Return q, k, v and perhaps sinks, and the gradient of o."""
+    g = torch.Generator().manual_seed(H)
+    shapes = [(B, T, H, 8), (B, T, h, 8), (B, T, h, 6), *([(H,)] if sinks else [])]
+    leaves = [torch.randn(s, generator=g).requires_grad_() for s in shapes]
+    return leaves, torch.randn(B, T, H, 6, generator=g)
+
+
+def make(way: str, group: dist.ProcessGroup, pairs: dict[str, dist.ProcessGroup]) -> Any:
+    if way == "a2a+p2p":
+        return ContextParallel(group, pairs["a2a"], pairs["ring"])
+    return ContextParallel(
+        group, **{"allgather": {}, "a2a": dict(a2a=group)}.get(way, dict(ring=group))
+    )
+
+
+def errors(cp: ContextParallel, name: str, packed: bool) -> list[float]:
+    """Return the largest errors of o and every gradient of this rank's tokens."""
+    _, H, h, options = CASES[name]
+    B, T, documents = BATCHES[cp.size]
+    options = dict(options)
+    has_sinks, whole = options.pop("sinks", False), options.pop("whole_keys", False)
+    leaves, do = heads(B, T, H, h, has_sinks)
+    sequence = Sequence()
+    if packed:
+        sequence = packed_sequence(torch.tensor(documents), None, (B, T), torch.device("cpu"))
+    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    sinks = leaves[3] if has_sinks else None
+    want = attend(*leaves[:3], sequence, scale=SCALE, sinks_H=sinks, **options)
+    wants = torch.autograd.grad(want, leaves, do)
+    own = [held.own(x.detach()).requires_grad_() for x in leaves[:3]]
+    given = [x if i == 0 or not whole else held.gather(x) for i, x in enumerate(own)]
+    over_ranks = Sequence(cu_seqlens=sequence.cu_seqlens, max_seqlen=sequence.max_seqlen, held=held)
+    o = attend(*given, over_ranks, scale=SCALE, sinks_H=sinks, **options)
+    found = list(torch.autograd.grad(o, [*own, *leaves[3:]], held.own(do)))
+    if has_sinks:
+        dist.all_reduce(found[3], group=cp.group)
+    expected = [held.own(want), *map(held.own, wants[:3]), *wants[3:]]
+    return [relative(x, y) for x, y in zip([o, *found], expected, strict=True)]
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def wrong_merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
+    return (o + o_new) / 2, torch.logaddexp(lse, lse_new)
+
+
+def swapped(block: Any) -> Any:
+    """Read the late half of keys where the early one is due."""
+    return block._replace(keys="late") if block.keys == "early" else block
+
+
+def worker(rank: int, device: torch.device) -> dict[Any, Any]:
+    groups = {2: dist.new_group([0, 1]), 3: dist.new_group([0, 1, 2]), 4: dist.new_group()}
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    mine = {"a2a": pairs[rank // 2], "ring": pairs[2 + rank % 2]}
+    results: dict[Any, Any] = {}
+    for size, group in groups.items():
+        for name, (way, _, h, _) in CASES.items():
+            if rank >= size or (way == "a2a+p2p" and size != 4) or (way == "a2a" and h % size):
+                continue
+            cp = make(way, group, mine)
+            for packed in (False, True):
+                results[name, size, packed] = errors(cp, name, packed)
+    original = ring.merge, ring.block_of
+    for what in ("merge", "block"):
+        if what == "merge":
+            ring.merge = wrong_merge
+        else:
+            ring.block_of = lambda *a: swapped(original[1](*a))
+        results[what] = errors(make("p2p", groups[4], mine), "p2p", False)
+        ring.merge, ring.block_of = original
+    everything: list[Any] = [None] * 4
+    dist.all_gather_object(everything, results)
+    merged: dict[Any, Any] = {}
+    for one in everything:
+        for key, values in one.items():
+            merged[key] = [max(pair) for pair in zip(values, merged.get(key, values), strict=True)]
+    return merged
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[Any, Any]:
+    return run_ranks(4, worker)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(results: dict[Any, Any], name: str) -> None:
+    way = CASES[name][0]
+    found = {key: values for key, values in results.items() if key[0] == name}
+    assert len(found) == (2 if way == "a2a+p2p" else 6)
+    assert not {key: values for key, values in found.items() if not max(values) <= 1e-5}
+
+
+@pytest.mark.parametrize("what", ["merge", "block"])
+def test_a_wrong_merge_and_a_swapped_chunk_are_found(results: dict[Any, Any], what: str) -> None:
+    assert min(results[what][:3]) > 1e-2  # a merge has no part in the gradient of values
+
+
+def test_who_holds_what() -> None:
+    assert held_tokens(WORKED, 42, 3).tolist() == HELD
+    assert held_tokens(torch.tensor([0, 4, 4, 8, 8]), 8, 2).tolist() == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    rows = Layout(2, 16)
+    x = torch.arange(16).view(2, 8)
+    assert rows.split(x).tolist() == [
+        [[0, 1, 6, 7], [8, 9, 14, 15]],
+        [[2, 3, 4, 5], [10, 11, 12, 13]],
+    ]
+    packed = Layout(2, 16, row_borders(2, 16, x.device), 8)
+    assert torch.equal(packed.split(x), rows.split(x))
+    for layout in (rows, packed):
+        assert torch.equal(layout.join(layout.split(x)), x)
+
+
+@pytest.mark.parametrize(
+    ("options", "cp", "kv_heads", "latents", "want"),
+    [
+        ({}, 4, 8, False, ("a2a", None)),
+        ({}, 8, 4, False, ("a2a+p2p", 4)),
+        ({}, 6, 4, False, ("a2a+p2p", 2)),
+        ({}, 4, 1, False, ("p2p", None)),
+        ({}, 4, 16, True, ("allgather", None)),
+        (dict(way="a2a+p2p"), 8, 4, False, ("a2a+p2p", 4)),
+        (dict(way="a2a+p2p", a2a_ranks=2), 8, 4, False, ("a2a+p2p", 2)),
+        (dict(way="a2a"), 4, 2, False, r"way \('a2a'\) must .* \(2\) that divide by cp \(4\)"),
+        (dict(way="a2a+p2p"), 4, 4, False, r"a2a_ranks \(4\) must be more than 1 and less"),
+        (dict(way="a2a+p2p", a2a_ranks=3), 4, 6, False, r"a2a_ranks \(3\) must divide cp \(4\)"),
+        (dict(way="a2a+p2p", a2a_ranks=2), 4, 3, False, r"\(2\) must divide the key/value heads"),
+        (dict(a2a_ranks=2), 4, 4, False, r"a2a_ranks \(2\) must be None with way \('auto'\)"),
+    ],
+)
+def test_which_way(options: Any, cp: int, kv_heads: int, latents: bool, want: Any) -> None:
+    def resolve() -> ContextOptions:
+        return ContextOptions(**options).resolve(cp, kv_heads, has_latents=latents)
+
+    if isinstance(want, str):
+        with pytest.raises(ValueError, match=want) as info:
+            resolve()
+        assert "\n" not in str(info.value)
+    else:
+        found = resolve()
+        assert (found.way, found.a2a_ranks) == want
+
+
+def test_documents_that_cannot_be_cut() -> None:
+    with pytest.raises(ValueError, match=r"document 1 of 6 tokens\) must .* 2 \* cp \(4\): pad"):
+        check_documents(torch.tensor([0, 8, 14, 16]), 2)
+    check_documents(WORKED, 3)

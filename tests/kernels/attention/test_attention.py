@@ -1,0 +1,239 @@
+"""Attention of a block: the reference token by token, blocks that add up, kernels on a GPU."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.attention import (
+    AttentionMask,
+    attention_backward,
+    attention_forward,
+    cudnn,
+    flash,
+    reference,
+)
+from moecore.kernels.attention import attention as rule
+from moecore.kernels.attention.contract import AttentionKernel
+
+SCALE = 0.3
+
+
+def packed(lengths_q: list[int], lengths_k: list[int], device: str = "cpu", **kw: Any) -> Any:
+    """Return a mask of documents of these lengths."""
+    cu_q, cu_k = (
+        torch.tensor([0, *n], device=device).cumsum(0).int() for n in (lengths_q, lengths_k)
+    )
+    lengths = dict(max_length_q=max(lengths_q), max_length_k=max(lengths_k))
+    return AttentionMask(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **lengths, **kw)
+
+
+# B, T, S, H, h, d, v and the mask
+CASES: dict[str, tuple[tuple[int, ...], Any]] = {
+    "causal": ((2, 5, 5, 4, 2, 8, 8), AttentionMask()),
+    "all": ((2, 3, 5, 4, 1, 8, 16), AttentionMask(causal=False)),
+    "a chunk's queries": ((1, 2, 5, 2, 2, 8, 8), AttentionMask()),
+    "queries before keys": ((2, 5, 3, 2, 1, 8, 8), AttentionMask()),
+    "window": ((2, 6, 6, 2, 1, 8, 8), AttentionMask(window=2)),
+    "window of one, shifted": ((1, 3, 7, 2, 1, 8, 8), AttentionMask(window=1)),
+    "documents": ((2, 5, 5, 4, 2, 24, 16), packed([3, 2, 1, 4, 0, 0], [3, 2, 1, 4, 0, 0])),
+    "documents, other keys": ((1, 7, 9, 2, 1, 8, 8), packed([3, 0, 4, 0], [2, 3, 4, 0])),
+    "documents, all": ((1, 4, 6, 2, 2, 8, 8), packed([1, 3, 0], [3, 1, 2], causal=False)),
+    "documents, window": ((1, 8, 8, 2, 1, 8, 8), packed([5, 3], [5, 3], window=2)),
+    "no queries": ((1, 0, 3, 2, 1, 8, 8), AttentionMask(causal=False)),
+    "no keys": ((1, 3, 0, 2, 1, 8, 8), AttentionMask(causal=False)),
+}
+
+
+def block(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """Return q, k, v and the gradient of o; heads of q lie in wider rows."""
+    B, T, S, H, h, d, v = shape
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((B, T, H, d + 8), (B, S, h, d), (B, S, h, v), (B, T, H, v))
+    made = [torch.randn(s, generator=draw).to(device, dtype) for s in shapes]
+    return [made[0][..., :d], *made[1:]]
+
+
+def documents(mask: AttentionMask, B: int, T: int, S: int) -> list[tuple[range, range]]:
+    """Return the queries and keys of each document among all rows of the batch."""
+    if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
+        return [(range(b * T, (b + 1) * T), range(b * S, (b + 1) * S)) for b in range(B)]
+    cu_q, cu_k = mask.cu_seqlens_q.tolist(), mask.cu_seqlens_k.tolist()
+    pairs = zip(pairwise(cu_q), pairwise(cu_k), strict=True)
+    return [(range(*of_q), range(*of_k)) for of_q, of_k in pairs]
+
+
+def token_by_token(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    """Return o and lse: every query against the list of the keys that it sees."""
+    (B, T, H, _), (_, S, h, _) = q.shape, k.shape
+    o, lse = v.new_zeros(B, T, H, v.shape[-1]), torch.full((B, H, T), -math.inf, dtype=v.dtype)
+    q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
+    for queries, keys in documents(mask, B, T, S):
+        for i, row in enumerate(queries):
+            place = i + len(keys) - len(queries)
+            last = place if mask.causal else len(keys) - 1
+            first = 0 if mask.window is None else max(0, place - mask.window + 1)
+            seen = [keys[j] for j in range(first, last + 1) if j >= 0]
+            for head in range(H if seen else 0):
+                s = k_[seen, head * h // H] @ q_[row, head] * SCALE
+                lse[row // T, head, row % T] = s.logsumexp(0)
+                o[row // T, row % T, head] = s.softmax(0) @ v_[seen, head * h // H]
+    return o, lse
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_is_attention_token_by_token(case: str) -> None:
+    shape, mask = CASES[case]
+    q, k, v, do = block(shape, torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o_want, lse_want = token_by_token(*leaves, mask)
+    o, lse = attention_forward(q, k, v, mask, SCALE)
+    torch.testing.assert_close((o, lse), (o_want, lse_want))
+    loss = (o_want * do).sum() + sum(0 * x.sum() for x in leaves)  # of no keys, too
+    want = torch.autograd.grad(loss, leaves)
+    torch.testing.assert_close(attention_backward(do, q, k, v, o, lse, mask, SCALE), want)
+
+
+def test_sums_are_in_fp32() -> None:
+    q, k, v, do = block((2, 64, 64, 4, 2, 16, 16), torch.bfloat16)
+    o, lse = attention_forward(q, k, v, AttentionMask(), SCALE)
+    wide = [x.float() for x in (q, k, v)]
+    o_want, lse_want = attention_forward(*wide, AttentionMask(), SCALE)
+    assert o.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert torch.equal(o, o_want.bfloat16()) and torch.equal(lse, lse_want)
+    grads = attention_backward(do, q, k, v, o, lse, AttentionMask(), SCALE)
+    want = attention_backward(do.float(), *wide, o.float(), lse, AttentionMask(), SCALE)
+    assert all(torch.equal(g, w.bfloat16()) for g, w in zip(grads, want, strict=True))
+
+
+def test_blocks_of_keys_and_a_sink_add_up() -> None:
+    """Two blocks merged by their lse, a sink folded in: one call each gives whole gradients."""
+    q, k, v, do = block((2, 3, 8, 4, 2, 8, 8), torch.float64)
+    sinks_H = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    # A sink is a key whose score is given and whose value is 0.
+    s = torch.einsum("bthd,bshd->bhts", leaves[0], leaves[1].repeat_interleave(2, 2)) * SCALE
+    future = torch.arange(8) > torch.arange(5, 8)[:, None]
+    s = torch.cat((s.masked_fill(future, -math.inf), sinks_H[:, None, None].expand(2, 4, 3, 1)), -1)
+    p = s.softmax(-1)[..., :-1]
+    o_want = torch.einsum("bhts,bshd->bthd", p, leaves[2].repeat_interleave(2, 2))
+
+    masks = [AttentionMask(causal=False), AttentionMask()]
+    parts = [(k[:, :5], v[:, :5]), (k[:, 5:], v[:, 5:])]
+    found = [attention_forward(q, *kv, m, SCALE) for kv, m in zip(parts, masks, strict=True)]
+    lse = torch.stack([lse for _, lse in found] + [sinks_H[:, None].expand(2, 4, 3)])
+    lse = lse.logsumexp(0)
+    o = sum(o * (one - lse).exp().transpose(1, 2)[..., None] for o, one in found)
+    assert isinstance(o, Tensor)
+    torch.testing.assert_close(o, o_want)
+    grads = [
+        attention_backward(do, q, *kv, o, lse, m, SCALE) for kv, m in zip(parts, masks, strict=True)
+    ]
+    want = torch.autograd.grad((o_want * do).sum(), leaves)
+    torch.testing.assert_close(grads[0][0] + grads[1][0], want[0])
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat((grads[0][i], grads[1][i]), 1), want[i])
+
+
+def test_refusals() -> None:
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    whole: Any = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_length_q=4, max_length_k=4)
+    for change, message in (
+        (dict(causal=False, window=2), r"AttentionMask.window \(2\) must be None without causal"),
+        (dict(window=0), r"AttentionMask.window \(0\) must be a whole number >= 1"),
+        (whole | {"cu_seqlens_k": None}, r"cu_seqlens_k \(None\) must be given with cu_seqlens_q"),
+        (whole | {"cu_seqlens_q": cu.long()}, r"cu_seqlens_q .* must be int32 \[n \+ 1\]"),
+        (whole | {"cu_seqlens_k": cu[:1]}, r"cu_seqlens_k .* must have the shape of cu_seqlens_q"),
+        ({"max_length_q": 4}, r"max_length_q \(4\) must be given with cu_seqlens_q"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AttentionMask(**change)
+    q, k, v, _ = block((1, 4, 4, 4, 2, 8, 8), torch.float32)
+    with pytest.raises(ValueError, match=r"k \(1, 4, 3, 8\) and v .* with h a divisor of 4"):
+        attention_forward(q, k[:, :, :1].expand(1, 4, 3, 8), v, AttentionMask(), SCALE)
+    with pytest.raises(ValueError, match=r"k \(torch.float64\) .* must have the dtype of q"):
+        attention_forward(q, k.double(), v, AttentionMask(), SCALE)
+
+
+def test_each_implementation_names_what_it_cannot_compute() -> None:
+    q, k, v, _ = block((1, 4, 5, 2, 1, 8, 8), torch.bfloat16)
+    assert rule.choose_kernel(q, k, v, AttentionMask()) is reference
+    for kernel, mask, message in (
+        (cudnn, AttentionMask(), r"queries \(4\) must be as many as keys \(5\)"),
+        (cudnn, AttentionMask(causal=False), r"device \(cpu\) must be cuda"),
+        (cudnn, AttentionMask(window=3), r"window \(3\) must be None"),
+        (cudnn, packed([4], [5]), "cu_seqlens_q must be None"),
+        (flash, packed([4], [5], window=2), r"device \(cpu\) must be cuda"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(kernel.supports(q, k, v, mask))
+
+
+ON_GPU: dict[str, tuple[AttentionKernel, tuple[int, ...], Any]] = {
+    "cudnn, causal": (cudnn, (2, 300, 300, 8, 2, 128, 128), AttentionMask()),
+    "cudnn, latent": (cudnn, (2, 256, 256, 4, 4, 192, 128), AttentionMask()),
+    "cudnn, all": (cudnn, (1, 256, 512, 4, 2, 64, 64), AttentionMask(causal=False)),
+    "flash, causal": (flash, (2, 300, 300, 8, 2, 128, 128), AttentionMask()),
+    "flash, shifted": (flash, (2, 100, 300, 8, 2, 128, 128), AttentionMask()),
+    "flash, nothing seen": (flash, (2, 300, 200, 8, 2, 128, 128), AttentionMask()),
+    "flash, window": (flash, (2, 300, 300, 8, 2, 64, 64), AttentionMask(window=37)),
+    "flash, documents": (flash, (1, 600, 600, 8, 2, 128, 128), ([1, 130, 400, 69, 0, 0], None, {})),
+    "flash, rows": (flash, (2, 300, 300, 8, 2, 128, 128), ([200, 100, 7, 293], None, {})),
+    "flash, latent": (flash, (1, 600, 600, 4, 4, 192, 128), ([1, 530, 69, 0], None, {})),
+    "flash, keys": (flash, (1, 300, 500, 4, 1, 64, 64), ([100, 0, 200, 0], [50, 50, 400, 0], {})),
+    "flash, narrow": (flash, (1, 300, 300, 4, 1, 64, 64), ([100, 200], None, {"window": 17})),
+}
+
+
+def on_gpu(case: str, device: str) -> tuple[AttentionKernel, tuple[int, ...], AttentionMask]:
+    """Return the case with a mask on a device."""
+    kernel, shape, mask = ON_GPU[case]
+    if not isinstance(mask, AttentionMask):
+        lengths, of_keys, options = mask
+        mask = packed(lengths, of_keys or lengths, device, **options)
+    return kernel, shape, mask
+
+
+@pytest.mark.parametrize("case", ON_GPU)
+def test_torch_has_the_operators(case: str) -> None:
+    """Their names, arguments and shapes, without a GPU."""
+    kernel, shape, mask = on_gpu(case, "meta")
+    q, k, v, do = block(shape, torch.bfloat16, "meta")
+    o, lse = kernel.forward(q, k, v, mask, SCALE)
+    assert o.shape == do.shape and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    grads = kernel.backward(do, q, k, v, o, lse, mask, SCALE)
+    assert [g.shape for g in grads] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ON_GPU)
+def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
+    kernel, shape, mask = on_gpu(case, "cuda")
+    q, k, v, do = block(shape, dtype, "cuda")
+    assert kernel.supports(q, k, v, mask) is None
+    wide = [x.double() for x in (q, k, v)]
+    o_want, lse_want = reference.forward(*wide, mask, SCALE)
+    want = reference.backward(do.double(), *wide, o_want, lse_want, mask, SCALE)
+    o, lse = kernel.forward(q, k, v, mask, SCALE)
+    grads = kernel.backward(do, q, k, v, o, lse, mask, SCALE)
+    plain_o, plain_lse = reference.forward(q, k, v, mask, SCALE)
+    plain = reference.backward(do, q, k, v, plain_o, plain_lse, mask, SCALE)
+    torch.testing.assert_close(lse.double(), lse_want, rtol=1e-4, atol=1e-4)
+    assert o.dtype == dtype and lse.dtype == torch.float32
+    for got, rounded, exact in zip((o, *grads), (plain_o, *plain), (o_want, *want), strict=True):
+        bound = 4 * (rounded.double() - exact).abs().max() + 1e-6
+        assert (got.double() - exact).abs().max() <= bound, (case, got.shape)
+
+    # Others' keys: final o and lse of more than this block.
+    more = torch.logaddexp(lse_want, torch.zeros_like(lse_want))
+    o_more = o_want * (lse_want - more).exp().transpose(1, 2)[..., None]
+    want = reference.backward(do.double(), *wide, o_more, more, mask, SCALE)
+    grads = kernel.backward(do, q, k, v, o_more.to(dtype), more.float(), mask, SCALE)
+    for got, exact in zip(grads, want, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=0.02, atol=0.02 * exact.abs().max())
