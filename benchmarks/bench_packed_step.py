@@ -99,13 +99,12 @@ def documents_of(args: argparse.Namespace, vocab_size: int) -> Callable[[int], l
 def packed_batches(args: argparse.Namespace, vocab_size: int) -> Callable[[], Batch]:
     """Return what makes the next packed batch: the fullest bins of a draw."""
     draw = documents_of(args, vocab_size)
-    collate = PackedCollator(row_tokens=args.row_tokens)
+    collate = PackedCollator(row_tokens=args.row_tokens, rows=args.rows)
 
     def make() -> Batch:
         documents = draw(64 * args.rows)
         bins = pack_lengths([len(d) for d in documents], args.row_tokens)
-        whole: list[list[Tensor]] = [[documents[i] for i in bin_] for bin_ in bins]
-        return dict(collate(whole[: args.rows]))
+        return dict(collate([documents[i] for bin_ in list(bins)[: args.rows] for i in bin_]))
 
     return make
 

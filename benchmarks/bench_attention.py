@@ -1,0 +1,141 @@
+"""Attention through `attend`, forward and backward, beside torch's bare kernels on the same heads.
+
+    rows    one document per row; baseline: F.scaled_dot_product_attention, which takes cuDNN
+    packed  documents of skewed lengths in one row; baseline: torch's FlashAttention of the same
+            documents, called by its operations without a check of ours
+
+TFLOP/s count 2 (d + v) per head and pair of tokens that see each other, 2.5 times that backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import harness, records
+from benchmarks.records import Row
+from benchmarks.session import Ceilings, Session
+from moecore.attention.function import attend
+from moecore.attention.sequence import Sequence, packed_sequence
+
+NUM_TOKENS = {"cuda": (4096, 16384, 65536), "cpu": (64,)}
+NUM_DOCUMENTS = 16
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, key/value heads, dims of a query and of a value head."""
+
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+
+
+HEADS = {"qwen3-30b": Heads(32, 4, 128, 128), "dsv3, 32 heads": Heads(32, 32, 192, 128)}
+
+
+def lengths_of(num_tokens: int) -> list[int]:
+    """Return lengths of documents: lognormal, the same in every run, that add up."""
+    g = torch.Generator().manual_seed(0)
+    shares = torch.randn(NUM_DOCUMENTS, generator=g).exp()
+    lengths = (shares / shares.sum() * (num_tokens - NUM_DOCUMENTS)).int() + 1
+    lengths[0] += num_tokens - lengths.sum()
+    return [int(n) for n in lengths]
+
+
+def forward_backward(
+    attention: Callable[..., Tensor], heads: tuple[Tensor, ...], do: Tensor
+) -> Callable[[], None]:
+    """Return the call that is timed."""
+
+    def call() -> None:
+        torch.autograd.grad(attention(*heads), heads, do)
+
+    return call
+
+
+@pytest.mark.proven_by("tests/kernels/attention/test_attention.py")
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_attention(session: Session, ceilings: Ceilings, name: str, packed: bool) -> None:
+    device, shape = session.device, HEADS[name]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    scale = shape.dim**-0.5
+    for T in NUM_TOKENS[device.type]:
+        lengths = lengths_of(T) if packed else [T]
+
+        def make(num_heads: int, dim: int, T: int = T) -> Tensor:
+            return torch.randn(1, T, num_heads, dim, device=device, dtype=dtype, requires_grad=True)
+
+        q, k, v = (
+            make(shape.queries, shape.dim),
+            make(shape.keys, shape.dim),
+            make(shape.keys, shape.value_dim),
+        )
+        do = torch.randn(1, T, shape.queries, shape.value_dim, device=device, dtype=dtype)
+        sequence = Sequence()
+        if packed:
+            ends = torch.tensor([0, *lengths]).cumsum(0).int()
+            sequence = packed_sequence(ends, None, (1, T), device)
+        bare = bare_of(sequence, scale)
+        calls = {
+            "attend": forward_backward(
+                lambda q, k, v, s=sequence: attend(q, k, v, s, scale=scale), (q, k, v), do
+            ),
+            "bare": forward_backward(bare, (q, k, v), do),
+        }
+        timings = harness.time_variants(calls, device=device, effort=session.effort)
+        ms = timings["attend"].ms
+        pairs = sum(n * n for n in lengths) / 2
+        tflops = 3.5 * 2 * pairs * shape.queries * (shape.dim + shape.value_dim) / ms / 1e9
+        session.add(
+            Row(
+                op="attention_packed" if packed else "attention",
+                shape=f"{name}, {T} tokens",
+                routing="-",
+                backend="attend",
+                **records.timing_fields(timings["attend"]),
+                baseline="torch's kernels",
+                baseline_ms=timings["bare"].ms,
+                ratio=ms / timings["bare"].ms,
+                tflops=tflops,
+                fraction=tflops / ceilings.tflops,
+                peak_bytes=harness.measure_peak(calls["attend"], device=device),
+                launches=harness.count_launches(calls["attend"], device=device),
+                syncs=harness.count_syncs(calls["attend"], device=device),
+            )
+        )
+        assert math.isfinite(tflops)
+
+
+def bare_of(sequence: Sequence, scale: float) -> Callable[..., Tensor]:
+    """Return torch's own attention of such documents."""
+    cu_seqlens = sequence.cu_seqlens
+    if cu_seqlens is None or not cu_seqlens.is_cuda:
+        return lambda q, k, v: F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        ).transpose(1, 2)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Values are padded to the dim of queries, as anybody must."""
+        v_padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        longest = sequence.max_seqlen
+        where = cu_seqlens, cu_seqlens, longest, longest
+        o, *_ = torch.ops.aten._flash_attention_forward(
+            q[0], k[0], v_padded[0], *where, 0.0, True, False, scale=scale
+        )
+        return o[None, ..., : v.shape[-1]]
+
+    return flash
