@@ -176,7 +176,7 @@ def test_each_implementation_names_what_it_cannot_compute() -> None:
 
 ON_GPU: dict[str, tuple[AttentionKernel, tuple[int, ...], Any]] = {
     "cudnn, causal": (cudnn, (2, 300, 300, 8, 2, 128, 128), AttentionMask()),
-    "cudnn, latent": (cudnn, (2, 256, 256, 4, 4, 192, 128), AttentionMask()),
+    "cudnn, values of another dim": (cudnn, (2, 256, 256, 4, 4, 128, 64), AttentionMask()),
     "cudnn, all": (cudnn, (1, 256, 512, 4, 2, 64, 64), AttentionMask(causal=False)),
     "flash, causal": (flash, (2, 300, 300, 8, 2, 128, 128), AttentionMask()),
     "flash, shifted": (flash, (2, 100, 300, 8, 2, 128, 128), AttentionMask()),
@@ -184,6 +184,7 @@ ON_GPU: dict[str, tuple[AttentionKernel, tuple[int, ...], Any]] = {
     "flash, window": (flash, (2, 300, 300, 8, 2, 64, 64), AttentionMask(window=37)),
     "flash, documents": (flash, (1, 600, 600, 8, 2, 128, 128), ([1, 130, 400, 69, 0, 0], None, {})),
     "flash, rows": (flash, (2, 300, 300, 8, 2, 128, 128), ([200, 100, 7, 293], None, {})),
+    "flash, latent rows": (flash, (2, 256, 256, 4, 4, 192, 128), AttentionMask()),
     "flash, latent": (flash, (1, 600, 600, 4, 4, 192, 128), ([1, 530, 69, 0], None, {})),
     "flash, keys": (flash, (1, 300, 500, 4, 1, 64, 64), ([100, 0, 200, 0], [50, 50, 400, 0], {})),
     "flash, narrow": (flash, (1, 300, 300, 4, 1, 64, 64), ([100, 200], None, {"window": 17})),
