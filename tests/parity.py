@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from moecore import (
     BalanceConfig,
     CapacityConfig,
+    ContextOptions,
     FSDPOptions,
     Meshes,
     MoEConfig,
@@ -38,7 +39,6 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.attention.context_parallel.group import ContextOptions
 from moecore.kernels.experts.triton_products import GATHER_FIRST
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block

@@ -36,7 +36,7 @@ NO_CALLS = {
     *("Adapter", "Choices", "Dispatcher", "DispatcherName", "ExpertBackend", "LossConvention"),
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
     "MatrixAssignment",
-    *("Bins", "Group", "PackedBatch", "Schedule"),
+    *("Bins", "Group", "PackedBatch", "Schedule", "ContextParallelModel"),
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }

@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import (
+    ContextOptions,
     FSDPOptions,
     MoEConfig,
     MoELayer,
@@ -136,6 +137,12 @@ def test_choices_are_shown() -> None:
     assert "computed in bfloat16, gradients reduced in bfloat16; no FP8" in text
     assert "experts 834 B; FC1 runs again" in again and "blocks and experts freed" in again
     assert "expert_backend sequential; backward keeps 6.9 kB" in slow
+    with fake_world(0, 4):
+        for way in ("allgather", "a2a", "p2p", "a2a+p2p"):
+            cp, context = 4 if way == "a2a+p2p" else 2, ContextOptions(way=way)  # type: ignore[arg-type]
+            lines = explain(parallelized(ParallelConfig(cp=cp), context=context), batch=(2, 32))
+            assert f"\nattention over cp: {way}" in lines and "kept for backward per token" in lines
+    assert "\nattention over cp: a2a+p2p, heads among 2 ranks\n" in lines
 
 
 def test_the_page_shows_what_layers_keep() -> None:

@@ -22,6 +22,7 @@ from moecore import (
     ParallelConfig,
 )
 from moecore._fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
+from moecore.attention.context_parallel.group import ContextOptions
 from moecore.config import CapacityConfig
 from moecore.kernels.adamw import AdamWOptions
 from moecore.kernels.attention import AttentionMask
@@ -137,6 +138,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (DynamicLossScale, {}),
     (NVLinkOptions, {}),
     (MemoryOptions, {}),
+    (ContextOptions, {}),
     (Cut, {"sizes": (2, 4)}),
     (MatrixLayout, dict(batch=1, rows=6, columns=4, cut=Cut(sizes=(2, 4)))),
     (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),

@@ -22,8 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import FSDPOptions, NVLinkOptions
-from moecore.attention.context_parallel.group import ContextOptions
+from moecore import ContextOptions, FSDPOptions, NVLinkOptions
 from moecore.kernels.common import has_hopper_kernels
 from tests.parity import Case, run_case
 from tests.ranks import num_gpu_ranks, run_ranks
@@ -83,10 +82,10 @@ CASES = [
         fsdp=TOGETHER,
     ),
 ]
-GATHER, RING = ContextOptions(way="allgather"), ContextOptions(way="p2p")
+GATHER, HEADS, RING = (ContextOptions(way=way) for way in ("allgather", "a2a", "p2p"))
 BOTH = ContextOptions(way="a2a+p2p", a2a_ranks=2)
 CASES += [
-    case(8, "dp_shard=4 cp=2", "ep=4 edp_shard=2", model="sigmoid"),
+    case(8, "dp_shard=4 cp=2", "ep=4 edp_shard=2", model="sigmoid", context=HEADS),
     case(8, "dp_shard=2 cp=4", "ep=8 edp_shard=1", model="latent-capacity", context=RING),
     case(8, "dp_shard=2 cp=4", "ep=2 etp=2 edp_shard=2", context=BOTH, loss="sum"),
     case(8, "dp_shard=2 cp=2 tp=2", "ep=4 edp_shard=2", model="sinkhorn", context=GATHER),
@@ -101,7 +100,7 @@ CASES += [
         meta=True,
     ),
     case(6, "dp_shard=2 cp=3", "ep=6 edp_shard=1", model="biases", context=RING, tied=True),
-    case(6, "dp_shard=1 cp=3 tp=2", "ep=3 edp_shard=2", model="top-1", loss="sum"),
+    case(6, "dp_shard=1 cp=3 tp=2", "ep=3 edp_shard=2", model="top-1", context=HEADS),
 ]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 BF16_TOGETHER = FSDPOptions(param_dtype=torch.bfloat16, blocks_per_unit=2)

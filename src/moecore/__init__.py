@@ -1,5 +1,6 @@
 """moecore: PyTorch-native Mixture-of-Experts training. docs/api.md lists every public name."""
 
+from moecore.attention.context_parallel.group import ContextOptions
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.explain import explain
 from moecore.fsdp import FSDPOptions, GradientNorm, clip_grad_norm_
@@ -14,7 +15,12 @@ from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
 from moecore.parallelize import parallelize_moe
-from moecore.request import DispatcherName, LossConvention, TensorParallelModel
+from moecore.request import (
+    ContextParallelModel,
+    DispatcherName,
+    LossConvention,
+    TensorParallelModel,
+)
 from moecore.step import StepResult, TrainStep
 
 __version__ = "0.1.0"
@@ -22,6 +28,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BalanceConfig",
     "CapacityConfig",
+    "ContextOptions",
+    "ContextParallelModel",
     "Dispatcher",
     "DispatcherName",
     "DynamicLossScale",

@@ -127,7 +127,12 @@ def _size(model: nn.Module, layers: dict[str, RoutedLayer], rows: list[Row]) -> 
 
 def _meshes(model: nn.Module, request: Request | None) -> list[str]:
     if request is not None:
-        return repr(request.meshes).splitlines()
+        lines = repr(request.meshes).splitlines()
+        if request.meshes.parallel.cp > 1:
+            options = request.context_options(model)
+            among = f", heads among {options.a2a_ranks} ranks" if options.a2a_ranks else ""
+            lines.append(f"attention over cp: {options.way}{among}")
+        return lines
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return ["sharded, but not what parallelize_moe returned: meshes are not known here"]
     return ["not parallelized: every process holds it whole"]

@@ -61,7 +61,10 @@ class TensorParallelModel(Protocol):
 
 @runtime_checkable
 class ContextParallelModel(Protocol):
-    """A model whose attention communicates over parts of rows: what cp > 1 needs."""
+    """A model whose attention communicates over parts of rows: what cp > 1 needs.
+
+    Its MoE layers get the tokens of `kernels/zigzag.py`, and `cu_seqlens` of the whole rows.
+    """
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return the way without "auto"; raise ValueError for one that its heads cannot go."""

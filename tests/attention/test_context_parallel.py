@@ -167,25 +167,26 @@ def test_who_holds_what() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "cp", "kv_heads", "latents", "want"),
+    ("options", "cp", "heads", "latents", "want"),
     [
-        ({}, 4, 8, False, ("a2a", None)),
-        ({}, 8, 4, False, ("a2a+p2p", 4)),
-        ({}, 6, 4, False, ("a2a+p2p", 2)),
-        ({}, 4, 1, False, ("p2p", None)),
-        ({}, 4, 16, True, ("allgather", None)),
-        (dict(way="a2a+p2p"), 8, 4, False, ("a2a+p2p", 4)),
-        (dict(way="a2a+p2p", a2a_ranks=2), 8, 4, False, ("a2a+p2p", 2)),
-        (dict(way="a2a"), 4, 2, False, r"way \('a2a'\) must .* \(2\) that divide by cp \(4\)"),
-        (dict(way="a2a+p2p"), 4, 4, False, r"a2a_ranks \(4\) must be more than 1 and less"),
-        (dict(way="a2a+p2p", a2a_ranks=3), 4, 6, False, r"a2a_ranks \(3\) must divide cp \(4\)"),
-        (dict(way="a2a+p2p", a2a_ranks=2), 4, 3, False, r"\(2\) must divide the key/value heads"),
-        (dict(a2a_ranks=2), 4, 4, False, r"a2a_ranks \(2\) must be None with way \('auto'\)"),
+        ({}, 4, (32, 32), False, ("a2a", None)),
+        ({}, 4, (64, 4), False, ("p2p", None)),  # 28 heads against 51
+        ({}, 32, (64, 4), False, ("a2a+p2p", 4)),
+        ({}, 6, (4, 4), False, ("a2a+p2p", 2)),
+        ({}, 3, (12, 6), False, ("a2a", None)),  # 12 heads against 30
+        ({}, 4, (16, 16), True, ("allgather", None)),
+        (dict(way="a2a+p2p"), 8, (64, 4), False, ("a2a+p2p", 4)),
+        (dict(way="a2a+p2p", a2a_ranks=2), 8, (4, 4), False, ("a2a+p2p", 2)),
+        (dict(way="a2a"), 4, (4, 2), False, r"way \('a2a'\) must .* \(2\) that divide by cp \(4\)"),
+        (dict(way="a2a+p2p"), 4, (4, 4), False, r"a2a_ranks \(4\) must be more than 1 and less"),
+        (dict(way="a2a+p2p", a2a_ranks=3), 4, (6, 6), False, r"ranks \(3\) must divide cp \(4\)"),
+        (dict(way="a2a+p2p", a2a_ranks=2), 4, (3, 3), False, r"must divide the key/value heads"),
+        (dict(a2a_ranks=2), 4, (4, 4), False, r"a2a_ranks \(2\) must be None with way \('auto'\)"),
     ],
 )
-def test_which_way(options: Any, cp: int, kv_heads: int, latents: bool, want: Any) -> None:
+def test_which_way(options: Any, cp: int, heads: tuple[int, int], latents: bool, want: Any) -> None:
     def resolve() -> ContextOptions:
-        return ContextOptions(**options).resolve(cp, kv_heads, has_latents=latents)
+        return ContextOptions(**options).resolve(cp, *heads, has_latents=latents)
 
     if isinstance(want, str):
         with pytest.raises(ValueError, match=want) as info:

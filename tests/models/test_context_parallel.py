@@ -18,13 +18,13 @@ from torch import Tensor
 
 from moecore import (
     CapacityConfig,
+    ContextOptions,
     MemoryOptions,
     ParallelConfig,
     TrainStep,
     build_meshes,
     parallelize_moe,
 )
-from moecore.attention.context_parallel.group import ContextOptions
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch

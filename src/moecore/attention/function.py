@@ -61,8 +61,9 @@ def attend(
             enable_gqa=q_BTHd.shape[2] != k_BThd.shape[2],
         )
         return o_BHTv.transpose(1, 2)
-    if torch.is_autocast_enabled(q_BTHd.device.type):  # as products do
-        dtype = torch.get_autocast_dtype(q_BTHd.device.type)
+    device = q_BTHd.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # as products do
+        dtype = torch.get_autocast_dtype(device)
         q_BTHd, k_BThd, v_BThv = (x.to(dtype) for x in (q_BTHd, k_BThd, v_BThv))
     if sequence.held is not None:
         how: dict[str, Any] = dict(scale=scale, window=window, sinks_H=sinks_H)

@@ -24,8 +24,9 @@ is (1 / data_ranks) * sum_r dL_r/dw. Dense gradients sum over the dense FSDP ran
 need fewer hops: the dispatcher's backward has already brought the contributions of all ranks of
 the ep x etp group to the rank that owns the expert, so the sum over the expert FSDP ranks
 completes the same sum over data ranks; only FSDP's default divisor (its own group size) would be
-wrong. So every unit, dense or expert, gets the divisor data_ranks. In the "sum" convention the
-loss is already divided by the global token count, and every unit's divisor is 1.
+wrong. cp ranks, over which both meshes shard too, bring parts of one L_r. So every unit, dense or
+expert, gets the divisor data_ranks. In the "sum" convention the loss is already divided by the
+global token count, and every unit's divisor is 1.
 """
 
 from __future__ import annotations

@@ -233,8 +233,8 @@ class Decoder(nn.Module):
 
     def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
         """Return the way of attention over cp ranks; see `ContextOptions.resolve`."""
-        kv_heads = self.config.num_kv_heads // tp
-        return options.resolve(cp, kv_heads, has_latents=self.config.mla is not None)
+        heads = self.config.num_heads // tp, self.config.num_kv_heads // tp
+        return options.resolve(cp, *heads, has_latents=self.config.mla is not None)
 
     def apply_context_parallel(self, cp: ContextParallel) -> None:
         """Work on own tokens of each row from now on; `parallelize_moe` calls it."""

@@ -61,7 +61,8 @@ class MicroBatch:
         if self.group is None:
             return x_TX
         out = x_TX.new_empty((self.num_ranks * x_TX.shape[0], *x_TX.shape[1:]))
-        all_gather_single(out, x_TX.contiguous(), group=self.group)
+        if not out.is_meta:  # where bytes are counted
+            all_gather_single(out, x_TX.contiguous(), group=self.group)
         if self.cp > 1:
             in_order = torch.empty_like(out)
             in_order[self._tokens(len(out), out.device).flatten()] = out

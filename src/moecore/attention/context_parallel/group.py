@@ -1,9 +1,18 @@
 """ContextParallel: the ranks that hold parts of the same rows, and the way of their attention.
 
-allgather   every rank gathers all keys and values and computes its own queries
-a2a         every rank gets all tokens of some heads, and sends the results back
-p2p         keys and values go round a ring, and every rank merges what its queries see
-a2a+p2p     heads for tokens among neighbours, rings between those groups
+Activations are cut along the tokens, and attention alone communicates, in one of four ways:
+
+    allgather   every rank gathers all keys and values and computes its own queries
+    a2a         every rank gets all tokens of some heads, and sends the results back
+    p2p         keys and values go round a ring, and every rank merges what its queries see
+    a2a+p2p     heads for tokens among neighbours, rings between those groups
+
+Note "fewest numbers": with H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A
+of H + h heads of a token each way, queries, keys, values and results together. A ring of R = cp / A
+ranks passes h heads on R - 1 times in forward and in backward, and their gradients, which are twice
+as wide, R times. So "auto" takes the divisor A of cp and h with the smallest
+
+    (A - 1) / A * (H + h) + (2 * R - 1) * h        without the second part for R = 1
 """
 
 from __future__ import annotations
@@ -25,11 +34,10 @@ class ContextOptions:
     """How attention of context parallel ranks communicates; for cp > 1.
 
     Attributes:
-        way: "auto" takes "allgather" for latent attention. Else heads for tokens among as many
-            ranks as divide both cp and a rank's key/value heads: "a2a" where those are all, "p2p"
-            where it is one rank, and both otherwise.
+        way: "auto" takes "allgather" for latent attention, which then gathers latents, and what
+            sends fewest for other attention: note "fewest numbers".
         a2a_ranks: neighbouring ranks that exchange heads for tokens, a divisor of cp, with
-            "a2a+p2p" alone; None = as many as "auto" would take.
+            "a2a+p2p" alone; None = as many as heads allow.
 
     Raises:
         ValueError: for a field that is none of these.
@@ -45,25 +53,28 @@ class ContextOptions:
         if self.a2a_ranks is not None and self.way != "a2a+p2p":
             yield "a2a_ranks", f"be None with way ({self.way!r}): only 'a2a+p2p' reads it"
 
-    def resolve(self, cp: int, kv_heads: int, *, has_latents: bool) -> ContextOptions:
+    def resolve(
+        self, cp: int, num_heads: int, kv_heads: int, *, has_latents: bool
+    ) -> ContextOptions:
         """Return the options without "auto" and with the number of ranks of every all-to-all.
 
         Args:
             cp: context parallel ranks.
-            kv_heads: key/value heads of a tp rank.
+            num_heads: query heads of a tp rank.
+            kv_heads: its key/value heads.
             has_latents: whether keys and values come out of latents.
 
         Raises:
             ValueError: for a way that such heads and ranks cannot go.
         """
-        most = math.gcd(cp, kv_heads)
-        way = self.way
+        way, ranks = self.way, self.a2a_ranks
         if way == "auto" and has_latents:
             way = "allgather"
         elif way == "auto":
-            way = "p2p" if most == 1 else "a2a" if most == cp else "a2a+p2p"
+            ranks = _fewest(cp, num_heads, kv_heads)
+            way = "p2p" if ranks == 1 else "a2a" if ranks == cp else "a2a+p2p"
         if way == "a2a+p2p":
-            ranks = most if self.a2a_ranks is None else self.a2a_ranks
+            ranks = math.gcd(cp, kv_heads) if ranks is None else ranks
             for problem in _problems_of_both(cp, kv_heads, ranks):
                 raise ValueError(f"ContextOptions.a2a_ranks ({ranks}) must {problem}")
             return ContextOptions(way=way, a2a_ranks=ranks)
@@ -73,6 +84,17 @@ class ContextOptions:
                 f" that divide by cp ({cp}): lower cp, or use 'a2a+p2p', 'p2p' or 'allgather'"
             )
         return ContextOptions(way=way)
+
+
+def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
+    """Return A of the note "fewest numbers"."""
+    most = math.gcd(cp, kv_heads)
+
+    def numbers(A: int) -> float:
+        ring = (2 * cp // A - 1) * kv_heads if cp > A else 0
+        return (A - 1) / A * (num_heads + kv_heads) + ring
+
+    return min((A for A in range(1, most + 1) if most % A == 0), key=numbers)
 
 
 def _problems_of_both(cp: int, kv_heads: int, ranks: int) -> Iterator[str]:

@@ -78,7 +78,8 @@ class HeldTokens:
         """Return x_BTX of all ranks in order, outside of autograd. Collective."""
         size = self.cp.size
         out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
-        all_gather_single(out, x_BtX.contiguous(), group=self.cp.group)
+        if not out.is_meta:  # where bytes are counted
+            all_gather_single(out, x_BtX.contiguous(), group=self.cp.group)
         return self.layout.join(out.unflatten(0, (size, x_BtX.shape[0])))
 
     def sum_values(self, x_BTX: Tensor) -> Tensor:
