@@ -2,16 +2,7 @@
 
 Legend: t tokens of all documents, n documents, cp ranks.
 
-Attention is causal, so the last tokens of a document have the most work. Each document is cut into
-2 * cp equal chunks, and rank r holds chunks r and 2 * cp - 1 - r: of every pair of an early and a
-late chunk the sum of work is the same.
-
-Example, cp 3, documents of 12, 24 and 6 tokens, so chunks of 2, 4 and 1:
-
-    rank 0   0 1 10 11    12 .. 15 32 .. 35    36 41
-    rank 1   2 3 8 9      16 .. 19 28 .. 31    37 40
-    rank 2   4 5 6 7      20 .. 23 24 .. 27    38 39
-
+`kernels/zigzag.py` says which: the first and the last of every document's chunks.
 A rank's documents lie end to end as well: their borders are `cu_seqlens // cp`.
 """
 
@@ -24,6 +15,7 @@ from torch import Tensor
 
 from moecore._fields import Count, CountOrZero, check_arguments, shown
 from moecore.kernels.cross_entropy import IGNORE_INDEX
+from moecore.kernels.zigzag import held_tokens
 from moecore.packing.collate import PackedBatch
 from moecore.packing.documents import Integers, Lengths, as_lengths
 
@@ -62,18 +54,10 @@ def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
     check_arguments(indices_of, locals())
     if rank >= cp:
         raise ValueError(f"rank ({rank}) must be < cp ({cp}): count from 0")
-    lengths_n = _document_lengths(cu_seqlens, cp)
+    num_tokens = _check_documents(cu_seqlens, cp)
     if cp == 1:
-        return torch.arange(int(lengths_n.sum()), device=cu_seqlens.device)
-    chunks_n = lengths_n // (2 * cp)
-    first_n = cu_seqlens[:-1].long()
-    early_n = first_n + rank * chunks_n
-    late_n = first_n + (2 * cp - 1 - rank) * chunks_n
-    starts_2n = torch.stack([early_n, late_n], dim=1).flatten()
-    sizes_2n = chunks_n.repeat_interleave(2)
-    before_2n = sizes_2n.cumsum(0) - sizes_2n  # tokens that the rank holds before the chunk
-    shift_t = (starts_2n - before_2n).repeat_interleave(sizes_2n)
-    return torch.arange(len(shift_t), device=cu_seqlens.device) + shift_t
+        return torch.arange(num_tokens, device=cu_seqlens.device)
+    return held_tokens(cu_seqlens, num_tokens, cp)[rank]
 
 
 def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
@@ -131,8 +115,8 @@ def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
     )
 
 
-def _document_lengths(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Return the tokens of each document, int64 [n], after a check."""
+def _check_documents(cu_seqlens: Tensor, cp: int) -> int:
+    """Return the tokens of all documents, after a check."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
         raise ValueError(
@@ -149,4 +133,4 @@ def _document_lengths(cu_seqlens: Tensor, cp: int) -> Tensor:
             f"cu_seqlens (document {int(uneven[0])} of {int(lengths_n[uneven[0]])} tokens) must "
             f"have documents of multiples of 2 * cp ({2 * cp}): collate with multiple={2 * cp}"
         )
-    return lengths_n
+    return int(lengths_n.sum())

@@ -31,7 +31,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
         return "cuDNN leaves empty blocks undefined, and some releases refuse one token"
     dims = (q.shape[-1], v.shape[-1])
     if max(dims) > 128:
-        return f"head dims {dims} must be up to 128 for cuDNN: see the note \"wide heads\""
+        return f'head dims {dims} must be up to 128 for cuDNN: see the note "wide heads"'
     return refuse_half(q, v, (9, 0))
 
 
