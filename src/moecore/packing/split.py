@@ -1,9 +1,6 @@
-"""Which tokens of a packed batch a context parallel rank holds.
+"""Which tokens of a packed batch a context parallel rank holds: `kernels/zigzag.py`, with checks.
 
 Legend: t tokens of all documents, n documents, cp ranks.
-
-`kernels/zigzag.py` says which: the first and the last of every document's chunks.
-A rank's documents lie end to end as well: their borders are `cu_seqlens // cp`.
 """
 
 from __future__ import annotations
@@ -54,10 +51,7 @@ def indices_of(cu_seqlens: Tensor, cp: Count, rank: CountOrZero) -> Tensor:
     check_arguments(indices_of, locals())
     if rank >= cp:
         raise ValueError(f"rank ({rank}) must be < cp ({cp}): count from 0")
-    num_tokens = _check_documents(cu_seqlens, cp)
-    if cp == 1:
-        return torch.arange(num_tokens, device=cu_seqlens.device)
-    return held_tokens(cu_seqlens, num_tokens, cp)[rank]
+    return _held(cu_seqlens, cp)[rank]
 
 
 def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
@@ -73,7 +67,7 @@ def inverse_of(cu_seqlens: Tensor, cp: Count) -> Tensor:
         ValueError: as `indices_of`.
     """
     check_arguments(inverse_of, locals())
-    held = torch.cat([indices_of(cu_seqlens, cp, rank) for rank in range(cp)])
+    held = _held(cu_seqlens, cp).flatten()
     inverse = torch.empty_like(held)
     inverse[held] = torch.arange(len(held), device=held.device)
     return inverse
@@ -115,8 +109,13 @@ def part_of(batch: PackedBatch, cp: Count, rank: CountOrZero) -> PackedBatch:
     )
 
 
-def _check_documents(cu_seqlens: Tensor, cp: int) -> int:
-    """Return the tokens of all documents, after a check."""
+def _held(cu_seqlens: Tensor, cp: int) -> Tensor:
+    """Return the tokens of each rank, int64 [cp, t / cp], after a check."""
+    return held_tokens(cu_seqlens, int(_document_lengths(cu_seqlens, cp).sum()), cp)
+
+
+def _document_lengths(cu_seqlens: Tensor, cp: int) -> Tensor:
+    """Return the tokens of each document, int64 [n], after a check."""
     lengths_n = cu_seqlens.long().diff() if cu_seqlens.ndim == 1 else None
     if lengths_n is None or cu_seqlens.is_floating_point() or not len(lengths_n):
         raise ValueError(
@@ -133,4 +132,4 @@ def _check_documents(cu_seqlens: Tensor, cp: int) -> int:
             f"cu_seqlens (document {int(uneven[0])} of {int(lengths_n[uneven[0]])} tokens) must "
             f"have documents of multiples of 2 * cp ({2 * cp}): collate with multiple={2 * cp}"
         )
-    return int(lengths_n.sum())
+    return lengths_n
