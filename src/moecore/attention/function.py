@@ -23,7 +23,7 @@ from moecore.attention.sequence import Sequence
 from moecore.attention.sinks import add_sinks, sinks_gradient
 from moecore.kernels.attention import attention_backward, attention_forward
 from moecore.kernels.ops import Op
-from moecore.memory.recompute import as_scores
+from moecore.memory.products import as_scores
 
 
 def attend(

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from moecore.memory.offload import Offload
 from moecore.memory.options import MemoryOptions, Recomputed
 from moecore.memory.parts import Part, Use, find_parts, use_of
-from moecore.memory.recompute import recompute, running_again, sharing_outputs
+from moecore.memory.products import running_again
+from moecore.memory.recompute import recompute, sharing_outputs
 from moecore.memory.wrap import within, wrap
 
 

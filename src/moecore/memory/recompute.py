@@ -27,22 +27,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moecore._autograd import autocast_dtype, is_plain_eager, storage_key, version
+from moecore.memory.products import finding_products, is_in_region
 from moecore.memory.saved import Handle, is_packing, keep, packing
 
 SMALL = 8  # what is so many times smaller than the largest input is kept
-
-# What a region does not run again. Dropout draws numbers, so a second run would draw others.
-SCORES = frozenset((F.scaled_dot_product_attention,))
-DRAWS = frozenset((F.dropout, torch.dropout, torch.rand_like, torch.randn_like, torch.bernoulli))
-OF_TORCH = (torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
-OF_TENSORS = (Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm)
-PRODUCTS = SCORES | frozenset((F.linear, *OF_TORCH, *OF_TENSORS))
 
 
 class _Stop(Exception):
@@ -147,7 +139,7 @@ class _Region:
         self._start(tensors)
         with ExitStack() as stack:
             stack.enter_context(packing(self._pack))
-            stack.enter_context(self._watching())
+            stack.enter_context(finding_products(self, has_products=self.has_products))
             output = self.function(*args, **kwargs)
         self._check_unchanged(tensors)
         self._context = _autocast(tensors)
@@ -176,16 +168,6 @@ class _Region:
                 f"{self.name} must not change its input or a product's output in place to be "
                 "computed again: leave it out of MemoryOptions.recompute"
             )
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Within, this thread's products come to `multiply`."""
-        _here.region = self
-        try:
-            with _FindProducts(self.repeats_scores) if self.has_products else nullcontext():
-                yield
-        finally:
-            _here.region = None
 
     def _pack(self, tensor: Tensor) -> Handle | None:
         """Return the handle of a value that is dropped; None leaves it to the other packers."""
@@ -277,7 +259,7 @@ class _Region:
                 stack.enter_context(self._context or nullcontext())
                 hooks = torch.autograd.graph.saved_tensors_hooks(self._find_saved, _never)
                 stack.enter_context(hooks)
-                stack.enter_context(self._watching())
+                stack.enter_context(finding_products(self, has_products=self.has_products))
                 output = self.function(*args, **kwargs)
             if wants_output:
                 self._find_outputs(output)
@@ -341,62 +323,11 @@ class _Here(threading.local):
     """What runs in this thread."""
 
     def __init__(self) -> None:
-        self.region: _Region | None = None
         self.outputs: dict[int, _Output] = {}
         self.is_sharing = False
-        self.runs_again = False  # a product that is marked so runs
 
 
 _here = _Here()
-
-
-class _FindProducts(TorchFunctionMode):
-    """Takes a region's products to it."""
-
-    def __init__(self, repeats_scores: bool) -> None:
-        super().__init__()
-        self._repeats_scores = repeats_scores
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in DRAWS and _draws(func, args, kwargs):
-            return once(func, *args, **kwargs)
-        if func not in PRODUCTS or (func in SCORES and self._repeats_scores):
-            return func(*args, **kwargs)
-        return as_product(func, *args, **kwargs)
-
-
-def as_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a product that the search does not know, such as a quantised one."""
-    return function(*args, **kwargs) if _here.runs_again else once(function, *args, **kwargs)
-
-
-def as_scores(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call attention that the search does not know; it runs again where attention is to."""
-    region = _here.region
-    if region is not None and region.repeats_scores:
-        return function(*args, **kwargs)
-    return as_product(function, *args, **kwargs)
-
-
-def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what no region runs again: communication."""
-    region = _here.region
-    if region is None or region.is_multiplying:
-        return function(*args, **kwargs)
-    return region.multiply(function, args, kwargs)
-
-
-@contextmanager
-def running_again() -> Iterator[None]:
-    """Within, a region runs products again, so that their results are not kept."""
-    before, _here.runs_again = _here.runs_again, True
-    try:
-        yield
-    finally:
-        _here.runs_again = before
 
 
 def recompute(
@@ -419,7 +350,7 @@ def recompute(
         repeats_scores: run attention again, too.
     """
     kwargs = dict(kwargs or {})
-    if _here.region is not None or not _here.is_sharing or not is_packing():
+    if is_in_region() or not _here.is_sharing or not is_packing():
         return function(*args, **kwargs)
     if not torch.is_grad_enabled() or not all(map(_is_plain, _tensors((args, kwargs)))):
         return function(*args, **kwargs)
@@ -451,15 +382,6 @@ def _pack_output(tensor: Tensor) -> Handle | None:
         return None
     place = _Place("output", found.number)
     return _Dropped(found.region, place, _View.of(found.tensor), _View.of(tensor))
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws numbers: a dropout of 0 or in eval does not."""
-    if func not in (F.dropout, torch.dropout):
-        return True
-    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    is_training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    return bool(p > 0 and is_training)
 
 
 def _autocast(tensors: list[Tensor]) -> Any:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moecore.memory.recompute import once
+from moecore.memory.products import once
 from moecore.models.config import DecoderConfig
 from moecore.moe.dispatch.collectives import gather_ranks, sum_ranks
 from moecore.moe.layer import MoELayer

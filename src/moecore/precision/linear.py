@@ -32,7 +32,7 @@ from moecore._autograd import autocast_dtype, version
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import Both, amax, cast, operand
 from moecore.kernels.rows.scaling import ALIGNED, KINDS
-from moecore.memory.recompute import as_product
+from moecore.memory.products import as_product
 from moecore.moe.params import local_param
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
 from moecore.precision.products import product

@@ -12,7 +12,7 @@ from moecore.attention.context_parallel.heads import gather_heads, scatter_heads
 from moecore.attention.context_parallel.held import HeldTokens
 from moecore.attention.context_parallel.ring import RingAttention
 from moecore.attention.sequence import Sequence
-from moecore.memory.recompute import as_scores
+from moecore.memory.products import as_scores
 
 
 def attend_over_ranks(

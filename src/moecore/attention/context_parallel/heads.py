@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore.attention.context_parallel.layout import Layout
-from moecore.memory.recompute import once
+from moecore.memory.products import once
 
 
 def scatter_heads(

@@ -14,7 +14,7 @@ from torch import Tensor
 from moecore._distributed import all_gather_single
 from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.layout import Layout
-from moecore.memory.recompute import once
+from moecore.memory.products import once
 
 
 class HeldTokens:

@@ -1,0 +1,128 @@
+"""Products: what a region does not run again (`recompute.py`), whoever calls it.
+
+A region finds matrix products and attention of torch itself. What it cannot know is called by one
+of these functions: outside of regions they call what they are given.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# What a region does not run again. Dropout draws numbers, so a second run would draw others.
+SCORES = frozenset((F.scaled_dot_product_attention,))
+DRAWS = frozenset((F.dropout, torch.dropout, torch.rand_like, torch.randn_like, torch.bernoulli))
+OF_TORCH = (torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum)
+OF_TENSORS = (Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm)
+PRODUCTS = SCORES | frozenset((F.linear, *OF_TORCH, *OF_TENSORS))
+
+
+class Region(Protocol):
+    """What keeps the results of products."""
+
+    repeats_scores: bool
+
+    @property
+    def is_multiplying(self) -> bool:
+        """Whether a product of it runs."""
+        ...
+
+    def multiply(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a product and keep its result; in a second run, return that."""
+        ...
+
+
+class _Here(threading.local):
+    """What runs in this thread."""
+
+    region: Region | None = None
+    runs_again: bool = False  # a product that is marked so runs
+
+
+_here = _Here()
+
+
+def is_in_region() -> bool:
+    """Whether a region runs."""
+    return _here.region is not None
+
+
+@contextmanager
+def finding_products(region: Region, *, has_products: bool) -> Iterator[None]:
+    """Within, a region runs, and its products come to it.
+
+    Args:
+        region: that runs; no other does.
+        has_products: whether torch's own are looked for, which costs host time.
+    """
+    _here.region = region
+    try:
+        with _FindProducts(region.repeats_scores) if has_products else nullcontext():
+            yield
+    finally:
+        _here.region = None
+
+
+class _FindProducts(TorchFunctionMode):
+    """Takes a region's products to it."""
+
+    def __init__(self, repeats_scores: bool) -> None:
+        super().__init__()
+        self._repeats_scores = repeats_scores
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DRAWS and _draws(func, args, kwargs):
+            return once(func, *args, **kwargs)
+        if func not in PRODUCTS or (func in SCORES and self._repeats_scores):
+            return func(*args, **kwargs)
+        return as_product(func, *args, **kwargs)
+
+
+def as_product(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a product that the search does not know, such as a quantised one."""
+    return function(*args, **kwargs) if _here.runs_again else once(function, *args, **kwargs)
+
+
+def as_scores(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call attention that the search does not know; it runs again where attention is to."""
+    region = _here.region
+    if region is not None and region.repeats_scores:
+        return function(*args, **kwargs)
+    return as_product(function, *args, **kwargs)
+
+
+def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what no region runs again: communication."""
+    region = _here.region
+    if region is None or region.is_multiplying:
+        return function(*args, **kwargs)
+    return region.multiply(function, args, kwargs)
+
+
+@contextmanager
+def running_again() -> Iterator[None]:
+    """Within, a region runs products again, so that their results are not kept."""
+    before, _here.runs_again = _here.runs_again, True
+    try:
+        yield
+    finally:
+        _here.runs_again = before
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws numbers: a dropout of 0 or in eval does not."""
+    if func not in (F.dropout, torch.dropout):
+        return True
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    is_training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(p > 0 and is_training)
