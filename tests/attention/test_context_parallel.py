@@ -5,6 +5,8 @@ Four gloo ranks are spawned once; groups of 2, 3 and 4 of them are cp ranks.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from moecore.attention.context_parallel.layout import Layout
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.kernels.zigzag import held_tokens, row_borders
-from tests.ranks import run_ranks
+from tests.ranks import num_gpu_ranks, run_ranks
 
 SCALE = 0.4
 WORKED = torch.tensor([0, 12, 36, 42])  # the documents of `kernels/zigzag.py`
@@ -90,6 +92,41 @@ def errors(cp: ContextParallel, name: str, packed: bool) -> list[float]:
     return [relative(x, y) for x, y in zip([o, *found], expected, strict=True)]
 
 
+def half_ratios(cp: ContextParallel, packed: bool, device: torch.device) -> list[float]:
+    """Return the error of o and each gradient in bf16 over that of one process in bf16."""
+    B, T, documents = 2, 256, [0, 64, 320, 320, 512]
+    g = torch.Generator().manual_seed(1)
+    shapes = ((B, T, 8, 64), (B, T, 2, 64), (B, T, 2, 64), (B, T, 8, 64))
+    *leaves, do = (torch.randn(s, generator=g).bfloat16().to(device) for s in shapes)
+    sequence = Sequence()
+    if packed:
+        sequence = packed_sequence(torch.tensor(documents), None, (B, T), device)
+    held = HeldTokens(cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+    found = []
+    for dtype, here in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, held)):
+        own = (lambda x: x) if here is None else here.own
+        q, k, v = (own(x).to(dtype).requires_grad_() for x in leaves)
+        o = attend(q, k, v, replace(sequence, held=here), scale=SCALE)
+        grads = torch.autograd.grad(o, (q, k, v), own(do).to(dtype))
+        found.append([(x if here else held.own(x)).float() for x in (o.detach(), *grads)])
+    exact, plain, ours = found
+    zipped = zip(exact, plain, ours, strict=True)
+    return [float((z - x).norm() / ((y - x).norm() + 2**-9 * x.norm())) for x, y, z in zipped]
+
+
+def halves(group: dist.ProcessGroup, device: torch.device) -> dict[Any, list[float]]:
+    ways = itertools.product(("allgather", "a2a", "p2p"), (False, True))
+    return {
+        ("bf16", way, packed): half_ratios(make(way, group, {}), packed, device)
+        for way, packed in ways
+    }
+
+
+def half_worker(rank: int, device: torch.device) -> dict[Any, list[float]]:
+    assert dist.group.WORLD is not None
+    return halves(dist.group.WORLD, device)
+
+
 def relative(got: Tensor, want: Tensor) -> float:
     assert got.shape == want.shape
     return float((got - want).abs().max() / want.abs().max())
@@ -124,6 +161,8 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
             ring.block_of = lambda *a: swapped(original[1](*a))
         results[what] = errors(make("p2p", groups[4], mine), "p2p", False)
         ring.merge, ring.block_of = original
+    if rank < 2:
+        results |= halves(groups[2], device)
     everything: list[Any] = [None] * 4
     dist.all_gather_object(everything, results)
     merged: dict[Any, Any] = {}
@@ -149,6 +188,22 @@ def test_equals_one_process(results: dict[Any, Any], name: str) -> None:
 @pytest.mark.parametrize("what", ["merge", "block"])
 def test_a_wrong_merge_and_a_swapped_chunk_are_found(results: dict[Any, Any], what: str) -> None:
     assert min(results[what][:3]) > 1e-2  # a merge has no part in the gradient of values
+
+
+def check_half(ratios: dict[Any, list[float]]) -> None:
+    assert len(ratios) == 6
+    assert not {key: values for key, values in ratios.items() if not max(values) <= 2}
+
+
+def test_bf16_is_at_most_twice_as_wrong_as_one_process(results: dict[Any, Any]) -> None:
+    check_half({key: values for key, values in results.items() if key[0] == "bf16"})
+
+
+@pytest.mark.gpu
+def test_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus() -> None:
+    if num_gpu_ranks() < 2:
+        pytest.skip("needs 2 GPUs")
+    check_half(run_ranks(2, half_worker, device_type="cuda"))
 
 
 def test_who_holds_what() -> None:
