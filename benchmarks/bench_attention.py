@@ -1,8 +1,8 @@
 """Attention through `attend`, forward and backward, beside torch's bare kernels on the same heads.
 
     rows    one document per row; baseline: F.scaled_dot_product_attention, which takes cuDNN
-    ring    what one of 8 context parallel ranks computes, keys of others in memory; baseline: one
-            call of as many FLOP
+    ring    what one of 8 context parallel ranks computes, without what travels; baseline: one call
+            of as many FLOP
     packed  documents of skewed lengths in one row; baseline: torch's FlashAttention of the same
             documents, called by its operations without a check of ours
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks import harness, records
 from benchmarks.records import Row
 from benchmarks.session import Ceilings, Session
+from moecore.attention.context_parallel import ring
 from moecore.attention.context_parallel.layout import Layout
-from moecore.attention.context_parallel.ring import block_of, merge
 from moecore.attention.function import attend
 from moecore.attention.sequence import Sequence, packed_sequence
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward
@@ -147,84 +147,65 @@ def bare_of(sequence: Sequence, scale: float) -> Callable[..., Tensor]:
     return flash
 
 
-def ring_of(q: Tensor, kv: list[tuple[Tensor, Tensor]], do: Tensor) -> Callable[[], None]:
-    """Return forward and backward of a rank of a ring, as `RingAttention` computes them."""
-    layout, scale = Layout(RING, RING * q.shape[1]), q.shape[-1] ** -0.5
-    sources = [(RANK - step) % RING for step in range(RING)]
+class Alone:
+    """Stands for the group of a ring whose other ranks are not there."""
 
-    def blocks(source: int) -> tuple[Tensor, Tensor, Tensor, str, str, AttentionMask]:
-        queries, keys, mask = block_of(layout, RANK, source)
-        k, v = (layout.half(x, keys) for x in kv[source])
-        return layout.half(q, queries), k, v, queries, keys, mask
+    def size(self) -> int:
+        """Return how many ranks it would have."""
+        return RING
 
-    def call() -> None:
-        o, lse = q, q
-        for source in sources:
-            q_half, k, v, queries, _, mask = blocks(source)
-            o_new, lse_new = attention_forward(q_half, k, v, mask, scale)
-            if source == RANK:
-                o, lse = o_new.to(lse_new.dtype, copy=True), lse_new.clone()
-                continue
-            old = layout.half(o, queries), layout.half(lse, queries, dim=2)
-            merged, merged_lse = merge(*old, o_new, lse_new)
-            layout.write_half(o, queries, merged)
-            layout.write_half(lse, queries, merged_lse, dim=2)
-        o = o.to(q.dtype)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        for source in sources:
-            q_half, k, v, queries, keys, mask = blocks(source)
-            do_half, o_half = (layout.half(x, queries) for x in (do, o))
-            lse_half = layout.half(lse, queries, dim=2)
-            dq_new, *new = attention_backward(do_half, q_half, k, v, o_half, lse_half, mask, scale)
-            layout.write_half(dq, queries, layout.half(dq, queries) + dq_new)
-            for own, part in zip(kv[source], new, strict=True):
-                total = torch.zeros_like(own, dtype=lse.dtype)
-                layout.write_half(total, keys, layout.half(total, keys) + part)
-
-    return call
+    def rank(self) -> int:
+        """Return this one."""
+        return RANK
 
 
 @pytest.mark.proven_by("tests/attention/test_context_parallel.py")
-def test_ring(session: Session, ceilings: Ceilings) -> None:
+def test_ring(session: Session, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every rank has this one's keys and values.
+    monkeypatch.setattr(ring, "_send_on", lambda x, _: ring._Travelling(x, x, []))
     device, shape = session.device, HEADS["qwen3-30b"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     scale = shape.dim**-0.5
-    for T in NUM_TOKENS[device.type][-1:]:
-        own = T // RING
+    T = NUM_TOKENS[device.type][-1]
+    own = T // RING
 
-        def make(tokens: int, num_heads: int, dim: int) -> Tensor:
-            return torch.randn(1, tokens, num_heads, dim, device=device, dtype=dtype)
+    def make(tokens: int, num_heads: int, dim: int) -> Tensor:
+        return torch.randn(1, tokens, num_heads, dim, device=device, dtype=dtype)
 
-        q, do = make(own, shape.queries, shape.dim), make(own, shape.queries, shape.value_dim)
-        dims = (shape.dim, shape.value_dim)
-        kv = [(make(own, shape.keys, dims[0]), make(own, shape.keys, dims[1])) for _ in range(RING)]
-        seen = (T + own) // 2  # keys of a query, in the mean
-        k, v = (make(seen, shape.keys, dim) for dim in dims)
-        mask = AttentionMask(causal=False)
+    q, do = make(own, shape.queries, shape.dim), make(own, shape.queries, shape.value_dim)
+    dims = (shape.dim, shape.value_dim)
+    heads = (q.clone(), *(make(own, shape.keys, dim) for dim in dims))
+    where = None, Layout(RING, T), Alone(), scale
+    of_ring = forward_backward(
+        lambda *qkv: ring.RingAttention.apply(*qkv, *where),
+        tuple(x.requires_grad_() for x in heads),
+        do,
+    )
+    seen = (T + own) // 2  # keys of a query, in the mean
+    k, v = (make(seen, shape.keys, dim) for dim in dims)
+    mask = AttentionMask(causal=False)
 
-        def one_call(
-            q: Tensor = q, k: Tensor = k, v: Tensor = v, do: Tensor = do, mask: AttentionMask = mask
-        ) -> None:
-            o, lse = attention_forward(q, k, v, mask, scale)
-            attention_backward(do, q, k, v, o, lse, mask, scale)
+    def one_call() -> None:
+        o, lse = attention_forward(q, k, v, mask, scale)
+        attention_backward(do, q, k, v, o, lse, mask, scale)
 
-        calls = {"ring": ring_of(q, kv, do), "one call": one_call}
-        timings = harness.time_variants(calls, device=device, effort=session.effort)
-        ms, flops = timings["ring"].ms, 3.5 * 2 * own * seen * shape.queries * sum(dims)
-        session.add(
-            Row(
-                op="attention_ring",
-                shape=f"qwen3-30b, {T} tokens, cp {RING}",
-                routing="-",
-                backend="p2p",
-                **records.timing_fields(timings["ring"]),
-                baseline="one call",
-                baseline_ms=timings["one call"].ms,
-                ratio=ms / timings["one call"].ms,
-                tflops=flops / ms / 1e9,
-                fraction=flops / ms / 1e9 / ceilings.tflops,
-                peak_bytes=harness.measure_peak(calls["ring"], device=device),
-                launches=harness.count_launches(calls["ring"], device=device),
-                syncs=harness.count_syncs(calls["ring"], device=device),
-            )
+    calls = {"ring": of_ring, "one call": one_call}
+    timings = harness.time_variants(calls, device=device, effort=session.effort)
+    ms, flops = timings["ring"].ms, 3.5 * 2 * own * seen * shape.queries * sum(dims)
+    session.add(
+        Row(
+            op="attention_ring",
+            shape=f"qwen3-30b, {T} tokens, cp {RING}",
+            routing="-",
+            backend="p2p",
+            **records.timing_fields(timings["ring"]),
+            baseline="one call",
+            baseline_ms=timings["one call"].ms,
+            ratio=ms / timings["one call"].ms,
+            tflops=flops / ms / 1e9,
+            fraction=flops / ms / 1e9 / ceilings.tflops,
+            peak_bytes=harness.measure_peak(calls["ring"], device=device),
+            launches=harness.count_launches(calls["ring"], device=device),
+            syncs=harness.count_syncs(calls["ring"], device=device),
         )
+    )
