@@ -36,7 +36,7 @@ RING, RANK = 8, 3
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, key/value heads, dims of a query and of a value head."""
+    """Query heads, key/value heads, dims of a query and of a value head: Qwen3-30B, DeepSeek-V3."""
 
     queries: int
     keys: int
@@ -44,7 +44,7 @@ class Heads:
     value_dim: int
 
 
-HEADS = {"qwen3-30b": Heads(32, 4, 128, 128), "dsv3, 32 heads": Heads(32, 32, 192, 128)}
+HEADS = {"grouped": Heads(32, 4, 128, 128), "latent": Heads(32, 32, 192, 128)}
 
 
 def lengths_of(num_tokens: int) -> list[int]:
@@ -163,7 +163,7 @@ class Alone:
 def test_ring(session: Session, ceilings: Ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
     # Every rank has this one's keys and values.
     monkeypatch.setattr(ring, "_send_on", lambda x, _: ring._Travelling(x, x, []))
-    device, shape = session.device, HEADS["qwen3-30b"]
+    device, shape = session.device, HEADS["grouped"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     scale = shape.dim**-0.5
     T = NUM_TOKENS[device.type][-1]
@@ -195,7 +195,7 @@ def test_ring(session: Session, ceilings: Ceilings, monkeypatch: pytest.MonkeyPa
     session.add(
         Row(
             op="attention_ring",
-            shape=f"qwen3-30b, {T} tokens, cp {RING}",
+            shape=f"grouped, {T} tokens, cp {RING}",
             routing="-",
             backend="p2p",
             **records.timing_fields(timings["ring"]),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gate import ROOT
-from benchmarks.memory_page import write_table
+from benchmarks.memory_page import write_tables
 from benchmarks.records import RESULTS, latest, load
 from benchmarks.shapes import ROUTINGS, SHAPES, SKEW, SKEW_ROOM
 
@@ -360,7 +360,7 @@ def main() -> None:
     records = load(RESULTS)
     PAGE.write_text(make_page(records))
     draw(records, PLOT)
-    write_table()
+    write_tables()
     print(f"{len(records)} records -> {PAGE.relative_to(ROOT)}")
 
 
