@@ -143,6 +143,10 @@ def test_choices_are_shown() -> None:
             lines = explain(parallelized(ParallelConfig(cp=cp), context=context), batch=(2, 32))
             assert f"\nattention over cp: {way}" in lines and "kept for backward per token" in lines
     assert "\nattention over cp: a2a+p2p, heads among 2 ranks\n" in lines
+    with fake_world(0, 4):
+        context = ContextOptions(way="p2p", dynamic=True)
+        lines = explain(parallelized(ParallelConfig(), context=context, loss="sum"), batch=(2, 32))
+    assert "\nattention over cp 2 of a forward: p2p\nattention over cp 4 of a forward: p2p" in lines
 
 
 def test_the_page_shows_what_layers_keep() -> None:

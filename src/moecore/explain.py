@@ -128,10 +128,10 @@ def _size(model: nn.Module, layers: dict[str, RoutedLayer], rows: list[Row]) -> 
 def _meshes(model: nn.Module, request: Request | None) -> list[str]:
     if request is not None:
         lines = repr(request.meshes).splitlines()
-        if request.meshes.parallel.cp > 1:
-            options = request.context_options(model)
+        for cp, options in request.context_options(model).items():
+            size = f" {cp} of a forward" if request.is_dynamic else ""
             among = f", heads among {options.a2a_ranks} ranks" if options.a2a_ranks else ""
-            lines.append(f"attention over cp: {options.way}{among}")
+            lines.append(f"attention over cp{size}: {options.way}{among}")
         return lines
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return ["sharded, but not what parallelize_moe returned: meshes are not known here"]

@@ -209,18 +209,38 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
     )
 
 
-def split_context(meshes: Meshes, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the group of `cp` neighbouring data ranks, and the cp x tp ranks, cp-major.
+
+    Collective: every rank calls it.
+
+    Args:
+        meshes: of one cp rank and pipeline stage.
+        cp: at least 2, a divisor of the data ranks.
+    """
+    size, tp = dist.get_world_size(), meshes.parallel.tp
+    world = init_device_mesh(meshes.device_type, (size,), mesh_dim_names=("world",))
+    view = unflatten(world, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
+    joined = _joined_group(world, view, ("cp", "tp"))
+    assert joined is not None, "cp is at least 2"
+    return view.get_group("cp"), joined
+
+
+def split_context(
+    meshes: Meshes, cp: int, inner: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the groups of cp ranks that are neighbours, and of those that stand `inner` apart.
 
     Collective: every rank calls it.
 
     Args:
-        meshes: with cp > 1.
+        meshes: of the ranks.
+        cp: at least 2.
         inner: how many neighbours, a divisor of cp.
     """
-    p, size = meshes.parallel, dist.get_world_size()
+    tp, size = meshes.parallel.tp, dist.get_world_size()
     world = init_device_mesh(meshes.device_type, (size,), mesh_dim_names=("world",))
-    sizes = (size // (p.cp * p.tp), p.cp // inner, inner, p.tp)
+    sizes = (size // (cp * tp), cp // inner, inner, tp)
     view = unflatten(world, sizes, ("data", "cp_outer", "cp_inner", "tp"))
     return view.get_group("cp_inner"), view.get_group("cp_outer")
 

@@ -30,7 +30,7 @@ from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_pe
 from moecore.hf.outputs import refuse_lost_outputs
 from moecore.memory.apply import apply_memory
 from moecore.memory.options import MemoryOptions
-from moecore.mesh import Meshes, split_context
+from moecore.mesh import Meshes, context_groups, split_context
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
@@ -172,8 +172,7 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
     exchanges = _open_exchanges(request)
     if meshes.parallel.tp > 1 and not is_cut(model):
         cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
-    if meshes.parallel.cp > 1:
-        cast(Any, model).apply_context_parallel(_context_parallel(model, request))
+    shared_by = _apply_context(model, request)
     stream = torch.cuda.Stream() if request.overlap_shared else None
     if request.precision is not None:
         apply_precision(model, request.precision)
@@ -205,6 +204,7 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,
         data_ranks=meshes.data_ranks,
         cp=meshes.parallel.cp,
+        by_cp=shared_by,
     )
     check = partial(refuse_added, model)
     state = MoEState(layers, groups, loss=request.loss, exchanges=exchanges, check_parameters=check)
@@ -212,14 +212,35 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
     setattr(model, REQUEST_NAME, request)
 
 
-def _context_parallel(model: Any, request: Request) -> ContextParallel:
+def _apply_context(model: Any, request: Request) -> dict[int, dist.ProcessGroup]:
+    """Give a model its cp ranks; return who shares a micro-batch, for each cp of dynamic ones.
+
+    Collective where it makes groups.
+    """
+    meshes, shared_by = request.meshes, dict[int, dist.ProcessGroup]()
+    if not request.is_dynamic and meshes.parallel.cp == 1:
+        return shared_by
+    found: dict[int, ContextParallel] = {}
+    for cp, options in request.context_options(model).items():
+        if request.is_dynamic:
+            group, shared_by[cp] = context_groups(meshes, cp)
+        else:
+            group = meshes.dense.get_group("cp")
+        found[cp] = _context_parallel(meshes, options, group)
+    if request.is_dynamic:
+        model.apply_context_groups(found)
+    else:
+        model.apply_context_parallel(found[meshes.parallel.cp])
+    return shared_by
+
+
+def _context_parallel(
+    meshes: Meshes, options: ContextOptions, group: dist.ProcessGroup
+) -> ContextParallel:
     """Return this rank's place among the cp ranks. Collective where it makes groups."""
-    meshes = request.meshes
-    options = request.context_options(model)
-    group = meshes.dense.get_group("cp")
     if options.way == "a2a+p2p":
         assert options.a2a_ranks is not None, "resolved options have the number"
-        return ContextParallel(group, *split_context(meshes, options.a2a_ranks))
+        return ContextParallel(group, *split_context(meshes, group.size(), options.a2a_ranks))
     a2a, ring = (group if options.way == way else None for way in ("a2a", "p2p"))
     return ContextParallel(group, a2a, ring)
 

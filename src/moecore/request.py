@@ -75,6 +75,19 @@ class ContextParallelModel(Protocol):
         ...
 
 
+@runtime_checkable
+class DynamicContextModel(Protocol):
+    """A model whose forwards have a cp each, which its MoE layers get: `ContextOptions.dynamic`."""
+
+    def context_options(self, options: ContextOptions, cp: int, tp: int) -> ContextOptions:
+        """As of `ContextParallelModel`."""
+        ...
+
+    def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
+        """Take this rank's place in its group of each size > 1, for forwards with that cp."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """The arguments of `parallelize_moe`, which documents them; `fsdp` is never None."""
@@ -120,11 +133,20 @@ class Request:
         part = layer.name_of("experts" if role == "experts" else "shared")
         return self.precision.recipe_of(clean_name(f"{layer_name}.{part}".strip(".")), role)
 
-    def context_options(self, model: Any) -> ContextOptions:
-        """Return how a `ContextParallelModel`'s attention communicates; cp > 1."""
-        p, options = self.meshes.parallel, self.context or ContextOptions()
-        found: ContextOptions = model.context_options(options, p.cp, p.tp)
-        return found
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether each forward has its own cp."""
+        return self.context is not None and self.context.dynamic
+
+    def context_options(self, model: Any) -> dict[int, ContextOptions]:
+        """Return how a `ContextParallelModel`'s attention communicates, for each cp > 1."""
+        p, options, sizes = self.meshes.parallel, self.context or ContextOptions(), []
+        if self.is_dynamic:
+            ranks = self.meshes.data_ranks
+            sizes = [2**n for n in range(1, ranks.bit_length()) if ranks % 2**n == 0]
+        elif p.cp > 1:
+            sizes = [p.cp]
+        return {cp: model.context_options(options, cp, p.tp) for cp in sizes}
 
     def config_of(self, layer: RoutedLayer) -> MoEConfig:
         """Return what a layer trains with; raises for what its own config does not allow."""
@@ -296,20 +318,34 @@ def _check_degrees(model: nn.Module, meshes: Meshes) -> None:
 
 
 def _check_context(model: nn.Module, request: Request) -> None:
-    cp = request.meshes.parallel.cp
-    if cp == 1:
+    cp, dynamic = request.meshes.parallel.cp, "ContextOptions.dynamic (True)"
+    if cp == 1 and not request.is_dynamic:
         if request.context is not None:
             warnings.warn("context is not used: cp is 1", stacklevel=5)
         return
-    if not isinstance(model, ContextParallelModel):
+    wanted: type = ContextParallelModel
+    field, needs = f"ParallelConfig.cp ({cp}) must be 1", "parallel(cp)"
+    if request.is_dynamic:
+        wanted = DynamicContextModel
+        field, needs = f"{dynamic} must be False", "groups(groups)"
+        if cp > 1:
+            raise ValueError(
+                f"{dynamic} must go with ParallelConfig.cp ({cp}) = 1: each forward gives its cp"
+            )
+        if request.loss != "sum":
+            raise ValueError(
+                f"{dynamic} must go with loss ({request.loss!r}) = 'sum', because micro-batches "
+                "belong to different numbers of ranks: divide by the labels of the global batch"
+            )
+    if not isinstance(model, wanted):
         raise NotImplementedError(
-            f"ParallelConfig.cp ({cp}) must be 1 for {type(model).__name__}: context parallelism "
-            "needs a model with apply_context_parallel(cp), such as moecore.models.Decoder"
+            f"{field} for {type(model).__name__}: context parallelism needs a model with "
+            f"apply_context_{needs}, such as moecore.models.Decoder"
         )
     if request.compile_dense:
+        where = f"{dynamic} = False" if request.is_dynamic else f"ParallelConfig.cp ({cp}) = 1"
         raise NotImplementedError(
-            f"compile_dense (True) must go with ParallelConfig.cp ({cp}) = 1, because attention "
-            "communicates: drop it"
+            f"compile_dense (True) must go with {where}, because attention communicates: drop it"
         )
     request.context_options(model)
 

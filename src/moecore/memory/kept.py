@@ -37,7 +37,7 @@ from moecore.memory.apply import apply_memory
 from moecore.memory.options import MemoryOptions
 from moecore.memory.parts import find_parts
 from moecore.memory.saved import packing
-from moecore.moe.balance import LoadTracker
+from moecore.moe.balance import BalanceGroups, LoadTracker
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import ParamReader
@@ -231,6 +231,7 @@ def _copies(
             state["reader"] = ParamReader()
         if isinstance(module, RoutedLayer):
             state["tracker"] = LoadTracker(module.config)
+            state["tracker"].groups = BalanceGroups(cp=module.tracker.groups.cp)  # alone
         vars(copy).update(state)
     return copies
 

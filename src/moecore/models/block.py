@@ -49,10 +49,13 @@ class Block(nn.Module):
         """
         x_BTD = self.attend(x_BTD, sequence)
         y_BTD = self.post_attention_layernorm(x_BTD)
-        if self.is_dense or (sequence.padding_mask_BT is None and sequence.cu_seqlens is None):
+        if self.is_dense:
             return x_BTD + self.mlp(y_BTD)
         return x_BTD + self.mlp(
-            y_BTD, padding_mask=sequence.padding_mask_BT, cu_seqlens=sequence.cu_seqlens
+            y_BTD,
+            padding_mask=sequence.padding_mask_BT,
+            cu_seqlens=sequence.cu_seqlens,
+            cp=None if sequence.held is None else sequence.held.cp.size,
         )
 
     def attend(self, x_BTD: Tensor, sequence: Sequence) -> Tensor:

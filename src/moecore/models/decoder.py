@@ -13,6 +13,7 @@ prediction (mtp.0); `hf/names.py` translates.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -69,6 +70,7 @@ class Backbone(nn.Module):
         self.config = config
         self.tp: TensorParallel | None = None
         self.cp: ContextParallel | None = None
+        self.context_groups: Mapping[int, ContextParallel] = {}  # by the cp of a forward
         self.embed_tokens = Embedding(config, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
@@ -93,13 +95,15 @@ class Backbone(nn.Module):
         padding_mask_BT: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        cp: int | None = None,
     ) -> Sequence:
         """Return where tokens stand, as blocks read it; see `Decoder.forward`.
 
         Raises:
             ValueError: for documents that are too long, are not those of the tokens, or cannot be
-                cut over cp.
+                cut over cp, and for a cp without group.
         """
+        ranks = self._ranks_of(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device
         if cu_seqlens is None:
             if max_seqlen is not None:
@@ -118,10 +122,10 @@ class Backbone(nn.Module):
                 f"sequence length ({longest}) must be <= max_seq_len ({self.config.max_seq_len}): "
                 "cut the documents, pass max_seqlen with packed ones, or raise max_seq_len"
             )
-        if self.cp is not None:
+        if ranks is not None:
             if cu_seqlens is not None:
-                check_documents(cu_seqlens, self.cp.size)
-            held = HeldTokens(self.cp, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
+                check_documents(cu_seqlens, ranks.size)
+            held = HeldTokens(ranks, (B, T), sequence.cu_seqlens, sequence.max_seqlen)
             sequence = replace(sequence, held=held)
             positions = held.own(positions.view(-1, T)).view(*positions.shape[:-1], -1)
         return replace(
@@ -131,6 +135,18 @@ class Backbone(nn.Module):
             else self.own(padding_mask_BT, sequence),
             rotary=rotary_table(self.config, positions),
         )
+
+    def _ranks_of(self, cp: int | None) -> ContextParallel | None:
+        """Return the cp ranks of a forward; None = this rank alone."""
+        size = 1 if self.cp is None else self.cp.size
+        if cp in (None, size):
+            return self.cp
+        if cp not in self.context_groups:
+            raise ValueError(
+                f"cp ({cp}) must be one of {[size, *self.context_groups]}, which have groups of "
+                "ranks: parallelize with ContextOptions(dynamic=True), and plan for its data ranks"
+            )
+        return self.context_groups[cp]
 
     def embed(self, tokens_BT: Tensor, sequence: Sequence) -> Tensor:
         """Return the embeddings of this rank's tokens."""
@@ -240,6 +256,14 @@ class Decoder(nn.Module):
         """Work on own tokens of each row from now on; `parallelize_moe` calls it."""
         self.model.cp = cp
 
+    def apply_context_groups(self, groups: Mapping[int, ContextParallel]) -> None:
+        """Let each forward choose its cp from now on; `parallelize_moe` calls it.
+
+        Args:
+            groups: this rank's place in its group of each size > 1.
+        """
+        self.model.context_groups = groups
+
     def forward(
         self,
         tokens_BT: Tensor,
@@ -249,6 +273,7 @@ class Decoder(nn.Module):
         padding_mask_BT: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: Count | None = None,
+        cp: Count | None = None,
     ) -> Tensor:
         """Return the mean cross-entropy over the labels that count, or the logits without labels.
 
@@ -274,6 +299,9 @@ class Decoder(nn.Module):
                 on the device they are not, and nothing syncs. None = every row is a document.
             max_seqlen: tokens of the longest document, or more, for `cu_seqlens` on the device;
                 None = B * T there.
+            cp: with `ContextOptions.dynamic`, so many neighbouring data ranks share these rows: a
+                power of two, 1 = this rank has them alone. They pass the same arguments, while
+                other ranks pass other rows with their own cp. None = that of the meshes.
 
         Returns:
             An fp32 scalar, the same on every cp and tp rank (0 when no label counts), or logits
@@ -281,11 +309,11 @@ class Decoder(nn.Module):
 
         Raises:
             ValueError: for wrong shapes, a document that is too long, rows or documents that do not
-                divide by 2 * cp, or what a cp rank holds by tp.
+                divide by 2 * cp, what a cp rank holds by tp, or a cp without group.
         """
         check_arguments(Decoder.forward, locals())
         self._check(tokens_BT, labels_BT, padding_mask_BT)
-        sequence = self.model.sequence_of(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen)
+        sequence = self.model.sequence_of(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen, cp)
         x_BTD = self.model(tokens_BT, sequence)
         out = self.lm_head(x_BTD, labels_BT, num_tokens, self._tied_weight, sequence)
         if labels_BT is None or not self.training or not self.mtp:

@@ -13,13 +13,15 @@ move the choice, the losses count each token's K best scores instead: their grad
 scores, which the choice no longer shows (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
 
 An auxiliary loss is the mean over the step's micro-batches and data ranks of each one's loss,
-whatever the folding: ranks that share a micro-batch (cp, tp) count tokens together.
+whatever the folding: ranks that share a micro-batch (cp, tp) count tokens together. Where each
+forward has its own cp, data ranks share it too, and it counts once for each of them.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -50,12 +52,30 @@ class BalanceGroups:
         global_batch: all ranks of the pipeline stage; None = this rank alone.
         data_ranks: number of data ranks in `global_batch`.
         cp: context parallel ranks in `micro_batch`, which is cp-major.
+        by_cp: `micro_batch` of forwards that `cp` data ranks share, for each other cp.
+        weight: data ranks for which the auxiliary losses of a micro-batch count.
     """
 
     micro_batch: dist.ProcessGroup | None = None
     global_batch: dist.ProcessGroup | None = None
     data_ranks: int = 1
     cp: int = 1
+    by_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
+    weight: int = 1
+
+    def of(self, cp: int | None) -> BalanceGroups:
+        """Return who counts in a forward of cp ranks; None = `cp`.
+
+        Raises:
+            ValueError: for a cp that has no group.
+        """
+        if cp in (None, self.cp):
+            return self
+        if cp not in self.by_cp:
+            raise ValueError(
+                f"cp ({cp}) must be one of {[self.cp, *self.by_cp]}, which have groups of ranks"
+            )
+        return replace(self, micro_batch=self.by_cp[cp], cp=cp, weight=cp)
 
 
 @dataclass(slots=True)
@@ -189,7 +209,7 @@ class LoadTracker:
                 ids_TK,
                 num_sequences,
                 config,
-                self.groups,
+                self.groups.of(micro_batch.cp),
                 prior_counts_E=prior_E,
                 sequences_T=sequences_T,
             )
@@ -368,4 +388,5 @@ def balance_losses(
         balance.global_batch_coef * E,
         balance.z_loss_coef,
     ]
+    factors = [groups.weight * factor for factor in factors]
     return balance_loss(score_sums_BE, z_sum, counts_BX, factors, global_counts_E=global_counts_E)

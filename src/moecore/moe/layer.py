@@ -211,7 +211,12 @@ class MoELayer(RoutedLayer):
         return self.part("experts")(expert_input)
 
     def forward(
-        self, x: Tensor, padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        cp: int | None = None,
     ) -> Tensor:
         """Return the layer's output for any number of tokens, zero included.
 
@@ -223,20 +228,23 @@ class MoELayer(RoutedLayer):
                 sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1] of the whole rows of all cp
                 and tp ranks, row by row; the last is the number of tokens. The sequence loss and
                 drops by position are per sequence. None = every row is one.
+            cp: context parallel ranks of this forward, with `ContextOptions.dynamic`; None = those
+                of the meshes.
 
         Returns:
             Same shape and dtype. Auxiliary losses ride on it: they change no value, and reach the
             gradient in backward.
 
         Raises:
-            ValueError: for a mask or `cu_seqlens` of another shape or dtype.
+            ValueError: for a mask or `cu_seqlens` of another shape or dtype, or a cp without group.
         """
         _check_sequences(cu_seqlens)
+        groups = self.tracker.groups.of(cp)
         x_TD = x.reshape(-1, x.shape[-1])
         micro_batch = MicroBatch(
             num_sequences=x.shape[0] if x.ndim == 3 else 1,
-            group=self.tracker.groups.micro_batch,
-            cp=self.tracker.groups.cp,
+            group=groups.micro_batch,
+            cp=groups.cp,
             padding_mask_T=_flat_mask(padding_mask, x),
             cu_seqlens=cu_seqlens,
         )

@@ -98,6 +98,8 @@ class QKClip:
 
     def __init__(self, model: nn.Module, tau: Positive = 100.0) -> None:
         check_arguments(QKClip.__init__, locals())
+        if any(getattr(module, "context_groups", None) for module in model.modules()):
+            raise ValueError("QKClip must go with ContextOptions.dynamic = False: leave it out")
         self.tau = tau
         self._watched = [
             _Watched.of(clean_name(name), module)

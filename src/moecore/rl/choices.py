@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moecore._fields import check_arguments, shown
+from moecore.moe.balance import BalanceGroups
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
 
@@ -157,6 +158,7 @@ def own_choices(
         if name is None:
             continue
         groups = layers[name].tracker.groups
+        _check_static(groups)
         micro_batch = MicroBatch(num_sequences=B, group=groups.micro_batch, cp=groups.cp)
         if S % micro_batch.num_ranks:
             raise ValueError(
@@ -202,6 +204,7 @@ def engine_indices(
         whole = []
         for name, layer in layers.items():
             groups = layer.tracker.groups
+            _check_static(groups)
             micro_batch = MicroBatch(
                 num_sequences=batch_size, group=groups.micro_batch, cp=groups.cp
             )
@@ -209,6 +212,14 @@ def engine_indices(
             whole.append(ids_NK.unflatten(0, (batch_size, ids_NK.shape[0] // batch_size)))
         result.append(torch.stack(whole, dim=2))
     return result
+
+
+def _check_static(groups: BalanceGroups) -> None:
+    if groups.by_cp:
+        raise ValueError(
+            "ContextOptions.dynamic (True) must be False for the choices of an engine, which do "
+            "not say the cp of a forward: leave it out"
+        )
 
 
 def _shown(names: Mapping[str, Any]) -> str:

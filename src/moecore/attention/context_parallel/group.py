@@ -31,13 +31,16 @@ Way = Literal["allgather", "a2a", "p2p", "a2a+p2p"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextOptions:
-    """How attention of context parallel ranks communicates; for cp > 1.
+    """How attention of context parallel ranks communicates.
 
     Attributes:
         way: "auto" takes "allgather" for latent attention, which then gathers latents, and what
             sends fewest for other attention: note "fewest numbers".
         a2a_ranks: neighbouring ranks that exchange heads for tokens, a divisor of cp, with
             "a2a+p2p" alone; None = as many as heads allow.
+        dynamic: each forward has its own cp: groups of 1, 2, 4, ... neighbouring data ranks share
+            the rows of a micro-batch, as `packing.schedule_documents` plans them. With
+            `ParallelConfig.cp` 1 and loss="sum". Each size of groups has its way.
 
     Raises:
         ValueError: for a field that is none of these.
@@ -45,6 +48,7 @@ class ContextOptions:
 
     way: Way | Literal["auto"] = "auto"
     a2a_ranks: Count | None = None
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
