@@ -173,7 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.plot and not args.plot.parent.is_dir():
         parser.error(f"--plot ({args.plot}) must be in a folder that is there: create it")
-    corpus = read_corpus([], seq_len=SHAPE.seq_len)
+    corpus = read_corpus([], seq_len=SHAPE.seq_len).text_N
     shape = replace(SHAPE, batch_size=args.batch_size)
     curves = {w.name: train(w, corpus, steps=args.steps, seed=args.seed, shape=shape) for w in WAYS}
     print(table(curves))

@@ -1,6 +1,11 @@
-"""Text as bytes, and which of them a step reads: a pure function of seed, step and data rank.
+"""Text as bytes, and which of them a step reads.
 
-Legend: N bytes of the corpus, B sequences of one micro-batch, T tokens of a sequence.
+Training reads documents, which are packed into rows: `PackedSteps`. A file is a document, and so is
+each text of a jsonl file; one longer than a row is cut into pieces. `read_batches` reads windows of
+the text instead, whatever borders are inside: a pure function of seed, step and data rank.
+
+Legend: N bytes of the corpus, n documents, A micro-batches of a step, B rows of one micro-batch,
+T tokens of a row.
 """
 
 from __future__ import annotations
@@ -8,12 +13,15 @@ from __future__ import annotations
 import hashlib
 import json
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from moecore.packing import CutDocuments, PackedBatchSampler, PackedCollator
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 VOCAB_SIZE = 256
@@ -27,8 +35,8 @@ class BatchShape:
     Attributes:
         data_ranks: ranks with different data.
         grad_accum: micro-batches per step.
-        batch_size: sequences per data rank and micro-batch.
-        seq_len: tokens of a sequence.
+        batch_size: rows per data rank and micro-batch.
+        seq_len: tokens of a row.
     """
 
     data_ranks: int
@@ -42,31 +50,64 @@ class BatchShape:
         return self.data_ranks * self.grad_accum * self.batch_size * self.seq_len
 
 
-def read_corpus(files: list[Path], *, seq_len: int) -> Tensor:
-    """Return the corpus, uint8 [N]: the files, or without any the Python standard library.
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents, laid end to end.
+
+    Attributes:
+        text_N: uint8 bytes.
+        borders: int64 [n + 1], where documents begin in the text, and N.
+    """
+
+    text_N: Tensor
+    borders: Tensor
+
+    def __len__(self) -> int:
+        return len(self.borders) - 1
+
+    def __getitem__(self, document: int) -> Tensor:
+        return self.text_N[int(self.borders[document]) : int(self.borders[document + 1])]
+
+    def split(self, start: int) -> tuple[Corpus, Corpus]:
+        """Return the text before byte `start` and that from it on, 0 < start < N."""
+        borders = self.borders
+        inner = torch.tensor([start])
+        before = torch.cat([borders[borders < start], inner])
+        after = torch.cat([inner, borders[borders > start]]) - start
+        return Corpus(self.text_N[:start], before), Corpus(self.text_N[start:], after)
+
+
+def read_corpus(files: list[Path], *, seq_len: int) -> Corpus:
+    """Return the files, or without any the Python standard library. Documents end with a newline.
 
     Raises:
-        ValueError: for a file that cannot be read, or too little text for one sequence.
+        ValueError: for a file that cannot be read, or too little text for one row.
     """
-    text = b"\n".join(_read(path) for path in files or standard_library())
+    texts = [text for path in files or standard_library() for text in _read(path)]
+    text = b"\n".join(texts)
     if len(text) <= seq_len:
         raise ValueError(f"--data ({len(text)} bytes) must be longer than --seq-len ({seq_len})")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    ends = torch.tensor([len(one) + 1 for one in texts]).cumsum(0)
+    ends[-1] -= 1  # no newline follows the last
+    borders = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).unique()  # the last may be empty
+    return Corpus(torch.frombuffer(bytearray(text), dtype=torch.uint8), borders)
 
 
-def hold_out(corpus_N: Tensor, *, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Return the text to train on, and its end, a twentieth, to evaluate on.
+def hold_out(corpus: Corpus, *, seq_len: int) -> tuple[Corpus, Tensor]:
+    """Return the text to train on, and the bytes of its end, a twentieth, to evaluate on.
 
     Raises:
-        ValueError: for too little text for one sequence of each.
+        ValueError: for too little text for one row of each.
     """
-    size = max(corpus_N.numel() // HELD_OUT, seq_len + 1)
-    if corpus_N.numel() - size <= seq_len:
+    num_bytes = corpus.text_N.numel()
+    size = max(num_bytes // HELD_OUT, seq_len + 1)
+    if num_bytes - size <= seq_len:
         raise ValueError(
-            f"--data ({corpus_N.numel()} bytes) must be longer than two of --seq-len ({seq_len}) "
+            f"--data ({num_bytes} bytes) must be longer than two of --seq-len ({seq_len}) "
             "with --eval-every, which holds its end out: use more text, or --eval-every 0"
         )
-    return corpus_N[:-size], corpus_N[-size:]
+    kept, held_out = corpus.split(num_bytes - size)
+    return kept, held_out.text_N
 
 
 def standard_library() -> list[Path]:
@@ -74,6 +115,95 @@ def standard_library() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [p.relative_to(root) for p in root.rglob("*.py")]
     return [root / p for p in sorted(files) if not SKIPPED_FOLDERS & set(p.parts)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatch:
+    """What one data rank reads in a step, on the CPU.
+
+    Attributes:
+        tokens_ABT: int64 ids.
+        labels_ABT: int64, the token that should follow, -100 where none does.
+        padding_ABT: bool, True = padding; None = rows are full and of one document each.
+        cu_seqlens_An: int32, borders of the documents of each micro-batch, the last one repeated
+            up to a length that is the same in every step; None like `padding_ABT`.
+        num_labels: int64 scalar, those that count.
+    """
+
+    tokens_ABT: Tensor
+    labels_ABT: Tensor
+    padding_ABT: Tensor | None = None
+    cu_seqlens_An: Tensor | None = None
+    num_labels: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return tokens and labels, and for packed documents padding and borders."""
+        found = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+
+class PackedSteps:
+    """Reads the next step of this data rank: each document once per epoch, over all of them.
+
+    The rows of a step are the same however ranks and micro-batches share them.
+
+    Attributes:
+        sampler: its state is the position in the data, the same on every rank.
+
+    Args:
+        corpus: of all ranks.
+        shape: of a step.
+        seed: of the order.
+        data_rank: this one.
+    """
+
+    def __init__(self, corpus: Corpus, shape: BatchShape, *, seed: int, data_rank: int) -> None:
+        self._shape = shape
+        self._pieces = CutDocuments(corpus, corpus.borders.diff(), shape.seq_len)
+        rows = shape.grad_accum * shape.batch_size
+        self.sampler = PackedBatchSampler(
+            self._pieces.lengths,
+            shape.seq_len,
+            rows=rows,
+            data_rank=data_rank,
+            data_ranks=shape.data_ranks,
+            seed=seed,
+        )
+        self._collator = PackedCollator(row_tokens=shape.seq_len, rows=rows)
+        self._batches = self._all_batches()
+        self._max_documents = self._most_documents()
+
+    def next(self) -> StepBatch:
+        """Return the step behind the one before, in the next epoch after the last of one."""
+        packed = self._collator([self._pieces[piece] for piece in next(self._batches)])
+        size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)
+        return StepBatch(
+            tokens_ABT=packed["input_ids"].view(size),
+            labels_ABT=packed["labels"].view(size),
+            padding_ABT=packed["padding_mask"].view(size),
+            cu_seqlens_An=self._borders(packed["cu_seqlens"]),
+            num_labels=packed["num_tokens"],
+        )
+
+    def _all_batches(self) -> Iterator[list[int]]:
+        while True:
+            yield from self.sampler
+
+    def _most_documents(self) -> int:
+        """Return the most documents that rows of a micro-batch hold, those of padding included."""
+        B, tokens = self._shape.batch_size, self._shape.batch_size * self._shape.seq_len
+        shortest = torch.from_numpy(self._pieces.lengths).sort().values[:tokens]
+        return int((shortest.cumsum(0) <= tokens).sum()) + B
+
+    def _borders(self, cu_seqlens: Tensor) -> Tensor:
+        """Return the borders of each micro-batch; ends of rows are borders."""
+        tokens = self._shape.batch_size * self._shape.seq_len
+        of_all = torch.full((self._shape.grad_accum, self._max_documents + 1), tokens)
+        for number, borders in enumerate(of_all):
+            found = cu_seqlens - number * tokens
+            found = found[(found >= 0) & (found <= tokens)]
+            borders[: len(found)] = found
+        return of_all.int()
 
 
 def read_batches(
@@ -95,14 +225,19 @@ def read_batches(
     return batches
 
 
-def random_batches(
+def random_step(
     vocab_size: int, shape: BatchShape, *, seed: int, step: int, data_rank: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Return what `read_batches` does, of uniformly random tokens: for measuring speed."""
+) -> StepBatch:
+    """Return full rows of uniformly random tokens: for measuring speed."""
     generator = generator_of(f"{seed}/{step}/{data_rank}")
     size = (shape.grad_accum, shape.batch_size, shape.seq_len + 1)
     rows_ABT = torch.randint(vocab_size, size, generator=generator)
-    return [(rows_BT[:, :-1], rows_BT[:, 1:]) for rows_BT in rows_ABT]
+    labels_ABT = rows_ABT[..., 1:]
+    return StepBatch(
+        tokens_ABT=rows_ABT[..., :-1],
+        labels_ABT=labels_ABT,
+        num_labels=torch.tensor(labels_ABT.numel()),
+    )
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -118,17 +253,18 @@ def generator_of(key: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> list[bytes]:
+    """Return the documents of a file."""
     try:
         if path.exists() and not path.is_file():  # a pipe gives its text once, to one rank
             raise ValueError(f"--data ({path}) must be a plain file: write its text into one")
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"--data ({path}) must be a readable file: {error.strerror}") from None
-    return _join_texts(path, content) if path.suffix == ".jsonl" else content
+    return _texts(path, content) if path.suffix == ".jsonl" else [content]
 
 
-def _join_texts(path: Path, content: bytes) -> bytes:
+def _texts(path: Path, content: bytes) -> list[bytes]:
     texts = []
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
@@ -139,4 +275,4 @@ def _join_texts(path: Path, content: bytes) -> bytes:
             raise ValueError(
                 f'--data ({path}) line {number} must be a JSON object with a string "text"'
             ) from None
-    return b"\n".join(texts)
+    return texts

@@ -12,6 +12,7 @@ from report import CHECKPOINTS
 from moecore import TrainStep
 from moecore.checkpoint import latest, load
 from moecore.checkpoint.ranks import on_first_rank
+from moecore.packing import PackedBatchSampler
 
 KEPT_CHECKPOINTS = 2
 
@@ -22,6 +23,7 @@ def resume(
     optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
     facts: Mapping[str, object],
     owner: TrainStep | None = None,
+    sampler: PackedBatchSampler | None = None,
 ) -> int:
     """Load the newest checkpoint of the run and return how many steps it has done; 0 = none.
 
@@ -32,10 +34,11 @@ def resume(
         facts: name -> what the run that saved must have had in common with this one, or it would
             go on with other data, or at another place in it; a checkpoint has them.
         owner: of the steps, which goes on with the loss scale of the checkpoint.
+        sampler: of the data, which goes on behind the checkpoint's, its `extra["data"]`.
 
     Raises:
-        ValueError: for a checkpoint of another script, for a fact that differs, and where a loss
-            scale is wanted, for a checkpoint without.
+        ValueError: for a checkpoint of another script, for a fact or data that differ, and where a
+            loss scale is wanted, for a checkpoint without.
     """
     # On one rank: a slow file system may show another one, or none, to another rank.
     newest = on_first_rank(lambda: latest(checkpoint_dir(args)))
@@ -52,6 +55,14 @@ def resume(
             )
     if owner is not None:
         owner.load_state_dict(extra)
+    if sampler is not None:
+        try:
+            sampler.load_state_dict(extra.get("data", {}))
+        except ValueError:
+            raise ValueError(
+                f"--data, --seq-len, --eval-every and --tokens must be as in {newest}, which this "
+                "run would continue: use those, or another --run-dir"
+            ) from None
     return extra["step"]
 
 

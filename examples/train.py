@@ -19,7 +19,9 @@ losses are scaled: docs/precision.md.
 Started again with the same arguments, a run continues from its last whole checkpoint, bit for bit
 as if it had never stopped. `train` is the loop, `train_step` one optimizer step, `build_job` puts
 the model onto the ranks. The text is bytes: the Python standard library's own sources unless
---data is given.
+--data is given. Its documents (files, and each text of a jsonl file) are packed into rows, without
+attention across them: docs/sequences.md. The loss of a step is the mean over the labels of all
+ranks and micro-batches.
 
 Each step's metrics go into metrics.jsonl, into TensorBoard where it is installed, and with
 --wandb PROJECT into Weights & Biases: loss, what `StepResult.to_dict` has (docs/balancing.md),
@@ -32,7 +34,7 @@ So the host waits for nothing in a step, and reads a step's metrics when it has 
 after it, or before a checkpoint. An overflow may be noticed a step later for that; it never gets
 into a checkpoint.
 
-Legend: A micro-batches of a step, B sequences, T tokens of a sequence, N bytes of text.
+Legend: A micro-batches of a step, B rows, T tokens of a row, N bytes of text.
 """
 
 from __future__ import annotations
@@ -47,7 +49,17 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from data import BatchShape, hold_out, random_batches, read_batches, read_corpus, to_device
+from data import (
+    BatchShape,
+    Corpus,
+    PackedSteps,
+    StepBatch,
+    hold_out,
+    random_step,
+    read_batches,
+    read_corpus,
+    to_device,
+)
 from errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -92,7 +104,7 @@ from moecore.optim import AdamW, Muon, assign_matrices
 
 CPU_RANKS = 2
 EVAL_BATCHES = 8  # of each data rank
-ForwardBackward = Callable[[Tensor, Tensor], Tensor]
+ForwardBackward = Callable[..., Tensor]
 
 
 def train(job: Job) -> None:
@@ -118,6 +130,8 @@ def train(job: Job) -> None:
             if saved:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
                 extra = {"step": step, **facts_of(args), **job.owner.state_dict()}
+                if job.documents is not None:
+                    extra["data"] = job.documents.sampler.state_dict()
                 saver.save(step, extra, wait=False)
         job.owner.check()  # the last step's
 
@@ -127,14 +141,16 @@ def train_step(job: Job, step: int) -> Launched:
     args, began = job.args, Moment(job.device)
     for group in (group for one in job.optimizers for group in one.param_groups):
         group["lr"] = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
-    tokens_ABT, labels_ABT = (
-        to_device(torch.stack(part), job.device)
-        for part in zip(*batches_of(job, step), strict=True)
-    )
-    total = job.forward_backward(tokens_ABT, labels_ABT)
+    batch = batch_of(job, step)
+    copies = dist.get_world_size() // job.meshes.data_ranks  # tp ranks have equal data
+    num_labels = to_device(batch.num_labels, job.device)
+    dist.all_reduce(num_labels)
+    num_labels = (num_labels // copies).clamp(min=1)
+    tensors = (to_device(tensor, job.device) for tensor in batch.tensors())
+    loss = job.forward_backward(num_labels, *tensors)
     done = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
-    dist.all_reduce(total)  # tp ranks hold equal losses, so the mean over ranks is that over data
-    loss = total / dist.get_world_size()
+    dist.all_reduce(loss)
+    loss = loss / copies
     return Launched(
         step=step,
         began=began,
@@ -149,7 +165,7 @@ def train_step(job: Job, step: int) -> Launched:
 
 @torch.no_grad()
 def evaluate(job: Job) -> float:
-    """Return the loss on held-out text, the same sequences every time. Waits for the device."""
+    """Return the loss on held-out text, the same windows every time. Waits for the device."""
     shape = replace(job.shape, grad_accum=EVAL_BATCHES)
     where = {"seed": job.args.seed, "step": "eval", "data_rank": job.meshes.data_rank}
     total = torch.zeros((), device=job.device)
@@ -164,13 +180,21 @@ def evaluate(job: Job) -> float:
 def make_forward_backward(
     model: Decoder, owner: TrainStep, args: argparse.Namespace
 ) -> ForwardBackward:
-    """Return what runs a step's micro-batches, [A, B, T] tokens and labels: their mean loss."""
+    """Return what runs a step's micro-batches: its part of the mean loss over all labels.
 
-    def forward_backward(tokens_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
-        total = torch.zeros((), device=tokens_ABT.device)
-        for tokens_BT, labels_BT in zip(tokens_ABT, labels_ABT, strict=True):
+    It takes the number of labels of all ranks and the tensors of a `StepBatch`.
+    """
+
+    def forward_backward(num_labels: Tensor, *tensors: Tensor) -> Tensor:
+        total = torch.zeros((), device=num_labels.device)
+        for tokens_BT, labels_BT, *packed in zip(*tensors, strict=True):
+            documents = {}
+            if packed:
+                padding_BT, cu_seqlens = packed
+                documents = {"padding_mask_BT": padding_BT, "cu_seqlens": cu_seqlens}
+                documents["max_seqlen"] = args.seq_len
             with owner.micro_batch():
-                loss = model(tokens_BT, labels_BT) / args.grad_accum
+                loss = model(tokens_BT, labels_BT, num_tokens=num_labels, **documents)
                 owner.scale(loss).backward()
             total += loss.detach()
         return total
@@ -178,12 +202,12 @@ def make_forward_backward(
     return GraphedForwardBackward(forward_backward, model) if args.cuda_graph else forward_backward
 
 
-def batches_of(job: Job, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Return this rank's micro-batches of a step."""
+def batch_of(job: Job, step: int) -> StepBatch:
+    """Return what this rank reads in the next step."""
+    if job.documents is not None:
+        return job.documents.next()
     where = {"seed": job.args.seed, "step": step, "data_rank": job.meshes.data_rank}
-    if job.args.tokens == "random":
-        return random_batches(job.model.config.vocab_size, job.shape, **where)
-    return read_batches(job.corpus_N, job.shape, **where)
+    return random_step(job.model.config.vocab_size, job.shape, **where)
 
 
 def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
@@ -208,8 +232,9 @@ class Job:
         owner: of the optimizer steps.
         forward_backward: see `make_forward_backward`.
         start: steps that the loaded checkpoint has done; 0 = none was there.
-        corpus_N: uint8 bytes.
-        held_out_N: the end of the text, with --eval-every.
+        corpus: to train on.
+        documents: of the corpus, as steps read them; None = --tokens random.
+        held_out_N: uint8 bytes of the end of the text, with --eval-every.
         reader: a GPU's stream for what the host reads; on that of the steps it would wait for all
             that has been launched. None on other devices.
         peak_tflops: of one device; None = no MFU.
@@ -222,7 +247,8 @@ class Job:
     owner: TrainStep
     forward_backward: ForwardBackward
     optimizers: list[torch.optim.Optimizer]
-    corpus_N: Tensor
+    corpus: Corpus
+    documents: PackedSteps | None
     held_out_N: Tensor | None
     shape: BatchShape
     start: int
@@ -238,7 +264,7 @@ def build_job(args: argparse.Namespace) -> Job:
         raise ValueError(f"--ranks ({args.ranks}) must equal torchrun's ({world_size}): drop it")
     check_arguments(args, config)
     make_run_dir(args.run_dir)
-    corpus_N, held_out_N = read_texts(args)
+    corpus, held_out_N = read_texts(args)
     meshes = build_meshes(parallel_config(args, world_size, num_experts=config.moe.num_experts))
     device = torch.device(meshes.device_type)
     check_memory(args, config, device)
@@ -258,6 +284,11 @@ def build_job(args: argparse.Namespace) -> Job:
         batch_size=args.batch_size,
         seq_len=args.seq_len,
     )
+    documents = None
+    if args.tokens == "text":
+        where = {"seed": args.seed, "data_rank": meshes.data_rank}
+        documents = PackedSteps(corpus, shape, **where)
+    sampler = documents.sampler if documents else None
     return Job(
         args=args,
         meshes=meshes,
@@ -266,10 +297,11 @@ def build_job(args: argparse.Namespace) -> Job:
         owner=owner,
         forward_backward=make_forward_backward(model, owner, args),
         optimizers=optimizers,
-        corpus_N=corpus_N,
+        corpus=corpus,
+        documents=documents,
         held_out_N=held_out_N,
         shape=shape,
-        start=resume(args, model, optimizers, facts_of(args), owner),
+        start=resume(args, model, optimizers, facts_of(args), owner, sampler),
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
         peak_tflops=args.peak_tflops or peak_tflops(device, compute_dtype(args, device)),
     )
@@ -289,10 +321,10 @@ def facts_of(args: argparse.Namespace) -> dict[str, object]:
     return {"--seed": args.seed}
 
 
-def read_texts(args: argparse.Namespace) -> tuple[Tensor, Tensor | None]:
+def read_texts(args: argparse.Namespace) -> tuple[Corpus, Tensor | None]:
     """Return the text to train on, and that to evaluate on; None = --eval-every is 0."""
-    corpus_N = read_corpus(args.data, seq_len=args.seq_len)
-    return hold_out(corpus_N, seq_len=args.seq_len) if args.eval_every else (corpus_N, None)
+    corpus = read_corpus(args.data, seq_len=args.seq_len)
+    return hold_out(corpus, seq_len=args.seq_len) if args.eval_every else (corpus, None)
 
 
 def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes) -> Decoder:
@@ -307,6 +339,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         expert_backend=args.experts,
         memory=memory_options(args),
         compile_dense=args.compile,
+        loss="sum",
         precision=args.precision,
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(args, device),
@@ -376,7 +409,7 @@ def describe(job: Job) -> str:
     begins = f"from step {job.start}" if job.start else "from scratch"
     how = f"{degrees or 'no sharding'}, {dispatcher_of(job.model)}"
     ranks = f"{dist.get_world_size()} {job.device.type} ranks ({how})"
-    corpus = f"{job.corpus_N.numel() / 1e6:.1f} MB of text"
+    corpus = f"{job.corpus.text_N.numel() / 1e6:.1f} MB of text"
     if args.tokens == "random":
         corpus = "random tokens"
     return f"training {args.preset} {begins} to step {args.steps} on {ranks}, {corpus}"

@@ -24,7 +24,7 @@ def balancing() -> ModuleType:
 
 @pytest.mark.usefixtures("no_group_left")
 def test_every_way_evens_the_load(balancing: ModuleType, tmp_path: Path) -> None:
-    corpus = balancing.read_corpus([], seq_len=balancing.SHAPE.seq_len)
+    corpus = balancing.read_corpus([], seq_len=balancing.SHAPE.seq_len).text_N
     early, late = "the same per micro-batch", "bias, quantile"
     names = ("none", "micro-batch loss", "bias, sign", late, early)
     ways = [w for w in balancing.WAYS if w.name in names]

@@ -1,12 +1,14 @@
 """Attention in plain PyTorch on any device: the oracle of the other implementations.
 
-fp32 inside (fp64 for fp64), with all B * H * T * S scores at once. Letters as in `contract.py`, and
-g = H / h.
+fp32 inside (fp64 for fp64), with all B * H * T * S scores at once. Documents that are packed into
+rows on the CPU, none across the end of a row, take row after row, else (B * T)^2 scores per head.
+Letters as in `contract.py`, and g = H / h.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,6 +47,17 @@ def visible(mask: AttentionMask, T: int, S: int, device: torch.device) -> Tensor
     return seen_TS
 
 
+def _rows(mask: AttentionMask, q: Tensor, k: Tensor) -> list[AttentionMask] | None:
+    """Return the mask of each row of packed documents; None = not on the CPU, or rows share one."""
+    (B, T), cu_q, cu_k = q.shape[:2], mask.cu_seqlens_q, mask.cu_seqlens_k
+    if cu_q is None or cu_k is None or B == 1 or q.device.type != "cpu" or k.shape[1] != T:
+        return None
+    if not cu_q.equal(cu_k) or not torch.isin(torch.arange(0, B * T + 1, T), cu_q).all():
+        return None
+    cu_of_rows = [(cu_q - row * T).clamp(0, T) for row in range(B)]
+    return [replace(mask, cu_seqlens_q=cu, cu_seqlens_k=cu) for cu in cu_of_rows]
+
+
 def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
     """Return s_BhgTS of q_BThgd and k_BShd, -inf where a key is not seen."""
     s = torch.einsum("bthgd,bshd->bhgts", q, k) * scale
@@ -63,6 +76,12 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
+    rows = _rows(mask, q, k)
+    if rows is not None:
+        parts = [x.split(1) for x in (q, k, v)]
+        outputs = [forward(*of_row, scale) for of_row in zip(*parts, rows, strict=True)]
+        o, lse = (torch.cat(x) for x in zip(*outputs, strict=True))
+        return o, lse
     B, T, H, _ = q.shape
     h = k.shape[2]
     qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)
@@ -85,6 +104,12 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: see `attention.attention_backward`."""
+    rows = _rows(mask, q, k)
+    if rows is not None:
+        parts = [x.split(1) for x in (do, q, k, v, o, lse)]
+        grads = [backward(*of_row, scale) for of_row in zip(*parts, rows, strict=True)]
+        dq, dk, dv = (torch.cat(x) for x in zip(*grads, strict=True))
+        return dq, dk, dv
     h = k.shape[2]
     qs, ks, vs = _grouped(q, h, mask), _grouped(k, h, mask)[..., 0, :], _grouped(v, h, mask)
     dos, os = _grouped(do, h, mask), _grouped(o, h, mask)
