@@ -78,8 +78,10 @@ def forward(
     """Return o and lse: see `attention.attention_forward`."""
     rows = _rows(mask, q, k)
     if rows is not None:
-        parts = [x.split(1) for x in (q, k, v)]
-        outputs = [forward(*of_row, scale) for of_row in zip(*parts, rows, strict=True)]
+        outputs = [
+            forward(q[i : i + 1], k[i : i + 1], v[i : i + 1], row, scale)
+            for i, row in enumerate(rows)
+        ]
         o, lse = (torch.cat(x) for x in zip(*outputs, strict=True))
         return o, lse
     B, T, H, _ = q.shape
@@ -106,8 +108,11 @@ def backward(
     """Return dq, dk and dv: see `attention.attention_backward`."""
     rows = _rows(mask, q, k)
     if rows is not None:
-        parts = [x.split(1) for x in (do, q, k, v, o, lse)]
-        grads = [backward(*of_row, scale) for of_row in zip(*parts, rows, strict=True)]
+        grads = []
+        for i, row in enumerate(rows):
+            here = slice(i, i + 1)
+            saved = q[here], k[here], v[here], o[here], lse[here]
+            grads.append(backward(do[here], *saved, row, scale))
         dq, dk, dv = (torch.cat(x) for x in zip(*grads, strict=True))
         return dq, dk, dv
     h = k.shape[2]
