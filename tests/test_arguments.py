@@ -37,6 +37,7 @@ NO_CALLS = {
     *("ExchangeError", "ExpertInput", "GradientNorm", "LoadReport", "Manifest", "Meshes"),
     "MatrixAssignment",
     *("Bins", "Group", "PackedBatch", "Schedule", "ContextParallelModel"),
+    "DynamicContextModel",
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }

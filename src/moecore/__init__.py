@@ -18,6 +18,7 @@ from moecore.parallelize import parallelize_moe
 from moecore.request import (
     ContextParallelModel,
     DispatcherName,
+    DynamicContextModel,
     LossConvention,
     TensorParallelModel,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "ContextParallelModel",
     "Dispatcher",
     "DispatcherName",
+    "DynamicContextModel",
     "DynamicLossScale",
     "ExchangeError",
     "ExpertBackend",
