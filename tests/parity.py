@@ -446,7 +446,8 @@ def train_reference(
 
 
 def _reference_forward(outputs: list[ReferenceOutput]) -> Any:
-    def forward(self: MoELayer, x_BTD: Tensor) -> Tensor:
+    def forward(self: MoELayer, x_BTD: Tensor, **more: Any) -> Tensor:
+        assert not any(value is not None for value in more.values()), "whole rows, no padding"
         params = dict(self.named_parameters()) | dict(self.named_buffers())
         forced, given = self.part("router").forced_ids, None
         if forced is not None:
