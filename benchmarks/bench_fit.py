@@ -19,6 +19,7 @@ import dataclasses
 import gc
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,13 +127,17 @@ def is_gpu(args: argparse.Namespace) -> bool:
 
 
 def peak_of(
-    variant: Variant, num_layers: int, args: argparse.Namespace, meshes: Meshes
+    variant: Variant,
+    num_layers: int,
+    args: argparse.Namespace,
+    meshes: Meshes,
+    lengths: Sequence[int] = (),
 ) -> int | None:
-    """Return the peak of two steps; None when they do not fit."""
+    """Return the peak of the steps of `train`; None when they do not fit."""
     if is_gpu(args):
         torch.cuda.reset_peak_memory_stats()
     try:
-        train(variant, num_layers, args, meshes)
+        train(variant, num_layers, args, meshes, lengths)
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -142,9 +147,18 @@ def peak_of(
     return torch.cuda.max_memory_allocated() if is_gpu(args) else 0
 
 
-def train(variant: Variant, num_layers: int, args: argparse.Namespace, meshes: Meshes) -> None:
-    """Run two steps."""
-    config = dataclasses.replace(preset(args.preset), num_layers=num_layers)
+def train(
+    variant: Variant,
+    num_layers: int,
+    args: argparse.Namespace,
+    meshes: Meshes,
+    lengths: Sequence[int] = (),
+) -> None:
+    """Run steps of rows of such lengths; without any two of `args.seq_len`."""
+    lengths = lengths or (args.seq_len, args.seq_len)
+    config = dataclasses.replace(
+        preset(args.preset), num_layers=num_layers, max_seq_len=max(lengths)
+    )
     model = Decoder(config, device="meta", dtype=variant.weights)
     options = FSDPOptions(param_dtype=torch.bfloat16)
     parallelize_moe(model, meshes, fsdp=options, memory=variant.memory)
@@ -153,9 +167,9 @@ def train(variant: Variant, num_layers: int, args: argparse.Namespace, meshes: M
     optimizer = AdamW(model.parameters(), lr=1e-4, **variant.optimizer)
     step = TrainStep(model, optimizer, max_norm=1.0)
     try:
-        for number in range(2):
+        for number, length in enumerate(lengths):
             g = torch.Generator().manual_seed(number)
-            shape = (args.batch_size, args.seq_len)
+            shape = (args.batch_size, length)
             tokens = torch.randint(0, config.vocab_size, shape, generator=g).to(args.device)
             with step.micro_batch():
                 model(tokens, tokens.roll(-1, 1)).backward()

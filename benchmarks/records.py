@@ -200,10 +200,14 @@ def append(folder: Path, environment: Environment, row: Row) -> None:
         file.write(to_json(environment, row) + "\n")
 
 
-def append_rows(folder: Path, module: str, rows: list[dict[str, Any]]) -> None:
+def append_rows(
+    folder: Path, module: str, rows: list[dict[str, Any]], *, num_gpus: int = 1
+) -> None:
     """Add rows that name their own columns, of a module that was run with arguments."""
     command = shlex.join(["-m", module, *sys.argv[1:]])
     environment = dataclasses.replace(Environment.here(), command=command)
+    if num_gpus > 1:
+        environment = dataclasses.replace(environment, gpu=f"{num_gpus} x {environment.gpu}")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / environment.file_name).open("a") as file:
         for row in rows:

@@ -67,6 +67,11 @@ class Breakdown:
 
 def trace(step: Callable[[], object], *, num_steps: int = 1) -> Breakdown:
     """Profile some steps on this rank's GPU."""
+    return break_down(kernels_of(step, num_steps=num_steps), num_steps=num_steps)
+
+
+def kernels_of(step: Callable[[], object], *, num_steps: int = 1) -> list[Kernel]:
+    """Return what ran on this rank's GPU in some steps."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(num_steps):
@@ -78,7 +83,7 @@ def trace(step: Callable[[], object], *, num_steps: int = 1) -> Breakdown:
             start = event.start_ns() / 1e3
             end = start + event.duration_ns() / 1e3
             kernels.append(Kernel(name=event.name(), start=start, end=end))
-    return break_down(kernels, num_steps=num_steps)
+    return kernels
 
 
 def category_of(name: str) -> str:

@@ -102,6 +102,12 @@ CASES += [
     case(6, "dp_shard=2 cp=3", "ep=6 edp_shard=1", model="biases", context=RING, tied=True),
     case(6, "dp_shard=1 cp=3 tp=2", "ep=3 edp_shard=2", model="top-1", context=HEADS),
 ]
+# What CASES have of cp, for hosts of 2 GPUs.
+CONTEXT_PAIRS = [
+    case(2, "dp_shard=1 cp=2", "ep=2 edp_shard=1", context=GATHER),
+    case(2, "dp_shard=1 cp=2", "etp=2 edp_shard=1", model="sigmoid", context=HEADS),
+    case(2, "dp_shard=1 cp=2", "ep=1 edp_shard=2", model="latent-capacity", context=RING),
+]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 BF16_TOGETHER = FSDPOptions(param_dtype=torch.bfloat16, blocks_per_unit=2)
 BF16_CASES = [
@@ -408,7 +414,7 @@ def cpu_results(request: pytest.FixtureRequest) -> Results:
 
 @pytest.fixture(scope="module")
 def gpu_results(request: pytest.FixtureRequest) -> Results:
-    return Results(asked_for(request, CASES + BF16_CASES + TAMPERED), "cuda")
+    return Results(asked_for(request, CASES + CONTEXT_PAIRS + BF16_CASES + TAMPERED), "cuda")
 
 
 @pytest.fixture(scope="module")
@@ -453,7 +459,7 @@ def test_notices_tampering(c: Case, cpu_results: Results) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("c", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("c", CASES + CONTEXT_PAIRS, ids=lambda c: c.name)
 def test_equals_one_process_on_gpus(c: Case, gpu_results: Results) -> None:
     check(gpu_results[c.name])
 

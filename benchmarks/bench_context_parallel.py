@@ -1,0 +1,467 @@
+r"""Attention and training steps over context parallel ranks: time, and what of it is communication.
+
+    torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --part attention
+    torchrun --nproc-per-node 2 -m benchmarks.bench_context_parallel --part step
+    torchrun --nproc-per-node 1 -m benchmarks.bench_context_parallel --part step
+
+"attention": forward and backward of one layer's attention, each way, beside
+
+    compute   the same call on the same rank, with keys from its own memory in place of what travels
+    travel    what travelled in the call, in the same order, alone
+    alone     all tokens on one GPU
+
+    hidden    1 - (call - compute) / travel
+    covered   1 - time in which nothing but communication runs / travel, by a trace of the call
+
+Calls take turns. A time is that of the slowest rank, medians over rounds. `covered` needs no
+difference of long times; `hidden` counts what communication slows down as well.
+
+"step": a step of a few layers with AdamW, all ranks cp ranks, experts cut over them too.
+`benchmarks.bench_longest` finds the longest context of one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import trace
+from benchmarks.records import append_rows
+from moecore import (
+    FSDPOptions,
+    Meshes,
+    NVLinkOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.attention.context_parallel import held as held_tokens
+from moecore.attention.context_parallel import ring
+from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
+from moecore.attention.context_parallel.held import HeldTokens
+from moecore.attention.function import attend
+from moecore.attention.sequence import Sequence
+from moecore.models import Decoder, preset
+from moecore.moe.forced import force_even_load
+from moecore.optim import AdamW
+
+Call = Callable[[], Any]
+Row = dict[str, Any]
+MODULE = "benchmarks.bench_context_parallel"
+LEAD_CYCLES = 10_000_000  # about 5 ms in which the host queues a call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """What attention gets of a token; with latents keys and values are made of those.
+
+    Attributes:
+        queries, keys: heads.
+        dim, value_dim: of a head.
+        latent_dim: numbers of a key/value latent; 0 = none.
+        rotary_dim: of a key, shared by all heads, beside the latent.
+        ways: that it goes.
+    """
+
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+    latent_dim: int = 0
+    rotary_dim: int = 0
+    ways: tuple[str, ...] = ("p2p", "allgather", "a2a", "a2a+p2p")
+
+
+HEADS = {
+    "qwen3-30b-a3b": Heads(queries=32, keys=4, dim=128, value_dim=128),
+    "deepseek-v3, tp 8": Heads(
+        queries=16,
+        keys=16,
+        dim=192,
+        value_dim=128,
+        latent_dim=512,
+        rotary_dim=64,
+        ways=("allgather",),
+    ),
+}
+
+
+def main() -> int:
+    """Measure and report."""
+    args = parse()
+    rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    meshes = build_meshes(ParallelConfig(cp=world, ep=world), args.device)
+    for row in {"attention": attention_rows, "step": step_rows}[args.part](args, meshes):
+        if rank == 0:
+            print("  ".join(f"{name} {_short(value)}" for name, value in row.items()), flush=True)
+        if rank == 0 and args.results is not None:
+            append_rows(args.results, MODULE, [row], num_gpus=world)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--part", choices=("attention", "step"), required=True)
+    add("--tokens", type=int, nargs="+", help="of a row")
+    add("--heads", nargs="+", default=list(HEADS), choices=HEADS, help="of the attention")
+    add("--seconds", type=float, default=12.0, help="for the rounds of one number of tokens")
+    add("--preset", default="qwen3-30b-a3b", help="of the step")
+    add("--layers", type=int, default=4)
+    add("--way", default="auto", help="of the step")
+    add("--steps", type=int, default=3, help="that count, after two")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--results", type=Path, help="folder for the records")
+    args = parser.parse_args()
+    defaults = {"attention": (32, 64, 128, 256), "step": (64, 128)}
+    args.tokens = args.tokens or [n << 10 for n in defaults[args.part]]
+    return args
+
+
+def _short(value: Any) -> Any:
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def attention_rows(args: argparse.Namespace, _: Meshes) -> Iterator[Row]:
+    """Yield a row per number of tokens, kind of heads, cp and way; collective."""
+    contexts = {
+        (cp, way): context_of(cp, way)
+        for cp, way in itertools.product((2, 4), ("p2p", "allgather", "a2a", "a2a+p2p"))
+        if cp <= dist.get_world_size() and (cp > 2 or way != "a2a+p2p")
+    }
+    for tokens, name in itertools.product(args.tokens, args.heads):
+        heads = HEADS[name]
+        for row in measure_attention(args, heads, tokens, contexts):
+            yield {"op": "context_parallel", "heads": name, "tokens": tokens} | row
+
+
+def measure_attention(
+    args: argparse.Namespace,
+    heads: Heads,
+    tokens: int,
+    contexts: dict[tuple[int, str], ContextParallel],
+) -> list[Row]:
+    """Return a row per cp and way that the heads go; all calls take turns."""
+    ours = {key: cp for key, cp in contexts.items() if key[1] in heads.ways}
+    own = {key: attention(heads, tokens, cp, args.device) for key, cp in ours.items()}
+    travels = {key: travelling(call) for key, call in own.items()}
+    calls: dict[Any, Call] = {"alone": attention(heads, tokens, None, args.device)}
+    for key, call in own.items():
+        calls |= {(*key, "call"): call, (*key, "compute"): silenced(call)}
+        calls[(*key, "travel")] = travels[key].run
+    times = time_in_turn(calls, args)
+    ms = {key: statistics.median(values) for key, values in times.items()}
+    if not ours:
+        return [{"cp": 1, "ms": ms["alone"], "rounds": len(times["alone"])}]
+    rows = []
+    for (cp, way), call in own.items():
+        here, travel_ms = (cp, way), ms[cp, way, "travel"]
+        pairs = zip(times[*here, "call"], times[*here, "compute"], strict=True)
+        lost = statistics.median(a - b for a, b in pairs)
+        exposed = exposed_ms(call, args, num_steps=3 if ms[*here, "call"] < 500 else 1)
+        row: Row = {"cp": cp, "way": way, "ms": ms[*here, "call"], "alone_ms": ms["alone"]}
+        row |= {"compute_ms": ms[*here, "compute"], "travel_ms": travel_ms, "lost_ms": lost}
+        row |= {"exposed_ms": exposed, "sent_bytes": travels[here].sent_bytes}
+        row |= {"hidden": 1 - lost / travel_ms, "speedup": row["alone_ms"] / row["ms"]}
+        row["covered"] = None if exposed is None else 1 - exposed / travel_ms
+        rows.append(row | {"rounds": len(times["alone"])})
+    return rows
+
+
+def context_of(cp: int, way: str) -> ContextParallel:
+    """Return this rank's place among neighbours; collective over all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    firsts = range(0, world, cp)
+    group = _mine([range(first, first + cp) for first in firsts], rank)
+    if way != "a2a+p2p":
+        return ContextParallel(
+            group, **{"a2a": dict(a2a=group), "p2p": dict(ring=group)}.get(way, {})
+        )
+    pairs = _mine([range(i, i + 2) for i in range(0, world, 2)], rank)
+    rings = [range(first + i, first + cp, 2) for first in firsts for i in range(2)]
+    return ContextParallel(group, a2a=pairs, ring=_mine(rings, rank))
+
+
+def _mine(parts: list[range], rank: int) -> dist.ProcessGroup:
+    groups = [dist.new_group(list(part)) for part in parts]
+    return next(g for g, part in zip(groups, parts, strict=True) if rank in part)
+
+
+def attention(heads: Heads, tokens: int, cp: ContextParallel | None, device: str) -> Call:
+    """Return forward and backward of this rank's tokens, or of all without cp."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    own = tokens if cp is None else tokens // cp.size
+    held = None if cp is None else HeldTokens(cp, (1, tokens))
+    sequence, scale = Sequence(held=held), heads.dim**-0.5
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    q, do = make(1, own, heads.queries, heads.dim), make(1, own, heads.queries, heads.value_dim)
+    if heads.latent_dim:
+        latents = make(1, own, heads.latent_dim + heads.rotary_dim)
+        kept = heads.dim - heads.rotary_dim
+        weight = make(heads.keys * (kept + heads.value_dim), heads.latent_dim)
+        weight *= heads.latent_dim**-0.5
+        leaves = [q, latents, weight]
+    else:
+        leaves = [q, *(make(1, own, heads.keys, n) for n in (heads.dim, heads.value_dim))]
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def call() -> None:
+        k, v = _from_latents(heads, held, *leaves[1:]) if heads.latent_dim else leaves[1:]
+        torch.autograd.grad(attend(leaves[0], k, v, sequence, scale=scale), leaves, do)
+
+    return call
+
+
+def _from_latents(
+    heads: Heads, held: HeldTokens | None, latents: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `models/mla.py`: keys and values of whole rows out of gathered latents."""
+    whole = latents if held is None else held.gather(latents)
+    c, k_shared = whole.split((heads.latent_dim, heads.rotary_dim), dim=-1)
+    kept = heads.dim - heads.rotary_dim
+    kv = F.linear(c, weight).unflatten(-1, (heads.keys, -1))
+    k, v = kv.split((kept, heads.value_dim), dim=-1)
+    k_shared = k_shared[:, :, None].expand(*k.shape[:-1], heads.rotary_dim)
+    return torch.cat((k, k_shared), dim=-1), v
+
+
+@contextmanager
+def patched(exchange: Call, gather: Call, send_on: Call) -> Iterator[None]:
+    """Replace what the ways of attention communicate by."""
+    with (
+        patch.object(dist, "all_to_all_single", exchange),
+        patch.object(held_tokens, "all_gather_single", gather),
+        patch.object(ring, "_send_on", send_on),
+    ):
+        yield
+
+
+class _Done:
+    """Work that has ended."""
+
+    def wait(self) -> None:
+        pass
+
+
+@cache
+def _arrived(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
+def silenced(call: Call) -> Call:
+    """Return the call with numbers from this rank's memory in place of what travels."""
+
+    def receive(out: Tensor, _: Tensor, **__: Any) -> _Done:
+        out.set_(_arrived(tuple(out.shape), out.dtype, out.device))
+        return _Done()
+
+    def silent() -> None:
+        with patched(receive, receive, lambda x, _: ring._Travelling(x, x, [])):
+            call()
+
+    return silent
+
+
+class Travel:
+    """What travelled in a call, to be sent again."""
+
+    def __init__(self) -> None:
+        self.sends: list[Call] = []
+        self.sent_bytes = 0
+
+    def run(self) -> None:
+        """Send all of it, one after the other."""
+        for send in self.sends:
+            send()
+
+    def num_bytes(self) -> int:
+        """Return what one rank sent to others."""
+        return self.sent_bytes
+
+    def add(self, send: Call, num_bytes: int, group: dist.ProcessGroup | None = None) -> None:
+        """Remember what is sent, so many bytes to each other rank of the group, or to one."""
+        self.sends.append(send)
+        self.sent_bytes += num_bytes * (1 if group is None else group.size() - 1)
+
+
+def travelling(call: Call) -> Travel:
+    """Run the call once, and return what travelled; collective."""
+    travel = Travel()
+    exchange, gather, send_on = dist.all_to_all_single, held_tokens.all_gather_single, ring._send_on
+
+    def exchanged(out: Tensor, x: Tensor, **options: Any) -> Any:
+        again, group = (torch.empty_like(out), x.detach().clone()), options["group"]
+        travel.add(lambda: exchange(*again, group=group), x.nbytes // group.size(), group)
+        return exchange(out, x, **options)
+
+    def gathered(out: Tensor, x: Tensor, **options: Any) -> Any:
+        again, group = (torch.empty_like(out), x.detach().clone()), options["group"]
+        travel.add(lambda: gather(*again, group=group), x.nbytes, group)
+        return gather(out, x, **options)
+
+    def sent_on(x: Tensor, group: dist.ProcessGroup) -> Any:
+        again = x.detach().clone()
+        travel.add(lambda: send_on(again, group).wait(), x.nbytes)
+        return send_on(x, group)
+
+    with patched(exchanged, gathered, sent_on):
+        call()
+    return travel
+
+
+def time_in_turn(calls: dict[Any, Call], args: argparse.Namespace) -> dict[Any, list[float]]:
+    """Return milliseconds by call and round, of the slowest rank; as many rounds as fit."""
+    rounds = torch.zeros((), device=args.device)
+    for _ in range(2):  # the first one may build kernels
+        began = time.perf_counter()
+        for call in calls.values():
+            timed(call, args.device)
+        rounds.fill_(args.seconds / (time.perf_counter() - began))
+        dist.all_reduce(rounds, op=dist.ReduceOp.MIN)
+        if rounds < 3:
+            break
+    spans: dict[Any, list[float]] = {name: [] for name in calls}
+    for _ in range(min(max(int(rounds), 2), 15)):
+        for name, call in calls.items():
+            spans[name].append(timed(call, args.device))
+    times = torch.tensor(list(spans.values()), device=args.device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return dict(zip(calls, times.tolist(), strict=True))
+
+
+def timed(call: Call, device: str) -> float:
+    """Return the milliseconds of a call that all ranks begin together."""
+    token = torch.zeros(1, device=device)
+    if device != "cuda":
+        dist.all_reduce(token)
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(LEAD_CYCLES)
+    dist.all_reduce(token)
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def exposed_ms(call: Call, args: argparse.Namespace, *, num_steps: int) -> float | None:
+    """Return the time of a call in which only communication runs, the most of all ranks."""
+    if args.device != "cuda":
+        return None
+    token = torch.zeros(1, device=args.device)
+
+    def aligned() -> None:
+        dist.all_reduce(token)
+        call()
+
+    dist.barrier()
+    kernels = trace.kernels_of(aligned, num_steps=num_steps)
+    ours = [k for k in kernels if "AllReduce" not in k.name]  # which wait for the other ranks
+    found = trace.break_down(ours, num_steps=num_steps)
+    most = torch.tensor(found.exposed, device=args.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
+
+
+def step_rows(args: argparse.Namespace, meshes: Meshes) -> Iterator[Row]:
+    """Yield a row per number of tokens; collective."""
+    on_gpu, world = args.device == "cuda", dist.get_world_size()
+    config = preset(args.preset)
+    config = dataclasses.replace(config, num_layers=args.layers, max_seq_len=max(args.tokens))
+    model = Decoder(config, device="meta")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    fsdp = FSDPOptions(param_dtype=dtype, reshard_after_forward=False)
+    over_ranks: dict[str, Any] = {}
+    if world > 1:
+        # Even routing needs no more room; the first forward is not the longest.
+        room = NVLinkOptions(max_tokens=max(args.tokens) // world, row_factor=1.05)
+        over_ranks = {"context": ContextOptions(way=args.way), "nvlink": room}
+    parallelize_moe(model, meshes, fsdp=fsdp, **over_ranks)
+    model.to_empty(device=args.device)
+    model.init_weights()
+    force_even_load(model)
+    step = TrainStep(model, AdamW(model.parameters(), lr=1e-6), max_norm=1.0)
+    for tokens in sorted(args.tokens):
+        row = {"op": "context_parallel_step", "preset": args.preset, "layers": args.layers}
+        row |= {"tokens": tokens, "cp": world, "ep": world, "way": args.way}
+        fits = nullcontext() if world > 1 else out_of_memory(row)
+        with fits:
+            row |= measure_step(args, step, model, tokens)
+        yield row
+    step.close()
+
+
+@contextmanager
+def out_of_memory(row: Row) -> Iterator[None]:
+    """Note a step that does not fit; of one rank alone, since others would wait."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        row |= {"step_ms": None, "tokens_per_s": None, "peak_gib": None}
+
+
+def measure_step(args: argparse.Namespace, step: TrainStep, model: Decoder, tokens: int) -> Row:
+    """Return what steps of one row of so many tokens take."""
+    g = torch.Generator().manual_seed(0)
+    row = torch.randint(0, model.config.vocab_size, (1, tokens), generator=g).to(args.device)
+    labels, on_gpu = row.roll(-1, 1), args.device == "cuda"
+
+    def run() -> None:
+        with step.micro_batch():
+            model(row, labels).backward()
+        step.finish()
+
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    run(), run()
+    token = torch.zeros(1, device=args.device)
+    seconds = []
+    for _ in range(args.steps):
+        dist.all_reduce(token)
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds, device=args.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    median = float(slowest.median())
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    return {"step_ms": median * 1e3, "tokens_per_s": tokens / median, "peak_gib": peak}
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # without destructors, see examples/launch.py

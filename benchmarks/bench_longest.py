@@ -1,0 +1,147 @@
+r"""The longest row of tokens that a few layers train on one GPU, and the time of its step.
+
+    python -m benchmarks.bench_longest --results benchmarks/results/sequences
+    python -m benchmarks.bench_longest --preset tiny-qwen3 --layers 2 --least 32 --most 128 \
+        --granule 32 --device cpu
+
+    plain     every activation is kept
+    levers    `MemoryOptions` of `LEVERS`: MoE layers, norms and projections computed again, and
+              what attention and blocks keep in host memory
+
+Both with bf16 weights and gradients, AdamW with remainders and FP8 moments. Lengths double until
+one does not fit; bisection follows. A search needs memory alone, so its attention allocates what
+cuDNN's does and multiplies nothing; then a step with true attention shows that the length fits, or
+one of a granule less. A step of a short row comes before each, so that all state is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks import bench_fit
+from benchmarks.bench_fit import LEAST_STATE, Variant
+
+import torch  # isort: skip: behind bench_fit, which sets the allocator
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.records import append_rows
+from moecore import ParallelConfig, build_meshes
+from moecore.memory.options import MemoryOptions
+
+Row = dict[str, Any]
+LEVERS = MemoryOptions(
+    recompute=("norm", "rope", "qkv_proj", "moe"),
+    offload=("attention", "rest"),
+    offload_host_bytes=120 << 30,
+)
+VARIANTS = {
+    "plain": Variant(weights=torch.bfloat16, optimizer=LEAST_STATE),
+    "levers": Variant(weights=torch.bfloat16, optimizer=LEAST_STATE, memory=LEVERS),
+}
+
+
+class OnlyMemory(torch.autograd.Function):
+    """apply(q_BHTd, k_BhTd, v_BhTd) -> o_BHTd: allocates what attention does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return q, as wide as o."""
+        o = q.clone()
+        lse = q.new_zeros(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return small gradients; dq is added up in fp32 meanwhile."""
+        q, k, v, *_ = ctx.saved_tensors
+        summed = torch.empty_like(q, dtype=torch.float32)
+        found = tuple(torch.zeros_like(x) for x in (q, k, v))
+        del summed
+        return found
+
+
+def only_memory(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """Stand for `F.scaled_dot_product_attention`."""
+    return OnlyMemory.apply(q, k, v)  # type: ignore[no-any-return]
+
+
+def main() -> int:
+    """Measure and report."""
+    args = parse()
+    began = time.monotonic()
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    meshes = build_meshes(ParallelConfig(), args.device)
+    for name in args.variants:
+
+        def peak(tokens: int, *, true: bool = False, name: str = name) -> int | None:
+            stub = patch.object(F, "scaled_dot_product_attention", only_memory)
+            lengths = (args.least // 16, tokens)
+            with nullcontext() if true else stub:
+                found = bench_fit.peak_of(VARIANTS[name], args.layers, args, meshes, lengths)
+            gib = "does not fit" if found is None else f"{found / 2**30:.1f} GiB"
+            print(f"{name} {tokens} tokens{' with attention' * true}: {gib}", flush=True)
+            return found
+
+        row = {"op": "longest", "variant": name, "preset": args.preset, "layers": args.layers}
+        row |= longest(peak, args, began)
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        if args.results is not None:
+            append_rows(args.results, "benchmarks.bench_longest", [row])
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--preset", default="qwen3-30b-a3b")
+    add("--layers", type=int, default=4)
+    add("--least", type=int, default=128 << 10, help="tokens that are tried first")
+    add("--most", type=int, default=1 << 20)
+    add("--granule", type=int, default=32 << 10, help="of the answer")
+    add("--seconds", type=float, default=170, help="after which no true step begins")
+    add("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--results", type=Path, help="folder for the records")
+    args = parser.parse_args()
+    args.batch_size, args.seq_len = 1, args.least
+    return args
+
+
+def longest(peak: Callable[..., int | None], args: argparse.Namespace, began: float) -> Row:
+    """Return the longest length that fits; without a step of it when the time is over."""
+    fits, fails = 0, args.most + args.granule
+    tokens = args.least
+    while fails - fits > args.granule and tokens >= args.granule:
+        if peak(tokens) is None:
+            fails = tokens
+        else:
+            fits = tokens
+        doubled = min(2 * fits, args.most) if fails > args.most else 0
+        between = (fits + fails) // 2 // args.granule * args.granule
+        tokens = doubled if doubled > fits else between
+    row: Row = {"searched_tokens": fits, "tokens": None, "peak_gib": None, "step_s": None}
+    tokens = fits
+    while tokens and time.monotonic() - began < args.seconds:
+        start = time.monotonic()
+        found = peak(tokens, true=True)
+        if found is not None:
+            seconds = time.monotonic() - start
+            return row | {"tokens": tokens, "peak_gib": found / 2**30, "step_s": seconds}
+        tokens -= args.granule
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
