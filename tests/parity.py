@@ -40,6 +40,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.kernels.experts.triton_products import GATHER_FIRST
+from moecore.kernels.zigzag import held_tokens, row_borders
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES
@@ -47,6 +48,8 @@ from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.forced import force_even_load
 from moecore.moe.placement import ExpertPlacement
+from moecore.precision.apply import apply_precision
+from moecore.precision.roles import Precision
 from tests.moe.reference import ReferenceOutput, moe_reference
 
 OPTIMIZERS = ("sgd", "adamw", "adamw")  # one per step
@@ -136,6 +139,8 @@ class Case:
     accumulate: int = 1
     sequences: int = 1  # times as many on every data rank
     context: ContextOptions | None = None  # with cp
+    packed: bool = False  # documents of different lengths in the rows
+    precision: Precision | None = None
     tied: bool = False
     meta: bool = False
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
@@ -146,10 +151,17 @@ class Case:
     frozen: bool = False  # routed experts do not train
 
     @property
+    def is_rough(self) -> bool:
+        """Whether rounding decides: then one process that rounds likewise is the measure."""
+        return self.bf16 or self.precision is not None
+
+    @property
     def name(self) -> str:
         degrees = "-".join(f"{k}{v}" for k, v in self.parallel.items())
         options = f"{self.model}-{self.dispatcher}-{self.loss}"
-        extras = [n for n in ("bf16", "recompute", "no_sync", "frozen") if getattr(self, n)]
+        flags = "bf16", "packed", "recompute", "no_sync", "frozen"
+        extras = [n for n in flags if getattr(self, n)]
+        extras += ["fp8"] if self.precision else []
         extras += [self.expert_backend] if self.expert_backend != "torch" else []
         extras += [f"accumulate_{self.accumulate}"] if self.accumulate > 1 else []
         extras += _choices(self.nvlink) if self.nvlink else []
@@ -166,8 +178,8 @@ def _choices(options: NVLinkOptions) -> list[str]:
 def run_case(case: Case, device: torch.device) -> dict[str, float]:
     """Return quantity -> worst relative error on rank 0, {} elsewhere.
 
-    A bf16 case returns our error over that of one process in bf16, both against fp32. What did not
-    overlap although it was asked to, or did without, is infinitely wrong.
+    A case in bf16 or FP8 returns our error over that of one process, both against fp32. What did
+    not overlap although it was asked to, or did without, is infinitely wrong.
     """
     torch.manual_seed(0)
     meshes = build_meshes(ParallelConfig(**case.parallel), device.type)
@@ -196,9 +208,9 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
         return {}
     expected = train_reference(config, initial, batches, case, device)
     errors = overlap_errors(case, copies)
-    if not case.bf16:
+    if not case.is_rough:
         return errors | {name: worst_error(found[name], expected[name]) for name in expected}
-    plain = train_reference(config, initial, batches, case, device, dtype=torch.bfloat16)
+    plain = train_reference(config, initial, batches, case, device, is_rough=True)
     names = [n for n in expected if n.startswith(("loss/0", "norm/0", "grad/"))]
     return errors | {n: error_ratio(found[n], plain[n], expected[n]) for n in names}
 
@@ -230,8 +242,8 @@ def overlap_errors(case: Case, copies: Counter[str]) -> dict[str, float]:
 
 
 def decoder_config(case: Case) -> DecoderConfig:
-    """Return two MoE blocks; before them a dense one where blocks share units, and in bf16."""
-    has_dense = case.bf16 or case.fsdp.blocks_per_unit > 1
+    """Return two MoE blocks; before them a dense one where units are shared or results rough."""
+    has_dense = case.is_rough or case.fsdp.blocks_per_unit > 1
     return DecoderConfig(
         vocab_size=61,
         dim=48,
@@ -244,7 +256,7 @@ def decoder_config(case: Case) -> DecoderConfig:
         dense_layers=(0,) if has_dense else (),
         qk_norm="head",
         tie_embeddings=case.tied,
-        max_seq_len=64,
+        max_seq_len=512,
         ce_chunk_tokens=7,
     )
 
@@ -280,6 +292,7 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
         expert_backend=case.expert_backend,  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
         context=case.context,
+        precision=case.precision,
         fsdp=case.fsdp,
     )
 
@@ -290,24 +303,30 @@ def _freeze(model: nn.Module, case: Case) -> None:
             module.requires_grad_(False)
 
 
-Batch = tuple[Tensor, Tensor]
+Batch = dict[str, Tensor]  # the arguments of a forward
 
 
 def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[list[Batch]]]:
-    """Return [step][micro-batch][data rank] -> (tokens, labels), a different length per rank."""
+    """Return [step][micro-batch][data rank] -> tokens and labels, a different length per rank."""
     generator = torch.Generator().manual_seed(2)
     p = meshes.parallel
-    parts = p.tp * (2 * p.cp if p.cp > 1 else 1)
+    unit = 2 * p.cp if p.cp > 1 else 1  # documents are multiples of it
+    parts = p.tp * unit
 
     def batch(data_rank: int) -> Batch:
         length = parts * (2 + data_rank % 3) + (0 if parts > 1 else data_rank % 2)
-        if case.bf16:  # sums long enough that one unlucky rounding does not decide
+        if case.is_rough:  # sums long enough that one unlucky rounding does not decide
             length *= 10
         shape = (case.sequences * (1 + data_rank % 2), length)
         tokens = torch.randint(0, 61, shape, generator=generator)
         labels = torch.randint(0, 61, shape, generator=generator)
         labels[:, -1] = -100
-        return tokens.to(device), labels.to(device)
+        found = {"tokens_BT": tokens.to(device), "labels_BT": labels.to(device)}
+        if case.packed:  # the last but one may cross a row
+            num = tokens.numel() // unit
+            ends = sorted({1, max(1, num - 2), num})
+            found["cu_seqlens"] = torch.tensor([0, *ends]) * unit
+        return found
 
     ranks = range(meshes.data_ranks)
     return [[[batch(r) for r in ranks] for _ in range(case.accumulate)] for _ in OPTIMIZERS]
@@ -324,7 +343,7 @@ def loss_scale(case: Case, step: list[list[Batch]]) -> dict[str, Any]:
     """The keyword that makes a rank's loss a sum over the global token count."""
     if case.loss == "mean":
         return {}
-    return {"num_tokens": sum(int((y != -100).sum()) for micro in step for _, y in micro)}
+    return {"num_tokens": sum(int((b["labels_BT"] != -100).sum()) for micro in step for b in micro)}
 
 
 def train(
@@ -335,13 +354,12 @@ def train(
     owner = TrainStep(model, max_norm=0.7, num_micro_batches=case.accumulate)
     found: dict[str, Any] = {}
     for i, step in enumerate(batches):
-        loss_of_rank = torch.zeros((), device=step[0][0][0].device)
+        loss_of_rank = torch.zeros((), device=step[0][0]["tokens_BT"].device)
         for n, micro in enumerate(step, start=1):
-            tokens, labels = micro[meshes.data_rank]
             with owner.micro_batch():
                 if case.no_sync:
                     model.set_requires_gradient_sync(n == len(step))  # type: ignore[operator]
-                loss = model(tokens, labels, **loss_scale(case, step))
+                loss = model(**micro[meshes.data_rank], **loss_scale(case, step))
                 loss = loss / case.accumulate if case.loss == "mean" else loss
                 loss.backward()
             loss_of_rank += loss.detach()
@@ -388,17 +406,21 @@ def train_reference(
     batches: list[list[list[Batch]]],
     case: Case,
     device: torch.device,
-    dtype: torch.dtype = torch.float32,
+    is_rough: bool = False,
 ) -> dict[str, Any]:
-    """The same steps in one process, data rank after data rank."""
+    """The same steps in one process, data rank after data rank; rounded as ours if asked."""
     model = decoder_of(case, config).to(device)
     model.load_state_dict(initial)
-    model.to(dtype)
+    if is_rough and case.bf16:
+        model.to(torch.bfloat16)
+    if is_rough and case.precision:
+        apply_precision(model, case.precision)
     _freeze(model, case)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MoELayer)}
     outputs: dict[str, list[ReferenceOutput]] = defaultdict(list)
     for name, layer in layers.items():
-        layer.forward = MethodType(_reference_forward(outputs[name]), layer)
+        forward = _reference_forward(outputs[name], case.parallel.get("cp", 1))
+        layer.forward = MethodType(forward, layer)
     optimizers = {name: make_optimizer(model, name) for name in OPTIMIZERS}
     expected: dict[str, Any] = {}
     for i, step in enumerate(batches):
@@ -406,7 +428,7 @@ def train_reference(
         losses, counts, aux = [0.0] * len(ranks), defaultdict(int), defaultdict(int)
         entropies = defaultdict(list)  # of each token
         for micro in step:
-            micro_losses = [model(*batch, **loss_scale(case, step)) for batch in micro]
+            micro_losses = [model(**batch, **loss_scale(case, step)) for batch in micro]
             shares = {
                 n: prior[n] + sum(o.routing.counted_NE.sum(0) for o in outputs[n]) for n in layers
             }
@@ -445,18 +467,31 @@ def train_reference(
     return expected | {f"after/{n}": t.clone() for n, t in whole(model.state_dict()).items()}
 
 
-def _reference_forward(outputs: list[ReferenceOutput]) -> Any:
-    def forward(self: MoELayer, x_BTD: Tensor, **more: Any) -> Tensor:
+def _reference_forward(outputs: list[ReferenceOutput], cp: int) -> Any:
+    def forward(
+        self: MoELayer, x_BTD: Tensor, cu_seqlens: Tensor | None = None, **more: Any
+    ) -> Tensor:
         assert not any(value is not None for value in more.values()), "whole rows, no padding"
         params = dict(self.named_parameters()) | dict(self.named_buffers())
-        forced, given = self.part("router").forced_ids, None
-        if forced is not None:
-            T, E, K = x_BTD.shape[:-1].numel(), self.config.num_experts, self.config.top_k
-            given = forced(T, E, K, x_BTD.device)
-        outputs.append(moe_reference(x_BTD, params, self.config, given_ids_NK=given))
-        return outputs[-1].y_BTD
+        is_dealt = self.part("router").forced_ids is not None
+        given = dealt(self, x_BTD, cu_seqlens, cp) if is_dealt else None
+        out = moe_reference(x_BTD, params, self.config, cu_seqlens=cu_seqlens, given_ids_NK=given)
+        outputs.append(out)
+        return out.y_BTD
 
     return forward
+
+
+def dealt(layer: MoELayer, x_BTD: Tensor, cu_seqlens: Tensor | None, cp: int) -> Tensor:
+    """Return the forced choices of rows; each cp rank deals by the order of the tokens it holds."""
+    (B, T, _), device = x_BTD.shape, x_BTD.device
+    num, E, K = B * T // cp, layer.config.num_experts, layer.config.top_k
+    ids_tK = layer.part("router").forced_ids(num, E, K, device)
+    borders = row_borders(B, B * T, device) if cu_seqlens is None else cu_seqlens.to(device)
+    held = held_tokens(borders, B * T, cp)
+    ids_NK = ids_tK.new_empty(B * T, K)
+    ids_NK[held.flatten()] = ids_tK.repeat(cp, 1)
+    return ids_NK
 
 
 def _aux_losses(config: MoEConfig, out: ReferenceOutput, counts_E: Tensor) -> Tensor:

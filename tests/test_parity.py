@@ -11,7 +11,8 @@ Cases that want more GPUs than the host has are skipped, unless ranks share GPUs
 Only what is asked for runs, eight cases per start of the ranks at most.
 
 Losses, every gradient, its norm, auxiliary losses, counts, parameters after a step of SGD and two
-of AdamW: fp32 within 1e-5 of each tensor's scale, bf16 at most twice as wrong as one process.
+of AdamW: fp32 within 1e-5 of each tensor's scale, bf16 and FP8 at most twice as wrong as one
+process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 
 from moecore import ContextOptions, FSDPOptions, NVLinkOptions
 from moecore.kernels.common import has_hopper_kernels
+from moecore.precision.recipe import Recipe
+from moecore.precision.roles import Precision
 from tests.parity import Case, run_case
 from tests.ranks import num_gpu_ranks, run_ranks
 
@@ -87,9 +90,9 @@ BOTH = ContextOptions(way="a2a+p2p", a2a_ranks=2)
 CASES += [
     case(8, "dp_shard=4 cp=2", "ep=4 edp_shard=2", model="sigmoid", context=HEADS),
     case(8, "dp_shard=2 cp=4", "ep=8 edp_shard=1", model="latent-capacity", context=RING),
-    case(8, "dp_shard=2 cp=4", "ep=2 etp=2 edp_shard=2", context=BOTH, loss="sum"),
+    case(8, "dp_shard=2 cp=4", "ep=2 etp=2 edp_shard=2", context=BOTH, loss="sum", packed=True),
     case(8, "dp_shard=2 cp=2 tp=2", "ep=4 edp_shard=2", model="sinkhorn", context=GATHER),
-    case(8, "dp_shard=1 cp=4 tp=2", "ep=8 edp_shard=1", context=BOTH, recompute=True),
+    case(8, "dp_shard=1 cp=4 tp=2", "ep=8 edp_shard=1", context=BOTH, packed=True, recompute=True),
     case(8, "dp_shard=2 cp=2 tp=2", "ep=4 etp=2 edp_shard=1", model="expert-choice", accumulate=2),
     case(
         8,
@@ -110,8 +113,19 @@ CONTEXT_PAIRS = [
 ]
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 BF16_TOGETHER = FSDPOptions(param_dtype=torch.bfloat16, blocks_per_unit=2)
-BF16_CASES = [
-    case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="balanced", bf16=True, fsdp=BF16),
+FP8 = Precision(recipe=Recipe(), roles=("attention", "mlp"))
+ROUGH_CASES = [
+    case(8, "dp_shard=2 cp=4", "ep=8 edp_shard=1", model="balanced", precision=FP8, context=BOTH),
+    case(
+        8,
+        "dp_shard=4 cp=2",
+        "ep=2 etp=2 edp_shard=2",
+        model="balanced",
+        bf16=True,
+        fsdp=BF16,
+        context=RING,
+        packed=True,
+    ),
     case(
         8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="balanced", bf16=True, fsdp=BF16_TOGETHER
     ),
@@ -409,12 +423,12 @@ def asked_for(request: pytest.FixtureRequest, cases: list[Case]) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def cpu_results(request: pytest.FixtureRequest) -> Results:
-    return Results(asked_for(request, CASES + BF16_CASES + TAMPERED), "cpu")
+    return Results(asked_for(request, CASES + ROUGH_CASES + TAMPERED), "cpu")
 
 
 @pytest.fixture(scope="module")
 def gpu_results(request: pytest.FixtureRequest) -> Results:
-    return Results(asked_for(request, CASES + CONTEXT_PAIRS + BF16_CASES + TAMPERED), "cuda")
+    return Results(asked_for(request, CASES + CONTEXT_PAIRS + ROUGH_CASES + TAMPERED), "cuda")
 
 
 @pytest.fixture(scope="module")
@@ -442,15 +456,15 @@ def test_equals_one_process(c: Case, cpu_results: Results) -> None:
     check(cpu_results[c.name])
 
 
-def check_bf16(ratios: dict[str, float]) -> None:
+def check_ratios(ratios: dict[str, float]) -> None:
     assert len(ratios) > 30, "every gradient is compared"
     print(f"worst ratio {max(ratios.values()):.2f}")
     assert not {name: ratio for name, ratio in ratios.items() if not ratio <= 2}
 
 
-@pytest.mark.parametrize("c", BF16_CASES, ids=lambda c: c.name)
-def test_bf16_is_at_most_twice_as_wrong_as_one_process(c: Case, cpu_results: Results) -> None:
-    check_bf16(cpu_results[c.name])
+@pytest.mark.parametrize("c", ROUGH_CASES, ids=lambda c: c.name)
+def test_rounding_is_at_most_twice_as_wrong_as_one_process(c: Case, cpu_results: Results) -> None:
+    check_ratios(cpu_results[c.name])
 
 
 @pytest.mark.parametrize("c", TAMPERED, ids=lambda c: c.name)
@@ -465,11 +479,11 @@ def test_equals_one_process_on_gpus(c: Case, gpu_results: Results) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("c", BF16_CASES, ids=lambda c: c.name)
-def test_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus(
+@pytest.mark.parametrize("c", ROUGH_CASES, ids=lambda c: c.name)
+def test_rounding_is_at_most_twice_as_wrong_as_one_process_on_gpus(
     c: Case, gpu_results: Results
 ) -> None:
-    check_bf16(gpu_results[c.name])
+    check_ratios(gpu_results[c.name])
 
 
 @pytest.mark.gpu
@@ -489,7 +503,7 @@ def test_nvlink_equals_one_process_on_gpus(c: Case, nvlink_results: Results) -> 
 def test_nvlink_in_bf16_is_at_most_twice_as_wrong_as_one_process_on_gpus(
     c: Case, nvlink_results: Results
 ) -> None:
-    check_bf16(nvlink_results[c.name])
+    check_ratios(nvlink_results[c.name])
 
 
 @pytest.mark.gpu

@@ -342,11 +342,6 @@ def _check_context(model: nn.Module, request: Request) -> None:
             f"{field} for {type(model).__name__}: context parallelism needs a model with "
             f"apply_context_{needs}, such as moecore.models.Decoder"
         )
-    if request.compile_dense:
-        where = f"{dynamic} = False" if request.is_dynamic else f"ParallelConfig.cp ({cp}) = 1"
-        raise NotImplementedError(
-            f"compile_dense (True) must go with {where}, because attention communicates: drop it"
-        )
     request.context_options(model)
 
 

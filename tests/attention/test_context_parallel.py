@@ -46,8 +46,10 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "a2a, window, sinks": ("a2a", 12, 12, dict(window=5, sinks=True)),
     "p2p": ("p2p", 6, 3, {}),
     "p2p, sinks": ("p2p", 4, 2, dict(sinks=True)),
+    "p2p, window": ("p2p", 4, 2, dict(window=5)),
     "a2a+p2p": ("a2a+p2p", 8, 4, {}),
     "a2a+p2p, sinks": ("a2a+p2p", 4, 2, dict(sinks=True)),
+    "a2a+p2p, window, sinks": ("a2a+p2p", 4, 4, dict(window=5, sinks=True)),
 }
 
 

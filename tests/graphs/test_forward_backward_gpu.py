@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moecore import (
     BalanceConfig,
+    ContextOptions,
     DynamicLossScale,
     ExchangeError,
     FSDPOptions,
@@ -56,6 +57,7 @@ class Case:
     """A way to train."""
 
     ep: int
+    cp: int = 1  # with packed documents, which differ from step to step
     preset: str = "tiny"
     balance: BalanceConfig = QUANTILE
     fsdp: dict[str, Any] = field(default_factory=dict)
@@ -116,12 +118,21 @@ CASES = {
         ep=max(1, WORLD // 2), nvlink=ROOM if WORLD > 2 else None, fsdp=dict(blocks_per_unit=2)
     ),
 }
+CASES |= {
+    f"over cp, {what}": Case(ep=WORLD, cp=2, nvlink=ROOM, preset=name, options=dict(context=way))
+    for what, name, way in (
+        ("a ring", "tiny", ContextOptions(way="p2p")),
+        ("all heads' tokens", "tiny", ContextOptions(way="a2a")),
+        ("latents gathered", "tiny-deepseek-v3", ContextOptions(way="allgather")),
+    )
+    if WORLD > 1
+}
 
 
 @cache
-def meshes_of(ep: int) -> Meshes:
-    """Return the meshes of all jobs with this ep: their communicators are made once."""
-    return build_meshes(ParallelConfig(ep=ep), "cuda")
+def meshes_of(ep: int, cp: int) -> Meshes:
+    """Return the meshes of all jobs with these degrees: their communicators are made once."""
+    return build_meshes(ParallelConfig(ep=ep, cp=cp), "cuda")
 
 
 class Job:
@@ -133,9 +144,10 @@ class Job:
         nvlink = case.nvlink if case.ep > 1 else None
         self.case, self.config = case, replace(config, moe=moe)
         self.model = Decoder(self.config, device="meta")
+        self.meshes = meshes_of(case.ep, case.cp)
         parallelize_moe(
             self.model,
-            meshes_of(case.ep),
+            self.meshes,
             dispatcher="nvlink" if nvlink else "local",
             nvlink=nvlink,
             **case.options,
@@ -155,11 +167,12 @@ class Job:
         if graphed:
             self.run = GraphedForwardBackward(self.forward_backward, self.model, warm_up=WARM_UP)
 
-    def forward_backward(self, tokens_ABT: Tensor) -> dict[str, Tensor]:
+    def forward_backward(self, tokens_ABT: Tensor, *documents_An: Tensor) -> dict[str, Tensor]:
         losses = []
-        for tokens_BT in tokens_ABT:
+        for tokens_BT, *packed in zip(tokens_ABT, *documents_An, strict=True):
+            how = dict(cu_seqlens=packed[0], max_seqlen=BATCH[-1]) if packed else {}
             with self.owner.micro_batch():
-                loss = self.model(tokens_BT, tokens_BT.roll(-1, 1)) / MICRO_BATCHES
+                loss = self.model(tokens_BT, tokens_BT.roll(-1, 1), **how) / MICRO_BATCHES
                 self.owner.scale(loss).backward()
             losses.append(loss.detach())
         return {"losses": torch.stack(losses)}
@@ -168,7 +181,7 @@ class Job:
         """Train a step; return its losses, norm and counts."""
         for group in self.optimizer.param_groups:
             group["lr"] = 3e-3 * (1 + step % 3)
-        losses = self.run(self.batch(step))["losses"].tolist()
+        losses = self.run(self.batch(step), *self.documents(step))["losses"].tolist()
         found = {f"loss {n}": loss for n, loss in enumerate(losses)}
         if disturbed:
             scribble()
@@ -196,10 +209,22 @@ class Job:
         self.owner.drop()
 
     def batch(self, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed * 100 + dist.get_rank())
+        generator = torch.Generator().manual_seed(seed * 100 + self.meshes.data_rank)
         # Skewed, so that routing changes from step to step.
         tokens = torch.rand(BATCH, generator=generator) ** (1 + seed % 4) * self.config.vocab_size
         return tokens.long().pin_memory()
+
+    def documents(self, seed: int) -> tuple[Tensor, ...]:
+        """Return cu_seqlens of every micro-batch, two documents in each row, over cp; else none."""
+        if self.case.cp == 1:
+            return ()
+        A, B, T = BATCH
+        unit, generator = 2 * self.case.cp, torch.Generator().manual_seed(seed)
+        cuts = torch.randint(1, T // unit, (A, B, 1), generator=generator) * unit
+        rows = torch.arange(B)[:, None] * T
+        ends = torch.cat((cuts, torch.full_like(cuts, T)), dim=2) + rows
+        borders = torch.cat((torch.zeros(A, 1), ends.flatten(1)), dim=1)
+        return (borders.int().pin_memory(),)
 
 
 def scribble() -> None:

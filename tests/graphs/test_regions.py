@@ -12,6 +12,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from moecore import (
+    ContextOptions,
     MemoryOptions,
     MoEConfig,
     MoELayer,
@@ -46,7 +47,7 @@ class Trained(NamedTuple):
     kept: int  # bytes, after the first forward
 
 
-def train(compile: bool) -> Trained:
+def train(compile: bool, **over_cp: Any) -> Trained:
     config = replace(preset("tiny-deepseek-v3"), num_layers=3)  # a dense block and two with MoE
     model = Decoder(config, device="meta")
     parallelize_moe(
@@ -54,6 +55,7 @@ def train(compile: bool) -> Trained:
         build_meshes(ParallelConfig(ep=2), "cpu"),
         compile_dense=compile,
         memory=MemoryOptions(recompute="gemm_last"),
+        **over_cp,
     )
     model.to_empty(device="cpu")
     model.init_weights(0)
@@ -68,7 +70,7 @@ def train(compile: bool) -> Trained:
     for step in range(STEPS):
         tokens_BT = torch.randint(0, config.vocab_size, (2, 24), generator=generator)
         with packing(count) if step == 0 else nullcontext():
-            loss = model(tokens_BT, tokens_BT)
+            loss = model(tokens_BT, tokens_BT, cp=1 + step if over_cp else None)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -83,6 +85,8 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     counters = torch._dynamo.utils.counters
     found["graphs"] = counters["stats"]["unique_graphs"]
     found["breaks"] = sum(counters["graph_break"].values())
+    over_cp = dict(context=ContextOptions(dynamic=True), loss="sum")
+    found["over cp"] = train(False, **over_cp), train(True, **over_cp)
     return found
 
 
@@ -93,8 +97,17 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_losses_and_parameters_equal_those_of_eager(found: dict[str, Any]) -> None:
-    losses, params, _ = found["eager"]
-    compiled_losses, compiled_params, _ = found["compiled"]
+    check_same(found["eager"], found["compiled"])
+
+
+@pytest.mark.slow
+def test_attention_over_ranks_runs_between_what_is_compiled(found: dict[str, Any]) -> None:
+    check_same(*found["over cp"])
+
+
+def check_same(eager: Trained, compiled: Trained) -> None:
+    losses, params, _ = eager
+    compiled_losses, compiled_params, _ = compiled
     assert losses[0] != losses[1]
     assert compiled_losses == pytest.approx(losses, rel=1e-5)
     for want, got in zip(params, compiled_params, strict=True):

@@ -1,15 +1,20 @@
 """Decoders over cp ranks against one process: packed documents, latents, prediction ahead.
 
 Four gloo ranks are spawned once. Every case compares the losses of each data rank, those of the
-modules ahead, every gradient, the experts' counts and the weights after two steps of SGD.
-`tests/test_parity.py` has compositions of degrees for rows.
+modules ahead, every gradient, the experts' counts and the weights after two steps of SGD, by which
+`QKClip` clips in some. A window is not part of a decoder's config: there both sides attend with it.
+`tests/test_parity.py` has compositions of degrees with AdamW, clipping and other routers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,16 +30,24 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.models import Decoder, DecoderConfig
+from moecore.attention.context_parallel import ring
+from moecore.attention.function import attend
+from moecore.attention.sequence import Sequence
+from moecore.memory.offload import Offload
+from moecore.models import Decoder, DecoderConfig, layers
+from moecore.models.decoder import Backbone
+from moecore.models.rotary import rotary_table
 from moecore.moe.layer import MoELayer
 from moecore.moe.micro_batch import MicroBatch
+from moecore.optim import QKClip
+from tests.attention.test_context_parallel import swapped, wrong_merge
 from tests.models.test_mtp import CONFIGS, make
 from tests.ranks import run_ranks
 
 LATENT, GROUPED = CONFIGS["latent, 1"], CONFIGS["grouped, tied, dense, 1"]
 LATENT = replace(LATENT, num_heads=8, num_kv_heads=8)
 DROPS = CapacityConfig(factor=1.1, drop="position")
-STEPS = 2
+STEPS, WORLD = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +58,10 @@ class Case:
     config: DecoderConfig = LATENT
     way: str = "auto"
     a2a_ranks: int | None = None
-    packed: bool = False
+    packed: bool = True
     loss: str = "mean"
+    window: int | None = None
+    tau: float | None = None  # of a QKClip
     memory: MemoryOptions | None = None
     tamper: str = ""
 
@@ -56,34 +71,51 @@ def dropping(config: DecoderConfig) -> DecoderConfig:
     return replace(config, moe=replace(config.moe, capacity=DROPS))
 
 
+PLAIN = replace(GROUPED, qk_norm=None)
+OFFLOADED = MemoryOptions(recompute="gemm_last", offload=("attention", "experts", "rest"))
+SCORES = MemoryOptions(recompute=("norm", "rope", "attention_scores"))
 CASES = {
     "latents gathered": Case(
-        parallel=dict(cp=2, ep=2), memory=MemoryOptions(recompute=("norm", "mla_up_proj"))
+        parallel=dict(cp=4, ep=2),
+        packed=False,
+        memory=MemoryOptions(recompute=("norm", "mla_up_proj")),
     ),
-    "latents gathered, packed": Case(parallel=dict(cp=4, ep=2), packed=True),
-    "latents gathered over tp": Case(parallel=dict(cp=2, tp=2, ep=4), packed=True, loss="sum"),
-    "latents, ring": Case(parallel=dict(cp=2, ep=4), way="p2p", packed=True, loss="sum"),
+    "latents gathered, packed": Case(parallel=dict(cp=2, ep=2, etp=2), tau=4.0),
+    "latents gathered over tp": Case(parallel=dict(cp=2, tp=2, ep=4), loss="sum"),
+    "latents, ring": Case(parallel=dict(cp=2, ep=2, etp=2), way="p2p", loss="sum"),
     "latents, heads": Case(
-        parallel=dict(cp=2, tp=2, ep=2, etp=2), way="a2a", packed=True, config=dropping(LATENT)
+        parallel=dict(cp=2, tp=2, ep=2, etp=2), way="a2a", config=dropping(LATENT)
     ),
-    "latents, both": Case(parallel=dict(cp=4, ep=4), way="a2a+p2p", a2a_ranks=2, packed=True),
+    "latents, both": Case(parallel=dict(cp=4, ep=4), way="a2a+p2p", a2a_ranks=2),
     "grouped, gathered": Case(
-        parallel=dict(dp_replicate=2, cp=2, ep=2), config=GROUPED, way="allgather", packed=True
+        parallel=dict(dp_replicate=2, cp=2, ep=2), config=GROUPED, way="allgather"
     ),
-    "grouped, auto": Case(parallel=dict(cp=4, ep=2, etp=2), config=dropping(GROUPED), packed=True),
+    "grouped, auto": Case(parallel=dict(cp=4, ep=2, etp=2), config=dropping(GROUPED)),
+    "grouped, heads": Case(parallel=dict(cp=2, ep=4), config=PLAIN, way="a2a", tau=3.0),
+    "grouped, both": Case(
+        parallel=dict(cp=4, ep=4), config=GROUPED, way="a2a+p2p", packed=False, loss="sum"
+    ),
     "grouped, ring": Case(
-        parallel=dict(cp=2, tp=2, ep=4),
-        config=dropping(GROUPED),
-        way="p2p",
-        packed=True,
-        memory=MemoryOptions(recompute=("norm", "rope", "attention_scores")),
+        parallel=dict(cp=2, tp=2, ep=4), config=dropping(GROUPED), way="p2p", memory=SCORES
     ),
+    "grouped, ring, clipped": Case(
+        parallel=dict(cp=2, tp=2, etp=2), config=PLAIN, way="p2p", tau=3.0, memory=OFFLOADED
+    ),
+    "window, gathered": Case(
+        parallel=dict(cp=2, tp=2, ep=2), config=GROUPED, way="allgather", window=5
+    ),
+    "window, heads": Case(parallel=dict(cp=2, ep=4), config=GROUPED, way="a2a", window=5),
+    "window, ring": Case(
+        parallel=dict(cp=4, ep=4), config=GROUPED, way="p2p", window=5, packed=False
+    ),
+    "window, both": Case(parallel=dict(cp=4, ep=2), config=GROUPED, way="a2a+p2p", window=5),
 }
+RING = Case(parallel=dict(cp=4, ep=4), config=GROUPED, way="p2p", loss="sum", packed=False)
 TAMPERED = {
-    "order of tokens": Case(
-        parallel=dict(cp=4, ep=2), config=dropping(GROUPED), packed=True, tamper="order"
-    ),
-    "positions": Case(parallel=dict(cp=4, ep=2), config=GROUPED, tamper="positions"),
+    "order of tokens": Case(parallel=dict(cp=4, ep=2), config=dropping(GROUPED), tamper="order"),
+    "positions": Case(parallel=dict(cp=4, ep=2), config=GROUPED, packed=False, tamper="positions"),
+    "merge": replace(RING, tamper="merge"),
+    "chunk": replace(RING, tamper="chunk"),
 }
 
 
@@ -109,14 +141,43 @@ def counts_of(model: Decoder) -> dict[str, Tensor]:
     return {n: m.tracker.counts.chosen_E.clone() for n, m in layers.items()}
 
 
-def expected(case: Case, data_ranks: int) -> dict[str, Tensor]:
+def data_ranks_of(case: Case) -> int:
+    return WORLD // (case.parallel["cp"] * case.parallel.get("tp", 1))
+
+
+def alone(case: Case) -> Case:
+    """Return the case with what decides the results of one process alone."""
+    return Case(
+        parallel=dict(cp=WORLD // data_ranks_of(case)),
+        config=case.config,
+        packed=case.packed,
+        loss=case.loss,
+        window=case.window,
+        tau=case.tau,
+    )
+
+
+def all_expected() -> list[tuple[Case, dict[str, Tensor]]]:
+    """Return what one process gives for every case; each rank computes some."""
+    cases = list(map(alone, (CASES | TAMPERED).values()))
+    cases = [case for i, case in enumerate(cases) if case not in cases[:i]]
+    own = [(case, expected(case)) for case in cases[dist.get_rank() :: WORLD]]
+    everything: list[Any] = [None] * WORLD
+    dist.all_gather_object(everything, own)
+    return [one for found in everything for one in found]
+
+
+def expected(case: Case) -> dict[str, Tensor]:
     """Return what one process gives, data rank after data rank."""
-    model, found = make(case.config), {}
+    model, found, data_ranks = make(case.config), {}, data_ranks_of(case)
+    clip = None if case.tau is None else QKClip(model, case.tau)
     for step in range(STEPS):
         batches = [batch_of(case, r, step) for r in range(data_ranks)]
         counts: dict[str, Any] = defaultdict(int)
         for rank, batch in enumerate(batches):
-            loss, scale = model(**batch, num_tokens=num_tokens(case, batches)), 1 / data_ranks
+            with windowed(case):
+                loss = model(**batch, num_tokens=num_tokens(case, batches))
+            scale = 1 / data_ranks
             for layer in model.modules():
                 if isinstance(layer, MoELayer):
                     layer.tracker.reset()
@@ -126,61 +187,97 @@ def expected(case: Case, data_ranks: int) -> dict[str, Tensor]:
                 counts[name] = counts[name] + count
             found[f"{step}: loss of {rank}"] = loss.detach()
             found[f"{step}: ahead of {rank}"] = model.mtp_losses
-        update(model, found, step)
+        update(model, found, step, clip)
         found |= {f"{step}: counts of {n}": c.double() for n, c in counts.items()}
     return found
+
+
+@contextmanager
+def windowed(case: Case) -> Iterator[None]:
+    with patch.object(layers, "attend", partial(attend, window=case.window)):
+        yield
 
 
 def num_tokens(case: Case, batches: list[dict[str, Any]]) -> int | None:
     return sum(int((b["labels_BT"] != -100).sum()) for b in batches) if case.loss == "sum" else None
 
 
-def update(model: Decoder, found: dict[str, Tensor], step: int) -> None:
-    """Step by SGD; note gradients before and weights after."""
+def update(model: Decoder, found: dict[str, Tensor], step: int, clip: QKClip | None = None) -> None:
+    """Step by SGD and clip; note gradients before and weights after."""
     for name, param in model.named_parameters():
         grad = param.grad
         found[f"{step}: gradient of {name}"] = getattr(grad, "full_tensor", lambda g=grad: g)()
     torch.optim.SGD(model.parameters(), lr=0.05).step()
     model.zero_grad()
+    if clip is not None:
+        clip.step()
+        found |= {f"{step}: largest of {n}": x for n, x in clip.max_scores.items()}
     for name, param in model.named_parameters():
         found[f"{step}: {name}"] = getattr(param, "full_tensor", param.clone)().detach().clone()
 
 
-def run(case: Case) -> dict[str, float]:
+def run(case: Case, wanted: dict[str, Tensor]) -> dict[str, float]:
     """Return the relative error of every quantity."""
-    meshes = build_meshes(ParallelConfig(**case.parallel), "cpu")
-    wanted, found = expected(case, meshes.data_ranks), {}
+    meshes, found = build_meshes(ParallelConfig(**case.parallel), "cpu"), dict[str, Tensor]()
+    assert meshes.data_ranks == data_ranks_of(case)
     context = ContextOptions(way=case.way, a2a_ranks=case.a2a_ranks)  # type: ignore[arg-type]
     model = make(case.config)
-    parallelize_moe(model, meshes, loss=case.loss, context=context, memory=case.memory)
-    if case.tamper == "positions":
-        cut = model.model.sequence_of
-        model.model.sequence_of = lambda *a: replace(cut(*a), rotary=plain_rotary(model, a[0]))
+    made: list[Offload] = []
+
+    def offload(*args: Any, **kwargs: Any) -> Offload:
+        made.append(Offload(*args, **kwargs, min_bytes=1))
+        return made[0]
+
+    with patch("moecore.memory.apply.Offload", offload):
+        parallelize_moe(model, meshes, loss=case.loss, context=context, memory=case.memory)
+    clip = None if case.tau is None else QKClip(model, case.tau)
     owner = TrainStep(model)
     for step in range(STEPS):
         batches = [batch_of(case, r, step) for r in range(meshes.data_ranks)]
-        with owner.micro_batch():
+        with owner.micro_batch(), windowed(case):
             loss = model(**batches[meshes.data_rank], num_tokens=num_tokens(case, batches))
             loss.backward()
         metrics = owner.finish().metrics
         for what, value in (("loss", loss.detach()), ("ahead", model.mtp_losses)):
-            every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+            every = [torch.empty_like(value) for _ in range(WORLD)]
             dist.all_gather(every, value)
-            share = dist.get_world_size() // meshes.data_ranks
+            share = WORLD // meshes.data_ranks
             for i, one in enumerate(every):
                 assert torch.equal(one, every[i // share * share])
                 found[f"{step}: {what} of {i // share}"] = one
-        update(model, found, step)
+        update(model, found, step, clip)
         counts = metrics.tokens_per_expert.items()
         found |= {f"{step}: counts of {n}": c.double() for n, c in counts}
+    assert len(made) == bool(case.memory and case.memory.offload)
+    assert all(one.back_bytes == one.out_bytes > 0 for one in made)
     assert found.keys() == wanted.keys()
     return {name: relative(found[name], wanted[name]) for name in wanted}
 
 
-def plain_rotary(model: Decoder, tokens_BT: Tensor) -> Any:
+@contextmanager
+def tampered(what: str) -> Iterator[None]:
+    """Break one thing of cp."""
+    block_of, cut = ring.block_of, Backbone.sequence_of
+
+    def wrong_positions(self: Backbone, tokens_BT: Tensor, *rest: Any) -> Sequence:
+        sequence = cut(self, tokens_BT, *rest)
+        return replace(sequence, rotary=plain_rotary(self, tokens_BT))
+
+    broken: dict[str, Any] = {
+        "order": (MicroBatch, "_tokens", consecutive),
+        "positions": (Backbone, "sequence_of", wrong_positions),
+        "merge": (ring, "merge", wrong_merge),
+        "chunk": (ring, "block_of", lambda *a: swapped(block_of(*a))),
+    }
+    with patch.object(*broken[what]) if what else nullcontext():
+        yield
+
+
+def plain_rotary(model: Backbone, tokens_BT: Tensor) -> Any:
     """Return the table of a rank that counts its tokens from 0."""
-    whole = Decoder(model.config, device="meta").model
-    return whole.sequence_of(tokens_BT[:, : tokens_BT.shape[1] // model.model.cp.size]).rotary
+    assert model.cp is not None
+    positions = torch.arange(tokens_BT.shape[1] // model.cp.size)
+    return rotary_table(model.config, positions)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -208,7 +305,6 @@ def refusals() -> list[str]:
         lambda: model(tokens[:, :12]),
         lambda: model(tokens, cu_seqlens=torch.tensor([0, 10, 24])),
         lambda: parallelize_moe(make(GROUPED), meshes, context=ContextOptions(way="a2a")),
-        lambda: parallelize_moe(make(GROUPED), meshes, compile_dense=True),
     ):
         with pytest.raises((ValueError, NotImplementedError)) as info:
             call()
@@ -218,12 +314,10 @@ def refusals() -> list[str]:
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     results: dict[str, Any] = {"logits": logits(), "refusals": refusals()}
+    wanted = all_expected()
     for name, case in (CASES | TAMPERED).items():
-        tokens_of = MicroBatch._tokens
-        if case.tamper == "order":
-            MicroBatch._tokens = consecutive
-        errors = run(case)
-        MicroBatch._tokens = tokens_of
+        with tampered(case.tamper):
+            errors = run(case, next(want for one, want in wanted if one == alone(case)))
         values = torch.tensor(list(errors.values()), dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         results[name] = dict(zip(errors, values.tolist(), strict=True))
@@ -237,7 +331,7 @@ def consecutive(self: MicroBatch, num_tokens: int, device: torch.device) -> Tens
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return run_ranks(4, worker)
+    return run_ranks(WORLD, worker)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -257,8 +351,7 @@ def test_logits_and_generation(results: dict[str, Any]) -> None:
 
 
 def test_refusals_are_one_line(results: dict[str, Any]) -> None:
-    rows, documents, heads, compiled = results["refusals"]
+    rows, documents, heads = results["refusals"]
     assert rows == "sequence length (12) must be a multiple of 2 * cp (8): pad the rows"
     assert documents.startswith("cu_seqlens (document 0 of 10 tokens) must have documents of")
     assert heads.startswith("ContextOptions.way ('a2a') must go with key/value heads of a tp rank")
-    assert compiled.startswith("compile_dense (True) must go with ParallelConfig.cp (4) = 1")

@@ -47,6 +47,7 @@ def moe_reference(
     *,
     training: bool = True,
     padding_mask_BT: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     given_ids_NK: Tensor | None = None,
     jitter_ND: Tensor | None = None,
 ) -> ReferenceOutput:
@@ -61,6 +62,7 @@ def moe_reference(
         config: the layer.
         training: the mode; it decides about capacity, Sinkhorn and jitter.
         padding_mask_BT: bool, True = padding; None = none.
+        cu_seqlens: whole numbers [n + 1], documents over all rows; None = rows.
         given_ids_NK: expert ids that are chosen instead, -1 = no choice; capacity still drops.
         jitter_ND: the factors that jitter drew; None = 1.
 
@@ -79,7 +81,8 @@ def moe_reference(
     y_ND = _routed(x_ND, routing, params, config)
     for i in range(config.num_shared_experts if config.shared_hidden_dim else 0):
         y_ND = y_ND + _shared(x_ND, i, params, config)
-    losses = _losses(routing, B, config)
+    borders = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    losses = _losses(routing, borders, config)
     counts_E = routing.chosen_NE.sum(0)
     mean_scores_E = routing.real_mean(routing.scores_NE)
     return ReferenceOutput(y_ND.view(B, T, D), losses, counts_E, mean_scores_E, routing)
@@ -150,7 +153,7 @@ def _activation(h: Tensor, config: MoEConfig) -> Tensor:
     return gate * torch.sigmoid(config.activation_alpha * gate) * (1 + up)
 
 
-def _losses(routing: ReferenceRouting, B: int, config: MoEConfig) -> dict[str, Tensor]:
+def _losses(routing: ReferenceRouting, borders: list[int], config: MoEConfig) -> dict[str, Tensor]:
     E, K, balance = config.num_experts, config.top_k, config.balance
     counted_NE = routing.counted_NE.float()
     mean_scores_E = routing.real_mean(routing.scores_NE)
@@ -158,9 +161,8 @@ def _losses(routing: ReferenceRouting, B: int, config: MoEConfig) -> dict[str, T
     shares_E = counted_NE.sum(0) / counted_NE.sum().clamp(min=1)
     globally = E * (shares_E * mean_scores_E).sum()
     per_sequence = torch.zeros_like(even)
-    N, num_sequences = counted_NE.shape[0], 0
-    for b in range(B):
-        part = slice(b * N // B, (b + 1) * N // B)
+    num_sequences = 0
+    for part in map(slice, borders, borders[1:]):
         f_E = routing.real_mean(counted_NE, part) / K
         num_sequences += int(routing.real_N[part].any())
         per_sequence = per_sequence + E * (f_E * routing.real_mean(routing.scores_NE, part)).sum()

@@ -30,6 +30,7 @@ from moecore._fields import Positive, check_arguments
 from moecore.attention.sequence import Sequence
 from moecore.kernels.documents import documents_of
 from moecore.kernels.ops import Op
+from moecore.memory.products import once
 from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
 from moecore.moe.params import clean_name, global_indices
@@ -38,28 +39,38 @@ BLOCK_NUMEL = 1 << 26  # logits that exist at once
 
 
 def _raise_max(
-    max_H: Tensor, q_BTHd: Tensor, k_BThd: Tensor, cu_seqlens: Tensor | None, scale: float
+    max_H: Tensor,
+    q_BTHd: Tensor,
+    k_BShd: Tensor,
+    places_T: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
 ) -> None:
-    """Raise a running maximum, by blocks of queries; keys of other documents have no part."""
-    document_T = None
+    """Raise a running maximum, by blocks of queries; keys of other documents have no part.
+
+    `places_T` is where queries stand among the keys, of rows that are laid end to end where
+    documents are packed; None = queries and keys are of the same tokens.
+    """
+    document_S = None
     if cu_seqlens is not None:  # documents are packed over all rows
-        q_BTHd, k_BThd = q_BTHd.flatten(0, 1)[None], k_BThd.flatten(0, 1)[None]
-        document_T = documents_of(cu_seqlens, q_BTHd.shape[1])
-    B, T, H, _ = q_BTHd.shape
+        q_BTHd, k_BShd = q_BTHd.flatten(0, 1)[None], k_BShd.flatten(0, 1)[None]
+        document_S = documents_of(cu_seqlens, k_BShd.shape[1])
+    (B, T, H, _), (S, h) = q_BTHd.shape, k_BShd.shape[1:3]
     if not B * T:
         return
-    h = k_BThd.shape[2]
     q_BhgTd = q_BTHd.unflatten(2, (h, H // h)).permute(0, 2, 3, 1, 4)
-    k_BhdT = k_BThd.permute(0, 2, 3, 1)
-    size = max(1, BLOCK_NUMEL // (B * H * T))
+    k_BhdS = k_BShd.permute(0, 2, 3, 1)
+    keys_S = torch.arange(S, device=max_H.device)
+    size = max(1, BLOCK_NUMEL // (B * H * S))
     for start in range(0, T, size):
         stop = min(T, start + size)
+        seen = stop if places_T is None else S
+        own_T1 = (keys_S if places_T is None else places_T)[start:stop, None]
         rows = q_BhgTd[..., start:stop, :].flatten(2, 3)
-        scores = (rows @ k_BhdT[..., :stop]).unflatten(2, (H // h, stop - start))
-        future = torch.ones(stop - start, stop, dtype=torch.bool, device=max_H.device)
-        hidden = future.triu_(start + 1)
-        if document_T is not None:
-            hidden |= document_T[start:stop, None] != document_T[:stop]
+        scores = (rows @ k_BhdS[..., :seen]).unflatten(2, (H // h, stop - start))
+        hidden = keys_S[:seen] > own_T1
+        if document_S is not None:
+            hidden |= document_S[own_T1] != document_S[:seen]
         scores.masked_fill_(hidden, -torch.inf)
         found_H = scores.amax((0, 3, 4)).flatten().float() * scale
         max_H.copy_(torch.maximum(max_H, found_H))
@@ -68,15 +79,27 @@ def _raise_max(
 _raise_max_op = Op(
     "raise_max_scores",
     _raise_max,
-    lambda max_H, q, k, cu_seqlens, scale: None,
+    lambda max_H, q, k, places, cu_seqlens, scale: None,
     mutates_args=("max_H",),
 )
+
+
+@torch.compiler.disable
+def _whole_keys(q_BtHd: Tensor, k: Tensor, sequence: Sequence) -> tuple[Tensor, Tensor]:
+    """Return the keys of whole rows, and the places of this cp rank's queries. Collective."""
+    held = sequence.held
+    assert held is not None, "asked for only with tokens on several ranks"
+    k_BThd = k if k.shape[1] > q_BtHd.shape[1] else held.gather_values(k)
+    rows = 1 if sequence.cu_seqlens is None else k.shape[0]
+    tokens = torch.arange(rows * k_BThd.shape[1], device=k.device)
+    return k_BThd, held.own(tokens.view(rows, -1)).flatten()
 
 
 class QKClip:
     """Watches the attention logits of a `moecore.models` decoder, and clips them after a step.
 
-    Every training forward computes queries times keys once more for it, in blocks.
+    Every training forward computes queries times keys once more for it, in blocks. Context parallel
+    ranks gather the keys for it.
 
         clip = QKClip(model, tau=100.0)
         ...
@@ -98,8 +121,6 @@ class QKClip:
 
     def __init__(self, model: nn.Module, tau: Positive = 100.0) -> None:
         check_arguments(QKClip.__init__, locals())
-        if any(getattr(module, "context_groups", None) for module in model.modules()):
-            raise ValueError("QKClip must go with ContextOptions.dynamic = False: leave it out")
         self.tau = tau
         self._watched = [
             _Watched.of(clean_name(name), module)
@@ -198,11 +219,14 @@ class _Watched:
 
     def __call__(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
         """Raise the maximum by a forward; not outside of training."""
-        if sequence.held is not None:
-            raise ValueError("QKClip must go with ParallelConfig.cp = 1: leave it out")
         if self.module.training and torch.is_grad_enabled():
-            q_BTHd, k_BThd = q_BTHd.detach(), k_BThd.detach()
-            _raise_max_op(self.max_H, q_BTHd, k_BThd, sequence.cu_seqlens, scale)
+            once(self._raise, q_BTHd.detach(), k_BThd.detach(), sequence, scale)
+
+    def _raise(self, q_BTHd: Tensor, k_BThd: Tensor, sequence: Sequence, scale: float) -> None:
+        places_T = None
+        if sequence.held is not None:
+            k_BThd, places_T = _whole_keys(q_BTHd, k_BThd, sequence)
+        _raise_max_op(self.max_H, q_BTHd, k_BThd, places_T, sequence.cu_seqlens, scale)
 
     def whole(self) -> Tensor:
         """Return fp32 [H], with -inf for the heads of other tp ranks."""

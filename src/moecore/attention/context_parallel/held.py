@@ -30,7 +30,6 @@ class HeldTokens:
         cp: the ranks.
         layout: of the tokens on all of them.
         a2a_layout: of the tokens of an all-to-all's ranks on these.
-        ring_layout: of the tokens on the groups of the ring.
 
     Raises:
         ValueError: when rows are no multiple of 2 * cp; `check_documents` is for documents.
@@ -52,12 +51,20 @@ class HeldTokens:
         self.layout = Layout(cp.size, B * T, cu_seqlens, max_seqlen)
         part = None if cu_seqlens is None else cu_seqlens // ring
         self.a2a_layout = Layout(cp.size // ring, B * T // ring, part, -(-max_seqlen // ring))
-        self.ring_layout = Layout(ring, B * T, cu_seqlens, max_seqlen)
+        self._ring = None
+        if cp.a2a is not None and cp.ring is not None:
+            self._ring = HeldTokens(ContextParallel(cp.ring), shape, cu_seqlens, max_seqlen)
+
+    @property
+    def over_ring(self) -> HeldTokens:
+        """Who of the ring holds what, of the heads that an all-to-all has left to this rank."""
+        return self._ring or self
 
     def own(self, x_BTX: Tensor) -> Tensor:
         """Return x_BtX, this rank's tokens of whole rows. No communication."""
         return self.layout.split(x_BTX)[self.cp.rank].contiguous()
 
+    @torch.compiler.disable
     def gather(self, x_BtX: Tensor) -> Tensor:
         """Return x_BTX of all ranks in order; backward adds what all ranks did with this rank's.
 
