@@ -1,97 +1,36 @@
-"""Which examples a step reads, and how they lie in a batch: a pure function of seed and step.
-
-Legend: A micro-batches of a step, R data ranks, B sequences, T tokens of the longest.
-"""
+"""Examples as documents to pack, which of them are held out, and what they are known by."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
 
 import torch
 from chat import Example
-from data import BatchShape, generator_of
+from data import BatchShape, PackedSteps, generator_of
 from torch import Tensor
 
 IGNORED = -100  # label of a token that is not learned
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Sequences of one forward, padded behind their ends.
-
-    Attributes:
-        tokens_BT: int64.
-        labels_BT: int64, the token after each where that is learned, else -100.
-        padding_BT: bool, True where no sequence is.
-    """
-
-    tokens_BT: Tensor
-    labels_BT: Tensor
-    padding_BT: Tensor
-
-    def counts(self) -> Tensor:
-        """Return the number of learned tokens and that of all tokens, int64 [2]."""
-        return torch.stack([(self.labels_BT != IGNORED).sum(), (~self.padding_BT).sum()])
+def packed_examples(
+    examples: Sequence[Example],
+    shape: BatchShape,
+    *,
+    seed: int | None,
+    data_rank: int,
+    packs: bool,
+) -> PackedSteps:
+    """Return the steps of examples, whose answers are learned; see `PackedSteps`."""
+    documents = [_document(example) for example in examples]
+    lengths = [len(example.tokens_T) for example in examples]
+    where = {"seed": seed, "data_rank": data_rank, "packs": packs}
+    return PackedSteps(documents, lengths, shape, **where)
 
 
-def make_batch(examples: Sequence[Example]) -> Batch:
-    """Return examples side by side. Attention is causal, so no token sees the padding."""
-    T = max(len(e.tokens_T) for e in examples) - 1
-    tokens_BT = torch.zeros(len(examples), T, dtype=torch.int64)
-    labels_BT = torch.full_like(tokens_BT, IGNORED)
-    padding_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-    for b, example in enumerate(examples):
-        length = len(example.tokens_T) - 1
-        tokens_BT[b, :length] = example.tokens_T[:-1]
-        next_T = example.tokens_T[1:].long()
-        labels_BT[b, :length] = next_T.where(example.is_answer_T[1:], IGNORED)
-        padding_BT[b, :length] = False
-    return Batch(tokens_BT, labels_BT, padding_BT)
-
-
-def step_batches(
-    examples: Sequence[Example], shape: BatchShape, *, seed: int, step: int, data_rank: int
-) -> list[Batch]:
-    """Return one batch per micro-batch of a step >= 1.
-
-    Each epoch has an order of its own, and one follows the other without a gap. The examples of a
-    step are dealt out, so it reads the same ones however many ranks and micro-batches share it. Of
-    a rank's examples those of like length meet in a micro-batch, which has less padding then.
-    """
-    A, R, B = shape.grad_accum, shape.data_ranks, shape.batch_size
-    first = (step - 1) * A * R * B
-    mine = [examples[_drawn(i, len(examples), seed)] for i in range(first, first + A * R * B)]
-    mine = sorted(mine[data_rank::R], key=lambda example: len(example.tokens_T))
-    return [make_batch(mine[a * B : (a + 1) * B]) for a in range(A)]
-
-
-def _drawn(position: int, count: int, seed: int) -> int:
-    """Return which example stands at a position of all epochs."""
-    epoch, place = divmod(position, count)
-    return _order(count, seed, epoch)[place]
-
-
-@lru_cache(maxsize=2)  # a step may lie in two epochs
-def _order(count: int, seed: int, epoch: int) -> list[int]:
-    return torch.randperm(count, generator=generator_of(f"{seed}/epoch {epoch}")).tolist()
-
-
-def eval_batches(
-    examples: Sequence[Example], *, batch_size: int, data_ranks: int, data_rank: int
-) -> Iterator[Batch]:
-    """Yield this rank's batches; every rank has as many, because a forward is collective.
-
-    Where examples run out, others stand in that have nothing to learn.
-    """
-    ordered = sorted(examples, key=lambda example: len(example.tokens_T))
-    width = batch_size * data_ranks
-    for start in range(0, len(ordered), width):
-        mine = ordered[start : start + width][data_rank::data_ranks]
-        fill = Example(ordered[0].tokens_T, torch.zeros_like(ordered[0].is_answer_T))
-        yield make_batch([*mine, *[fill] * (batch_size - len(mine))])
+def _document(example: Example) -> dict[str, Tensor]:
+    ids_T = example.tokens_T.long()
+    return {"input_ids": ids_T, "labels": ids_T.where(example.is_answer_T, IGNORED)}
 
 
 def split_examples(

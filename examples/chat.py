@@ -58,7 +58,7 @@ class Examples:
     """What files hold.
 
     Attributes:
-        kept: examples of at most seq_len + 1 tokens, each with an answer.
+        kept: examples of at most seq_len tokens, each with an answer.
         num_cut: how many of these were longer.
         num_dropped: examples without a token to learn, or without one before the cut.
     """
@@ -76,7 +76,7 @@ def read_examples(
     Args:
         files: .jsonl, or plain text.
         tokenizer: a fast one of transformers.
-        seq_len: most tokens that a model reads at once; it learns the one after each.
+        seq_len: most tokens that a model reads at once.
         option: that names the files, for errors.
 
     Raises:
@@ -86,16 +86,16 @@ def read_examples(
     num_cut = num_dropped = 0
     for where, record in _records(files, option):
         for example in encode(record, tokenizer, seq_len=seq_len, where=where):
-            cut = Example(example.tokens_T[: seq_len + 1], example.is_answer_T[: seq_len + 1])
+            cut = Example(example.tokens_T[:seq_len], example.is_answer_T[:seq_len])
             if cut.num_answers:
                 kept.append(cut)
-                num_cut += len(example.tokens_T) > seq_len + 1
+                num_cut += len(example.tokens_T) > seq_len
             else:
                 num_dropped += 1
     if not kept:
         raise ValueError(
             f"{option} ({' '.join(map(str, files))}) must have a token to learn: none of its "
-            f"{num_dropped} example(s) has an answer among the first --seq-len ({seq_len}) + 1 "
+            f"{num_dropped} example(s) has an answer among the first --seq-len ({seq_len}) "
             "tokens: raise --seq-len, or look at the roles"
         )
     return Examples(kept=kept, num_cut=num_cut, num_dropped=num_dropped)
@@ -142,10 +142,9 @@ def _completion(tokenizer: Any, prompt: str, completion: str) -> Example:
 
 def _pieces(whole: Example, seq_len: int) -> list[Example]:
     """Cut so that each token but the first is learned once: pieces share the token between."""
-    starts = range(0, max(1, len(whole.tokens_T) - 1), seq_len)
+    starts = range(0, max(1, len(whole.tokens_T) - 1), max(1, seq_len - 1))
     return [
-        Example(whole.tokens_T[s : s + seq_len + 1], whole.is_answer_T[s : s + seq_len + 1])
-        for s in starts
+        Example(whole.tokens_T[s : s + seq_len], whole.is_answer_T[s : s + seq_len]) for s in starts
     ]
 
 

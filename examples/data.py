@@ -1,8 +1,9 @@
 """Text as bytes, and which of them a step reads.
 
-Training reads documents, which are packed into rows: `PackedSteps`. A file is a document, and so is
-each text of a jsonl file; one longer than a row is cut into pieces. `read_batches` reads windows of
-the text instead, whatever borders are inside: a pure function of seed, step and data rank.
+Training reads documents, which are packed into rows: `PackedSteps`, of finetune_hf.py too. In a
+text a file is a document, and so is each text of a jsonl file; one longer than a row is cut into
+pieces. `read_batches` reads windows of the text instead, whatever borders are inside: a pure
+function of seed, step and data rank.
 
 Legend: N bytes of the corpus, n documents, A micro-batches of a step, B rows of one micro-batch,
 T tokens of a row.
@@ -13,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -141,6 +142,11 @@ class StepBatch:
         found = (self.tokens_ABT, self.labels_ABT, self.padding_ABT, self.cu_seqlens_An)
         return tuple(tensor for tensor in found if tensor is not None)
 
+    def counts(self) -> Tensor:
+        """Return the numbers of labels and of tokens that are no padding, int64 [2]."""
+        assert self.padding_ABT is not None, "documents have some"
+        return torch.stack([self.num_labels, (~self.padding_ABT).sum()])
+
 
 class PackedSteps:
     """Reads the next step of this data rank: each document once per epoch, over all of them.
@@ -151,31 +157,43 @@ class PackedSteps:
         sampler: its state is the position in the data, the same on every rank.
 
     Args:
-        corpus: of all ranks.
+        documents: of all ranks, as `PackedCollator` reads them.
+        lengths: tokens of each, at most those of a row.
         shape: of a step.
-        seed: of the order.
+        seed: of the order; None = documents in their order.
         data_rank: this one.
+        packs: False = a row has one document, and its padding belongs to it.
     """
 
-    def __init__(self, corpus: Corpus, shape: BatchShape, *, seed: int, data_rank: int) -> None:
-        self._shape = shape
-        self._pieces = CutDocuments(corpus, corpus.borders.diff(), shape.seq_len)
-        rows = shape.grad_accum * shape.batch_size
+    def __init__(
+        self,
+        documents: Sequence[Any],
+        lengths: Sequence[int] | Tensor,
+        shape: BatchShape,
+        *,
+        seed: int | None,
+        data_rank: int,
+        packs: bool = True,
+    ) -> None:
+        self._shape, self._documents = shape, documents
+        rows, T = shape.grad_accum * shape.batch_size, shape.seq_len
+        self._lengths = torch.as_tensor(lengths) if packs else torch.full((len(documents),), T)
         self.sampler = PackedBatchSampler(
-            self._pieces.lengths,
-            shape.seq_len,
+            self._lengths,
+            T,
             rows=rows,
             data_rank=data_rank,
             data_ranks=shape.data_ranks,
-            seed=seed,
+            seed=seed or 0,
+            shuffle=seed is not None,
         )
-        self._collator = PackedCollator(row_tokens=shape.seq_len, rows=rows)
+        self._collator = PackedCollator(row_tokens=T, rows=rows, multiple=1 if packs else T)
         self._batches = self._all_batches()
         self._max_documents = self._most_documents()
 
     def next(self) -> StepBatch:
         """Return the step behind the one before, in the next epoch after the last of one."""
-        packed = self._collator([self._pieces[piece] for piece in next(self._batches)])
+        packed = self._collator([self._documents[number] for number in next(self._batches)])
         size = (self._shape.grad_accum, self._shape.batch_size, self._shape.seq_len)
         return StepBatch(
             tokens_ABT=packed["input_ids"].view(size),
@@ -192,7 +210,7 @@ class PackedSteps:
     def _most_documents(self) -> int:
         """Return the most documents that rows of a micro-batch hold, those of padding included."""
         B, tokens = self._shape.batch_size, self._shape.batch_size * self._shape.seq_len
-        shortest = torch.from_numpy(self._pieces.lengths).sort().values[:tokens]
+        shortest = self._lengths.sort().values[:tokens]
         return int((shortest.cumsum(0) <= tokens).sum()) + B
 
     def _borders(self, cu_seqlens: Tensor) -> Tensor:
@@ -204,6 +222,14 @@ class PackedSteps:
             found = found[(found >= 0) & (found <= tokens)]
             borders[: len(found)] = found
         return of_all.int()
+
+
+def packed_corpus(corpus: Corpus, shape: BatchShape, *, seed: int, data_rank: int) -> PackedSteps:
+    """Return the steps of a text, whose documents are cut into pieces that fit a row."""
+    pieces = CutDocuments(corpus, corpus.borders.diff(), shape.seq_len)
+    return PackedSteps(
+        pieces, torch.from_numpy(pieces.lengths), shape, seed=seed, data_rank=data_rank
+    )
 
 
 def read_batches(

@@ -6,9 +6,11 @@ r"""Fine-tune a Hugging Face Mixture-of-Experts model: one command to a director
         --data chats.jsonl --run-dir runs/mine --recompute
 
 The model's own tokenizer and chat template make the tokens, and answers alone are learned: see
-chat.py for the forms of data. Started again with the same arguments, a run continues from its last
-whole checkpoint, bit for bit as if it had never stopped. Its result is RUN_DIR/export, which
-`AutoModelForCausalLM.from_pretrained` loads. docs/finetuning.md has all of it.
+chat.py for the forms of data. Examples are packed into rows, without attention across them, where
+the model keeps documents apart; else each has a row of its own. Started again with the same
+arguments, a run continues from its last whole checkpoint, bit for bit as if it had never stopped.
+Its result is RUN_DIR/export, which `AutoModelForCausalLM.from_pretrained` loads.
+docs/finetuning.md has all of it.
 
 The loss of a step is the mean over the answers' tokens of all ranks and micro-batches: each
 micro-batch gives a sum, divided by the step's number of tokens. So a run computes the same on any
@@ -16,7 +18,7 @@ number of ranks that divides its batch. Padding reaches neither experts nor thei
 
 Note "a step ahead" of train.py holds here, too: metrics are read when the next step is launched.
 
-Legend: A micro-batches of a step, B sequences, T tokens of a sequence.
+Legend: A micro-batches of a step, B rows, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ import argparse
 import os
 import sys
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from batches import Batch, digest_of, eval_batches, split_examples, step_batches
+from batches import digest_of, packed_examples, split_examples
 from chat import Example, Examples, read_examples
-from data import BatchShape, to_device
+from data import BatchShape, PackedSteps, StepBatch, to_device
 from errors import (
     ARGUMENT_ERRORS,
     RUN_ERRORS,
@@ -95,6 +98,7 @@ def train(job: Job) -> None:
             if saved:
                 job.owner.check()  # no checkpoint of a step whose tokens got lost
                 extra = {"step": step, **job.facts, **job.owner.state_dict()}
+                extra["data"] = job.steps.sampler.state_dict()
                 saver.save(step, extra, wait=False)
         job.owner.check()  # the last step's
 
@@ -104,14 +108,13 @@ def train_step(job: Job, step: int) -> Ran:
     args, began = job.args, Moment(job.device)
     for group in job.optimizer.param_groups:
         group["lr"] = lr_at(step, peak=args.lr, steps=args.steps)
-    where = {"seed": args.seed, "step": step, "data_rank": job.meshes.data_rank}
-    batches = step_batches(job.examples, job.shape, **where)
-    counts = to_device(torch.stack([batch.counts() for batch in batches]).sum(0), job.device)
+    batch = job.steps.next()
+    counts = to_device(batch.counts(), job.device)
     dist.all_reduce(counts)  # of all ranks, because each of them has data of its own
     loss = torch.zeros((), device=job.device)
-    for batch in batches:
+    for parts in micro_batches(job, batch):
         with job.owner.micro_batch():
-            part = loss_of(job, batch, num_tokens=counts[0].clamp(min=1))
+            part = job.model(counts[0].clamp(min=1), *parts)
             job.owner.scale(part).backward()
         loss += part.detach()
     done = job.owner.finish()  # clips, steps; a nan skips it everywhere
@@ -129,9 +132,14 @@ def train_step(job: Job, step: int) -> Ran:
     return Ran(launched, counts)
 
 
-def loss_of(job: Job, batch: Batch, *, num_tokens: Tensor) -> Tensor:
-    parts = (batch.tokens_BT, batch.labels_BT, batch.padding_BT)
-    return job.model(*(to_device(part, job.device) for part in parts), num_tokens)
+def micro_batches(job: Job, batch: StepBatch) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each micro-batch, on the device."""
+    for parts in zip(*batch.tensors(), strict=True):
+        if not job.model.packs:  # rows end with the longest of their documents
+            tokens_BT, labels_BT, padding_BT, _ = parts
+            T = int((~padding_BT).sum(1).max().clamp(min=1))
+            parts = (tokens_BT[:, :T], labels_BT[:, :T], padding_BT[:, :T])
+        yield [to_device(part, job.device) for part in parts]
 
 
 @torch.no_grad()
@@ -141,15 +149,25 @@ def evaluate(job: Job) -> float | None:
         return None
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)
     one = torch.ones((), dtype=torch.int64, device=job.device)
-    where = {"data_ranks": job.meshes.data_ranks, "data_rank": job.meshes.data_rank}
+    steps = steps_of(job.held_out, replace(job.shape, grad_accum=1), job.model, job.meshes, None)
     job.model.eval()
-    for batch in eval_batches(job.held_out, batch_size=job.args.batch_size, **where):
-        sums[0] += loss_of(job, batch, num_tokens=one)
-        sums[1] += to_device(batch.counts()[0], job.device)
+    for _ in range(len(steps.sampler)):
+        batch = steps.next()
+        for parts in micro_batches(job, batch):
+            sums[0] += job.model(one, *parts)
+        sums[1] += to_device(batch.num_labels, job.device)
     job.model.train()
     dist.all_reduce(sums)
     total, num_tokens = sums.tolist()
     return total / num_tokens
+
+
+def steps_of(
+    examples: list[Example], shape: BatchShape, model: WithLoss, meshes: Meshes, seed: int | None
+) -> PackedSteps:
+    """Return what this data rank reads, in the order of a seed or that of the examples."""
+    where = {"data_rank": meshes.data_rank, "packs": model.packs}
+    return packed_examples(examples, shape, seed=seed, **where)
 
 
 def log(job: Job, running: deque[Ran], report: Report | None, *, keep: int = 0) -> None:
@@ -188,6 +206,7 @@ class Job:
         start: steps that the loaded checkpoint has done; 0 = none was there.
         facts: what a run that goes on must have in common, see `resume`.
         examples, held_out: of all ranks.
+        steps: of the examples.
         data: what the examples came from.
         reader: a GPU's stream for what the host reads, see train.py.
     """
@@ -202,6 +221,7 @@ class Job:
     held_out: list[Example]
     data: Examples
     shape: BatchShape
+    steps: PackedSteps
     start: int
     facts: dict[str, object]
     reader: torch.cuda.Stream | None
@@ -224,9 +244,9 @@ def build_job(args: argparse.Namespace) -> Job:
         batch_size=args.batch_size,
         seq_len=args.seq_len,
     )
-    per_step = shape.data_ranks * shape.grad_accum * shape.batch_size
-    args.steps = args.max_steps or -(-args.epochs * len(examples) // per_step)
     model = build_model(args, config, meshes)
+    steps = steps_of(examples, shape, model, meshes, args.seed)
+    args.steps = args.max_steps or args.epochs * len(steps.sampler)
     torch.manual_seed(args.seed)
     optimizer = AdamW(
         model.parameters(),
@@ -238,7 +258,7 @@ def build_job(args: argparse.Namespace) -> Job:
     facts = {
         "--seed": args.seed,
         "--model": args.model.resolve().name,
-        "examples per step": per_step,
+        "rows per step": shape.data_ranks * shape.grad_accum * shape.batch_size,
         "--data": f"{len(examples)} examples, digest {digest_of(examples)}",
     }
     owner = TrainStep(
@@ -259,7 +279,8 @@ def build_job(args: argparse.Namespace) -> Job:
         held_out=held_out,
         data=data,
         shape=shape,
-        start=resume(args, model, optimizer, facts, owner),
+        steps=steps,
+        start=resume(args, model, optimizer, facts, owner, steps.sampler),
         facts=facts,
         reader=torch.cuda.Stream() if device.type == "cuda" else None,
     )
@@ -368,7 +389,7 @@ def describe(job: Job) -> str:
     degrees = " ".join(f"{d}={getattr(p, d)}" for d in SHARDING if getattr(p, d) > 1)
     begins = f"from step {job.start}" if job.start else "from its weights"
     ranks = f"{dist.get_world_size()} {job.device.type} ranks ({degrees or 'no sharding'})"
-    data = f"{len(job.examples)} examples"
+    data = f"{len(job.examples)} examples" + ("" if job.model.packs else ", not packed")
     notes = {
         "held out": len(job.held_out),
         "cut": job.data.num_cut,

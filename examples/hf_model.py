@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from moecore import MoELayer
 from moecore.adapters import RoutedExperts
 from moecore.checkpoint.ranks import on_first_rank
-from moecore.hf import export_hf
+from moecore.hf import export_hf, use_causal_attention
+from moecore.hf.rows import why_whole
 from moecore.models.loss import linear_cross_entropy
 
 EXPERT_COUNT = re.compile(r"(moe_)?(n|num)_(local_|routed_)?experts")  # its names in configs
@@ -41,20 +42,41 @@ class WithLoss(nn.Module):
 
     Args:
         hf: a causal language model.
+
+    Attributes:
+        packs: whether rows may have several documents, which the model keeps apart.
     """
 
     def __init__(self, hf: nn.Module) -> None:
         super().__init__()
         self.hf: Any = hf
         self.in_chunks = False
+        self.packs = why_whole(hf) is None
+        if self.packs:
+            use_causal_attention(hf)
         self.padding_BT: Tensor | None = None
 
     def forward(
-        self, tokens_BT: Tensor, labels_BT: Tensor, padding_BT: Tensor, num_tokens: Tensor
+        self,
+        num_tokens: Tensor,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        padding_BT: Tensor,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum of the cross-entropy over labels, divided by a number of tokens."""
+        """Return the sum of the cross-entropy over labels, divided by a number of tokens.
+
+        Args:
+            num_tokens: int64 scalar.
+            tokens_BT: int64.
+            labels_BT: int64, the token that should follow, -100 where none does.
+            padding_BT: bool, True = padding.
+            cu_seqlens: borders of documents; None = every row is one.
+        """
         self.padding_BT = padding_BT
         inputs = {"input_ids": tokens_BT, "use_cache": False}  # causal, so padding needs no mask
+        if self.packs and cu_seqlens is not None:
+            inputs |= {"cu_seqlens": cu_seqlens, "max_seqlen": tokens_BT.shape[1]}
         labels_N = labels_BT.flatten()
         if self.in_chunks:
             x_ND = self.hf.base_model(**inputs).last_hidden_state.flatten(0, 1)
@@ -100,7 +122,7 @@ class WithLoss(nn.Module):
         self.eval()
         tokens_BT = torch.ones(1, 2, dtype=torch.int64, device=device)
         labels_BT = torch.full_like(tokens_BT, IGNORED)
-        self(tokens_BT, labels_BT, tokens_BT == 0, tokens_BT.sum())
+        self(tokens_BT.sum(), tokens_BT, labels_BT, tokens_BT == 0)
         self.train()
         for hook in hooks:
             hook.remove()

@@ -55,6 +55,7 @@ from data import (
     PackedSteps,
     StepBatch,
     hold_out,
+    packed_corpus,
     random_step,
     read_batches,
     read_corpus,
@@ -287,7 +288,7 @@ def build_job(args: argparse.Namespace) -> Job:
     documents = None
     if args.tokens == "text":
         where = {"seed": args.seed, "data_rank": meshes.data_rank}
-        documents = PackedSteps(corpus, shape, **where)
+        documents = packed_corpus(corpus, shape, **where)
     sampler = documents.sampler if documents else None
     return Job(
         args=args,

@@ -24,10 +24,12 @@ from moecore.config import BalanceConfig
 from moecore.fsdp.late_parameters import refuse_added
 from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
 from moecore.graphs.regions import compile_blocks, compiled_modules
+from moecore.hf.context import context_model
 from moecore.hf.device_map import refuse_accelerate
 from moecore.hf.guards import refuse_save_pretrained, warn_about_cache
 from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_peft_methods
 from moecore.hf.outputs import refuse_lost_outputs
+from moecore.hf.rows import tell_layers
 from moecore.memory.apply import apply_memory
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes, context_groups, split_context
@@ -129,6 +131,7 @@ def parallelize_moe(
     )
     root = adapted(model)
     layers = _check(root, request, adapters or {})
+    tell_layers(root)
     _agree(root, layers, request)
     _apply(root, layers, request)
     refuse_peft_methods(model)
@@ -230,7 +233,7 @@ def _apply_context(model: Any, request: Request) -> dict[int, dist.ProcessGroup]
     if request.is_dynamic:
         model.apply_context_groups(found)
     else:
-        model.apply_context_parallel(found[meshes.parallel.cp])
+        context_model(model).apply_context_parallel(found[meshes.parallel.cp])
     return shared_by
 
 

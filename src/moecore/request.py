@@ -24,6 +24,7 @@ from moecore.attention.context_parallel.group import ContextOptions, ContextPara
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.fsdp.check import check_parameters
 from moecore.fsdp.shard import FSDPOptions, is_tied, keeps_precision
+from moecore.hf.context import context_model
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import why_not_faster
 from moecore.memory.options import MemoryOptions
@@ -146,7 +147,8 @@ class Request:
             sizes = [2**n for n in range(1, ranks.bit_length()) if ranks % 2**n == 0]
         elif p.cp > 1:
             sizes = [p.cp]
-        return {cp: model.context_options(options, cp, p.tp) for cp in sizes}
+        owner = context_model(model)
+        return {cp: owner.context_options(options, cp, p.tp) for cp in sizes}
 
     def config_of(self, layer: RoutedLayer) -> MoEConfig:
         """Return what a layer trains with; raises for what its own config does not allow."""
@@ -337,7 +339,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
                 f"{dynamic} must go with loss ({request.loss!r}) = 'sum', because micro-batches "
                 "belong to different numbers of ranks: divide by the labels of the global batch"
             )
-    if not isinstance(model, wanted):
+    if not isinstance(context_model(model), wanted):
         raise NotImplementedError(
             f"{field} for {type(model).__name__}: context parallelism needs a model with "
             f"apply_context_{needs}, such as moecore.models.Decoder"

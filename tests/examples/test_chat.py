@@ -184,9 +184,9 @@ def test_each_token_of_a_text_is_learned_once(modules: SimpleNamespace, tokenize
     text = " ".join(answer for _, answer in PAIRS)
     whole, _ = by_hand(tokenizer, text + tokenizer.eos_token)
     pieces = encoded(modules, tokenizer, {"text": text}, seq_len=7)
-    assert len(pieces) == -(-(len(whole) - 1) // 7) and len(pieces) > 2
+    assert len(pieces) == -(-(len(whole) - 1) // 6) and len(pieces) > 2
     assert whole[:1] + [t for ids, _ in pieces for t in ids[1:]] == whole
-    assert all(all(learned) and len(ids) <= 8 for ids, learned in pieces)
+    assert all(all(learned) and len(ids) <= 7 for ids, learned in pieces)
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -205,12 +205,12 @@ def test_files_are_cut_and_counted(
     chats.write_text(chats.read_text() + "\n  \n")
     plain = tmp_path / "b.txt"
     plain.write_text("Some text.")
-    found = modules.chat.read_examples([chats, plain], tokenizer, seq_len=prompt + 2)
+    found = modules.chat.read_examples([chats, plain], tokenizer, seq_len=prompt + 3)
     first, second = found.kept
     assert len(first.tokens_T) == prompt + 3 and first.num_answers == 3
     assert second.is_answer_T.all() and found.num_cut == 1 and found.num_dropped == 2
     with pytest.raises(ValueError, match=r"--data .*a.jsonl\) must have a token to learn: none of"):
-        modules.chat.read_examples([chats], tokenizer, seq_len=prompt - 1)
+        modules.chat.read_examples([chats], tokenizer, seq_len=prompt)
 
 
 BAD_LINES = {
@@ -262,55 +262,49 @@ def example_of(modules: SimpleNamespace, length: int, value: int) -> Any:
     return modules.chat.Example(torch.full((length,), value, dtype=torch.int32), learned)
 
 
-def test_a_step_reads_the_same_examples_on_any_ranks(modules: SimpleNamespace) -> None:
-    examples = [example_of(modules, 3 + i % 5, i) for i in range(15)]
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_step_reads_the_same_examples_on_any_ranks(packs: bool, modules: SimpleNamespace) -> None:
+    examples = [example_of(modules, 2 + i % 4, i + 1) for i in range(25)]
 
-    def firsts(step: int, ranks: int, accum: int, size: int) -> list[int]:
+    def tokens(ranks: int, accum: int, size: int) -> list[list[int]]:
         shape = modules.BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=size, seq_len=9)
-        found = []
-        for rank in range(ranks):
-            where = {"seed": 4, "step": step, "data_rank": rank}
-            batches = modules.batches.step_batches(examples, shape, **where)
-            lengths = [int((~b.padding_BT).sum(1).max()) for b in batches]
-            assert [b.tokens_BT.shape[1] for b in batches] == lengths == sorted(lengths)
-            found += [n for b in batches for n in b.tokens_BT[:, 0].tolist()]
-        return sorted(found)
+        make = modules.batches.packed_examples
+        of_ranks = [
+            make(examples, shape, seed=4, data_rank=rank, packs=packs) for rank in range(ranks)
+        ]
+        return [
+            sorted(n for one in of_ranks for n in one.next().tokens_ABT.flatten().tolist() if n)
+            for _ in range(2 * len(of_ranks[0].sampler))
+        ]
 
-    steps = [firsts(step, 1, 2, 3) for step in range(1, 6)]
-    assert steps == [firsts(step, 3, 1, 2) for step in range(1, 6)]
-    assert steps == [firsts(step, 2, 3, 1) for step in range(1, 6)]
-    assert sorted(n for step in steps for n in step) == sorted([*range(15)] * 2)  # two epochs
-    orders = [modules.batches._order(15, 4, epoch) for epoch in (0, 1)]
-    assert orders[0] != orders[1]
+    steps = tokens(1, 2, 3)
+    assert len(steps) == 2 * (2 if packs else 5)
+    assert steps == tokens(3, 1, 2) == tokens(2, 3, 1)
+    epoch = sorted(n for step in steps[: len(steps) // 2] for n in step)
+    assert epoch == sorted(i + 1 for i in range(25) for _ in range(2 + i % 4))
 
 
-def test_padding_has_no_label_and_every_token_its_next(modules: SimpleNamespace) -> None:
+def test_documents_have_the_labels_of_their_answers(modules: SimpleNamespace) -> None:
     import torch
 
     first = modules.chat.Example(
         torch.tensor([5, 6, 7, 8], dtype=torch.int32), torch.tensor([True, False, True, True])
     )
-    second = modules.chat.Example(
-        torch.tensor([9, 3], dtype=torch.int32), torch.tensor([False, True])
-    )
-    batch = modules.batches.make_batch([first, second])
-    assert batch.tokens_BT.tolist() == [[5, 6, 7], [9, 0, 0]]
-    assert batch.labels_BT.tolist() == [[-100, 7, 8], [3, -100, -100]]
-    assert batch.padding_BT.tolist() == [[False] * 3, [False, True, True]]
-    assert batch.counts().tolist() == [3, 4]
+    shape = modules.BatchShape(data_ranks=1, grad_accum=1, batch_size=2, seq_len=8)
+    second = example_of(modules, 3, 9)
+    for packs, wanted, cuts in (
+        (True, [-100, 7, 8, -100, 9, 9, -100, -100] + [-100] * 8, [0, 4, 7, 8, 16]),
+        (False, [-100, 7, 8] + [-100] * 5 + [9, 9] + [-100] * 6, [0, 8, 16]),
+    ):
+        where = {"seed": None, "data_rank": 0, "packs": packs}
+        batch = modules.batches.packed_examples([first, second], shape, **where).next()
+        assert batch.labels_ABT.flatten().tolist() == wanted
+        assert batch.cu_seqlens_An.unique().tolist() == cuts
+        assert batch.counts().tolist() == [4, 7]
 
 
-def test_evaluation_reads_each_example_once(modules: SimpleNamespace) -> None:
+def test_held_out_examples_are_no_others(modules: SimpleNamespace) -> None:
     examples = [example_of(modules, 2 + i % 4, i) for i in range(7)]
     trained, held_out = modules.batches.split_examples(examples, share=0.4, seed=1)
     assert len(held_out) == 3
     assert sorted(int(e.tokens_T[0]) for e in (*trained, *held_out)) == list(range(7))
-    read, forwards = [], []
-    for rank in range(3):
-        where = {"batch_size": 2, "data_ranks": 3, "data_rank": rank}
-        batches = list(modules.batches.eval_batches(examples, **where))
-        forwards.append(len(batches))
-        for batch in batches:
-            real = (batch.labels_BT != -100).any(1)
-            read += batch.tokens_BT[real, 0].tolist()
-    assert sorted(read) == list(range(7)) and forwards == [2, 2, 2]

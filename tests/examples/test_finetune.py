@@ -1,7 +1,7 @@
 """examples/finetune_hf.py from a tiny model to an exported one, against stock transformers.
 
-The oracle trains transformers' own model, one example at a time and so without padding, by torch's
-AdamW. Two ranks, one rank, and a run that stopped and went on compute the same.
+The oracle trains transformers' own model, one example at a time, neither packed nor padded, by
+torch's AdamW. Two ranks, one rank, and a run that stopped and went on compute the same.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
+from moecore.packing import PackedBatchSampler
 from tests.examples.test_train import metrics, tensors
 from tests.hf.family_models import tiny_model
 from tests.ranks import run_ranks
@@ -32,8 +33,9 @@ from tests.ranks import run_ranks
 transformers = pytest.importorskip("transformers", minversion="5")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, STOP_AT = 6, 5
+ROWS, TOKENS = 8, 96  # of a step
 SIZES = dict(hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
-COMMON = f"--lr 3e-3 --seq-len 48 --batch-size 2 --max-steps {STEPS} --eval-every 3"
+COMMON = f"--lr 3e-3 --seq-len {TOKENS} --batch-size 2 --max-steps {STEPS} --eval-every 3"
 SAVING = "--checkpoint-every 2"
 TWO_RANKS, ONE_RANK = "--grad-accum 2 --ep 2", "--grad-accum 4 --recompute"
 
@@ -128,17 +130,22 @@ def examples_of(finetune: ModuleType, folder: Path) -> tuple[list[Any], list[Any
     return examples, held_out
 
 
+def steps_of(examples: list[Any]) -> Iterator[list[int]]:
+    """Yield the examples of each step, packed into its rows."""
+    sampler = PackedBatchSampler([len(one.tokens_T) for one in examples], TOKENS, rows=ROWS)
+    while True:
+        yield from sampler
+
+
 def oracle(finetune: ModuleType, folder: Path) -> tuple[list[float], list[float], Any]:
     """Return the losses of all steps, the gradient norms, and the model that was trained."""
-    from batches import _drawn
-
     examples, _ = examples_of(finetune, folder)
+    steps = steps_of(examples)
     model = stock(folder / "tiny").train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
-        drawn = [examples[_drawn(8 * (step - 1) + i, len(examples), 0)] for i in range(8)]
-        parts = [loss_of(model, example) for example in drawn]
+        parts = [loss_of(model, examples[number]) for number in next(steps)]
         loss = sum(part for part, _ in parts) / sum(n for _, n in parts)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
@@ -177,26 +184,20 @@ def test_one_rank_computes_the_same_and_routes_no_padding(
     shutil.copytree(folder / "tiny", tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").unlink()  # which an export then makes
     routed: list[float] = []
-    real: list[int] = []
-    padded: list[int] = []
-    launched, step_batches = finetune.Launched, finetune.step_batches
+    launched = finetune.Launched
 
     def seen(**fields: Any) -> Any:
         counts_of = fields["done"].metrics.tokens_per_expert
         routed.extend(float(counts.sum()) for counts in counts_of.values())
         return launched(**fields)
 
-    def make(*args: Any, **where: Any) -> list[Any]:
-        batches = step_batches(*args, **where)
-        real.append(sum(int((~b.padding_BT).sum()) for b in batches))
-        padded.append(sum(int(b.padding_BT.sum()) for b in batches))
-        return batches
-
     monkeypatch.setattr(finetune, "Launched", seen)
-    monkeypatch.setattr(finetune, "step_batches", make)
     assert in_this_process(finetune, tmp_path, "one", f"{ONE_RANK} --checkpoint-every 0") == 0
+    examples, _ = examples_of(finetune, folder)
+    steps = [next(numbers) for numbers in [steps_of(examples)] * STEPS]
+    real = [sum(len(examples[number].tokens_T) for number in step) for step in steps]
     assert routed == [2.0 * count for count in real for _ in range(2)]  # top 2, in both layers
-    assert sum(padded) > 9
+    assert max(len(step) for step in steps) > ROWS and min(real) < ROWS * TOKENS - 9
     found, wanted = metrics(tmp_path / "one"), metrics(folder / "straight")
     for name in ("loss", "eval_loss", "lr", "answer_tokens"):
         pair = [[line[name] for line in lines if name in line] for lines in (found, wanted)]
@@ -266,7 +267,7 @@ def test_stock_transformers_reload_it_with_equal_logits(
     assert job.model.in_chunks
     job.model.eval().in_chunks = False  # which would make no logits
     with torch.no_grad():
-        job.model(ids, ids, ids < 0, torch.ones((), dtype=torch.int64))
+        job.model(torch.ones((), dtype=torch.int64), ids, ids, ids < 0)
         assert (seen[0] - reloaded(ids).logits).abs().max() < 1e-5 and job.start == STEPS
     _, held_out = examples_of(finetune, folder)
     wanted = metrics(folder / "straight")[-1]["eval_loss"]
@@ -294,38 +295,47 @@ def test_the_loss_is_the_models_own(
     count = (labels_BT[:, 1:] != -100).sum()
     wanted = model.hf(input_ids=tokens_BT, labels=labels_BT).loss
     next_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
-    found = model(tokens_BT, next_BT, torch.zeros_like(tokens_BT, dtype=torch.bool), count)
+    found = model(count, tokens_BT, next_BT, torch.zeros_like(tokens_BT, dtype=torch.bool))
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "llama4"])
 def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType) -> None:
-    """A MoELayer, experts behind a router of transformers, and those of a block of its own."""
-    from batches import make_batch
+    """A MoELayer, experts behind a router of transformers, and those of a block of its own.
+
+    Documents meet in rows of the first two. Attention of the third has chunks.
+    """
+    from batches import packed_examples
     from chat import Example
+    from data import BatchShape
 
     model = finetune.WithLoss(tiny_model(family))
+    assert model.packs == (family != "llama4")
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), loss="sum")
     model.mask_padding()
     model.choose_loss(torch.device("cpu"))
     examples = [
         Example(torch.randint(52, 61, (n,)).int(), torch.arange(n) % 3 > 0) for n in (10, 6)
     ]
+    job = SimpleNamespace(model=model, device=torch.device("cpu"))
 
-    def run(batches: list[Any]) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        step, total = TrainStep(model, num_micro_batches=len(batches)), 0.0
-        for batch in batches:
-            parts = (batch.tokens_BT, batch.labels_BT, batch.padding_BT)
-            with step.micro_batch():
-                loss = model(*parts, torch.tensor(3))
-                loss.backward()
-            total += float(loss.detach())
+    def run(groups: list[list[Any]], rows: int, tokens: int) -> Any:
+        step, total = TrainStep(model, num_micro_batches=len(groups)), 0.0
+        shape = BatchShape(data_ranks=1, grad_accum=1, batch_size=rows, seq_len=tokens)
+        where = {"seed": None, "data_rank": 0, "packs": model.packs}
+        for group in groups:
+            batch = packed_examples(group, shape, **where).next()
+            for parts in finetune.micro_batches(job, batch):
+                with step.micro_batch():
+                    loss = model(torch.tensor(3), *parts)
+                    loss.backward()
+                total += float(loss.detach())
         grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
         model.zero_grad()
         return total, grads, step.finish().metrics.tokens_per_expert
 
-    alone = run([make_batch([example]) for example in examples])
-    padded = run([make_batch(examples)])
+    alone = run([[example] for example in examples], 1, 10)
+    padded = run([examples], 1 if model.packs else 2, 18)
     assert padded[0] == pytest.approx(alone[0], rel=1e-5)
     for name, grad in alone[1].items():
         torch.testing.assert_close(padded[1][name], grad, rtol=1e-3, atol=1e-5)
@@ -335,7 +345,7 @@ def test_padding_is_routed_in_no_kind_of_layer(family: str, finetune: ModuleType
 
 OTHER_RUNS = {
     "--seed 1": "--seed (1) must be 0 as in ",
-    "--grad-accum 2": "examples per step (4) must be 8 as in ",
+    "--grad-accum 2": "rows per step (4) must be 8 as in ",
     "--seq-len 40": "--data (38 examples, digest ",
     "--model {other}": "--model (other) must be tiny as in ",
 }

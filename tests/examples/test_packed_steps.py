@@ -14,7 +14,7 @@ from tests.examples.test_train import corpus_of
 
 def packed(script: ModuleType, corpus: Any, *, ranks: int, accum: int, rank: int = 0) -> Any:
     shape = script.BatchShape(data_ranks=ranks, grad_accum=accum, batch_size=2, seq_len=16)
-    return script.PackedSteps(corpus, shape, seed=3, data_rank=rank)
+    return script.packed_corpus(corpus, shape, seed=3, data_rank=rank)
 
 
 def test_a_step_has_the_same_rows_however_they_are_shared(train: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moecore import BalanceConfig, CapacityConfig
+from moecore.adapters.base import swap_blocks
 from moecore.hf import use_causal_attention
 from moecore.hf.attention import _causal_attention
+from moecore.packing import PackedCollator
+from tests.hf.family_models import tiny_model
+from tests.hf.hf_models import (
+    assert_equal_numbers,
+    enable_checkpointing,
+    random_model,
+    whole_gradients,
+    worst,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -151,3 +163,46 @@ def test_documents_windows_and_sinks_are_those_of_transformers(name: str) -> Non
         for w, g in zip(want, got, strict=True):
             assert (w - g).abs().max() <= 1e-5 * w.abs().max()
     assert (found[0][0] - found[3][0]).abs().max() > 0.1
+
+
+def found_in(name: str, batches: list[dict[str, Any]], *, checkpointing: bool) -> dict[str, Tensor]:
+    """Return losses and gradients of micro-batches whose backwards come after all forwards."""
+    model, capacity = random_model(name), CapacityConfig(factor=1.1, drop="position")
+    for layer in swap_blocks(model, {}).values():
+        balance = BalanceConfig(sequence_coef=0.5)
+        layer.set_config(replace(layer.config, capacity=capacity, balance=balance))
+    use_causal_attention(model)
+    if checkpointing:
+        enable_checkpointing(model)
+    losses = [model(**batch, use_cache=False).loss for batch in batches]
+    torch.stack(losses).sum().backward()
+    return {"losses": torch.stack(losses).detach()} | whole_gradients(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_moe_layers_balance_and_drop_by_document(name: str, checkpointing: bool) -> None:
+    """Packed rows against one document a row, of which padding is not routed."""
+    g = torch.Generator().manual_seed(0)
+    groups = [[torch.randint(0, 61, (n,), generator=g) for n in ns] for ns in ((9, 5, 12), (7, 16))]
+    packed = [PackedCollator(row_tokens=16, rows=2, shift_labels=False)(one) for one in groups]
+    rows = []
+    for documents in groups:
+        whole = [torch.cat([ids, ids.new_full((16 - len(ids),), -100)]) for ids in documents]
+        labels = torch.stack(whole)
+        ids = labels.clamp(min=0)
+        rows.append({"input_ids": ids, "labels": labels, "padding_mask": labels < 0})
+    how = dict(checkpointing=checkpointing)
+    want = found_in(name, rows, **how)
+    assert_equal_numbers(found_in(name, [dict(one) for one in packed], **how), want)
+    unaware = [{n: x for n, x in one.items() if n != "padding_mask"} for one in packed]
+    assert worst(found_in(name, unaware, **how), want)[0] > 1e-3
+
+
+def test_documents_of_a_model_that_mixes_otherwise_are_refused() -> None:
+    model = tiny_model("jamba")
+    use_causal_attention(model)
+    ids = TOKENS % 61
+    model(input_ids=ids)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be None for a model with layer_types"):
+        model(input_ids=ids, cu_seqlens=torch.tensor([0, 16, 32]))

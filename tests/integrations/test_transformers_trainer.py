@@ -45,6 +45,7 @@ PRIVATE = {
     "_save_checkpoint": ["self", "model", "trial"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
+    "_track_num_input_tokens": ["self", "inputs"],
     "_save_rng_state": ["self", "output_dir"],
 }
 
@@ -113,7 +114,9 @@ def test_data_ranks_that_are_no_processes(
     one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingArguments, "world_size", 4)
-    with pytest.raises(ValueError, match=r"data ranks \(1\) must equal the processes .* \(4\)"):
+    with pytest.raises(
+        ValueError, match=r"data ranks times cp \(1\) must equal the processes .* \(4\)"
+    ):
         MoETrainer(sharded(), arguments(tmp_path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +13,26 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
 
+from accelerate.state import AcceleratorState
+from transformers import Trainer
+
 from tests.integrations.trainer_runs import (
+    OF_ROWS,
     against_stock,
     best_model,
     enter_launcher,
     exported,
+    furthest,
     in_fp16,
+    make_model,
+    over_cp,
+    packs,
+    padded,
     refused,
     resumed,
+    rows_of,
     skipped,
+    trainer_of,
 )
 from tests.ranks import run_ranks
 
@@ -39,6 +51,8 @@ def worker(rank: int, device: torch.device, folder: str) -> dict[str, Any]:
         name: against_stock(f"{folder}/parity", options, **config)
         for name, (options, config) in PARITY.items()
     }
+    found["packed"] = packs(f"{folder}/packed")
+    found["cp"] = over_cp(f"{folder}/cp")
     found["resumed"] = resumed(f"{folder}/resumed")
     found["skipped"] = skipped(f"{folder}/skipped")
     found["fp16"] = in_fp16(f"{folder}/fp16")
@@ -67,6 +81,32 @@ def test_equals_stock_trainer_under_ddp(case: str, results: dict[str, Any]) -> N
     distance, name = found["distance"]
     assert distance <= 1e-6, name
     assert found["moved"][0] > 1e-3
+
+
+def test_packed_documents_train_as_padded_ones(results: dict[str, Any]) -> None:
+    found = results["packed"]
+    stock, ours, resumed = found["logs"]
+    assert len(ours[0]) == 4 and ours[0] == pytest.approx(stock[0], rel=1e-5)
+    assert ours[1] == pytest.approx(stock[1], rel=1e-5)
+    assert ours[2] == stock[2] and len(ours[2]) >= 4  # tokens that are no padding
+    assert found["distance"][0] <= 1e-5, found["distance"][1]
+    assert resumed == ours and found["resumed"] == 0.0 < found["stopped"]
+
+
+def test_cp_ranks_train_on_the_same_rows(
+    results: dict[str, Any], no_group_left: None, tmp_path: Path
+) -> None:
+    """Against stock Trainer in one process, each document in a row of its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    stock = trainer_of(Trainer, make_model(), str(tmp_path), collate=padded, **OF_ROWS)
+    stock.train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (wanted, weights), (ours, found), _, (resumed, again) = rows_of(stock), *results["cp"]
+    for one, other in zip(ours, wanted, strict=True):
+        assert len(one) >= 2 and one == pytest.approx(other, rel=1e-5)
+    distance, name = furthest(found, weights)
+    assert distance <= 1e-5, name
+    assert resumed == ours and furthest(again, found)[0] == 0.0
 
 
 def test_evaluation_and_metrics_are_logged(results: dict[str, Any]) -> None:

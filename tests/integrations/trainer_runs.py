@@ -6,6 +6,8 @@ import copy
 import os
 import random
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ pytest.importorskip("accelerate")
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore.hf import use_causal_attention
 from moecore.integrations.transformers import MoETrainer
+from moecore.packing import PackedCollator
 from tests.hf.hf_models import random_model
 
 COMMON: dict[str, Any] = dict(
@@ -78,28 +82,44 @@ def padded(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": whole("labels", -100), "attention_mask": (ids != 0).long()}
 
 
+def of_bins(collate: Callable[..., Any], bins: list[list[dict[str, Tensor]]]) -> Any:
+    return collate([row for one in bins for row in one])
+
+
+def packed(documents: list[dict[str, Tensor]]) -> Any:
+    """Pack the documents of two bins into as many rows."""
+    return PackedCollator(row_tokens=32, rows=2, multiple=4, shift_labels=False)(documents)
+
+
 def make_model(**options: Any) -> nn.Module:
     return random_model("qwen3-moe", **options)
 
 
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    return parallelize_moe(model, build_meshes(ParallelConfig(ep=2)), **options)
+def sharded(model: nn.Module, cp: int = 1, **options: Any) -> nn.Module:
+    return parallelize_moe(model, build_meshes(ParallelConfig(ep=2, cp=cp)), **options)
 
 
 def trainer_of(
     cls: type[Trainer], model: nn.Module, folder: str, *, data: int = 14, **options: Any
 ) -> Trainer:
     """Return a trainer of `data` rows, 7 of 8 rows' micro-batches per epoch and rank."""
-    callbacks = options.pop("callbacks", None)
+    callbacks, collate = options.pop("callbacks", None), options.pop("collate", None)
     args = TrainingArguments(folder, **COMMON | options)
+    of_pairs = None if collate is None else partial(of_bins, collate)
     return cls(
         model,
         args,
-        data_collator=padded,
-        train_dataset=rows(data),
-        eval_dataset=rows(5, seed=4),
+        data_collator=of_pairs or padded,
+        train_dataset=rows(data) if of_pairs is None else pairs(2 * data),
+        eval_dataset=rows(5, seed=4) if of_pairs is None else pairs(6, seed=4),
         callbacks=callbacks,
     )
+
+
+def pairs(count: int, **how: Any) -> list[list[dict[str, Tensor]]]:
+    """Return bins of two of the sequences of `rows`."""
+    found = rows(count, **how)
+    return [found[i : i + 2] for i in range(0, count, 2)]
 
 
 def logged(trainer: Trainer, *names: str) -> list[list[float]]:
@@ -140,6 +160,72 @@ def against_stock(folder: str, options: dict[str, Any], **config: Any) -> dict[s
         "moved": furthest(whole(stock.model), start),
         "log": [entry for entry in ours.state.log_history if "loss" in entry][-1],
     }
+
+
+def packs(folder: str) -> dict[str, Any]:
+    """Train on documents packed into rows, and on rows of one each by stock Trainer."""
+    options: dict[str, Any] = dict(max_steps=4, save_strategy="steps", save_steps=2, data=16)
+    options["include_num_input_tokens_seen"] = "non_padding"
+    stock = trainer_of(Trainer, make_model(), f"{folder}/stock", collate=padded, **options)
+    stock.train()
+    runs = [stock]
+    for name, stops in (("once", 0), ("twice", 2), ("twice", 0)):
+        model = make_model()
+        use_causal_attention(model)
+        trainer = trainer_of(
+            MoETrainer,
+            sharded(model),
+            f"{folder}/{name}",
+            collate=packed,
+            callbacks=[StopsAfter(stops)],
+            **options,
+        )
+        trainer.train(resume_from_checkpoint=len(runs) == 3)
+        runs.append(trainer)
+    found = [logged(one, "loss", "grad_norm", "num_input_tokens_seen") for one in runs]
+    weights = [whole(one.model) for one in runs]
+    return {
+        "logs": [found[0], found[1], found[3]],
+        "distance": furthest(weights[1], weights[0]),
+        "resumed": furthest(weights[3], weights[1])[0],
+        "stopped": furthest(weights[2], weights[1])[0],
+    }
+
+
+OF_ROWS: dict[str, Any] = dict(
+    max_steps=4,
+    data=8,
+    eval_strategy="steps",
+    eval_steps=2,
+    save_strategy="steps",
+    save_steps=2,
+    include_num_input_tokens_seen="non_padding",
+)
+
+
+def rows_of(trainer: Trainer) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Return the log and the parameters at the end of a run of `OF_ROWS`."""
+    names = ("loss", "grad_norm", "eval_loss", "num_input_tokens_seen")
+    return logged(trainer, *names), whole(trainer.model)
+
+
+def over_cp(folder: str) -> list[Any]:
+    """Train two cp ranks, at once, to a stop, and from there on."""
+    found = []
+    for name, stops in (("once", 0), ("twice", 2), ("twice", 0)):
+        trainer = trainer_of(
+            MoETrainer,
+            sharded(make_model(), cp=2),
+            f"{folder}/{name}",
+            collate=packed,
+            callbacks=[StopsAfter(stops)],
+            **OF_ROWS,
+        )
+        trainer.train(resume_from_checkpoint=len(found) == 2)
+        found.append(rows_of(trainer))
+    with pytest.raises(ValueError, match=r"compute_metrics must be None with ParallelConfig.cp"):
+        MoETrainer(trainer.model, trainer.args, eval_dataset=pairs(2), compute_metrics=max)
+    return found
 
 
 class Draws(TrainerCallback):

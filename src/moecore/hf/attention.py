@@ -5,7 +5,10 @@ whether a mask is needed at all. Here what attention needs to know comes with th
 
     rows of one sequence each      nothing: attention is causal by itself
     packed documents               cu_seq_lens_q, as transformers' FlashAttention takes it
+    rows over cp ranks             the tokens that this one holds
     sliding windows, sinks         of the layer
+
+`hf/rows.py` reads what comes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from torch import Tensor, nn
 
 from moecore._fields import check_arguments
 from moecore.attention.function import attend
-from moecore.attention.sequence import Sequence, packed_sequence
+from moecore.attention.sequence import Sequence
+from moecore.hf.rows import READER, SEQUENCE, RowReader
 
 CAUSAL = "moecore_causal"  # transformers makes masks for the names that it knows
 UNKNOWN = ("position_bias", "dropout")  # what `attend` does not compute
@@ -27,10 +31,12 @@ def use_causal_attention(model: nn.Module) -> None:
 
     In place. From then on a forward takes documents that are packed into the rows by the arguments
     of transformers' FlashAttention: `cu_seq_lens_q`, int32 [n + 1], tokens counted row by row, and
-    `max_length_q` (those of `cu_seq_lens_k` and `max_length_k` are the same and not read).
-    `position_ids` may come with them, and restart with each document otherwise. Without them every
-    row is one sequence. Masks are refused, so padding must be a document of its own, or follow the
-    tokens of its row with labels of -100.
+    `max_length_q` (those of `cu_seq_lens_k` and `max_length_k` are the same and not read). A batch
+    of `packing.PackedCollator` comes as it is, `model(**batch)`: its `padding_mask` is for MoE
+    layers, which route no padding then. `position_ids` may come along, and restart with each
+    document otherwise. Without documents every row is one sequence. Masks of attention are refused,
+    so padding must be a document of its own, or follow the tokens of its row with labels of -100.
+    Losses of sequences and drops by position in MoE layers are per document.
 
     Args:
         model: a causal language model of transformers, before or after `parallelize_moe`.
@@ -39,7 +45,8 @@ def use_causal_attention(model: nn.Module) -> None:
         ValueError: for a model with attention in chunks; later, in a forward, when it gets a mask,
             positions without documents, documents that are not those of the tokens or keys of an
             earlier forward, or a layer's attention has a soft cap, a position bias or, with
-            documents, a window or sinks, dropout.
+            documents, a window or sinks, dropout; documents for a model that mixes tokens beside
+            its attention.
     """
     check_arguments(use_causal_attention, locals())
     from transformers import AttentionInterface
@@ -53,7 +60,8 @@ def use_causal_attention(model: nn.Module) -> None:
         )
     AttentionInterface.register(CAUSAL, _causal_attention)
     hf.set_attn_implementation(CAUSAL)
-    hf.base_model.register_forward_pre_hook(_read_documents, with_kwargs=True)
+    if not hasattr(hf, READER):
+        setattr(hf, READER, RowReader(hf))
 
 
 def _causal_attention(
@@ -72,15 +80,18 @@ def _causal_attention(
             "use_causal_attention, which has no mask for those of earlier forwards: pass no "
             "past_key_values"
         )
-    sequence, window, sinks_H = Sequence(), kwargs.get("sliding_window"), kwargs.get("s_aux")
-    if kwargs.get("cu_seq_lens_q") is not None:
-        sequence = Sequence(cu_seqlens=kwargs["cu_seq_lens_q"], max_seqlen=kwargs["max_length_q"])
-    if window is not None and window >= (sequence.max_seqlen or query.shape[2]):
+    sequence: Sequence = kwargs.get(SEQUENCE) or Sequence()
+    window, sinks_H, held = kwargs.get("sliding_window"), kwargs.get("s_aux"), sequence.held
+    num_tokens = query.shape[2] * (1 if held is None else held.cp.size)
+    if window is not None and window >= (sequence.max_seqlen or num_tokens):
         window = None
     if kwargs.get("softcap") is not None:
         raise _unknown("softcap", kwargs["softcap"])
-    if sequence.cu_seqlens is None and window is None and sinks_H is None:
+    is_plain = sequence.cu_seqlens is None and window is None and sinks_H is None
+    if is_plain and held is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None:
+        raise _unknown("attention_mask", tuple(attention_mask.shape))
     for name in UNKNOWN:
         if kwargs.get(name) not in (None, 0.0):
             raise _unknown(name, kwargs[name])
@@ -102,40 +113,3 @@ def _unknown(name: str, value: Any) -> ValueError:
         f"{name} ({value}) must be None for use_causal_attention, which does not compute it with "
         "documents, windows or sinks: leave the model's own attention"
     )
-
-
-def _read_documents(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Refuse what would be ignored; check documents and put them on the device of the tokens."""
-    if kwargs.get("attention_mask") is not None:
-        raise ValueError(
-            "attention_mask must be None after use_causal_attention, which would ignore it: give "
-            "rows without padding, or leave the model's own attention"
-        )
-    if len(args) > 1:
-        raise ValueError(
-            "arguments after input_ids must be given by name after use_causal_attention: a mask "
-            "among them would be ignored"
-        )
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is None:
-        if kwargs.get("position_ids") is None:
-            return None
-        raise ValueError(
-            "position_ids must be None after use_causal_attention without cu_seq_lens_q, because "
-            "documents are not looked for in them: pass both, or rows of one sequence each"
-        )
-    given = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
-    tokens = next(x for x in given if x is not None)
-    shape = (tokens.shape[0], tokens.shape[1])
-    sequence = packed_sequence(cu_seqlens, kwargs.get("max_length_q"), shape, tokens.device)
-    kwargs = kwargs | {
-        "cu_seq_lens_q": sequence.cu_seqlens,
-        "cu_seq_lens_k": sequence.cu_seqlens,
-        "max_length_q": sequence.max_seqlen,
-        "max_length_k": sequence.max_seqlen,
-    }
-    if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = sequence.positions_BT
-    return args, kwargs

@@ -125,9 +125,9 @@ class _WithScores(MoELayer):
     """Decoder layers of gpt-oss and Llama 4 expect (output, scores) and read the output only."""
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, padding_mask: Tensor | None = None
+        self, x: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        return super().forward(x, padding_mask), None
+        return super().forward(x, *args, **kwargs), None
 
 
 def _adopt_stacked(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,11 +15,33 @@ from moecore.step import TrainStep
 class ShardedAccelerator(Accelerator):
     """An Accelerator that wraps no model and no optimizer, and clips through a `TrainStep`.
 
+    Processes are data ranks to it: cp ranks read the same batches.
+
     Attributes:
         owner: of the optimizer steps, set before the first one.
+        cp: context parallel ranks, neighbours.
     """
 
     owner: TrainStep
+    cp: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks with different data."""
+        return super().num_processes // self.cp
+
+    @property
+    def process_index(self) -> int:
+        """Index of this rank's data."""
+        return super().process_index // self.cp
+
+    def gather(self, tensor: Any) -> Any:
+        """Return tensors of all data ranks, one after the other along the first dim. Collective."""
+        gathered = super().gather(tensor)
+        return recursively_apply(self._of_data_ranks, gathered) if self.cp > 1 else gathered
+
+    def _of_data_ranks(self, gathered: Tensor) -> Tensor:
+        return gathered.unflatten(0, (self.num_processes, self.cp, -1))[:, 0].flatten(0, 1)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return False: the model is not placed by accelerate (see `hf/device_map.py`)."""

@@ -79,9 +79,9 @@ def check_model(model: nn.Module, args: TrainingArguments) -> None:
             f"loss ({state.loss!r}) of parallelize_moe must be 'mean' for MoETrainer: leave it "
             "out, Trainer divides by the tokens of all ranks itself"
         )
-    if state.groups.data_ranks != args.world_size:
+    processes = state.groups.data_ranks * state.groups.cp
+    if processes != args.world_size:
         raise ValueError(
-            f"data ranks ({state.groups.data_ranks}) must equal the processes of "
-            f"TrainingArguments ({args.world_size}): build meshes with tp=1 and cp=1, and start "
-            "all processes with torchrun"
+            f"data ranks times cp ({processes}) must equal the processes of TrainingArguments "
+            f"({args.world_size}): build meshes with tp=1, and start all processes with torchrun"
         )

@@ -15,7 +15,7 @@ Note "loss": Trainer under DDP divides each loss by the tokens of all ranks and 
 multiplies it by the number of ranks, since DDP averages gradients. `parallelize_moe(loss="mean")`
 averages them over data ranks too, so Trainer's losses are used as they are.
 
-Note "private names": five methods of Trainer that are overridden or called have no public one
+Note "private names": six methods of Trainer that are overridden or called have no public one
 beside them. tests/integrations/test_transformers_trainer.py compares their signatures.
 """
 
@@ -30,6 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate.utils import gather
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -55,6 +56,7 @@ from moecore.integrations.transformers.run_state import (
     state_text,
 )
 from moecore.loss_scale import DynamicLossScale, is_fp16
+from moecore.moe.state import moe_state
 from moecore.step import StepResult, TrainStep
 
 
@@ -88,6 +90,11 @@ class MoETrainer(Trainer):
             )
         super().__init__(*args, **kwargs)
         refuse_earlier(self.model, self.optimizer)
+        if self.accelerator.cp > 1 and self.compute_metrics is not None:
+            raise ValueError(
+                f"compute_metrics must be None with ParallelConfig.cp ({self.accelerator.cp}) > 1, "
+                "where a rank has the logits of its own tokens: evaluate the loss alone"
+            )
         self._root = Path(self.args.output_dir) / "checkpoints"
         self._saver: Saver | None = None
         self.add_callback(_StepOwner(self))
@@ -99,6 +106,7 @@ class MoETrainer(Trainer):
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         self.accelerator.__class__ = ShardedAccelerator  # Trainer makes its own and takes none
+        self.accelerator.cp = moe_state(self.model).groups.cp
 
     def train(
         self,
@@ -135,6 +143,10 @@ class MoETrainer(Trainer):
         if found[0]:
             self.accelerator.owner.num_micro_batches = len(found[0])
         return found
+
+    def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        """Return the samples of a step, which cp ranks share."""
+        return super().get_total_train_batch_size(*args, **kwargs) // self.accelerator.cp
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward of one micro-batch and return its loss."""
@@ -195,6 +207,11 @@ class MoETrainer(Trainer):
         if self._saver is not None:
             self._saver.check()
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if inputs.get("padding_mask") is not None:  # of a `PackedBatch`
+            inputs = {**inputs, "attention_mask": ~inputs["padding_mask"]}
+        super()._track_num_input_tokens(inputs)
+
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # so Trainer clips by the Accelerator, which knows both meshes
 
@@ -209,7 +226,7 @@ class MoETrainer(Trainer):
         if state.best_global_step == step:
             state.best_model_checkpoint = str(directory_of(self._root, step))
         state.stateful_callbacks = _states([*self.callback_handler.callbacks, self.control])
-        generators = self.accelerator.gather(host_generators()[None].to(self.args.device))
+        generators = gather(host_generators()[None].to(self.args.device))
         extra = {STATE: state_text(state), GENERATORS: generators.cpu()}
         extra |= self.accelerator.owner.state_dict()
         self._saver.save(step, extra, wait=False)
