@@ -113,7 +113,7 @@ def parse() -> argparse.Namespace:
     add("--seconds", type=float, default=170, help="after which no true step begins")
     add("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--results", type=Path, help="folder for the records")
+    add("--results", type=Path, help="folder or .jsonl file of records")
     args = parser.parse_args()
     args.batch_size, args.seq_len = 1, args.least
     return args

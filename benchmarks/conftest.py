@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--routing", action="append", default=[], help="only this routing (may be repeated)")
     add("--backend", action="append", default=[], help="only this backend (may be repeated)")
     add("--quick", action="store_true", help="fewer repeats")
-    add("--results", help="folder for the records (or the variable MOECORE_RESULTS)")
+    add("--results", help="folder or .jsonl file of records (or the variable MOECORE_RESULTS)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,7 +74,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )
     if not has_gpu:  # a smoke test: on a busy host, threads mostly wait for each other
         torch.set_num_threads(1)
-    made.print(f"records: {made.folder / made.environment.file_name}")
+    made.print(f"records: {records.file_of(made.folder, made.environment)}")
     return made
 
 

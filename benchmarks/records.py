@@ -193,23 +193,28 @@ def to_json(environment: Environment, row: Row) -> str:
     return json.dumps(short)
 
 
-def append(folder: Path, environment: Environment, row: Row) -> None:
+def file_of(results: Path, environment: Environment) -> Path:
+    """Return where records go: to `results` itself if it is a .jsonl file, else to one in it."""
+    path = results if results.suffix == ".jsonl" else results / environment.file_name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def append(results: Path, environment: Environment, row: Row) -> None:
     """Add the row to this session's file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / environment.file_name).open("a") as file:
+    with file_of(results, environment).open("a") as file:
         file.write(to_json(environment, row) + "\n")
 
 
 def append_rows(
-    folder: Path, module: str, rows: list[dict[str, Any]], *, num_gpus: int = 1
+    results: Path, module: str, rows: list[dict[str, Any]], *, num_gpus: int = 1
 ) -> None:
     """Add rows that name their own columns, of a module that was run with arguments."""
     command = shlex.join(["-m", module, *sys.argv[1:]])
     environment = dataclasses.replace(Environment.here(), command=command)
     if num_gpus > 1:
         environment = dataclasses.replace(environment, gpu=f"{num_gpus} x {environment.gpu}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / environment.file_name).open("a") as file:
+    with file_of(results, environment).open("a") as file:
         for row in rows:
             file.write(json.dumps(dataclasses.asdict(environment) | row) + "\n")
 

@@ -67,6 +67,7 @@ class Case:
 EIGHT = routed(GROUPED, num_experts=8)
 PLAIN = routed(EIGHT, balance=BalanceConfig())
 GLOBAL = routed(EIGHT, balance=BalanceConfig(global_batch_coef=0.3, micro_batch_coef=0.1))
+EVEN = routed(EIGHT, balance=BalanceConfig(z_loss_coef=0.1))
 CASES = {
     "documents one by one": Case(parallel=dict(ep=8), config=PLAIN, by_document=True),
     "grouped over tp, ring": Case(
@@ -81,6 +82,10 @@ CASES = {
         config=dropping(LATENT),
         memory=MemoryOptions(recompute=("moe", "mla_up_proj")),
     ),
+    "sinkhorn": Case(
+        parallel=dict(tp=2, ep=8), config=routed(dropping(EVEN), assignment="sinkhorn")
+    ),
+    "expert choice": Case(parallel=dict(ep=8), config=routed(EVEN, assignment="expert_choice")),
 }
 TAMPERED = {
     name: Case(parallel=dict(ep=8), config=EIGHT, tamper=name)
@@ -89,7 +94,13 @@ TAMPERED = {
 
 
 def plan_of(data_ranks: int) -> Schedule:
-    return schedule_documents(LENGTHS[data_ranks], ranks=data_ranks, max_tokens=MAX_TOKENS)
+    """Return the plan; on four data ranks with a group without documents, as six would have."""
+    plan = schedule_documents(LENGTHS[data_ranks], ranks=data_ranks, max_tokens=MAX_TOKENS)
+    if data_ranks != 4:
+        return plan
+    again, labels = 10, LENGTHS[4][10] - 1
+    last = Group(0, 2, (again,), 4, 0.0, labels), Group(2, 2, (), 0, 0.0, 0)
+    return replace(plan, rounds=(*plan.rounds, last), num_labels=plan.num_labels + labels)
 
 
 def document(config: DecoderConfig, number: int, length: int) -> Tensor:

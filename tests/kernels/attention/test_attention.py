@@ -161,22 +161,64 @@ def test_refusals() -> None:
 
 
 def test_each_implementation_names_what_it_cannot_compute() -> None:
-    q, k, v, _ = block((1, 4, 5, 2, 1, 8, 8), torch.bfloat16)
+    q, k, v, _ = block((1, 4, 6, 2, 1, 8, 8), torch.bfloat16)
     assert rule.choose_kernel(q, k, v, AttentionMask()) is reference
-    for kernel, mask, message in (
-        (cudnn, AttentionMask(), r"queries \(4\) must be as many as keys \(5\)"),
-        (cudnn, AttentionMask(causal=False), r"device \(cpu\) must be cuda"),
-        (cudnn, AttentionMask(window=3), r"window \(3\) must be None"),
-        (cudnn, packed([4], [5]), "cu_seqlens_q must be None"),
-        (flash, packed([4], [5], window=2), r"device \(cpu\) must be cuda"),
+    few, wide = (1, 6, 4, 2, 1, 8, 8), (1, 4, 4, 2, 1, 16, 8)
+    for kernel, shape, mask, message in (
+        (cudnn, few, AttentionMask(), r"queries \(6\) must be at most as many as keys \(4\)"),
+        (cudnn, wide, AttentionMask(), r"head dims \(16, 8\) must be one up to 128"),
+        (cudnn, None, AttentionMask(), r"device \(cpu\) must be cuda"),
+        (cudnn, None, AttentionMask(window=3), r"window \(3\) must be None"),
+        (cudnn, None, packed([4], [6]), "cu_seqlens_q must be None"),
+        (flash, None, packed([4], [6], window=2), r"device \(cpu\) must be cuda"),
     ):
+        heads = (q, k, v) if shape is None else block(shape, torch.bfloat16)[:3]
         with pytest.raises(AssertionError, match=message):
-            raise AssertionError(kernel.supports(q, k, v, mask))
+            raise AssertionError(kernel.supports(*heads, mask))
+
+
+@pytest.mark.parametrize("queries", [3, 8])
+def test_cudnn_takes_the_last_queries_in_two_blocks(
+    monkeypatch: pytest.MonkeyPatch, queries: int
+) -> None:
+    """Its calls, by the reference: no key twice, causal squares alone, o and do in one layout."""
+    keys = []
+
+    def check(causal: bool, q: Tensor, k: Tensor) -> AttentionMask:
+        assert q.shape[1] == k.shape[1] or not causal
+        keys.append(k.shape[1])
+        return AttentionMask(causal=causal)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+        return reference.forward(q, k, v, check(causal, q, k), scale)
+
+    def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Any) -> Any:
+        lse, causal, scale = rest
+        assert do.is_contiguous() and o.is_contiguous() and lse.is_contiguous()
+        return reference.backward(do, q, k, v, o, lse, check(causal, q, k), scale)
+
+    monkeypatch.setattr(cudnn, "_forward", forward)
+    monkeypatch.setattr(cudnn, "_backward", backward)
+    q, k, v, do = block((2, queries, 8, 4, 2, 8, 8), torch.float64)
+    mask = AttentionMask()
+    o_want, lse_want = reference.forward(q, k, v, mask, SCALE)
+    torch.testing.assert_close(cudnn.forward(q, k, v, mask, SCALE), (o_want, lse_want))
+    more = torch.logaddexp(lse_want, torch.ones_like(lse_want))  # others' keys
+    o_more = o_want * (lse_want - more).exp().transpose(1, 2)[..., None]
+    want = reference.backward(do, q, k, v, o_more, more, mask, SCALE)
+    scattered = (heads_first(do), q, k, v, heads_first(o_more), more.mT.contiguous().mT)
+    torch.testing.assert_close(cudnn.backward(*scattered, mask, SCALE), want)
+    assert keys == 2 * ([8] if queries == 8 else [5, 3])
+
+
+def heads_first(x_BTHv: Tensor) -> Tensor:
+    """Return the same with memory in the order B, H, T, v."""
+    return x_BTHv.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 ON_GPU: dict[str, tuple[AttentionKernel, tuple[int, ...], Any]] = {
     "cudnn, causal": (cudnn, (2, 300, 300, 8, 2, 128, 128), AttentionMask()),
-    "cudnn, values of another dim": (cudnn, (2, 256, 256, 4, 4, 128, 64), AttentionMask()),
+    "cudnn, shifted": (cudnn, (2, 256, 640, 8, 2, 128, 128), AttentionMask()),
     "cudnn, all": (cudnn, (1, 256, 512, 4, 2, 64, 64), AttentionMask(causal=False)),
     "flash, causal": (flash, (2, 300, 300, 8, 2, 128, 128), AttentionMask()),
     "flash, shifted": (flash, (2, 100, 300, 8, 2, 128, 128), AttentionMask()),
@@ -231,10 +273,13 @@ def test_a_fused_kernel_is_the_reference(case: str, dtype: torch.dtype) -> None:
         bound = 4 * (rounded.double() - exact).abs().max() + 1e-6
         assert (got.double() - exact).abs().max() <= bound, (case, got.shape)
 
-    # Others' keys: final o and lse of more than this block.
+    # Others' keys: final o and lse of more than this block, in each layout.
     more = torch.logaddexp(lse_want, torch.zeros_like(lse_want))
     o_more = o_want * (lse_want - more).exp().transpose(1, 2)[..., None]
     want = reference.backward(do.double(), *wide, o_more, more, mask, SCALE)
-    grads = kernel.backward(do, q, k, v, o_more.to(dtype), more.float(), mask, SCALE)
-    for got, exact in zip(grads, want, strict=True):
-        torch.testing.assert_close(got.double(), exact, rtol=0.02, atol=0.02 * exact.abs().max())
+    for lay_out in (Tensor.contiguous, heads_first):
+        given = lay_out(do), q, k, v, lay_out(o_more.to(dtype)), more.float()
+        grads = kernel.backward(*given, mask, SCALE)
+        for got, exact in zip(grads, want, strict=True):
+            bound = dict(rtol=0.02, atol=0.02 * exact.abs().max())
+            torch.testing.assert_close(got.double(), exact, **bound)

@@ -9,10 +9,10 @@ Activations are cut along the tokens, and attention alone communicates, in one o
 
 Note "fewest numbers": with H query and h key/value heads an all-to-all of A ranks sends (A - 1) / A
 of H + h heads of a token each way, queries, keys, values and results together. A ring of R = cp / A
-ranks passes h heads on R - 1 times in forward and in backward, and their gradients, which are twice
-as wide, R times. So "auto" takes the divisor A of cp and h with the smallest
+ranks passes h heads on R - 1 times in forward and in backward, and so their gradients, which are
+twice as wide. So "auto" takes the divisor A of cp and h with the smallest
 
-    (A - 1) / A * (H + h) + (2 * R - 1) * h        without the second part for R = 1
+    (A - 1) / A * (H + h) + 2 * (R - 1) * h
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ def _fewest(cp: int, num_heads: int, kv_heads: int) -> int:
     most = math.gcd(cp, kv_heads)
 
     def numbers(A: int) -> float:
-        ring = (2 * cp // A - 1) * kv_heads if cp > A else 0
-        return (A - 1) / A * (num_heads + kv_heads) + ring
+        return (A - 1) / A * (num_heads + kv_heads) + 2 * (cp // A - 1) * kv_heads
 
     return min((A for A in range(1, most + 1) if most % A == 0), key=numbers)
 

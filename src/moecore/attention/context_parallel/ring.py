@@ -14,7 +14,13 @@ is held, and merged with the next (note "final o and lse" of `kernels/attention/
 Transformer Engine keeps all and adds them up at the end.
 
 Backward goes the same way round with the final o and lse. The gradients of keys and values travel
-behind these in fp32, one step later, and are home after G steps.
+behind these in fp32, one step later, from the first rank that gets them to their own, in G - 1
+steps. A rank multiplies its own keys in two parts, so that something covers the first step of the
+keys and the last one of the gradients:
+
+    late queries, early keys              while the first keys travel
+    blocks of other ranks' keys           while the next keys and the last gradients travel
+    two causal squares of own chunks      while its own gradients travel home
 
 Source: Ring Attention (arXiv:2310.01889); the balance is that of zig-zag rings.
 """
@@ -30,7 +36,12 @@ from torch import Tensor
 
 from moecore.attention.context_parallel.layout import Half, Layout
 from moecore.attention.sinks import add_sinks, sinks_gradient
-from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward
+from moecore.kernels.attention import (
+    AttentionMask,
+    attention_backward,
+    attention_forward,
+    merge,
+)
 
 
 class _Block(NamedTuple):
@@ -50,12 +61,13 @@ def block_of(layout: Layout, rank: int, source: int) -> _Block:
     return _Block("late", "all", layout.mask(1, 2, causal=False))
 
 
-def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o, [B, T, H, v], and lse, [B, H, T], of the keys of two results; lse is finite."""
-    both = torch.logaddexp(lse, lse_new)
-    shares = ((old - both).exp().transpose(1, 2)[..., None] for old in (lse, lse_new))
-    old, new = shares
-    return o * old + o_new * new, both
+def own_blocks(layout: Layout) -> tuple[_Block, _Block, _Block]:
+    """Return the block of a rank's queries and its own keys in three: all seen, two squares."""
+    return (
+        _Block("late", "early", layout.mask(1, 1, causal=False)),
+        _Block("early", "early", layout.mask(1, 1)),
+        _Block("late", "late", layout.mask(1, 1)),
+    )
 
 
 class _Travelling(NamedTuple):
@@ -108,6 +120,39 @@ def _apart(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return ks.view(k.shape), vs.view(v.shape)
 
 
+class _Queries(NamedTuple):
+    """A rank's queries in backward, and their gradient so far."""
+
+    layout: Layout
+    scale: float
+    do: Tensor
+    q: Tensor
+    o: Tensor
+    lse: Tensor
+    dq: Tensor
+
+    def differentiate(self, block: _Block, ks: Tensor, vs: Tensor) -> list[Tensor]:
+        """Add the queries' gradient of a block, and return that of its keys and values."""
+        queries, keys, mask = block
+        do, q, o = (self.layout.half(x, queries) for x in (self.do, self.q, self.o))
+        lse = self.layout.half(self.lse, queries, dim=2)
+        k, v = (self.layout.half(x, keys) for x in (ks, vs))
+        dq, *dkv = attention_backward(do, q, k, v, o, lse, mask, self.scale)
+        _add_half(self.layout, self.dq, queries, dq)
+        return dkv
+
+
+def _add_half(layout: Layout, total: Tensor, half: Half, part: Tensor) -> None:
+    layout.write_half(total, half, layout.half(total, half) + part)
+
+
+def _add_parts(
+    layout: Layout, totals: tuple[Tensor, Tensor], half: Half, parts: list[Tensor]
+) -> None:
+    for total, part in zip(totals, parts, strict=True):
+        _add_half(layout, total, half, part)
+
+
 class RingAttention(torch.autograd.Function):
     """apply(q_BtHd, k_Bthd, v_Bthv, sinks_H, layout, group, scale) -> o_BtHv. Collective."""
 
@@ -151,24 +196,26 @@ class RingAttention(torch.autograd.Function):
         layout, group, scale = ctx.where
         do, qs, ks, vs, os = (layout.flat(x) for x in (grads[0], q, k, v, o))
         dq = torch.zeros_like(qs, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        own = _joined(ks, vs)
-        dkv, travelling = torch.zeros_like(own, dtype=lse.dtype), None
+        rank, own = group.rank(), _joined(ks, vs)
+        ours = _Queries(layout, scale, do, qs, os, lse, dq)
+        seen, *squares = own_blocks(layout)
+        travelling, parts = None, []
         for source, kv in _rounds(own, group):
-            queries, keys, mask = block_of(layout, group.rank(), source)
-            k_half, v_half = (layout.half(x, keys) for x in _apart(kv, ks, vs))
-            do_half, q_half, o_half = (layout.half(x, queries) for x in (do, qs, os))
-            lse_half = layout.half(lse, queries, dim=2)
-            dq_new, *new = attention_backward(
-                do_half, q_half, k_half, v_half, o_half, lse_half, mask, scale
+            block = seen if source == rank else block_of(layout, rank, source)
+            new = ours.differentiate(block, *_apart(kv, ks, vs))
+            if source == rank:
+                parts.append((block.keys, new))
+                continue
+            dkv = (
+                torch.zeros_like(own, dtype=lse.dtype) if travelling is None else travelling.wait()
             )
-            layout.write_half(dq, queries, layout.half(dq, queries) + dq_new)
-            if travelling is not None:
-                dkv = travelling.wait()
-            for total, part in zip(_apart(dkv, ks, vs), new, strict=True):
-                layout.write_half(total, keys, layout.half(total, keys) + part)
+            _add_parts(layout, _apart(dkv, ks, vs), block.keys, new)
             travelling = _send_on(dkv, group)
-        assert travelling is not None, "a ring has ranks"
+        assert travelling is not None, "a ring has other ranks"
+        parts += [(square.keys, ours.differentiate(square, ks, vs)) for square in squares]
         dk, dv = _apart(travelling.wait(), ks, vs)
+        for keys, new in parts:
+            _add_parts(layout, (dk, dv), keys, new)
         dsinks = None if sinks is None else sinks_gradient(do, os, lse, sinks)
         found = (x.to(like.dtype).view(like.shape) for x, like in ((dq, q), (dk, k), (dv, v)))
         return *found, dsinks, None, None, None

@@ -3,3 +3,4 @@
 from moecore.kernels.attention.attention import attention_backward as attention_backward
 from moecore.kernels.attention.attention import attention_forward as attention_forward
 from moecore.kernels.attention.contract import AttentionMask as AttentionMask
+from moecore.kernels.attention.contract import merge as merge

@@ -116,6 +116,20 @@ class AttentionKernel(Protocol):
         ...
 
 
+def merge(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o, in the dtype of sums, and lse of the keys of two blocks.
+
+    Args:
+        o: [B, T, H, v], of one block.
+        lse: [B, H, T], finite: each query sees a key of that block.
+        o_new: likewise of the other, of which a query may see no key.
+        lse_new: likewise.
+    """
+    both = torch.logaddexp(lse, lse_new)
+    old, new = ((one - both).exp().transpose(1, 2)[..., None] for one in (lse, lse_new))
+    return o * old + o_new * new, both
+
+
 def refuse_half(q: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None:
     """Return why fused kernels of 16-bit numbers cannot take such heads; None = they can.
 

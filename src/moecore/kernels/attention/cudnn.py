@@ -1,10 +1,20 @@
-"""Attention by cuDNN: rows that are one document each, head dims up to 128.
+"""Attention by cuDNN: rows that are one document each, heads of one dim up to 128.
 
-Its causal mask is aligned at the top left, so queries and keys must be as many; `lse` is fp32
-[B, H, T, 1] there, contiguous. The operators are private: their arguments are those of torch 2.13.
+`lse` is fp32 [B, H, T, 1] there, contiguous. The operators are private: their arguments are those
+of torch 2.13.
 
-Note "wide heads": with head dims of 192 and 128 torch 2.11's backward is right for the o and lse of
-its own forward and wrong, by more than 2% of the largest gradient, for those of merged blocks.
+Note "two blocks": its causal mask is aligned at the top left, where ours is aligned at the bottom
+right. T queries that are the last of S > T keys are two calls, of which each multiplies what its
+queries see and nothing else:
+
+    keys 0 : S - T    all of them seen    keys S - T : S    a causal square
+
+Note "one layout": torch keeps a graph per shape and strides of q, k and v, built with the strides
+that o and its gradient had in the first backward, and reads later ones as if they lay like that. So
+backward passes both in the layout that forward allocates: dense, in the order of q.
+
+Note "other dims": values of another dim than queries gave wrong gradients (torch 2.11) in a test
+that passed o in two layouts, so whether the note "one layout" is the only reason is not known yet.
 Plain causal rows (`F.scaled_dot_product_attention`) are not concerned.
 """
 
@@ -13,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moecore.kernels.attention.contract import AttentionMask, refuse_half
+from moecore.kernels.attention.contract import AttentionMask, merge, refuse_half
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None:
@@ -22,16 +32,15 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
         return "cu_seqlens_q must be None for cuDNN, whose rows are one document each"
     if mask.window is not None:
         return f"window ({mask.window}) must be None for cuDNN, whose attention reads all keys"
-    if mask.causal and q.shape[1] != k.shape[1]:
-        return (
-            f"queries ({q.shape[1]}) must be as many as keys ({k.shape[1]}) for cuDNN, whose "
-            "causal mask starts at the first of both"
-        )
-    if not q.numel() or not k.numel() or not v.numel() or q.shape[1] == 1 or k.shape[1] == 1:
+    T, S = q.shape[1], k.shape[1]
+    if mask.causal and T > S:
+        return f"queries ({T}) must be at most as many as keys ({S}) for cuDNN, else some see none"
+    lengths = (T, S, S - T if mask.causal else S)
+    if not q.numel() or not k.numel() or not v.numel() or 1 in lengths:
         return "cuDNN leaves empty blocks undefined, and some releases refuse one token"
     dims = (q.shape[-1], v.shape[-1])
-    if max(dims) > 128:
-        return f'head dims {dims} must be up to 128 for cuDNN: see the note "wide heads"'
+    if dims[0] != dims[1] or dims[0] > 128:
+        return f'head dims {dims} must be one up to 128 for cuDNN: see the note "other dims"'
     return refuse_half(q, v, (9, 0))
 
 
@@ -39,10 +48,14 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
-    o_BHTv, lse_BHT1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *_heads_first(q, k, v), None, True, 0.0, mask.causal, False, scale=scale
+    before = k.shape[1] - q.shape[1]
+    if not mask.causal or not before:
+        return _forward(q, k, v, mask.causal, scale)
+    o, lse = merge(
+        *_forward(q, k[:, :before], v[:, :before], False, scale),
+        *_forward(q, k[:, before:], v[:, before:], True, scale),
     )
-    return o_BHTv.transpose(1, 2), lse_BHT1.squeeze(-1)
+    return o.to(q.dtype), lse
 
 
 def backward(
@@ -56,10 +69,38 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: see `attention.attention_backward`."""
+    do, o, lse = _like_output(do, q), _like_output(o, q), lse.contiguous()
+    before = k.shape[1] - q.shape[1]
+    if not mask.causal or not before:
+        return _backward(do, q, k, v, o, lse, mask.causal, scale)
+    of_all = _backward(do, q, k[:, :before], v[:, :before], o, lse, False, scale)
+    of_square = _backward(do, q, k[:, before:], v[:, before:], o, lse, True, scale)
+    dq = (of_all[0].to(lse.dtype) + of_square[0]).to(q.dtype)
+    dk, dv = (torch.cat(parts, dim=1) for parts in zip(of_all[1:], of_square[1:], strict=True))
+    return dq, dk, dv
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    o_BHTv, lse_BHT1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
+    )
+    return o_BHTv.transpose(1, 2), lse_BHT1.squeeze(-1)
+
+
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     unused = lse.new_empty(0, dtype=torch.int64)  # the seed of dropout
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *_heads_first(do, q, k, v, o),
-        lse.contiguous().unsqueeze(-1),
+        lse.unsqueeze(-1),
         unused,
         unused,
         None,
@@ -68,10 +109,16 @@ def backward(
         q.shape[1],
         k.shape[1],
         0.0,
-        mask.causal,
+        causal,
         scale=scale,
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _like_output(x: Tensor, q: Tensor) -> Tensor:
+    """Return x dense, with memory in the order of q's: see the note "one layout"."""
+    order = sorted(range(4), key=q.stride, reverse=True)
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
