@@ -163,10 +163,10 @@ def test_refusals() -> None:
 def test_each_implementation_names_what_it_cannot_compute() -> None:
     q, k, v, _ = block((1, 4, 6, 2, 1, 8, 8), torch.bfloat16)
     assert rule.choose_kernel(q, k, v, AttentionMask()) is reference
-    few, wide = (1, 6, 4, 2, 1, 8, 8), (1, 4, 4, 2, 1, 16, 8)
+    few, wide = (1, 6, 4, 2, 1, 8, 8), (1, 4, 4, 2, 1, 192, 64)
     for kernel, shape, mask, message in (
         (cudnn, few, AttentionMask(), r"queries \(6\) must be at most as many as keys \(4\)"),
-        (cudnn, wide, AttentionMask(), r"head dims \(16, 8\) must be one up to 128"),
+        (cudnn, wide, AttentionMask(), r"head dims \(192, 64\) must be up to 128, values'"),
         (cudnn, None, AttentionMask(), r"device \(cpu\) must be cuda"),
         (cudnn, None, AttentionMask(window=3), r"window \(3\) must be None"),
         (cudnn, None, packed([4], [6]), "cu_seqlens_q must be None"),
@@ -218,6 +218,10 @@ def heads_first(x_BTHv: Tensor) -> Tensor:
 
 ON_GPU: dict[str, tuple[AttentionKernel, tuple[int, ...], Any]] = {
     "cudnn, causal": (cudnn, (2, 300, 300, 8, 2, 128, 128), AttentionMask()),
+    "cudnn, values of another dim": (cudnn, (2, 256, 256, 4, 4, 128, 64), AttentionMask()),
+    "cudnn, latent": (cudnn, (2, 256, 256, 4, 4, 192, 128), AttentionMask()),
+    "cudnn, latent, all": (cudnn, (2, 256, 384, 4, 4, 192, 128), AttentionMask(causal=False)),
+    "cudnn, latent, shifted": (cudnn, (2, 256, 640, 4, 4, 192, 128), AttentionMask()),
     "cudnn, shifted": (cudnn, (2, 256, 640, 8, 2, 128, 128), AttentionMask()),
     "cudnn, all": (cudnn, (1, 256, 512, 4, 2, 64, 64), AttentionMask(causal=False)),
     "flash, causal": (flash, (2, 300, 300, 8, 2, 128, 128), AttentionMask()),

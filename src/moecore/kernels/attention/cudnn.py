@@ -1,4 +1,4 @@
-"""Attention by cuDNN: rows that are one document each, heads of one dim up to 128.
+"""Attention by cuDNN: rows that are one document each, head dims up to 128, or 192 and 128.
 
 `lse` is fp32 [B, H, T, 1] there, contiguous. The operators are private: their arguments are those
 of torch 2.13.
@@ -12,10 +12,6 @@ queries see and nothing else:
 Note "one layout": torch keeps a graph per shape and strides of q, k and v, built with the strides
 that o and its gradient had in the first backward, and reads later ones as if they lay like that. So
 backward passes both in the layout that forward allocates: dense, in the order of q.
-
-Note "other dims": values of another dim than queries gave wrong gradients (torch 2.11) in a test
-that passed o in two layouts, so whether the note "one layout" is the only reason is not known yet.
-Plain causal rows (`F.scaled_dot_product_attention`) are not concerned.
 """
 
 from __future__ import annotations
@@ -39,8 +35,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> str | None
     if not q.numel() or not k.numel() or not v.numel() or 1 in lengths:
         return "cuDNN leaves empty blocks undefined, and some releases refuse one token"
     dims = (q.shape[-1], v.shape[-1])
-    if dims[0] != dims[1] or dims[0] > 128:
-        return f'head dims {dims} must be one up to 128 for cuDNN: see the note "other dims"'
+    if dims != (192, 128) and not dims[1] <= dims[0] <= 128:
+        return f"head dims {dims} must be up to 128, values' the smaller, or (192, 128) for cuDNN"
     return refuse_half(q, v, (9, 0))
 
 
