@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.packing import CutDocuments, PackedBatchSampler, PackedCollator
@@ -44,11 +45,6 @@ class BatchShape:
     grad_accum: int
     batch_size: int
     seq_len: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one step."""
-        return self.data_ranks * self.grad_accum * self.batch_size * self.seq_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +139,16 @@ class StepBatch:
         return tuple(tensor for tensor in found if tensor is not None)
 
     def counts(self) -> Tensor:
-        """Return the numbers of labels and of tokens that are no padding, int64 [2]."""
-        assert self.padding_ABT is not None, "documents have some"
-        return torch.stack([self.num_labels, (~self.padding_ABT).sum()])
+        """Return how many labels count, tokens without padding, and pairs of a document: int64 [3].
+
+        Pairs are the sum of the squared lengths of documents, twice what causal attention computes.
+        """
+        if self.padding_ABT is None or self.cu_seqlens_An is None:
+            lengths = torch.full(self.tokens_ABT.shape[:2], self.tokens_ABT.shape[2])
+        else:
+            tokens_AN = F.pad((~self.padding_ABT).flatten(1).cumsum(1), (1, 0))
+            lengths = tokens_AN.gather(1, self.cu_seqlens_An.long()).diff()
+        return torch.stack([self.num_labels, lengths.sum(), lengths.square().sum()])
 
 
 class PackedSteps:

@@ -75,7 +75,7 @@ SAVES_MEMORY = "add --recompute, lower --seq-len"
 
 def train(job: Job) -> None:
     """Train to the last step, with metrics, evaluations and checkpoints on the way."""
-    args, running = job.args, deque[Ran]()
+    args, running = job.args, deque[Launched]()
     root, config = checkpoint_dir(args), job.model.hf.config.to_dict()
     with (
         Report(args, start=job.start, unit="token")
@@ -85,13 +85,13 @@ def train(job: Job) -> None:
     ):
         for step in range(job.start + 1, args.steps + 1):
             try:
-                ran = train_step(job, step)
+                launched = train_step(job, step)
                 if is_due(step, every=args.eval_every, steps=args.steps):
-                    ran = Ran(replace(ran.launched, eval_loss=evaluate(job)), ran.counts)
+                    launched = replace(launched, eval_loss=evaluate(job))
             except RUN_ERRORS:
                 log(job, running, report)
                 raise
-            running.append(ran)
+            running.append(launched)
             saved = is_due(step, every=args.checkpoint_every, steps=args.steps)
             log(job, running, report, keep=0 if saved or step in (job.start + 1, args.steps) else 1)
             saver.check()  # a save that failed in the background ends the run here
@@ -103,7 +103,7 @@ def train(job: Job) -> None:
         job.owner.check()  # the last step's
 
 
-def train_step(job: Job, step: int) -> Ran:
+def train_step(job: Job, step: int) -> Launched:
     """Launch one optimizer step; on a GPU nothing of it needs to be done when this returns."""
     args, began = job.args, Moment(job.device)
     for group in job.optimizer.param_groups:
@@ -119,17 +119,17 @@ def train_step(job: Job, step: int) -> Ran:
         loss += part.detach()
     done = job.owner.finish()  # clips, steps; a nan skips it everywhere
     dist.all_reduce(loss)
-    launched = Launched(
+    return Launched(
         step=step,
         began=began,
         ended=Moment(job.device),
         loss=loss,
         done=done,
+        counts=counts,
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=EXPERT_LOADS_EVERY, steps=args.steps),
         reader=job.reader,
     )
-    return Ran(launched, counts)
 
 
 def micro_batches(job: Job, batch: StepBatch) -> Iterator[list[Tensor]]:
@@ -170,31 +170,17 @@ def steps_of(
     return packed_examples(examples, shape, seed=seed, **where)
 
 
-def log(job: Job, running: deque[Ran], report: Report | None, *, keep: int = 0) -> None:
+def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int = 0) -> None:
     """Wait for all but the newest `keep` steps and report them. Every rank waits."""
     while len(running) > keep:
-        ran = running.popleft()
-        done = ran.launched
+        done = running.popleft()
         metrics = done.metrics()
-        with nullcontext() if job.reader is None else torch.cuda.stream(job.reader):
-            num_answers, num_tokens = ran.counts.tolist()
+        num_answers, num_tokens, _ = done.read_counts()
         metrics["answer_tokens"] = num_answers
         metrics["tokens_per_second"] = num_tokens / done.began.seconds_until(done.ended)
         metrics |= memory_gib(job.device)
         if report:
             report.log(done.step, metrics)
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A step that a GPU may still be at.
-
-    Attributes:
-        counts: int64 on the device: answers' tokens and all tokens of all ranks.
-    """
-
-    launched: Launched
-    counts: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

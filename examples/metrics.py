@@ -7,7 +7,8 @@ import re
 import resource
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,7 @@ class Launched:
         step: its number.
         loss: mean over ranks, on the device.
         done: what the step was, on the device.
+        counts: `StepBatch.counts` over all data ranks, on the device.
         ep: ranks that share a layer's experts.
         expert_loads: whether the load of each expert is among the metrics.
         reader: the stream that the host reads on, see `Job`.
@@ -71,15 +73,21 @@ class Launched:
     ended: Moment
     loss: Tensor
     done: StepResult
+    counts: Tensor
     ep: int
     expert_loads: bool
     reader: torch.cuda.Stream | None
     eval_loss: float | None = None
 
+    def read_counts(self) -> list[int]:
+        """Wait for the step, and for none after it; return `counts`."""
+        with self._read():
+            counts: list[int] = self.counts.tolist()
+        return counts
+
     def metrics(self) -> Metrics:
         """Wait for the step, and for none after it; return its metrics, the same on every rank."""
-        self.ended.wait()
-        with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
+        with self._read():
             found = {"loss": self.loss.item(), **self.done.to_dict()}
         loads = {layer: expert_loads(found, layer) for layer in self.done.metrics.tokens_per_expert}
         found["rank_load_max_over_mean"] = sum(
@@ -90,6 +98,12 @@ class Launched:
                 for e in range(len(of_E)):
                     del found[f"expert_load/{layer}/{e}"]
         return found if self.eval_loss is None else found | {"eval_loss": self.eval_loss}
+
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        self.ended.wait()
+        with nullcontext() if self.reader is None else torch.cuda.stream(self.reader):
+            yield
 
 
 def expert_loads(metrics: Metrics, layer: str) -> list[float]:

@@ -25,9 +25,10 @@ ranks and micro-batches.
 
 Each step's metrics go into metrics.jsonl, into TensorBoard where it is installed, and with
 --wandb PROJECT into Weights & Biases: loss, what `StepResult.to_dict` has (docs/balancing.md),
-tokens/s and memory; and `mfu`, the share of the devices' dense peak that forward and backward use
-(6 FLOPs per active parameter, and attention), where the peak is known: see --peak-tflops. With
---eval-every N the end of the text is held out, and `eval_loss` is the loss on it.
+tokens/s without padding, and memory; and `mfu`, the share of the devices' dense peak that forward
+and backward of the documents use (6 FLOPs per active parameter, and attention), where the peak is
+known: see --peak-tflops. With --eval-every N the end of the text is held out, and `eval_loss` is
+the loss on it.
 
 Note "a step ahead": a GPU stays busy over the end of a step when the next one is launched already.
 So the host waits for nothing in a step, and reads a step's metrics when it has launched the one
@@ -144,11 +145,11 @@ def train_step(job: Job, step: int) -> Launched:
         group["lr"] = lr_at(step, peak=args.lr, steps=args.schedule_steps or args.steps)
     batch = batch_of(job, step)
     copies = dist.get_world_size() // job.meshes.data_ranks  # tp ranks have equal data
-    num_labels = to_device(batch.num_labels, job.device)
-    dist.all_reduce(num_labels)
-    num_labels = (num_labels // copies).clamp(min=1)
+    counts = to_device(batch.counts(), job.device)
+    dist.all_reduce(counts)
+    counts //= copies
     tensors = (to_device(tensor, job.device) for tensor in batch.tensors())
-    loss = job.forward_backward(num_labels, *tensors)
+    loss = job.forward_backward(counts[0].clamp(min=1), *tensors)
     done = job.owner.finish()  # clips, steps, moves the expert biases; a nan skips it everywhere
     dist.all_reduce(loss)
     loss = loss / copies
@@ -158,6 +159,7 @@ def train_step(job: Job, step: int) -> Launched:
         ended=Moment(job.device),
         loss=loss,
         done=done,
+        counts=counts,
         ep=job.meshes.parallel.ep,
         expert_loads=is_due(step, every=args.expert_loads_every, steps=args.steps),
         reader=job.reader,
@@ -216,13 +218,20 @@ def log(job: Job, running: deque[Launched], report: Report | None, *, keep: int 
     while len(running) > keep:
         done = running.popleft()
         metrics = done.metrics()
-        rate = job.shape.tokens / done.began.seconds_until(done.ended)
-        metrics |= {"tokens_per_second": rate, **memory_gib(job.device)}
+        _, tokens, pairs = done.read_counts()
+        seconds = done.began.seconds_until(done.ended)
+        metrics |= {"tokens_per_second": tokens / seconds, **memory_gib(job.device)}
         if job.peak_tflops:
-            flops = flops_per_token(job.model.config, job.shape.seq_len)
-            metrics["mfu"] = rate * flops / (dist.get_world_size() * job.peak_tflops * 1e12)
+            peak = dist.get_world_size() * job.peak_tflops * 1e12
+            metrics["mfu"] = flops_of(job.model.config, tokens, pairs) / seconds / peak
         if report:
             report.log(done.step, metrics)
+
+
+def flops_of(config: DecoderConfig, tokens: int, pairs: int) -> float:
+    """Return the FLOPs of forward and backward of documents: see `StepBatch.counts`."""
+    linear = flops_per_token(config, 0)
+    return tokens * linear + pairs * (flops_per_token(config, 1) - linear)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

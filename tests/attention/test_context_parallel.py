@@ -1,6 +1,6 @@
 """Attention over context parallel ranks against one process's `attend`, every way.
 
-Four gloo ranks are spawned once; groups of 2, 3 and 4 of them are cp ranks.
+Six gloo ranks are spawned once; groups of 2, 3 and 6 of them are cp ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HELD = [
 BATCHES: dict[int, tuple[int, int, list[int]]] = {
     2: (2, 24, [0, 8, 28, 28, 48]),
     3: (1, 42, [0, 12, 36, 42]),
-    4: (2, 32, [0, 8, 48, 64, 64]),
+    6: (2, 48, [0, 12, 72, 96, 96]),
 }
 # name -> (way, query heads, key/value heads, options of attend)
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -145,13 +145,14 @@ def swapped(block: Any) -> Any:
 
 
 def worker(rank: int, device: torch.device) -> dict[Any, Any]:
-    groups = {2: dist.new_group([0, 1]), 3: dist.new_group([0, 1, 2]), 4: dist.new_group()}
-    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    mine = {"a2a": pairs[rank // 2], "ring": pairs[2 + rank % 2]}
+    groups = {2: dist.new_group([0, 1]), 3: dist.new_group([0, 1, 2]), 6: dist.new_group()}
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [4, 5])]
+    rings = [dist.new_group(ranks) for ranks in ([0, 2, 4], [1, 3, 5])]
+    mine = {"a2a": pairs[rank // 2], "ring": rings[rank % 2]}
     results: dict[Any, Any] = {}
     for size, group in groups.items():
         for name, (way, _, h, _) in CASES.items():
-            if rank >= size or (way == "a2a+p2p" and size != 4) or (way == "a2a" and h % size):
+            if rank >= size or (way == "a2a+p2p" and size != 6) or (way == "a2a" and h % size):
                 continue
             cp = make(way, group, mine)
             for packed in (False, True):
@@ -162,11 +163,11 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
             ring.merge = wrong_merge
         else:
             ring.block_of = lambda *a: swapped(original[1](*a))
-        results[what] = errors(make("p2p", groups[4], mine), "p2p", False)
+        results[what] = errors(make("p2p", groups[6], mine), "p2p", False)
         ring.merge, ring.block_of = original
     if rank < 2:
         results |= halves(groups[2], device)
-    everything: list[Any] = [None] * 4
+    everything: list[Any] = [None] * 6
     dist.all_gather_object(everything, results)
     merged: dict[Any, Any] = {}
     for one in everything:
@@ -177,7 +178,7 @@ def worker(rank: int, device: torch.device) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[Any, Any]:
-    return run_ranks(4, worker)
+    return run_ranks(6, worker)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -196,32 +197,39 @@ def test_a_wrong_merge_and_a_swapped_chunk_are_found(results: dict[Any, Any], wh
 class Alone:
     """Stands for the group of a ring whose other ranks are not there."""
 
+    def __init__(self, size: int) -> None:
+        self._size = size
+
     def size(self) -> int:
-        return 3
+        return self._size
 
     def rank(self) -> int:
         return 1
 
 
-def test_products_follow_each_send_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = []
+@pytest.mark.parametrize(("size", "first", "last"), [(3, "a", "cc"), (4, "a", "cc"), (5, "", "c")])
+def test_products_follow_each_send_of_a_ring(
+    size: int, first: str, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = ""  # s: a send, a: a product with all keys, c: a causal one
 
     def send(x: Tensor, _: Any) -> Any:
-        events.append("send")
+        nonlocal events
+        events += "s"
         return ring._Travelling(x, x, [])
 
     def differentiate(*args: Any) -> Any:
-        events.append("square" if args[6].causal else "all")
+        nonlocal events
+        events += "c" if args[6].causal else "a"
         return reference.backward(*args)
 
     monkeypatch.setattr(ring, "_send_on", send)
     monkeypatch.setattr(ring, "attention_backward", differentiate)
     leaves, do = heads(1, 4, 2, 1, False)
-    o = ring.RingAttention.apply(*leaves, None, Layout(3, 12), Alone(), SCALE)
-    events.clear()
+    o = ring.RingAttention.apply(*leaves, None, Layout(size, 4 * size), Alone(size), SCALE)
+    events = ""
     torch.autograd.grad(o, leaves, do)
-    keys, gradients = ["send", "all", "send", "all"], ["send", "all", "send", "square", "square"]
-    assert events == keys + gradients
+    assert events == "s" + first + "sas" * (size - 2) + "as" + last
 
 
 def check_half(ratios: dict[Any, list[float]]) -> None:

@@ -53,15 +53,19 @@ def test_the_loss_of_packed_rows_is_that_of_documents(train: ModuleType) -> None
     args = train.parse_arguments(["--seq-len", "16", "--grad-accum", "2"])
     run_step = train.make_forward_backward(model, owner, args)
     loss = run_step(batch.num_labels, *batch.tensors())
-    total, count = 0.0, 0
+    total, lengths = 0.0, []
     parts = (batch.tokens_ABT, batch.padding_ABT, batch.cu_seqlens_An)
     for tokens_BT, padding_BT, borders in zip(*parts, strict=True):
         for start, stop in pairwise(borders.tolist()):
             tokens_T = tokens_BT.flatten()[start:stop]
-            if stop - start > 1 and not padding_BT.flatten()[start]:
+            if stop > start and not padding_BT.flatten()[start]:
+                lengths.append(stop - start)
                 one_BT = tokens_T[None]
                 with torch.no_grad():
-                    total += float(model(one_BT[:, :-1], one_BT[:, 1:], num_tokens=1))
-                count += stop - start - 1
-    assert count == batch.num_labels
+                    if stop - start > 1:
+                        total += float(model(one_BT[:, :-1], one_BT[:, 1:], num_tokens=1))
+    count, tokens, pairs = batch.counts().tolist()
+    assert count == batch.num_labels == sum(lengths) - len(lengths)
     torch.testing.assert_close(float(loss), total / count, rtol=1e-5, atol=0)
+    flops = sum(n * train.flops_per_token(config, n) for n in lengths)
+    torch.testing.assert_close(train.flops_of(config, tokens, pairs), flops, rtol=1e-12, atol=0)
