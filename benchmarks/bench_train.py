@@ -217,7 +217,7 @@ def describe_run(job: train.Job, seconds: list[float], metrics: list[Metrics]) -
     slowest = torch.tensor(seconds, dtype=torch.float64, device=job.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     step_s = statistics.median(slowest.tolist())
-    rate = job.shape.tokens / step_s / world
+    rate = _tokens(job.shape) / step_s / world
     flops = flops_per_token(config, job.shape.seq_len)
     peak = torch.zeros(2, dtype=torch.float64, device=job.device)
     if job.device.type == "cuda":
@@ -232,7 +232,7 @@ def describe_run(job: train.Job, seconds: list[float], metrics: list[Metrics]) -
         "active_parameters": active_params(config),
         **{name: getattr(job.args, name) for name in SHOWN},
         "ep": job.meshes.parallel.ep,
-        "tokens_per_step": job.shape.tokens,
+        "tokens_per_step": _tokens(job.shape),
         "step_ms": step_s * 1e3,
         "slowest_step_ms": max(slowest.tolist()) * 1e3,
         RATE: rate,
@@ -314,6 +314,11 @@ def committed(row: Row) -> Row | None:
     # A row from before an option was there had it off.
     found = [r for r in rows if all((r.get(n) or None) == (row.get(n) or None) for n in same)]
     return found[-1] if found else None
+
+
+def _tokens(shape: train.BatchShape) -> int:
+    """Return the tokens of a step; rows have no padding here."""
+    return shape.data_ranks * shape.grad_accum * shape.batch_size * shape.seq_len
 
 
 def _short(value: Any) -> Any:
