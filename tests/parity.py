@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moecore import (
@@ -51,6 +50,7 @@ from moecore.moe.placement import ExpertPlacement
 from moecore.precision.apply import apply_precision
 from moecore.precision.roles import Precision
 from tests.moe.reference import ReferenceOutput, moe_reference
+from tests.shard.units import unit_of
 
 OPTIMIZERS = ("sgd", "adamw", "adamw")  # one per step
 ALL_LOSSES = BalanceConfig(
@@ -147,7 +147,6 @@ class Case:
     tamper: str = ""
     bf16: bool = False
     recompute: bool = False  # activation checkpointing of every block
-    no_sync: bool = False  # reduce gradients in the last micro-batch only
     frozen: bool = False  # routed experts do not train
 
     @property
@@ -159,7 +158,7 @@ class Case:
     def name(self) -> str:
         degrees = "-".join(f"{k}{v}" for k, v in self.parallel.items())
         options = f"{self.model}-{self.dispatcher}-{self.loss}"
-        flags = "bf16", "packed", "recompute", "no_sync", "frozen"
+        flags = "bf16", "packed", "recompute", "frozen"
         extras = [n for n in flags if getattr(self, n)]
         extras += ["fp8"] if self.precision else []
         extras += [self.expert_backend] if self.expert_backend != "torch" else []
@@ -355,10 +354,8 @@ def train(
     found: dict[str, Any] = {}
     for i, step in enumerate(batches):
         loss_of_rank = torch.zeros((), device=step[0][0]["tokens_BT"].device)
-        for n, micro in enumerate(step, start=1):
+        for micro in step:
             with owner.micro_batch():
-                if case.no_sync:
-                    model.set_requires_gradient_sync(n == len(step))  # type: ignore[operator]
                 loss = model(**micro[meshes.data_rank], **loss_scale(case, step))
                 loss = loss / case.accumulate if case.loss == "mean" else loss
                 loss.backward()
@@ -533,8 +530,9 @@ def tamper(model: nn.Module, meshes: Meshes, what: str) -> None:
     """Break one thing on purpose; the suite must notice."""
     if what == "-no-gradient-scale":
         for module in model.modules():
-            if isinstance(module, Experts) and isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(float(meshes.expert_fsdp.size()))
+            unit = unit_of(model, module) if isinstance(module, Experts) else None
+            if unit is not None:
+                unit.options = replace(unit.options, divisor=float(meshes.expert_fsdp.size()))
     elif what == "-wrong-group":
         p, world = meshes.parallel, dist.get_world_size()
         size = p.ep * p.etp

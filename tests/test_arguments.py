@@ -21,6 +21,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.optim import assign_matrices
 from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
 from moecore.rl import RouterReplay
+from moecore.shard import ShardPlan
 from tests.test_api import SECTIONS
 from tests.test_fields import RECORDS
 
@@ -29,6 +30,9 @@ LAYER = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
 REPLAY = RouterReplay(MoELayer(LAYER))
 META = Decoder(TINY, device="meta")
 OPTIONS = UpcycleOptions(expansion=2, granularity=2, top_k=2)
+NOTHING: dict[str, Any] = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
+NAMES = dict.fromkeys(("model", "device_type", "dispatcher", "dispatcher_reason"), "")
+PLAN = ShardPlan(parallel=ParallelConfig(dp_shard=1, edp_shard=1), **NOTHING, **NAMES)
 TOKENS = torch.ones(1, 4, dtype=torch.long)
 
 # What is no call: types of annotations, protocols, and records that moecore itself fills.
@@ -39,6 +43,8 @@ NO_CALLS = {
     *("Bins", "Group", "PackedBatch", "Schedule", "ContextParallelModel"),
     "DynamicContextModel",
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
+    *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
+    *("RankBytes", "RoleBytes"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
 # Without a rule in the annotations: optimizers of torch check these in their own words.
@@ -80,7 +86,7 @@ VALID: dict[str, Any] = {
     **dict(model=META, meshes=None, parallel=ParallelConfig(), path="no", root="no", out="no"),
     **dict(optimizer=None, step=1, keep=1, name="tiny", config=TINY, options=OPTIONS, key="a"),
     **dict(layout=LayerLayout(), router={}, experts={}, dense={}, state={}, mlps=[], blocks=[]),
-    "names": "dcp",
+    **dict(names="dcp", plan=PLAN),
     **dict(lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),
     **dict(documents=[[1]], costs=[1.0], cu_seqlens=torch.tensor([0, 2])),
     "batch": PackedCollator(row_tokens=4)([[1]]),

@@ -14,6 +14,7 @@ NAMES = [
     "_C.DispatchKey.PreDispatch",
     "_C._are_functorch_transforms_active",
     "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._autograd._unsafe_set_version_counter",
     "_C._current_autograd_node",
     "_C._current_graph_task_id",
     "_C._dispatch_tls_is_dispatch_key_included",

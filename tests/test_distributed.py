@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import placement_types
+from torch.distributed.tensor import DTensor, placement_types
 
 import moecore
 from moecore import ParallelConfig, build_meshes
@@ -24,6 +24,9 @@ PRIVATE: dict[str, Any] = {
     "_set_default_timeout": dist.ProcessGroupGloo,
     "_timeout": dist.ProcessGroupGloo._Options,
     "_StridedShard": placement_types,
+    "_concatenate": DeviceMesh,
+    "_local_tensor": DTensor,
+    "_spec": DTensor,
 }
 
 

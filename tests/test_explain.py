@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import moecore
 from moecore import (
     ContextOptions,
     FSDPOptions,
@@ -27,6 +28,7 @@ from moecore import (
     ParallelConfig,
     build_meshes,
     explain,
+    models,
     parallelize_moe,
 )
 from moecore.explain import _rows
@@ -100,6 +102,21 @@ def test_every_byte_of_every_rank_is_in_one_row(parallel: ParallelConfig) -> Non
         assert held[f"{row.kind} {row.names} {row.shapes[0]}"] == copies * whole, row
 
 
+def test_the_page_shows_what_a_plan_prints() -> None:
+    """The program that the page shows, and its lines but for those of parameters."""
+    (program,) = re.findall(
+        r"```python\n(import torch.distributed.*?)```", PAGE.read_text(), re.DOTALL
+    )
+    names = {name: getattr(moecore, name) for name in moecore.__all__} | vars(models)
+    printed: list[str] = []
+    exec(program, names | {"torch": torch, "print": printed.append})
+    lines = printed[0].splitlines()
+    shown = "\n".join([*lines[:3], *lines[-5:]])
+    assert f"```text\n{shown}\n```" in PAGE.read_text(), shown
+    (plain,) = (row for row in lines if row.startswith("router"))
+    assert plain.split()[2:5] == ["59", "x", "256x7168"] and plain.endswith("846 kB")
+
+
 def test_a_plain_model_is_whole() -> None:
     model = Decoder(preset("tiny"))
     model.get_parameter("model.norm.weight").requires_grad_(False)
@@ -108,7 +125,7 @@ def test_a_plain_model_is_whole() -> None:
     assert text.startswith(f"Decoder: {total / 1e6:.3g} M parameters, ")
     assert "not parallelized" in text and "this rank has all 8; dispatcher local" in text
     assert re.search(r"norms \(frozen\) +norm +128 +128 +whole +512 B", text)
-    assert "FSDP2" not in text
+    assert "units: " not in text
 
 
 def test_active_parameters_count_top_k() -> None:
@@ -132,7 +149,7 @@ def test_choices_are_shown() -> None:
     assert "dispatcher allgather among 2 ranks" in text and "auto (torch)" in text
     # X, 2 x 128 in bf16, and H, 2 x 2 x 128; row ids and weights of 2 rows, ends of 4 experts
     assert "backward keeps 2.3 kB per token and layer: routing 728 B, experts 1.57 kB\n" in text
-    assert "FSDP2 units: 10: 4 of blocks, 3 of experts, 1 of routers, 1 of heads" in text
+    assert "units: 10: 4 of blocks, 3 of experts, 1 of routers, 1 of heads" in text
     assert "all kept for backward" in text
     assert "computed in bfloat16, gradients reduced in bfloat16; no FP8" in text
     assert "experts 834 B; FC1 runs again" in again and "blocks and experts freed" in again

@@ -102,7 +102,7 @@ SHARDED: list[tuple[Callable[[nn.Module, Meshes], nn.Module], str]] = [
     (in_ddp, "model (DistributedDataParallel) must not be wrapped for data parallelism, "),
     (part_in_ddp, "0 (DistributedDataParallel) must not be wrapped for data parallelism, "),
     (in_dp, "model (DataParallel) must not be wrapped for data parallelism, "),
-    (parallelize_moe, "model (FSDPSequential) must not be parallelized already: call "),
+    (parallelize_moe, "model (Sequential) must not be parallelized already: call "),
 ]
 
 

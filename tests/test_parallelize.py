@@ -5,6 +5,7 @@ Runs on fake process groups: nothing communicates, so an error here comes before
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -25,13 +25,16 @@ from moecore import (
     MoELayer,
     ParallelConfig,
     build_meshes,
+    parallelize_moe,
+    plan_sharding,
 )
-from moecore import parallelize_moe as parallelize
-from moecore.fsdp.shard import find_blocks
 from moecore.memory.options import MemoryOptions
 from moecore.models import Decoder, num_params, preset
 from moecore.moe.experts import Experts
 from moecore.moe.state import moe_state
+from moecore.shard.plan import plan_of
+from moecore.shard.units import find_blocks
+from tests.shard.units import is_unit
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 CONFIG = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)
@@ -45,6 +48,27 @@ def world(size: int, rank: int = 0, **degrees: int) -> Any:
 
 def meta_model(config: MoEConfig = CONFIG) -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32, device="meta"), MoELayer(config, device="meta"))
+
+
+def parallelize(model: nn.Module, meshes: Any, **options: Any) -> nn.Module:
+    """`parallelize_moe`, of which `plan_sharding` has told before what it does or refuses."""
+    before = [*model.named_modules(), *((n, id(p)) for n, p in model.named_parameters())]
+    planned: Any
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            planned = plan_sharding(model, meshes, **options)
+        except (ValueError, NotImplementedError) as error:
+            planned = error
+    after = [*model.named_modules(), *((n, id(p)) for n, p in model.named_parameters())]
+    assert before == after
+    try:
+        parallelize_moe(model, meshes, **options)
+    except (ValueError, NotImplementedError) as error:
+        assert (type(planned), str(planned)) == (type(error), str(error))
+        raise
+    assert plan_of(model) == planned
+    return model
 
 
 REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
@@ -84,10 +108,10 @@ def test_refuses_hooks_that_sharded_parameters_would_not_have(hook: str) -> None
 def test_refuses_a_part_that_is_parallelized_already() -> None:
     meshes = world(8, ep=8)
     part = parallelize(meta_model(), meshes)
-    with pytest.raises(ValueError, match=r"0 \(FSDPSequential\) must not be parallelized already"):
+    with pytest.raises(ValueError, match=r"0 \(Sequential\) must not be parallelized already"):
         parallelize(nn.Sequential(part, MoELayer(CONFIG, device="meta")), meshes)
     other = nn.Sequential(part[1], nn.Linear(32, 32, device="meta"))
-    with pytest.raises(ValueError, match=r"0 \(FSDPMoELayer\) must not be sharded already"):
+    with pytest.raises(ValueError, match=r"0.router.weight \(a DTensor over .* must be whole"):
         parallelize(other, meshes)
 
 
@@ -196,7 +220,7 @@ def test_refuses_second_calls() -> None:
     with pytest.raises(ValueError, match="call parallelize_moe"):
         moe_state(nn.Linear(4, 4))
     model = parallelize(nn.Linear(4, 4), meshes)
-    with pytest.raises(ValueError, match=r"model \(FSDPLinear\) must not be parallelized already"):
+    with pytest.raises(ValueError, match=r"model \(Linear\) must not be parallelized already"):
         parallelize(model, meshes)
 
 
@@ -248,7 +272,7 @@ def test_a_unit_per_block_with_its_experts_on_the_expert_mesh() -> None:
     parallelize(model, meshes)
     layers = list(model.model.layers)
     assert find_blocks(model) == layers
-    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    units = [m for m in model.modules() if is_unit(model, m)]
     experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoELayer)]
     nested = [[b, *(e for e in experts if e in b.modules())] for b in layers]
     assert units == [model, *(unit for group in nested for unit in group), model.lm_head]

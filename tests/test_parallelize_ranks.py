@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 import moecore
 from moecore import (
@@ -39,6 +38,7 @@ from moecore.moe.state import moe_state
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
 from tests.ranks import run_ranks
+from tests.shard.units import units
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=77)
@@ -264,8 +264,12 @@ def dense(name: str) -> dict[str, Any]:
             optimizer.zero_grad()
         metrics = moe_state(model).finish_step()
     shown = (metrics.load_max_over_mean(), metrics.drop_rate(), metrics.total_aux_loss())
-    units = sum(isinstance(m, FSDPModule) for m in model.modules())
-    return {"worst": worst, "shown": shown, "units": units, "restored": restored(model, ours, make)}
+    return {
+        "worst": worst,
+        "shown": shown,
+        "units": len(units(model)),
+        "restored": restored(model, ours, make),
+    }
 
 
 def restored(model: nn.Module, optimizer: Any, make: Callable[[], nn.Module]) -> bool:

@@ -45,7 +45,7 @@ def case(world: int, dense: str, expert: str, **options: Any) -> Case:
 
 CASES = [
     case(8, "dp_shard=8", "ep=1 edp_shard=8", model="sigmoid", meta=True),
-    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="sigmoid", accumulate=2, no_sync=True),
+    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="sigmoid", accumulate=2),
     case(8, "dp_shard=8", "ep=2 etp=4 edp_shard=1", model="relu2", loss="sum"),
     case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="softmax", meta=True),
     case(8, "dp_shard=8", "etp=2 edp_shard=4", model="gated-shared", dispatcher="allgather"),
@@ -80,7 +80,6 @@ CASES = [
         "edp_replicate=3 edp_shard=1 ep=2",
         loss="sum",
         accumulate=2,
-        no_sync=True,
         recompute=True,
         fsdp=TOGETHER,
     ),
@@ -216,7 +215,6 @@ NVLINK_CASES = [
         "ep=2 edp_shard=2",
         loss="sum",
         accumulate=2,
-        no_sync=True,
         fsdp=TOGETHER,
         keep_rows=False,
     ),

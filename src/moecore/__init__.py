@@ -3,7 +3,6 @@
 from moecore.attention.context_parallel.group import ContextOptions
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.explain import explain
-from moecore.fsdp import FSDPOptions, GradientNorm, clip_grad_norm_
 from moecore.loss_scale import DynamicLossScale
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes, ParallelConfig, build_meshes
@@ -14,7 +13,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
-from moecore.parallelize import parallelize_moe
+from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.request import (
     ContextParallelModel,
     DispatcherName,
@@ -22,6 +21,9 @@ from moecore.request import (
     LossConvention,
     TensorParallelModel,
 )
+from moecore.shard.clip import GradientNorm, clip_grad_norm_
+from moecore.shard.options import FSDPOptions
+from moecore.shard.plan import ShardPlan
 from moecore.step import StepResult, TrainStep
 
 __version__ = "0.1.0"
@@ -51,6 +53,7 @@ __all__ = [
     "NVLinkOptions",
     "ParallelConfig",
     "Routing",
+    "ShardPlan",
     "StepResult",
     "TensorParallelModel",
     "TrainStep",
@@ -58,4 +61,5 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "parallelize_moe",
+    "plan_sharding",
 ]

@@ -118,6 +118,12 @@ def has_accumulate_hooks(param: Tensor) -> bool:
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
+def call_accumulate_hooks(param: Tensor) -> None:
+    """Call these hooks, for a gradient that autograd has not accumulated."""
+    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(param)
+
+
 def leaf_of(node: Any) -> Tensor | None:
     """Return the parameter whose gradient a node accumulates; None for other nodes."""
     return getattr(node, "variable", None)
@@ -140,3 +146,8 @@ def storage_key(x: Tensor) -> int:
 def version(x: Tensor) -> int:
     """Return the count of changes in place; 0 for a tensor of inference mode, which has none."""
     return 0 if x.is_inference() else x._version
+
+
+def set_versions(tensors: list[Tensor], versions: list[int]) -> None:
+    """Set the counts of changes in place, which backward compares with those at forward."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))

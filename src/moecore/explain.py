@@ -5,30 +5,27 @@ for backward is counted by a forward on meta (`memory/kept.py`).
 
     size and meshes
     kind, names, how many, global shape, shape on this rank, placement, bytes on this rank
-    MoE layers, FSDP2 units, precision
+    MoE layers, units, precision
     with a batch: what layers keep for backward, by part
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
-from math import prod
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moecore._fields import Count, check_arguments
-from moecore.fsdp.shard import find_blocks, find_units, is_whole
 from moecore.graphs.regions import compiled_modules
 from moecore.kernels.experts.products import choose_products
 from moecore.memory.kept import kept_bytes
 from moecore.memory.options import OFFLOADED, MemoryOptions
+from moecore.mesh import DENSE_DIMS, EXPERT_DIMS
 from moecore.models import Decoder
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.layer import MoELayer, RoutedLayer
@@ -36,77 +33,71 @@ from moecore.moe.params import clean_name
 from moecore.moe.placement import ExpertPlacement
 from moecore.precision.linear import Fp8Linear
 from moecore.request import Request, request_of
+from moecore.shard.kinds import kinds
+from moecore.shard.plan import ParamPlan, ShardPlan, plan_of
+from moecore.shard.size import rank_bytes
+from moecore.shard.units import find_blocks
+from moecore.tables import (
+    HEADER,
+    Part,
+    Row,
+    alike_rows,
+    columns,
+    folded,
+    shown_axes,
+    shown_bytes,
+    shown_count,
+)
 
-MOST_ROWS = 4  # of one kind
-MOST_NAMES = 3  # in one row
-HEADER = ("kind", "parameters", "global shape", "on this rank", "placement", "bytes here")
 COLUMNS = (*OFFLOADED[:-1], "routing", "rest", "all", "computed again", "in host memory")
+UNITS = {"block": "blocks", "experts": "experts", "routers": "routers", "head": "heads"}
 TOKENS = 1024  # of which a layer's bytes per token are counted
-Shape = tuple[int, ...]
 Batch = Annotated[tuple[Count, Count], "pass (sequences, tokens of each)"]
 DtypeOf = Callable[[Tensor], torch.dtype]
 
 
-@dataclass(slots=True, eq=False)
-class Row:
-    """Parameters that are alike, of all layers.
-
-    Attributes:
-        kind: attention, router, experts and so on.
-        shapes: global, and of this rank's part.
-        placement: which mesh dims cut which dims.
-        names: without their layers.
-        number: of parameters.
-        num_bytes: of this rank's parts.
-    """
-
-    kind: str
-    shapes: tuple[Shape, Shape]
-    placement: str
-    names: list[str] = field(default_factory=list)
-    number: int = 0
-    num_bytes: int = 0
-
-    def cells(self) -> tuple[str, ...]:
-        """Return what stands under `HEADER`."""
-        names = ", ".join(self.names[:MOST_NAMES]) + ", .." * (len(self.names) > MOST_NAMES)
-        whole, local = ("x".join(map(str, shape)) or "1" for shape in self.shapes)
-        count = f"{self.number} x " if self.number > 1 else ""
-        return self.kind, names, count + whole, local, self.placement, _bytes(self.num_bytes)
-
-
 @torch.no_grad()
-def explain(model: nn.Module, *, batch: Batch | None = None) -> str:
+def explain(model: nn.Module | ShardPlan, *, batch: Batch | None = None) -> str:
     """Return who owns what: sizes, meshes, shapes, placements, dispatcher, products, precision.
 
     Each rank describes its own part and may do so alone: nothing communicates or waits.
 
         print(explain(model, batch=(2, 4096)))
+        print(explain(plan_sharding(model, meshes)))
 
     Args:
-        model: plain or parallelized, on any device.
+        model: plain or parallelized, on any device; or a plan, of which the parts of the first rank
+            are listed, which are the largest.
         batch: sequences of a rank's micro-batch, and tokens of each: the bytes that layers keep of
             it for backward are listed by part, before anything is allocated. Loads of experts are
             even, and a compiled region counts as if it were not. None = those of MoE layers alone,
             per token.
 
     Raises:
-        ValueError: when `model` is no module, and for a batch that is not two numbers above 0.
+        ValueError: when `model` is no module and no plan, for a batch that is not two numbers
+            above 0, and for a plan with a batch.
     """
     check_arguments(explain, locals())
+    if isinstance(model, ShardPlan):
+        if batch is not None:
+            raise ValueError(
+                f"batch ({batch}) must be None for a plan, which has no forward: explain the model"
+            )
+        return "\n".join(_plan_lines(model))
     request = request_of(model)
     layers = {clean_name(n): m for n, m in model.named_modules() if isinstance(m, RoutedLayer)}
     rows = list(_rows(model, layers))
     lines = [
         _size(model, layers, rows),
         *_meshes(model, request),
-        *_table([HEADER, *(row.cells() for row in _folded(rows))]),
+        *columns([HEADER, *(row.cells() for row in folded(rows))]),
     ]
     dtype_of = _dtype_of(model, request)
     alike = Counter(_of_layer(layer, request, dtype_of) for layer in layers.values())
     for (what, how), n in alike.items():
         lines += [f"{n} MoE layer{'s' * (n > 1)} {what}", how]
-    lines += [] if request is None else [_units(model, request)]
+    plan = plan_of(model)
+    lines += [] if plan is None else [_units(plan)]
     lines.append(f"precision: {_precision(model, layers, request)}")
     lines += [] if batch is None else _kept(model, batch, request, dtype_of)
     return "\n".join(lines)
@@ -119,10 +110,10 @@ def _size(model: nn.Module, layers: dict[str, RoutedLayer], rows: list[Row]) -> 
         for layer in layers.values()
         for p in layer.part("experts").parameters()
     )
-    active = f", {_count(total - idle)} active per token" if layers else ""
-    here = _bytes(sum(row.num_bytes for row in rows))
-    name = next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
-    return f"{name}: {_count(total)} parameters{active}, {here} on this rank"
+    active = f", {shown_count(total - idle)} active per token" if layers else ""
+    here = shown_bytes(sum(row.num_bytes for row in rows))
+    name = type(model).__name__
+    return f"{name}: {shown_count(total)} parameters{active}, {here} on this rank"
 
 
 def _meshes(model: nn.Module, request: Request | None) -> list[str]:
@@ -138,97 +129,89 @@ def _meshes(model: nn.Module, request: Request | None) -> list[str]:
     return ["not parallelized: every process holds it whole"]
 
 
+def _plan_lines(plan: ShardPlan) -> Iterator[str]:
+    size = rank_bytes(plan)
+    stored = shown_bytes(size.parameters)
+    yield f"{plan.model}: {_numbers(plan)}, {stored} on the first rank of {plan.world_size}"
+    for view, dims in (("dense ", DENSE_DIMS), ("expert", EXPERT_DIMS)):
+        degrees = ((dim, getattr(plan.parallel, dim)) for dim in dims)
+        shown = " ".join(f"{dim}={n}" for dim, n in degrees if n > 1) or "one rank"
+        yield f"  {view} {shown}"
+    rows = alike_rows(_part_of_plan(param) for param in plan.params)
+    yield from columns([HEADER, *(row.cells() for row in folded(rows))])
+    alike = Counter((la.num_experts, la.top_k, la.num_local) for la in plan.layers)
+    for (experts, top_k, local), n in alike.items():
+        what = f"{n} MoE layer{'s' * (n > 1)} of {experts} experts, top {top_k}"
+        yield f"{what}; each rank has {local}"
+    if plan.layers:
+        yield f"dispatcher {plan.dispatcher}: {plan.dispatcher_reason}"
+    yield _units(plan)
+    root = plan.units[0]
+    yield (
+        f"parameters all-gathered in {root.gather_dtype or 'their own dtype'}, gradients reduced "
+        f"in {root.reduce_dtype} and divided by {root.divisor:g}; {_fp8(plan)}"
+    )
+    yield (
+        f"on the first rank: gradients {shown_bytes(size.gradients)}, gathered at once at most "
+        f"{shown_bytes(size.most_gathered)}, from forward to backward {shown_bytes(size.resident)}"
+    )
+
+
+def _fp8(plan: ShardPlan) -> str:
+    """Return what is computed in FP8."""
+    found = Counter[str]()
+    for layer in plan.layers:
+        for role, recipe in layer.recipes:
+            if recipe is not None:
+                found[f"{role.replace('_', ' ')}, {recipe.describe()}"] += 1
+    found.update(f"linears, {recipe.describe()}" for _, recipe in plan.linears)
+    return "; ".join(f"{n} {what}" for what, n in found.items()) or "no FP8"
+
+
+def _numbers(plan: ShardPlan) -> str:
+    """Return how many parameters there are, and how many a token uses."""
+    total = sum(param.numel for param in plan.params)
+    if not plan.layers:
+        return f"{shown_count(total)} parameters"
+    numel = {param.name: param.numel for param in plan.params}
+    of_unit = {unit.name: sum(numel[name] for name in unit.params) for unit in plan.units}
+    idle = sum(of_unit[la.experts] * (1 - la.top_k / la.num_experts) for la in plan.layers)
+    return f"{shown_count(total)} parameters, {shown_count(total - idle)} active per token"
+
+
 def _rows(model: nn.Module, layers: dict[str, RoutedLayer]) -> Iterator[Row]:
     """Yield parameters that are alike together, in the order of the model."""
-    kind_of = _kinds(model, layers)
-    found: dict[object, Row] = {}
-    for name, param in model.named_parameters():
-        *path, leaf = clean_name(name).split(".")
-        kind = kind_of(path, leaf) + (" (frozen)" if not param.requires_grad else "")
-        local = param.to_local() if isinstance(param, DTensor) else param
-        shapes = tuple(param.shape), tuple(local.shape)
-        placement = _placement(param)
-        row = found.setdefault((kind, shapes, placement, param.dtype), Row(kind, shapes, placement))
-        shown = path[-1] if leaf in ("weight", "bias") and path else leaf
-        row.names += [shown] * (shown not in row.names)
-        row.number += 1
-        row.num_bytes += local.numel() * local.element_size()
-    yield from found.values()
+    kind_of = kinds(model, layers)
+    yield from alike_rows(_part(name, param, kind_of) for name, param in model.named_parameters())
 
 
-def _kinds(model: nn.Module, layers: dict[str, RoutedLayer]) -> Callable[[list[str], str], str]:
-    """Return what tells the kind of a parameter: by its place in a MoE layer, or its module."""
-    roles: dict[str, str] = {}
-    for name, layer in layers.items():
-        kinds = {"router": "router", "experts": "experts", "shared": "shared experts"}
-        parts = {layer.name_of(r): kind for r, kind in kinds.items() if layer.part(r) is not None}
-        if isinstance(layer, MoELayer):
-            parts["latent"] = "latent"
-            if layer.layout.shared_gate:
-                parts[layer.layout.shared_gate] = "shared experts"
-        roles |= {f"{name}.{part}".strip("."): kind for part, kind in parts.items()}
-    modules = {clean_name(name): module for name, module in model.named_modules()}
-
-    def kind_of(path: list[str], leaf: str) -> str:
-        if any("lora_" in part for part in [*path, leaf]):
-            return "LoRA"
-        prefixes = [".".join(path[:n]) for n in range(len(path), -1, -1)]  # innermost first
-        for prefix in prefixes:
-            kind = roles.get(prefix) or _kind_of_module(modules.get(prefix), prefix)
-            if kind is not None:
-                return kind
-        return "other"
-
-    return kind_of
+def _part(name: str, param: nn.Parameter, kind_of: Callable[[str], str]) -> Part:
+    name, local = clean_name(name), param.to_local() if isinstance(param, DTensor) else param
+    shapes = tuple(param.shape), tuple(local.shape)
+    num_bytes = local.numel() * local.element_size()
+    kind = kind_of(name) + _frozen(param.requires_grad)
+    return Part(name, kind, shapes, _placement(param), param.dtype, num_bytes)
 
 
-def _kind_of_module(module: nn.Module | None, name: str) -> str | None:
-    """Return the kind of a module's parameters by its class, or None; a head may be a linear."""
-    what = type(module).__name__.lower()
-    if getattr(module, "is_fsdp_head", False) or name.endswith("lm_head"):
-        return "head"
-    words = {"norm": "norms", "embedding": "embeddings", "attention": "attention", "mlp": "MLP"}
-    return next((kind for word, kind in words.items() if word in what), None)
+def _part_of_plan(param: ParamPlan) -> Part:
+    name, shapes = clean_name(param.name), (param.shape, param.local_shape())
+    placement = shown_axes((p.axis, p.dim) for p in param.placements if p.size > 1)
+    kind = param.kind + _frozen(param.trainable)
+    return Part(name, kind, shapes, placement, param.dtype, param.num_bytes())
+
+
+def _frozen(trainable: bool) -> str:
+    return "" if trainable else " (frozen)"
 
 
 def _placement(param: Tensor) -> str:
     """Return which mesh dims cut the parameter, and how; dims of one rank left out."""
     if not isinstance(param, DTensor):
         return "whole"
-    found = []
-    names = param.device_mesh.mesh_dim_names or ()
-    for i, (name, placement) in enumerate(zip(names, param.placements, strict=True)):
-        if param.device_mesh.size(i) > 1:
-            dim = getattr(placement, "dim", None)
-            found.append(f"{name}: dim {dim}" if dim is not None else f"{name}: replicated")
-    return ", ".join(found) or "whole"
-
-
-def _folded(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows, those of one kind together, and the smallest of many shapes as one."""
-    of_kind: dict[str, list[Row]] = {}
-    for row in rows:
-        of_kind.setdefault(row.kind, []).append(row)
-    found: list[Row] = []
-    for kind, some in of_kind.items():
-        most = MOST_ROWS if len(some) <= MOST_ROWS else MOST_ROWS - 1
-        largest = sorted(some, key=lambda row: -row.num_bytes)[:most]
-        found += [row for row in some if row in largest]
-        if rest := [row for row in some if row not in largest]:
-            whole, local = (sum(prod(r.shapes[i]) * r.number for r in rest) for i in range(2))
-            num_bytes = sum(row.num_bytes for row in rest)
-            names = [f"{len(rest)} more shapes"]
-            found.append(Row(kind, ((whole,), (local,)), "", names, 1, num_bytes))
-    return found
-
-
-def _table(lines: list[tuple[str, ...]]) -> list[str]:
-    """Return the cells in columns; the first line is their header."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = (
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
-    )
-    return ["  ".join(line).rstrip() for line in padded]
+    mesh = param.device_mesh
+    names = zip(mesh.mesh_dim_names or (), param.placements, strict=True)
+    dims = ((name, getattr(p, "dim", None)) for name, p in names)
+    return shown_axes(pair for i, pair in enumerate(dims) if mesh.size(i) > 1)
 
 
 def _of_layer(layer: RoutedLayer, request: Request | None, dtype_of: DtypeOf) -> tuple[str, str]:
@@ -272,12 +255,14 @@ def _kept_of_layer(layer: RoutedLayer, dtype_of: DtypeOf, device_type: str) -> s
         inputs += [x_TD.new_empty(TOKENS, config.top_k, dtype=torch.float32).requires_grad_()]
     how: dict[str, Any] = dict(options=options, device_type=device_type, dtype_of=dtype_of)
     (kept,) = kept_bytes(layer, [layer], lambda copy: copy(*inputs), **how).blocks
-    parts = [f"{part.replace('_', ' ')} {_bytes(n / TOKENS)}" for part, n in kept.device.items()]
+    parts = [
+        f"{part.replace('_', ' ')} {shown_bytes(n / TOKENS)}" for part, n in kept.device.items()
+    ]
     again = "; FC1 runs again" if experts.recompute_fc1 else ""
     dispatcher = layer.dispatcher
     is_sent_again = isinstance(dispatcher, NVLinkDispatcher) and not dispatcher.keeps_rows
     again += "; rows are sent again" if is_sent_again else ""
-    return f"{_bytes(kept.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{again}"
+    return f"{shown_bytes(kept.num_bytes / TOKENS)} per token and layer: {', '.join(parts)}{again}"
 
 
 def _kept(model: nn.Module, batch: Batch, request: Request | None, dtype_of: DtypeOf) -> list[str]:
@@ -307,14 +292,16 @@ def _kept(model: nn.Module, batch: Batch, request: Request | None, dtype_of: Dty
     table: list[tuple[str, ...]] = [("layers", *(name.replace("_", " ") for name in names))]
     for row, layers in rows.items():
         of = dict(row)
-        cells = (_bytes(of[name] / tokens_BT.numel()) if name in of else "-" for name in names)
+        cells = (shown_bytes(of[name] / tokens_BT.numel()) if name in of else "-" for name in names)
         table.append((_ranges(layers), *cells))
     here = sum(one.num_bytes for one in kept)
     host = sum(sum(one.host.values()) for one in kept)
-    total = f"all layers: {_bytes(here)}" + (f", {_bytes(host)} in host memory" if host else "")
+    total = f"all layers: {shown_bytes(here)}" + (
+        f", {shown_bytes(host)} in host memory" if host else ""
+    )
     return [
         f"kept for backward per token, of {batch[0]} x {batch[1]} tokens",
-        *_table(table),
+        *columns(table),
         total,
     ]
 
@@ -336,10 +323,12 @@ def _ranges(numbers: list[int]) -> str:
 
 def _dtype_of(model: nn.Module, request: Request | None) -> DtypeOf:
     """Return what tells the dtype in which a parameter is computed with."""
-    if request is None or request.fsdp.param_dtype is None:
+    plan = plan_of(model)
+    if request is None or plan is None or request.fsdp.param_dtype is None:
         return lambda param: param.dtype
-    dtype, units = request.fsdp.param_dtype, find_units(model, request.fsdp)
-    own = {p for unit in units.routers for module in unit for p in module.parameters()}
+    dtype = request.fsdp.param_dtype
+    routers = [name for unit in plan.units if unit.role == "routers" for name in unit.modules]
+    own = {p for name in routers for p in model.get_submodule(name).parameters()}
     return lambda p: p.dtype if p in own or not p.is_floating_point() else dtype
 
 
@@ -351,25 +340,14 @@ def _device_type(module: nn.Module, request: Request | None) -> str:
     return "cuda" if found == "meta" else found
 
 
-def _units(model: nn.Module, request: Request) -> str:
-    options, units = request.fsdp, find_units(model, request.fsdp)
-    numbers = {
-        "blocks": sum(group != [model] for group in units.groups),
-        "experts": 0 if is_whole(request.meshes) else len(units.experts),
-        "routers": len(units.routers),
-        "heads": len(units.heads),
-    }
-    shown = ", ".join(f"{n} of {what}" for what, n in numbers.items() if n)
-    freed = [
-        name
-        for name, is_freed in (
-            ("blocks", options.reshard_after_forward),
-            ("experts", options.reshards_experts and numbers["experts"]),
-        )
-        if is_freed
-    ]
-    after = f"{' and '.join(freed)} freed after forward" if freed else "all kept for backward"
-    return f"FSDP2 units: {sum(numbers.values()) + 1}: {shown or 'none'}, the root; {after}"
+def _units(plan: ShardPlan) -> str:
+    units = [unit for unit in plan.units if unit.role != "root" and not unit.whole]
+    number = Counter(UNITS[unit.role] for unit in units)
+    shown = ", ".join(f"{number[what]} of {what}" for what in UNITS.values() if number[what])
+    freed = dict.fromkeys(UNITS[unit.role] for unit in units if not unit.stays_unsharded)
+    names = [what for what in UNITS.values() if what in freed]
+    after = f"{' and '.join(names)} freed after forward" if names else "all kept for backward"
+    return f"units: {len(units) + 1}: {shown or 'none'}, the root; {after}"
 
 
 def _precision(model: nn.Module, layers: dict[str, RoutedLayer], request: Request | None) -> str:
@@ -390,18 +368,3 @@ def _precision(model: nn.Module, layers: dict[str, RoutedLayer], request: Reques
         for dtype in (request.fsdp.param_dtype, request.fsdp.reduce_dtype)
     ]
     return f"{stored}, computed in {names[0]}, gradients reduced in {names[1]}; {fp8}"
-
-
-def _count(number: float) -> str:
-    return next(
-        (f"{number / size:.3g} {unit}" for unit, size in _SIZES if number >= size), f"{number:.0f}"
-    )
-
-
-def _bytes(number: float) -> str:
-    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    found = (f"{number / size:.3g} {unit}" for unit, size in units if number >= size)
-    return next(found, f"{number:.0f} B")
-
-
-_SIZES = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))

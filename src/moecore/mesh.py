@@ -45,11 +45,11 @@ class ParallelConfig:
     Attributes:
         pp: pipeline stages, shared by both views.
         dp_replicate: data ranks that hold full copies of a dense shard (HSDP).
-        dp_shard: data ranks over which dense parameters are sharded (FSDP2).
+        dp_shard: data ranks over which dense parameters are sharded.
         cp: context parallel ranks; they too shard dense parameters.
         tp: tensor parallel ranks of attention and dense MLPs.
         edp_replicate: ranks that hold full copies of an expert shard.
-        edp_shard: ranks over which one expert's parameters are sharded (FSDP2).
+        edp_shard: ranks over which one expert's parameters are sharded.
         ep: expert parallel ranks; each owns num_experts / ep experts.
         etp: expert tensor parallel ranks; each owns hidden_dim / etp of each expert.
     """
@@ -118,9 +118,9 @@ class Meshes:
         parallel: the resolved degrees (no -1).
         dense: mesh of attention, norms, embeddings, routers and shared experts.
         expert: mesh of the routed experts.
-        dense_fsdp: (dp_replicate, dp_shard x cp) for FSDP2 of dense parameters; the replicate
+        dense_fsdp: (dp_replicate, dp_shard x cp), which shard dense parameters; the replicate
             dim is left out when it is 1. The joined dim is named dp_shard_cp when cp > 1.
-        expert_fsdp: (edp_replicate, edp_shard) for FSDP2 of experts, likewise.
+        expert_fsdp: (edp_replicate, edp_shard) for experts, likewise.
         dispatch_group: the ep x etp ranks among which tokens travel, ep-major; None when alone.
         micro_batch_group: the cp x tp ranks that share one data rank's micro-batch; None = alone.
         stage_group: every rank of this pipeline stage.

@@ -1,16 +1,18 @@
-"""parallelize_moe: collect the request, check it, agree on it between ranks, apply it.
+"""parallelize_moe: collect the request, check it, plan, agree between ranks, apply the plan.
 
 The one place that knows every room. Order matters: expert and tensor sharding fix what a rank owns
-(DTensors on ep, etp and tp), then FSDP2 shards that over the data ranks of each mesh.
+(DTensors on ep, etp and tp), then units shard that over the data ranks of each mesh.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, cast
+from inspect import signature
+from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,6 @@ from moecore.adapters.base import Adapter, swap_blocks
 from moecore.agreement import check_equal_weights, check_same
 from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
 from moecore.config import BalanceConfig
-from moecore.fsdp.late_parameters import refuse_added
-from moecore.fsdp.shard import FSDPOptions, find_blocks, is_whole, shard_model
 from moecore.graphs.regions import compile_blocks, compiled_modules
 from moecore.hf.context import context_model
 from moecore.hf.device_map import refuse_accelerate
@@ -31,6 +31,7 @@ from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_pe
 from moecore.hf.outputs import refuse_lost_outputs
 from moecore.hf.rows import tell_layers
 from moecore.memory.apply import apply_memory
+from moecore.memory.copies import copy_modules, on_meta
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes, context_groups, split_context
 from moecore.moe.backends import ExpertBackend
@@ -45,9 +46,8 @@ from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
-from moecore.moe.shared import SharedExpert
 from moecore.moe.state import STATE_NAME, MoEState
-from moecore.precision.apply import apply_precision, check_precision
+from moecore.precision.apply import apply_precision
 from moecore.precision.linear import Fp8Products
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision, PrecisionName
@@ -58,11 +58,17 @@ from moecore.request import (
     Request,
     check_layers,
     check_request,
-    is_cut,
     model_entries,
 )
+from moecore.shard.apply import shard_model
+from moecore.shard.late_parameters import refuse_added
+from moecore.shard.make import cut_model, make_plan
+from moecore.shard.options import FSDPOptions
+from moecore.shard.plan import PLAN_NAME, ShardPlan
 
 logger = logging.getLogger("moecore.parallelize")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def parallelize_moe(
@@ -103,7 +109,7 @@ def parallelize_moe(
         context: how attention over cp ranks communicates; None = by its heads.
         precision: which products are in FP8: "auto", a scaling or a recipe for all roles, or a
             record; None = none. Routed experts then need expert_backend "auto" or "triton".
-        fsdp: FSDP2 choices; None = the defaults.
+        fsdp: how parameters are sharded; None = the defaults.
         loss: each rank's is a "mean" over its tokens, or a "sum" over the global token count.
         adapters: block class -> `(block, model) -> MoELayer`, before moecore's own.
 
@@ -113,85 +119,140 @@ def parallelize_moe(
         NotImplementedError: for pp > 1, a model without tensor or context parallelism under tp > 1
             or cp > 1, and customised blocks of transformers.
     """
-    check_arguments(parallelize_moe, locals())
-    request = Request(
-        meshes=meshes,
-        dispatcher=dispatcher,
-        nvlink=nvlink,
-        expert_backend=expert_backend,
-        memory=memory or MemoryOptions(),
-        overlap_shared=overlap_shared,
-        compile_dense=compile_dense,
-        balance=balance,
-        moe=dict(moe or {}),
-        context=context,
-        precision=Precision.of(precision),
-        fsdp=fsdp or FSDPOptions(),
-        loss=loss,
-    )
+    arguments = locals()
+    check_arguments(parallelize_moe, arguments)
+    request = _request(arguments)
     root = adapted(model)
-    layers = _check(root, request, adapters or {})
+    layers, plan = _plan(root, request, adapters or {}, in_place=True)
     tell_layers(root)
-    _agree(root, layers, request)
-    _apply(root, layers, request)
+    _agree(root, layers, plan, request)
+    _apply(root, layers, plan, request)
     refuse_peft_methods(model)
     return model
 
 
-def _check(
-    model: nn.Module, request: Request, adapters: Mapping[type, Adapter]
-) -> dict[str, RoutedLayer]:
-    """Raise what one rank can know, before any collective; return the MoE layers by name."""
+def _with_arguments_of(
+    other: Callable[P, Any],
+) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Return a decorator that shows another function's arguments as a function's own."""
+
+    def decorate(function: Callable[..., T]) -> Callable[P, T]:
+        shown: Any = function
+        returns = get_type_hints(function)["return"]
+        shown.__signature__ = signature(other).replace(return_annotation=returns)
+        return cast(Callable[P, T], shown)
+
+    return decorate
+
+
+@_with_arguments_of(parallelize_moe)
+def plan_sharding(*args: Any, **kwargs: Any) -> ShardPlan:
+    """Return what `parallelize_moe` does when it is called with the same arguments, as plain data.
+
+    The model stays as it is: adapters get blocks of a copy on meta, and `apply_tensor_parallel` is
+    called on that copy. Nothing communicates, so the world may be larger than this machine: see
+    docs/parallelize.md. `explain(plan)` prints it.
+
+    Raises:
+        ValueError, NotImplementedError: as `parallelize_moe`, but for what must be the same on
+            every rank and what only the GPUs of all ranks can tell.
+    """
+    bound = signature(parallelize_moe).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    check_arguments(parallelize_moe, arguments)
+    request, root = _request(arguments), adapted(arguments["model"])
+    _, plan = _plan(root, request, arguments["adapters"] or {}, in_place=False)
+    return plan
+
+
+def _request(arguments: Mapping[str, Any]) -> Request:
+    """Return the record of a call's arguments."""
+    asked = {name: arguments[name] for name in Request.__dataclass_fields__}
+    asked["memory"] = asked["memory"] or MemoryOptions()
+    asked["moe"] = dict(asked["moe"] or {})
+    asked["precision"] = Precision.of(asked["precision"])
+    asked["fsdp"] = asked["fsdp"] or FSDPOptions()
+    return Request(**asked)
+
+
+def _plan(
+    model: nn.Module, request: Request, adapters: Mapping[type, Adapter], *, in_place: bool
+) -> tuple[dict[str, RoutedLayer], ShardPlan]:
+    """Raise what one rank can know; return MoE layers by name, and the plan.
+
+    Args:
+        model: its MoE blocks are swapped here.
+        request: the call.
+        adapters: for blocks.
+        in_place: whether blocks of the model itself are swapped, or those of a copy on meta.
+    """
     check_request(model, request)
+    if not in_place:
+        model = copy_modules(model, on_meta)[model]
     refuse_lost_outputs(model)
     with experts_unwrapped(model) as wrapped:
         layers = swap_blocks(model, adapters)
         adapt_experts(wrapped, layers)
     check_layers(model, layers, request)
-    if request.precision is not None:
-        table = check_precision(model, request.precision)
-        may_be_wide = request.precision.only_faster and bool(layers)  # a log line says why
-        is_used = any(decided.recipe is not None for decided in table.values())
-        if not is_used and not may_be_wide and not any(request.recipes(layers).values()):
-            warnings.warn("precision is not used: the model has none of its roles", stacklevel=3)
-    return layers
+    plan = make_plan(model, layers, request)
+    precision = request.precision
+    may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
+    if not plan.is_in_fp8 and not may_be_wide:
+        warnings.warn("precision is not used: the model has none of its roles", stacklevel=3)
+    return layers, plan
 
 
-def _agree(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
+def _agree(
+    model: nn.Module, layers: Mapping[str, RoutedLayer], plan: ShardPlan, request: Request
+) -> None:
     """Raise on every rank when ranks differ, before any other collective."""
     from moecore import __version__
 
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
     device_type = request.meshes.device_type
-    recipes = {"recipes": request.recipes(layers)}  # "auto" asks what each rank's GPU can do
-    entries = versions | request.entries() | model_entries(model, layers) | recipes
+    entries = versions | request.entries() | model_entries(model, layers)
+    # What else a plan has follows from these, and from what a rank's GPU can do ("auto") and how
+    # the model cuts itself over tp.
+    decided = ((layer.name, *role) for layer in plan.layers for role in layer.recipes)
+    entries["recipes"] = {f"{role} of {name}": recipe for name, role, recipe in decided}
+    entries["placement"] = {param.name: param.placements for param in plan.params}
     check_same(entries, device_type)
     check_equal_weights(model, device_type)
 
 
-def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Shard the model as requested. Collective on GPUs where nvlink may be the dispatcher."""
+def _apply(
+    model: nn.Module, layers: Mapping[str, RoutedLayer], plan: ShardPlan, request: Request
+) -> None:
+    """Shard the model as planned. Collective on GPUs where nvlink may be the dispatcher."""
     meshes = request.meshes
-    exchanges = _open_exchanges(request)
-    if meshes.parallel.tp > 1 and not is_cut(model):
-        cast(Any, model).apply_tensor_parallel(meshes.dense["tp"])
+    plan = _resolve_dispatcher(plan, request)
+    exchanges = None
+    if plan.dispatcher == "nvlink" and meshes.dispatch_group is not None:
+        exchanges = ExchangePool(
+            meshes.dispatch_group, ep=meshes.parallel.ep, options=request.nvlink
+        )
+    cut_model(model, layers, meshes)
     shared_by = _apply_context(model, request)
     stream = torch.cuda.Stream() if request.overlap_shared else None
     if request.precision is not None:
         apply_precision(model, request.precision)
-    for name, layer in layers.items():
+    for (name, layer), planned in zip(layers.items(), plan.layers, strict=True):
+        recipes = dict(planned.recipes)
         layer.tracker.reset()  # what ran before is no part of a step
         layer.set_config(request.config_of(layer))
-        _place_experts(name, layer, request, exchanges)
+        _set_experts(name, layer, request, recipes["experts"])
+        layer.dispatcher = _dispatcher(layer.config.num_experts, plan, meshes, exchanges)
         if isinstance(layer, MoELayer) and layer.part("shared") is not None:
             layer.shared_stream = stream
-            recipe = request.recipe_of(name, layer, "shared_experts")
-            if recipe is not None and isinstance(layer.part("shared"), SharedExpert):
+            recipe = recipes.get("shared_experts")
+            if recipe is not None:
                 layer.part("shared").multiply = (Fp8Products(recipe), Fp8Products(recipe))
-    shard_model(model, meshes, request.fsdp, loss=request.loss)
+    blocks = [model.get_submodule(name) for name in plan.blocks]
+    shard_model(model, plan, meshes)
     refuse_save_pretrained(model)
     refuse_accelerate(model)
-    blocks, compiled = find_blocks(model), set[nn.Module]()
+    compiled = set[nn.Module]()
     if request.compile_dense:
         from moecore.memory.compiled import inductor_options  # which imports Inductor
 
@@ -213,6 +274,7 @@ def _apply(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request
     state = MoEState(layers, groups, loss=request.loss, exchanges=exchanges, check_parameters=check)
     setattr(model, STATE_NAME, state)
     setattr(model, REQUEST_NAME, request)
+    setattr(model, PLAN_NAME, plan)
 
 
 def _apply_context(model: Any, request: Request) -> dict[int, dist.ProcessGroup]:
@@ -248,68 +310,51 @@ def _context_parallel(
     return ContextParallel(group, a2a, ring)
 
 
-def _place_experts(
-    name: str, layer: RoutedLayer, request: Request, exchanges: ExchangePool | None
-) -> None:
-    """Keep this rank's experts, multiplied as requested, behind a dispatcher."""
-    meshes, experts = request.meshes, layer.part("experts")
-    p, group = meshes.parallel, meshes.dispatch_group
-    recipe = request.recipe_of(name, layer, "experts")
+def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe | None) -> None:
+    """Let a layer's experts be multiplied as requested, by the recipe of the plan."""
     recompute_fc1 = "expert_fc1" in request.memory.parts
-    experts.set_backend(request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe)
+    layer.part("experts").set_backend(
+        request.expert_backend, recompute_fc1=recompute_fc1, recipe=recipe
+    )
     why_wide = request.why_wide(name, layer)
     if why_wide is not None:
         logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
-    if p.ep * p.etp > 1 or is_whole(meshes):
-        experts.shard(meshes.expert["ep", "etp"])
-    num_experts = layer.config.num_experts
+
+
+def _dispatcher(
+    num_experts: int, plan: ShardPlan, meshes: Meshes, exchanges: ExchangePool | None
+) -> Dispatcher:
+    """Return what brings the tokens of a layer to its experts."""
+    group, p = meshes.dispatch_group, meshes.parallel
     if group is None:
-        layer.dispatcher = LocalDispatcher(num_experts)
-        return
+        return LocalDispatcher(num_experts)
     placement = ExpertPlacement(group=group, num_experts=num_experts, ep=p.ep, etp=p.etp)
-    dispatcher: Dispatcher
     if exchanges is not None:
-        dispatcher = NVLinkDispatcher(placement, exchanges)
-    elif request.dispatcher == "allgather":
-        dispatcher = AllGatherDispatcher(placement)
-    else:
-        dispatcher = AllToAllDispatcher(placement)
-    layer.dispatcher = dispatcher
+        return NVLinkDispatcher(placement, exchanges)
+    if plan.dispatcher == "allgather":
+        return AllGatherDispatcher(placement)
+    return AllToAllDispatcher(placement)
 
 
-def _open_exchanges(request: Request) -> ExchangePool | None:
-    """Return the exchanges of nvlink where that is the dispatcher, and None with any other.
+def _resolve_dispatcher(plan: ShardPlan, request: Request) -> ShardPlan:
+    """Return the plan with the dispatcher that this machine allows. Collective where it is asked.
 
     Raises:
         ValueError: when nvlink is asked for by name and cannot work here.
     """
-    meshes, name = request.meshes, request.dispatcher
-    group, options = meshes.dispatch_group, request.nvlink
-    if group is None or name not in ("auto", "nvlink"):
-        return None
-    problem = None
-    if name == "auto" and meshes.device_type == "cuda":
-        problem = _memory_problem(meshes, options or NVLinkOptions())
-    problem = problem or find_problem(group, meshes.device_type)
-    if name == "nvlink" and problem is not None:
-        raise ValueError(f"dispatcher ('nvlink') {problem}")
-    if name == "auto" and dist.get_rank() == 0:
-        chosen = "nvlink" if problem is None else "alltoall"
-        why = "peer access among all GPUs of the group"
-        if problem is not None:
+    group = request.meshes.dispatch_group
+    if group is None:
+        return plan
+    if plan.dispatcher in ("auto", "nvlink"):
+        problem = find_problem(group, request.meshes.device_type)
+        if problem is None:
+            why = "peer access among all GPUs of the group"
+            plan = replace(plan, dispatcher="nvlink", dispatcher_reason=why)
+        elif request.dispatcher == "nvlink":
+            raise ValueError(f"dispatcher ('nvlink') {problem}")
+        else:
             why = f"'nvlink' {problem.partition(': ')[0]}"
-        logger.info("dispatcher 'auto' is %r: %s", chosen, why)
-    if problem is not None:
-        return None
-    return ExchangePool(group, ep=meshes.parallel.ep, options=options)
-
-
-def _memory_problem(meshes: Meshes, options: NVLinkOptions) -> str | None:
-    """Return why nvlink must be asked for by name: its shapes are static, so its room is too."""
-    if options.row_factor is not None or options.exact_rows:
-        return None
-    ep = meshes.parallel.ep
-    return (
-        "must have NVLinkOptions.row_factor (None), or every layer keeps room for any "
-        f"routing, up to ep ({ep}) times the expert rows of a balanced one: set it, 2.0 say"
-    )
+            plan = replace(plan, dispatcher="alltoall", dispatcher_reason=why)
+    if request.dispatcher == "auto" and dist.get_rank() == 0:
+        logger.info("dispatcher 'auto' is %r: %s", plan.dispatcher, plan.dispatcher_reason)
+    return plan

@@ -22,8 +22,6 @@ from moecore._distributed import HAS_SEPARATE_PIECES
 from moecore.agreement import fields_of
 from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
 from moecore.config import BalanceConfig, MoEConfig
-from moecore.fsdp.check import check_parameters
-from moecore.fsdp.shard import FSDPOptions, is_tied, keeps_precision
 from moecore.hf.context import context_model
 from moecore.kernels.experts.contract import ExpertSpec
 from moecore.kernels.experts.fp8_products import why_not_faster
@@ -40,6 +38,8 @@ from moecore.moe.state import STATE_NAME
 from moecore.precision.linear import why_not
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision, Role
+from moecore.shard.options import FSDPOptions
+from moecore.shard.units import find_ties, keeps_precision
 
 REQUEST_NAME = "_moecore_request"  # attribute of a parallelized model
 DispatcherName = Literal["auto", "local", "alltoall", "allgather", "nvlink"]
@@ -119,14 +119,6 @@ class Request:
         if recipe is None or self.precision is None or not self.precision.only_faster:
             return None
         return why_not_faster(self.spec_of(layer, recipe))
-
-    def recipes(self, layers: Mapping[str, RoutedLayer]) -> dict[str, Recipe | None]:
-        """Return the recipes of all layers' experts and shared experts, by name and role."""
-        return {
-            f"{role} of {name}": self.recipe_of(name, layer, role)
-            for name, layer in layers.items()
-            for role in _roles_of(layer)
-        }
 
     def _asked(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
         if self.precision is None:
@@ -216,7 +208,7 @@ def check_request(model: nn.Module, request: Request) -> None:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
-    """Raise for MoE layers and parameters that cannot be sharded as requested.
+    """Raise for MoE layers that cannot be sharded as requested.
 
     Args:
         model: its MoE blocks are MoELayers.
@@ -236,16 +228,16 @@ def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: R
                 f"{name} and {first} must not share one experts module, which is sharded and "
                 "counted with its layer: share the whole MoELayer, or untie them"
             )
+    is_tied = find_ties(model)
     for name, layer in layers.items():
         _check_experts(name, layer, request.meshes)
-        if is_tied(layer.part("experts"), model):  # they are cut, each module its own
+        if is_tied(layer.part("experts")):  # they are cut, each module its own
             raise ValueError(
                 f"{name}: parameters of experts must not be shared with another module, because "
                 "experts live on a mesh of their own: untie them"
             )
         _check_compute(name, layer, request)
     _check_routers(model, layers, request.fsdp)
-    check_parameters(model, request.meshes, request.fsdp)
 
 
 def _check_arguments(request: Request) -> None:
@@ -347,7 +339,7 @@ def _check_context(model: nn.Module, request: Request) -> None:
     request.context_options(model)
 
 
-def _roles_of(layer: RoutedLayer) -> tuple[Role, ...]:
+def roles_of(layer: RoutedLayer) -> tuple[Role, ...]:
     """Return the roles of a layer's own products, which are no linears."""
     is_own = isinstance(layer.part("shared"), SharedExpert)
     return ("experts", "shared_experts") if is_own else ("experts",)
@@ -427,11 +419,12 @@ def _check_shared(name: str, shared: SharedExpert, recipe: Recipe) -> None:
 def _check_routers(
     model: nn.Module, layers: Mapping[str, RoutedLayer], options: FSDPOptions
 ) -> None:
-    """A router that keeps its precision is an FSDP2 unit: two of them would train two copies."""
+    """A router that keeps its precision is a unit: two of them would train two copies."""
     owned = {name: layer.part("router") for name, layer in layers.items()}
     routers = {name: router for name, router in owned.items() if router is not None}
+    is_tied = find_ties(model)
     for name, router in routers.items():
-        is_shared = list(routers.values()).count(router) > 1 or is_tied(router, model)
+        is_shared = list(routers.values()).count(router) > 1 or is_tied(router)
         if is_shared and keeps_precision(router, options):
             raise ValueError(
                 f"router of {name} must not be shared with param_dtype ({options.param_dtype}), "

@@ -25,16 +25,16 @@ from torch.optim import Optimizer
 from moecore._autograd import mark
 from moecore._fields import MaxNorm, check_arguments
 from moecore.agreement import check_same
-from moecore.fsdp.clip import GradientNorm, step_clipped, unscale_and_clip_
-from moecore.fsdp.late_parameters import refuse_earlier
-from moecore.fsdp.progress import Progress
-from moecore.fsdp.resident import resident_units
 from moecore.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import NumMicroBatches, moe_state
 from moecore.precision.apply import advance_amax, has_history
 from moecore.request import request_of
+from moecore.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
+from moecore.shard.engine import engines_of
+from moecore.shard.late_parameters import refuse_earlier
+from moecore.shard.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,9 +132,9 @@ class TrainStep:
         self._norm: GradientNorm | None = None
         self._progress = Progress()
         self._is_delayed = has_history(self._model)
-        self._resident = resident_units(self._model)
-        for resident in self._resident:  # a later TrainStep of the same model takes over
-            resident.progress = weakref.ref(self._progress)
+        self._engines = engines_of(self._model)
+        for engine in self._engines:  # a later TrainStep of the same model takes over
+            engine.progress = weakref.ref(self._progress)
         self._scale: LossScale | None = None
         self._is_scaled = True  # the running micro-batch's loss
         if loss_scale is not None:
@@ -171,8 +171,8 @@ class TrainStep:
                 "times in a step: call finish()"
             )
         is_last = progress.done + 1 == self.num_micro_batches
-        for resident in self._resident:
-            resident.start_micro_batch(is_last=is_last)
+        for engine in self._engines:
+            engine.start_micro_batch(is_last=is_last)
         for state in self._states:
             state.start_micro_batch(is_last=is_last)
         progress.is_last = is_last
@@ -259,8 +259,8 @@ class TrainStep:
             )
         self._progress.has_failed = True  # unless it gets to its end
         with mark("moecore::finish"):
-            for resident in self._resident:
-                resident.free()  # where no backward has come
+            for engine in self._engines:
+                engine.free()  # where no backward has come
             for state in self._states:
                 state.check_step()
             if self._optimizers:
@@ -341,8 +341,8 @@ def drop_step(model: nn.Module) -> None:
     Args:
         model: of `parallelize_moe`, or one that holds it; a plain one has less to drop.
     """
-    for resident in resident_units(model):
-        resident.drop_step()
+    for engine in engines_of(model):
+        engine.drop_step()
     for module in model.modules():
         if isinstance(module, RoutedLayer):
             module.drop_step()

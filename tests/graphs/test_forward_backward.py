@@ -29,11 +29,11 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.fsdp.resident import progress_of
 from moecore.graphs import GraphedForwardBackward
 from moecore.graphs import forward_backward as module
 from moecore.graphs.facts import facts_of
 from moecore.moe.state import moe_state
+from moecore.shard.engine import progress_of
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 

@@ -129,7 +129,7 @@ def described(model: nn.Module) -> list[str]:
         "its own" if layer.part("experts").own_activation else layer.config.activation
         for layer in layers
     }
-    name = type(model).__name__.removeprefix("FSDP")
+    name = type(model).__name__
     return [name, " ".join(sorted(routers)), " ".join(sorted(experts))]
 
 

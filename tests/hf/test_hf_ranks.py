@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
 from moecore._distributed import HAS_SEPARATE_PIECES
-from moecore.fsdp.shard import FSDPOptions
 from moecore.moe.state import moe_state
+from moecore.shard.options import FSDPOptions
 from tests.hf.hf_models import (
     ARCHITECTURES,
     WITH_BALANCE_LOSS,

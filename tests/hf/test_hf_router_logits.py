@@ -26,7 +26,6 @@ from moecore.hf.blocks import STACKED
 from moecore.moe.state import moe_state
 from tests.hf.hf_models import (
     ARCHITECTURES,
-    COMMON,
     WITH_BALANCE_LOSS,
     assert_equal_numbers,
     batch,
@@ -34,7 +33,6 @@ from tests.hf.hf_models import (
     padding_mask,
     random_model,
     run,
-    transformers,
     worst,
 )
 
@@ -216,40 +214,19 @@ def test_a_model_that_could_not_be_parallelized_still_records(meshes: Meshes) ->
     assert torch.equal(found.aux_loss, expected.aux_loss)
 
 
-@pytest.mark.parametrize(
-    "option", ["output_router_logits", "output_hidden_states", "output_attentions"]
-)
-def test_a_base_model_parallelized_itself(option: str, meshes: Meshes) -> None:
-    refused = rf"{option} \(True\) must be False for MixtralModel, .*ForCausalLM"
-    model = pair("mixtral", **{option: True})[0].model
-    with pytest.raises(NotImplementedError, match=refused):
-        parallelize_moe(model, meshes)
-    assert not any(isinstance(m, MoELayer) for m in model.modules())
-    model = pair("mixtral")[0].model
+@pytest.mark.parametrize("is_base", [True, False], ids=["base model", "with its head"])
+def test_hidden_states_and_attentions_are_recorded(is_base: bool, meshes: Meshes) -> None:
+    model, plain = (m.model if is_base else m for m in pair("mixtral"))
     parallelize_moe(model, meshes)
     ids, _ = batch()
-    model(ids)
-    with pytest.raises(NotImplementedError, match=refused):
-        model(ids, **{option: True})
-
-
-def test_a_dense_base_model_parallelized_itself(meshes: Meshes) -> None:
-    config = transformers.Qwen3Config(**COMMON, intermediate_size=48, head_dim=8)
-    model = parallelize_moe(transformers.Qwen3Model(config), meshes)
-    ids, _ = batch()
-    model(ids)
-    with pytest.raises(NotImplementedError, match=r"output_hidden_states .* for Qwen3Model"):
-        model(ids, output_hidden_states=True)
-
-
-def test_a_base_model_below_the_root_records_all(meshes: Meshes) -> None:
-    model, plain = pair("mixtral")
-    parallelize_moe(model, meshes)
-    ids, _ = batch()
+    outputs = []
     for m in (model, plain):
         with torch.no_grad():
-            out = m(ids, output_hidden_states=True, output_attentions=True)
-        assert (len(out.hidden_states), len(out.attentions)) == (3, 2)
+            outputs.append(m(ids, output_hidden_states=True, output_attentions=True, **ASKED))
+    for name, length in (("hidden_states", 3), ("attentions", 2), ("router_logits", 2)):
+        found, expected = ([t.float() for t in getattr(out, name)] for out in outputs)
+        assert len(found) == length
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_transformers_that_record_probabilities(

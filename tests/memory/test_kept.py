@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from moecore import CapacityConfig, MoEConfig
 from moecore.adapters.base import swap_blocks
-from moecore.fsdp.shard import find_blocks
 from moecore.memory.apply import apply_memory
 from moecore.memory.kept import kept_bytes
 from moecore.memory.offload import Offload
@@ -28,6 +27,7 @@ from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.layer import MoELayer
 from moecore.precision.recipe import Recipe
+from moecore.shard.units import find_blocks
 
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/memory/2026-11-22-nvidia-h200.jsonl"
 TOKENS = torch.randint(0, 60, (2, 48), generator=torch.Generator().manual_seed(0))

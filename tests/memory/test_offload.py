@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 
 from moecore import BalanceConfig, MoEConfig
 from moecore._autograd import storage_key
-from moecore.fsdp.local_weights import WholeWeights
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
@@ -31,6 +30,7 @@ from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.params import ParamReader
 from moecore.moe.records import ExpertInput
+from moecore.shard.local_weights import WholeWeights
 from tests.memory.blocks import (
     LateStreams,
     Plain,

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.fsdp import FSDPModule
 
 from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
 from moecore.models import DecoderConfig
@@ -24,6 +23,7 @@ from moecore.moe.state import moe_state
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
 from tests.ranks import run_ranks
+from tests.shard.units import is_unit
 
 T = 12
 DENSE_LAST = "grouped, tied, dense, 2"
@@ -108,7 +108,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "errors": worst_over_ranks(errors),
         "counts": counts,
-        "units": [isinstance(m, FSDPModule) for m in model.mtp],
+        "units": [is_unit(model, m) for m in model.mtp],
         "generated": generated,
         "data_ranks": meshes.data_ranks,
     }

@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moecore import (
@@ -43,6 +42,7 @@ from moecore.precision.roles import Precision
 from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.moe.test_experts_fp8 import counted_quantisations
 from tests.ranks import run_ranks
+from tests.shard.units import is_unit
 
 WORLD = 6
 CONFIG = MoEConfig(dim=128, hidden_dim=256, num_experts=6, top_k=2)
@@ -144,8 +144,7 @@ def quantisations(fsdp: FSDPOptions, rank: int) -> dict[str, Any]:
             plain.load_state_dict(state)
             stale += not torch.equal(plain(x), y)
             step.finish()
-    is_unit = isinstance(model[0].experts, FSDPModule)
-    assert is_unit and isinstance(model[0].experts.w1, DTensor)
+    assert is_unit(model, model[0].experts) and isinstance(model[0].experts.w1, DTensor)
     return {"counts": counts, "stale": stale}
 
 

@@ -38,6 +38,8 @@ from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Routing
 from moecore.moe.state import MoEState, moe_state
+from moecore.shard import ShardPlan, dispatcher
+from moecore.shard.dispatcher import choose_dispatcher
 from tests.moe import test_dispatch_ranks as ranks
 from tests.moe.emulated_exchange import EmulatedExchange, EmulatedExchangePool
 from tests.moe.rounded import RoundedDispatcher
@@ -94,6 +96,11 @@ def test_asking_for_it_where_it_can_not_work_is_one_line(group: dist.ProcessGrou
     assert find_problem(group, "cpu") is not None
 
 
+def allow_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallelize, "find_problem", lambda group, device_type: None)
+    monkeypatch.setattr(dispatcher, "find_known_problem", lambda num_ranks, device_type: None)
+
+
 def test_auto_says_what_it_chose_and_why(
     no_group_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,11 +119,11 @@ def test_auto_says_what_it_chose_and_why(
 
 
 @pytest.mark.parametrize(
-    ("name", "factor", "chosen"),
+    ("asked", "factor", "chosen"),
     [("auto", None, "alltoall"), ("auto", 2.0, "nvlink"), ("nvlink", None, "nvlink")],
 )
 def test_auto_takes_nvlink_only_with_a_row_factor(
-    name: Any,
+    asked: Any,
     factor: float | None,
     chosen: str,
     no_group_left: None,
@@ -124,17 +131,26 @@ def test_auto_takes_nvlink_only_with_a_row_factor(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    monkeypatch.setattr(parallelize, "find_problem", lambda group, device_type: None)
+    allow_nvlink(monkeypatch)
     meshes: Any = SimpleNamespace(
         dispatch_group=dist.group.WORLD, device_type="cuda", parallel=ParallelConfig(ep=4)
     )
-    monkeypatch.setattr(parallelize, "ExchangePool", lambda *args, **kwargs: "nvlink")
     options = None if factor is None else NVLinkOptions(row_factor=factor)
     with caplog.at_level(logging.INFO, logger="moecore"):
-        request: Any = SimpleNamespace(meshes=meshes, dispatcher=name, nvlink=options)
-        assert (parallelize._open_exchanges(request) or "alltoall") == chosen
+        request: Any = SimpleNamespace(meshes=meshes, dispatcher=asked, nvlink=options)
+        name, reason = choose_dispatcher(request)
+        nothing: Any = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
+        plan = ShardPlan(
+            model="",
+            device_type="cuda",
+            parallel=meshes.parallel,
+            dispatcher=name,
+            dispatcher_reason=reason,
+            **nothing,
+        )
+        assert parallelize._resolve_dispatcher(plan, request).dispatcher == chosen
     lines = [r.getMessage() for r in caplog.records]
-    if name == "nvlink":
+    if asked == "nvlink":
         assert not lines
     elif factor is None:
         assert "'auto' is 'alltoall': 'nvlink' must have NVLinkOptions.row_factor" in lines[0]
@@ -215,7 +231,7 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
 ) -> None:
     """Late ranks and overflows, from the owner that all layers share; nothing has moved then."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    monkeypatch.setattr(parallelize, "find_problem", lambda group, device_type: None)
+    allow_nvlink(monkeypatch)
     monkeypatch.setattr(parallelize, "ExchangePool", EmulatedExchangePool)
     meshes = build_meshes(ParallelConfig(ep=4), "cpu")
     config = MoEConfig(dim=32, hidden_dim=64, num_experts=8, top_k=2)

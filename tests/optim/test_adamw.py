@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from moecore import ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.checkpoint import load, save
-from moecore.fsdp.clip import step_clipped
 from moecore.kernels.adamw_formats import join_master_ref
 from moecore.models import Decoder, preset
 from moecore.optim import AdamW
+from moecore.shard.clip import step_clipped
 from tests.ranks import run_ranks
 
 Optimizer = torch.optim.Optimizer

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from moecore import ExpertLayout, MoEConfig
-from moecore.fsdp.clip import step_clipped
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.shared import SharedExpert
 from moecore.optim import AdamW, Cut, MatrixAssignment, Muon, assign_matrices
 from moecore.optim.newton_schulz import orthogonalize, orthogonalize_all
+from moecore.shard.clip import step_clipped
 
 STEPS = 3
 CONVERGING = (15 / 8, -10 / 8, 3 / 8)  # singular values go to 1, slowly at first

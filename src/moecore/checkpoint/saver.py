@@ -46,8 +46,8 @@ from moecore.checkpoint.ranks import gather, on_every_rank, on_first_rank
 from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
 from moecore.checkpoint.state import Optimizers
 from moecore.checkpoint.store import begin, locals_of, write
-from moecore.fsdp.late_parameters import refuse_earlier
 from moecore.memory.host_copies import HostCopies
+from moecore.shard.late_parameters import refuse_earlier
 
 logger = logging.getLogger("moecore.checkpoint")
 

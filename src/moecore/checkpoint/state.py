@@ -58,8 +58,7 @@ class ModelView:
         self.tensors: dict[str, Tensor] = {}
         self.config = own_config(model)
         self._names: dict[int, str] = {}
-        # state_dict, not named_parameters, and first of all: FSDP2 then frees what it has
-        # gathered, and modules hold the parameters that the optimizer knows.
+        # state_dict, not named_parameters: with buffers that are saved.
         for name, tensor in model.state_dict(keep_vars=True).items():
             name = clean_name(name)
             if not isinstance(tensor, Tensor):

@@ -33,10 +33,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore._fields import Bound, check_arguments
-from moecore.fsdp.resident import free_units, progress_of
 from moecore.graphs.facts import Facts, facts_of
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.state import MoEState, moe_state
+from moecore.shard.engine import free_units, progress_of
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
 WATCH_WARNING = "Synchronization debug mode is a prototype"
@@ -122,7 +122,7 @@ class GraphedForwardBackward:
                 graph holds has changed, or `forward_backward` waits for the GPU, which is said
                 after the last warm-up call, whose gradients are good.
             NotImplementedError: while router choices are recorded or replayed.
-            RuntimeError: when capture fails: end the process, since FSDP2 is left inside a step.
+            RuntimeError: when capture fails: end the process, since units are left inside a step.
             ExchangeError: see `TrainStep.finish`.
         """
         free_units(self._model)  # a replay does not: see the note

@@ -1,7 +1,7 @@
 """torch.compile around the MoE layers of a model: attention, norms and residual adds of each block.
 
 What lies between two MoE layers is bound by memory: norms, rotary embedding, adds. Inductor fuses
-it. An MoE layer has kernels of its own and FSDP2 hooks inside, so it stays as it is.
+it. An MoE layer has kernels of its own and hooks of units inside, so it stays as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compile_blocks(blocks: Iterable[nn.Module], **options: Any) -> None:
 
     `compile_regions` of a block, or of a module in it, names its methods that hold no MoE layer.
     In any other block forward is compiled up to each MoE layer and from there on, which costs more
-    host time. Blocks of one class share their code. FSDP2's hooks stay outside of it.
+    host time. Blocks of one class share their code. Hooks of units stay outside of it.
 
     Args:
         blocks: modules that are called, such as a decoder's layers; those that are MoE layers

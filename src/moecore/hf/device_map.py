@@ -41,7 +41,7 @@ def refuse_accelerate(model: nn.Module) -> None:
     """Make Trainer and accelerate raise for a model and for the transformers models in it."""
     for module in model.modules():
         if module is model or _is_hf_model(module):
-            module.hf_device_map = ShardedDeviceMap(type(module).__name__.removeprefix("FSDP"))  # type: ignore[assignment]
+            module.hf_device_map = ShardedDeviceMap(type(module).__name__)  # type: ignore[assignment]
 
 
 def _is_hf_model(module: nn.Module) -> bool:

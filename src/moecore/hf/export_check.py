@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moecore.checkpoint.config_differences import moe_differences
 from moecore.hf.blocks import find_hf_adapter
-from moecore.hf.export_config import name_of, transformers_class
+from moecore.hf.export_config import transformers_class
 from moecore.hf.names import EMBEDDING, HEAD, Recipe
 from moecore.hf.target import local_part
 from moecore.models.decoder import Decoder
@@ -134,7 +134,7 @@ def _check_names(model: nn.Module, kind: Any, wanted: Shapes, held: Shapes) -> N
     for name, shape in wanted.items():
         if name not in held:
             raise ValueError(
-                f"model ({name_of(type(model))}) must hold {name} of {kind.__name__}, which reads "
+                f"model ({type(model).__name__}) must hold {name} of {kind.__name__}, which reads "
                 f"the directory: {_fix(model, kind, name, wanted, held)}"
             )
         if held[name] != shape:

@@ -68,7 +68,7 @@ def _refuse_wrapper(model: nn.Module) -> NoReturn:
     for path, module in model.named_modules():
         if isinstance(module, Decoder) or transformers_class(type(module)) is not None:
             raise ValueError(
-                f"model ({type(model).__name__}) must be the {name_of(type(module))} in it, whose "
+                f"model ({type(model).__name__}) must be the {type(module).__name__} in it, whose "
                 f"Hugging Face names are known: pass model.{path}"
             )
     raise NotImplementedError(
@@ -97,7 +97,7 @@ def finish_config(
     if num_mtp and not any(key in values for key in MTP_KEYS):
         values[MTP_KEYS[0]] = num_mtp
     known = ARCHITECTURES.get(str(values.get("model_type")))
-    name = name_of(model_class) if model_class else None
+    name = model_class.__name__ if model_class else None
     kind = transformers_class(model_class) if model_class else None
     if kind is not None:
         values["architectures"] = [kind.__name__]  # such as one with another head than config's
@@ -107,11 +107,6 @@ def finish_config(
         return json.loads(json.dumps(values))
     except (TypeError, ValueError) as error:
         raise ValueError(f"config must be JSON-able: {error}") from None
-
-
-def name_of(model_class: type) -> str:
-    """Return the name of a model's class as it was before FSDP2."""
-    return model_class.__name__.removeprefix("FSDP")  # FSDP2 renames it
 
 
 def transformers_class(model_class: type) -> Any:

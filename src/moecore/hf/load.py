@@ -256,7 +256,7 @@ def _make_plan(
 def _drop_copies(
     targets: dict[str, Tensor], recipes: dict[str, Recipe], copies: Mapping[str, str]
 ) -> None:
-    """Read a tied head once; where `to_empty` cut it loose under FSDP2, from its original."""
+    """Read a tied head once; where `to_empty` cut it loose once sharded, from its original."""
     if HEAD in copies and HEAD in recipes:
         original = copies[HEAD]
         if targets[HEAD] is targets[original] or not isinstance(targets[HEAD], DTensor):
@@ -268,7 +268,7 @@ def _drop_copies(
 def _tie_again(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
     """Undo what `to_empty` does to a plain transformers model with a tied head: two parameters.
 
-    Under FSDP2 the two become one again in the first forward, which sets all owners of one.
+    In a sharded model the two become one again in the first forward, which sets all owners of one.
     """
     copies = model_copies(model)
     if HEAD not in copies or HEAD not in targets or isinstance(targets[HEAD], DTensor):

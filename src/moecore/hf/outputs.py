@@ -1,4 +1,4 @@
-"""Outputs that transformers records while a model runs: router logits, hidden states, attentions.
+"""Router logits, which transformers records while a model runs.
 
 transformers hooks the modules of its own classes. Router logits of adopted blocks are handed to
 it; what it would not find is refused.
@@ -7,80 +7,64 @@ it; what it would not find is refused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from moecore.hf.stock import is_hf
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.records import Routing
 
-RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
+OPTION = "output_router_logits"
 
 
 def refuse_lost_outputs(model: nn.Module) -> None:
-    """Raise when outputs are asked for that transformers would not record.
+    """Raise when router logits are asked for that transformers would not record.
 
-    Hidden states, attentions or router logits would be None without a word, and the balance loss
-    be computed from fewer layers, or from none. Asked for in the config: raises now. In a later
-    forward: raises before its loss.
+    The balance loss would be computed from fewer layers, or from none. Asked for in the config:
+    raises now. In a later forward: raises before its loss.
 
     Raises:
-        NotImplementedError: for a base model parallelized itself, while one of `RECORDED` is asked
-            for; with transformers before 5.6, while router logits are; in forward also when router
-            logits of not every layer were recorded.
+        NotImplementedError: with transformers before 5.6 while router logits are asked for; in
+            forward also when those of not every layer were recorded.
     """
     for module in model.modules():
         if not is_hf(module) or getattr(module, "base_model", None) is not module:
             continue  # transformers records in the base model, below the head that has the loss
-        refusals = _refusals(module, is_root=module is model)
-        for option, refusal in refusals.items():
-            if getattr(module.config, option, False):
-                raise NotImplementedError(refusal)
-        module.register_forward_hook(partial(_check_recorded, refusals), with_kwargs=True)
+        refusal = _refusal()
+        if refusal is not None and getattr(module.config, OPTION, False):
+            raise NotImplementedError(refusal)
+        module.register_forward_hook(partial(_check_recorded, refusal), with_kwargs=True)
 
 
-def _refusals(module: nn.Module, *, is_root: bool) -> dict[str, str]:
-    """Return why outputs of the base model would be wrong or missing, by their option."""
-    refusals = {}
-    if is_root:
-        # It looks up what to record by the name of the class, which FSDP2 changes at the root.
-        for option in RECORDED:
-            refusals[option] = (
-                f"{option} (True) must be False for {type(module).__name__}, which transformers "
-                "does not recognise once it is FSDP2's root: parallelize the model that holds it, "
-                "such as ...ForCausalLM"
-            )
+def _refusal() -> str | None:
+    """Return why the installed transformers' router logits would be wrong, if they would."""
     version = sys.modules["transformers"].__version__
-    if tuple(int(n) for n in version.split(".")[:2]) < (5, 6):
-        refusals["output_router_logits"] = (
-            f"output_router_logits (True) must be False with transformers ({version}), whose "
-            "balance loss reads probabilities as logits: use transformers >= 5.6"
-        )
-    return refusals
+    if tuple(int(n) for n in version.split(".")[:2]) >= (5, 6):
+        return None
+    return (
+        f"{OPTION} (True) must be False with transformers ({version}), whose balance loss reads "
+        "probabilities as logits: use transformers >= 5.6"
+    )
 
 
 def _check_recorded(
-    refusals: Mapping[str, str], module: Any, args: Any, kwargs: dict[str, Any], output: Any
+    refusal: str | None, module: Any, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
     """Forward hook of a base model; its output's `router_logits` has one tensor per MoE layer."""
-    asked = [o for o in RECORDED if kwargs.get(o, getattr(module.config, o, False))]
     found = [m for m in module.modules() if isinstance(m, RoutedLayer)]
+    if not found or not kwargs.get(OPTION, getattr(module.config, OPTION, False)):
+        return  # not parallelized in the end, or not asked for
+    if refusal is not None:
+        raise NotImplementedError(refusal)
     # Routers that the model keeps are recorded as ever.
     layers = len(found) if any(isinstance(m, MoELayer) for m in found) else 0
-    if not layers and not isinstance(module, FSDPModule):
-        return  # not parallelized in the end
-    for option in asked:
-        if option in refusals:
-            raise NotImplementedError(refusals[option])
     recorded = len(getattr(output, "router_logits", None) or ())
-    if layers and "output_router_logits" in asked and recorded != layers:
+    if layers and recorded != layers:
         raise NotImplementedError(
             f"router_logits recorded ({recorded}) must equal the MoE layers ({layers}) of "
-            f"{type(module).__name__}: set output_router_logits to False and use "
+            f"{type(module).__name__}: set {OPTION} to False and use "
             "parallelize_moe(balance=BalanceConfig(...))"
         )
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -34,6 +33,7 @@ from moecore._autograd import storage_key
 from moecore._compat import is_grouped_mm
 from moecore.kernels.common import meta_as
 from moecore.memory.apply import apply_memory
+from moecore.memory.copies import copy_modules
 from moecore.memory.options import MemoryOptions
 from moecore.memory.parts import find_parts
 from moecore.memory.saved import packing
@@ -206,50 +206,29 @@ def _copies(
 ) -> dict[nn.Module, nn.Module]:
     """Return a copy on meta of each module of a model, as it was before anything wrapped it.
 
-    Hooks and forwards that were put in its place stay behind, and what records or counts.
+    What records or counts stays behind.
     """
-    copies: dict[nn.Module, nn.Module] = {m: _new(type(m)) for m in model.modules()}
-    params = {
-        param: nn.Parameter(
-            torch.empty(_own_shape(param), dtype=dtype_of(param), device=META),
-            requires_grad=param.requires_grad,
-        )
-        for param in model.parameters()
-    }
-    fresh = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
-    for module, copy in copies.items():
-        held = {n: value for n, value in vars(module).items() if not _shadows(module, n, value)}
-        state = held | {name: type(value)() for name, value in fresh.items() if value is not None}
+
+    def computed(param: nn.Parameter) -> nn.Parameter:
+        empty = torch.empty(_own_shape(param), dtype=dtype_of(param), device=META)
+        return nn.Parameter(empty, requires_grad=param.requires_grad)
+
+    copies = copy_modules(model, computed, unwrapped=True)
+    for module in copies.values():
+        state = vars(module)
         state |= {name: None for name in OBSERVERS if name in state}
         state["training"] = True
-        state["_buffers"] = dict(module._buffers)
-        state["_parameters"] = {
-            n: p if p is None else params[p] for n, p in module._parameters.items()
-        }
-        state["_modules"] = {n: m if m is None else copies[m] for n, m in module._modules.items()}
         if isinstance(module, Experts):
             state["reader"] = ParamReader()
         if isinstance(module, RoutedLayer):
+            cp = module.tracker.groups.cp
             state["tracker"] = LoadTracker(module.config)
-            state["tracker"].groups = BalanceGroups(cp=module.tracker.groups.cp)  # alone
-        vars(copy).update(state)
+            state["tracker"].groups = BalanceGroups(cp=cp)  # alone
     return copies
 
 
-def _new(cls: type) -> nn.Module:
-    """Return an empty module of a class, or of the one that FSDP2 has put its own before."""
-    plain: type = next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
-    module: nn.Module = object.__new__(plain)
-    return module
-
-
-def _shadows(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether an attribute stands in the place of a method of its class: wrapped, or compiled."""
-    return callable(value) and callable(getattr(type(module), name, None))
-
-
 def _own_shape(param: Tensor) -> list[int]:
-    """Return the shape with which this rank computes: what FSDP2 cuts is gathered before."""
+    """Return the shape with which this rank computes: what data ranks cut is gathered before."""
     shape = list(param.shape)
     if isinstance(param, DTensor):
         names = param.device_mesh.mesh_dim_names or ()

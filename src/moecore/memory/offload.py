@@ -137,7 +137,7 @@ class Offload:
         self._layer: Layer | None = None  # that runs
         self._previous: Layer | None = None
         self._leaving: list[Group] = []  # groups whose device memory is not freed yet
-        # Storage -> the last copy of it. Its address would not do: FSDP2 frees and allocates the
+        # Storage -> the last copy of it. Its address would not do: a unit may free and allocate the
         # memory of a storage that stays.
         self._copies: dict[int, Copy] = {}
         self._staying: dict[int, StorageWeakRef] = {}  # what is beyond the fraction

@@ -134,7 +134,7 @@ class _Region:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the function returns; keep what backward needs to run it again."""
-        leaves, self._spec = tree_flatten((args, kwargs))
+        leaves, self._tree = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._start(tensors)
         with ExitStack() as stack:
@@ -248,7 +248,7 @@ class _Region:
     def _run_again(self) -> None:
         """Compute all values that handles stand for."""
         leaves = [_again(leaf) for leaf in self._inputs]
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        args, kwargs = tree_unflatten(leaves, self._tree)
         self._start([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         self._left, self._values = Counter(self._expected), {}
         wants_output = any(place.kind == "output" for place in self._expected)

@@ -2,7 +2,7 @@
 
 Autograd hands every tensor that an operation saves to one function. Here that function asks the
 packers of the running code, the innermost first, and the first that answers decides: a weight is
-kept in place of its cast (`fsdp/local_weights.py`), an activation is computed again
+kept in place of its cast (`shard/local_weights.py`), an activation is computed again
 (`recompute.py`) or lies in host memory. What nobody takes is kept.
 
 Note "other hooks": torch asks the innermost pair of hooks alone. Under hooks of the caller's own

@@ -3,9 +3,9 @@
 Only streams wait, on events; the host never does. On a CPU a copy is done when it returns.
 
 Note "turns": a copy engine works off all that one stream has queued before it takes a copy of the
-next stream, however small, and FSDP2 brings some bytes to the device in each unit's backward. So
-large copies to the device go in pieces to two streams in turns, each after the one before, and
-what comes between waits for one piece: docs/findings/torch.md.
+next stream, however small, such as the few bytes of a list of pointers. So large copies to the
+device go in pieces to two streams in turns, each after the one before, and what comes between waits
+for one piece: docs/findings/torch.md.
 
 Note "capture": a CUDA graph may hold these copies. It records events anew at every replay, so one
 from before its capture means nothing in it, nor one of the capture outside. No wait is needed

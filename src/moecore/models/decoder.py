@@ -162,7 +162,7 @@ class Decoder(nn.Module):
     """A decoder-only transformer; a plain module in one process, CPU or GPU.
 
     It is initialised with seed 0 unless it is built on meta. There, `apply_tensor_parallel`,
-    `parallelize_moe` and FSDP2 come first, then `to_empty` and `init_weights`; values are the same
+    `parallelize_moe` come first, then `to_empty` and `init_weights`; values are the same
     on every layout.
 
     Args:
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
     def apply_tensor_parallel(self, tp_mesh: DeviceMesh) -> Decoder:
         """Cut the dense parameters over tp, in place, and work on own tokens from now on.
 
-        Call it before `parallelize_moe` and FSDP2, on a meta model or with the same values on every
+        Call it before `parallelize_moe`, on a meta model or with the same values on every
         rank. Routed experts are left alone: they live on the expert mesh.
 
         Args:

@@ -313,7 +313,7 @@ class _Attach(torch.autograd.Function):
     ) -> Tensor:
         ctx.tracker, ctx.is_committed = tracker, False
         ctx.save_for_backward(losses, *observed)
-        # Not a view: FSDP2 hooks its units' outputs, and an in-place add to a view drops the hook.
+        # Not a view: units hook their outputs, and an in-place add to a view drops the hook.
         return y.detach()
 
     @staticmethod

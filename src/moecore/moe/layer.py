@@ -101,7 +101,7 @@ class RoutedLayer(nn.Module):
         self.part("experts").reader.end_step()
 
     def _compute(self, expert_input: ExpertInput) -> Any:
-        """Return what `Experts` do, in their FSDP2 unit."""
+        """Return what `Experts` do, in their unit."""
         raise NotImplementedError
 
     def _routed(self, rows_TL: Tensor, routing: Routing, *, is_kept: bool = False) -> Tensor:

@@ -171,7 +171,7 @@ def summed_input(inp: ExpertInput) -> ExpertInput:
     return ExpertInput(Rows(rows_SD), inp.index, inp.plan)
 
 
-# FSDP2 finds the tensors of a module's inputs and outputs through pytree: without this it would
+# Units find the tensors of a module's inputs and outputs through pytree: without this they would
 # free the experts' gathered parameters only at the end of the whole backward.
 for _record in (Routing, ExpertInput, UnsummedInput, UnsummedRows):
     register_dataclass(_record, field_names=[f.name for f in fields(_record)], drop_field_names=[])

@@ -43,10 +43,10 @@ from torch.utils._pytree import tree_leaves
 
 from moecore._autograd import disable_dynamo, is_recomputing
 from moecore._fields import Bound, check_arguments
-from moecore.fsdp.resident import resident_units
-from moecore.fsdp.shard import find_blocks
 from moecore.memory.host_copies import HostCopies
 from moecore.memory.streams import CopyStream
+from moecore.shard.engine import engines_of
+from moecore.shard.units import find_blocks
 
 Key = TypeVar("Key", bound=Hashable)
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
@@ -128,7 +128,7 @@ class StateOffload:
         self._copies, self._stream = HostCopies(), CopyStream(self._device)
         self._parts: list[_Part] = []  # none while all state is on the device
         self._blocks = [] if model is None else find_blocks(model) or [model]
-        self._residents = [] if model is None else resident_units(model)
+        self._enginess = [] if model is None else engines_of(model)
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_state_dict_pre_hook(lambda *_: self.bring_state_back()),
@@ -213,7 +213,7 @@ class StateOffload:
 
     def _before_backward_of(self, number: int) -> None:
         """Fetch a part for each block whose backward is done, and all before the first block's."""
-        progress = next((p for p in (r.progress() for r in self._residents) if p is not None), None)
+        progress = next((p for p in (r.progress() for r in self._enginess) if p is not None), None)
         if self._stream.is_capturing() or (progress is not None and not progress.is_last):
             return
         num_done = len(self._blocks) - 1 - number

@@ -42,7 +42,7 @@ class DocumentCost:
         quadratic: attention, per squared token; causal.
         linear: all other products, per token.
         exchange: keys and values, per token that a rank gets from another.
-        fixed: per micro-batch: launches, and what FSDP2 gathers; by default that of 1,000 tokens.
+        fixed: per micro-batch: launches, and what units gather; by default that of 1,000 tokens.
     """
 
     quadratic: PositiveOrZero = 1.0

@@ -70,7 +70,7 @@ def apply_precision(
     """Let a model's linears compute in FP8, in place: each becomes an `Fp8Linear`.
 
     Parameters, their names, hooks and state dict stay what they are, on meta too. Call it after
-    tensor parallelism, whose cut must leave multiples of 16, and before FSDP2 and torch.compile. To
+    tensor parallelism, whose cut must leave multiples of 16, and before sharding and compiling. To
     call it once more replaces recipes and drops histories. Linears under one parent that get the
     same input quantise it once.
 

@@ -7,12 +7,12 @@
 Letters: T tokens, K input features, N output features.
 
 **What is kept for backward.** x summed over tokens in FP8, one byte per element and its scales. The
-pass that makes the forward's operand makes it too. The weight is kept as it is, because FSDP2 frees
-and gathers it, and to quantise it again takes little beside a product. Where no gradient of the
+pass that makes the forward's operand makes it too. The weight is kept as it is, because units free
+and gather it, and to quantise it again takes little beside a product. Where no gradient of the
 weight is wanted, x is not kept at all.
 
-**When the weight is quantised.** Once per forward and once per backward. No copy is kept: FSDP2 and
-fused optimizers put new values into the same memory without a new version.
+**When the weight is quantised.** Once per forward and once per backward. No copy is kept: gathers
+and fused optimizers put new values into the same memory without a new version.
 
 **What ranks share.** The largest magnitude of a weight that tensor parallelism cuts, so that
 "tensorwise" quantises it as one rank would. Activations and gradients have their own on every rank:
@@ -284,7 +284,7 @@ def why_not(weight: Tensor) -> str | None:
     """Return why a weight's products cannot be in FP8, or None; the same on every rank.
 
     Args:
-        weight: parameter [N, K], whole or cut by tensor parallelism, not yet by FSDP2.
+        weight: parameter [N, K], whole or cut by tensor parallelism, not yet over data ranks.
     """
     sizes = list(weight.shape)
     if isinstance(weight, DTensor):

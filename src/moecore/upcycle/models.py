@@ -129,7 +129,7 @@ def upcycle_decoder(
     layers: Iterable[int] | None = None,
     **moe_fields: Any,
 ) -> Decoder:
-    """Return an MoE decoder with the outputs of a dense one. Before tensor parallelism and FSDP2.
+    """Return an MoE decoder with the outputs of a dense one. Before tp and sharding.
 
     Args:
         model: a dense decoder with values; drop it afterwards: the tensors of layers that are not

@@ -14,9 +14,9 @@ parser from the types of these fields, so this module has no postponed annotatio
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moecore.fsdp import FSDPOptions
 from moecore.memory.options import MemoryOptions
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.shard.options import FSDPOptions
 
 
 @dataclass
@@ -28,8 +28,8 @@ class MoECore:
         row_factor: `NVLinkOptions.row_factor`; "auto" takes nvlink only with one.
         expert_backend: how the experts' matrices are multiplied.
         recompute: parts of `MemoryOptions.recompute`, or "gemm_last" alone.
-        prefetch_blocks: how many blocks ahead FSDP2 gathers parameters.
-        blocks_per_unit: how many blocks FSDP2 gathers together.
+        prefetch_blocks: how many blocks ahead parameters are gathered.
+        blocks_per_unit: how many blocks are gathered together.
         hf_weights: Hugging Face directory that fills the model before the first step; None = from
             the seed. Of Hugging Face models and moecore's decoder.
     """

@@ -5,25 +5,21 @@ A job is 0.2's JobConfig or 0.3's Trainer.Config: the sections read here have th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from moecore._autograd import no_dispatch_modes
-from moecore.fsdp import FSDPOptions
 from moecore.graphs import compile_blocks
 from moecore.integrations.torchtitan.options import memory_options, moecore_options, nvlink_options
 from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.state import moe_state
 from moecore.parallelize import parallelize_moe
+from moecore.shard.options import FSDPOptions
 
 Rule = tuple[str, Any, bool, str]  # a field, its value, whether that is refused, what it must be
 
@@ -69,32 +65,6 @@ def without_router(names: list[str]) -> list[str]:
         names: of the job.
     """
     return [name for name in names if name != "moe.router.gate"]
-
-
-def hide_gathers(model: nn.Module) -> None:
-    """Keep what FSDP2 does inside a block out of the operations that selective checkpointing sees.
-
-    It must see the same ones in forward and in recomputation. A router or experts that are units of
-    their own are gathered ahead of time in one and on the spot in the other.
-
-    Args:
-        model: after `compile_and_shard`.
-    """
-    for block in model.get_submodule("layers").children():
-        for unit in (m for m in block.modules() if m is not block and isinstance(m, FSDPModule)):
-            module = cast(nn.Module, unit)
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in hooks.items():
-                    hooks[key] = _hidden(hook)
-
-
-def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(hook)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with no_dispatch_modes():
-            return hook(*args, **kwargs)
-
-    return call
 
 
 def compiles_model(job: Any) -> bool:

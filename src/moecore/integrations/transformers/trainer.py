@@ -38,7 +38,6 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from moecore.checkpoint import Saver, load
 from moecore.checkpoint.directory import directory_of
-from moecore.fsdp.late_parameters import refuse_earlier
 from moecore.integrations.transformers.accelerator import ShardedAccelerator
 from moecore.integrations.transformers.arguments import (
     check_accelerator,
@@ -57,6 +56,7 @@ from moecore.integrations.transformers.run_state import (
 )
 from moecore.loss_scale import DynamicLossScale, is_fp16
 from moecore.moe.state import moe_state
+from moecore.shard.late_parameters import refuse_earlier
 from moecore.step import StepResult, TrainStep
 
 

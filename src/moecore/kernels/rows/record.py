@@ -48,5 +48,5 @@ class Rows:
         return unpack_rows(self.values, self.scales, self.dtype)
 
 
-# FSDP2 finds the tensors of a module's inputs through pytree.
+# Units find the tensors of a module's inputs through pytree.
 register_dataclass(Rows, field_names=[f.name for f in fields(Rows)], drop_field_names=[])

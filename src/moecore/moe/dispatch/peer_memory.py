@@ -61,6 +61,17 @@ def _symmetric_buffer(
     return memory, symmetric_memory.rendezvous(memory, group)
 
 
+def find_known_problem(num_ranks: int, device_type: str) -> str | None:
+    """Return what of `find_problem` one rank knows by itself. No communication."""
+    if device_type != "cuda":
+        return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
+    if not HAS_TRITON or INTERPRET:
+        return "must have Triton for its kernels: install triton or use 'alltoall'"
+    if num_ranks > MAX_RANKS:
+        return f"must have ep * etp ({num_ranks}) <= {MAX_RANKS}: use 'alltoall'"
+    return None
+
+
 def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
     """Return why tokens of this group can not travel by stores into peers' memory; None = they can.
 
@@ -70,12 +81,9 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
         group: the ranks.
         device_type: of the model.
     """
-    if device_type != "cuda":
-        return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
-    if not HAS_TRITON or INTERPRET:
-        return "must have Triton for its kernels: install triton or use 'alltoall'"
-    if group.size() > MAX_RANKS:
-        return f"must have ep * etp ({group.size()}) <= {MAX_RANKS}: use 'alltoall'"
+    known = find_known_problem(group.size(), device_type)
+    if known is not None:
+        return known
     mine = _peer_problem(group) or _memory_problem(group)
     problems: list[Any] = [None] * group.size()
     dist.all_gather_object(problems, mine, group=group)

@@ -30,7 +30,6 @@ from moecore.integrations.torchtitan.shared import (
     check_tensor_parallel,
     compile_and_shard,
     compiles_model,
-    hide_gathers,
     refuse,
     titan_meshes,
     without_router,
@@ -107,10 +106,7 @@ def finish(model: nn.Module, meshes: Meshes, job_config: JobConfig) -> nn.Module
         names = without_router(checkpointing.per_op_sac_force_recompute_mm_shapes_by_fqns)
         checkpointing = replace(checkpointing, per_op_sac_force_recompute_mm_shapes_by_fqns=names)
         apply_ac(model, checkpointing, op_sac_save_list=SAVED_OPS)
-    compile_and_shard(model, meshes, job_config)
-    if checkpointing.mode == "selective":
-        hide_gathers(model)
-    return model
+    return compile_and_shard(model, meshes, job_config)
 
 
 def _waited(_: nn.Module, __: tuple[Any, ...], x: Tensor) -> Tensor:

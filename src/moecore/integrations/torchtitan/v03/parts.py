@@ -28,7 +28,6 @@ from moecore.integrations.torchtitan.shared import (
     check_tensor_parallel,
     compile_and_shard,
     compiles_model,
-    hide_gathers,
     refuse,
     titan_meshes,
     without_router,
@@ -149,7 +148,7 @@ def parallelize_titan(
     meshes = titan_meshes(parallel_dims)
     if parallel_dims.tp > 1:
         cast(Any, model).parallelize(parallel_dims)
-        # FSDP2 wants one root mesh above its own and that of the tensors which torchtitan has cut.
+        # Units want one root mesh above its own and that of the tensors which torchtitan has cut.
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate > 1 else "fsdp"
         meshes = replace(meshes, dense_fsdp=parallel_dims.get_mesh(names))
     return finish(model, meshes, job)
@@ -177,7 +176,6 @@ def finish(model: nn.Module, meshes: Meshes, job: MoETrainer.Config) -> nn.Modul
         job: the job.
     """
     checkpointing = job.activation_checkpoint
-    selective = isinstance(checkpointing, SelectiveAC.Config)
     if type(checkpointing) is SelectiveAC.Config:
         names = without_router(checkpointing.force_recompute_mm_shapes_by_fqns)
         checkpointing = derive(
@@ -185,10 +183,7 @@ def finish(model: nn.Module, meshes: Meshes, job: MoETrainer.Config) -> nn.Modul
         )
     if checkpointing is not None:
         checkpointing.build(dump_folder=job.dump_folder).apply(model)
-    compile_and_shard(model, meshes, job)
-    if selective:
-        hide_gathers(model)
-    return model
+    return compile_and_shard(model, meshes, job)
 
 
 def check_job(job: Trainer.Config, parallel_dims: ParallelDims) -> None:
@@ -214,7 +209,7 @@ def check_job(job: Trainer.Config, parallel_dims: ParallelDims) -> None:
 
 
 def _check_dense_tensor_parallel(job: Trainer.Config) -> None:
-    """Raise for what torchtitan's own tensor parallelism must be beside moecore's FSDP2."""
+    """Raise for what torchtitan's own tensor parallelism must be beside moecore's sharding."""
     degrees, compiled = job.parallelism, compiles_model(job)
     backend, sequence = degrees.spmd_backend, degrees.enable_sequence_parallel
     rules: list[Rule] = [

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +17,7 @@ from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_mesh
 from moecore.kernels.routing.router_logits import router_logits_ref
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
+from tests.shard.units import is_unit, unit_of
 
 WORLD = 2
 CONFIG = MoEConfig(dim=32, hidden_dim=16, num_experts=8, top_k=2, router_bias=True)
@@ -38,8 +38,8 @@ def train_on_ranks(rank: int, device: torch.device) -> dict[str, Any]:
     y = model(batch(rank))
     y.float().square().mean().backward()
     grads = {n: p.grad.full_tensor() for n, p in model[1].named_parameters()}
-    is_unit = isinstance(router, FSDPModule)
-    return {"logits": routings[0].logits_TE, "grads": grads, "is_unit": is_unit}
+    own = is_unit(model, router)
+    return {"logits": routings[0].logits_TE, "grads": grads, "is_unit": own}
 
 
 def partly_recomputed(rank: int) -> dict[str, bool]:
@@ -68,7 +68,7 @@ def left_out(rank: int) -> dict[str, Tensor]:
             model(batch(rank), (1, 2))
         model.zero_grad()
         model(batch(rank).requires_grad_(), without).float().square().mean().backward()
-    assert len({layer.router._get_fsdp_state() for layer in model.layers}) == 1
+    assert len({unit_of(model, layer.router) for layer in model.layers}) == 1
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_one_process(found: dict[str, Any]) -> None:
         (layer(batch(rank).bfloat16()).float().square().mean() / WORLD).backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None
-        # FSDP adds the ranks' bf16 gradients of experts in fp32, autograd in bf16.
+        # Units add the ranks' bf16 gradients of experts in fp32, autograd in bf16.
         bound = 1e-5 if name.startswith("router") else 2**-8
         scale = parameter.grad.abs().max()
         worst = (found["grads"][name] - parameter.grad).abs().max() / scale
@@ -161,7 +161,7 @@ def test_without_mixed_precision_the_router_is_part_of_its_block() -> None:
     model = nn.Sequential(nn.Identity(), MoELayer(CONFIG, device="meta"))
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=FSDPOptions())
     assert isinstance(model[1].router.weight, DTensor)
-    assert not isinstance(model[1].router, FSDPModule)
+    assert not is_unit(model, model[1].router)
 
 
 @pytest.mark.usefixtures("no_group_left")
@@ -173,5 +173,5 @@ def test_routers_of_a_list_and_a_dtype_are_one_unit() -> None:
     model.first, model.second = nn.ModuleList(layers[:3]), nn.ModuleList(layers[3:])
     options = FSDPOptions(param_dtype=torch.bfloat16)
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"), fsdp=options)
-    states = [layer.router._get_fsdp_state() for layer in layers]
-    assert [states.index(state) for state in states] == [0, 1, 0, 3, 3]
+    found = [unit_of(model, layer.router) for layer in layers]
+    assert [found.index(unit) for unit in found] == [0, 1, 0, 3, 3]

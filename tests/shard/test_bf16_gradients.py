@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
@@ -15,6 +14,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.moe.router import Router
 from moecore.optim import AdamW
 from tests.ranks import run_ranks
+from tests.shard.units import is_unit
 
 MICRO_BATCHES = 3
 CONFIG = DecoderConfig(
@@ -27,7 +27,7 @@ CONFIG = DecoderConfig(
     max_seq_len=32,
     moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
 )
-# Whole experts, whose gradients go through sinks; FSDP2's, reduced per micro-batch or at the end.
+# Whole experts, whose gradients go through sinks; units, reduced per micro-batch or at the end.
 LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "whole": (ParallelConfig(ep=4), {}),
     "sharded": (ParallelConfig(ep=2), {}),
@@ -65,7 +65,7 @@ def gradients(layout: str, dtype: torch.dtype, rank: int) -> list[dict[str, Tens
     for name, param in model.named_parameters():
         want = torch.float32 if ".router." in name else dtype
         assert param.dtype == local(param.grad).dtype == want, name
-    units = sum(isinstance(m.mlp.experts, FSDPModule) for m in model.model.layers)
+    units = sum(is_unit(model, m.mlp.experts) for m in model.model.layers)
     assert units == (0 if layout == "whole" else CONFIG.num_layers)
     assert not owner.finish().skipped
     return found

@@ -199,15 +199,18 @@ def error_after_a_failed_backward(ids: Tensor) -> str:
     return str(error.value)
 
 
-def error_of_inference_mode(ids: Tensor) -> str:
-    model = make("ep")
-    with torch.inference_mode(), pytest.raises(RuntimeError) as error:
-        model(ids)
-    model(ids).backward()
-    with torch.inference_mode():
-        model(ids)
-    model(ids).backward()
-    return str(error.value)
+def norms_around_inference_mode(ids: Tensor) -> list[float]:
+    """Of a model whose first forward is under inference_mode, and of one that has none."""
+    norms = []
+    for evaluated in (True, False):
+        model = make("ep")
+        for _ in range(2):
+            if evaluated:
+                with torch.inference_mode():
+                    model(ids)
+            model(ids).backward()
+        norms.append(clip_grad_norm_(model, math.inf).total)
+    return norms
 
 
 def second_derivative(layout: str, ids: Tensor, **options: Any) -> tuple[str, float, float]:
@@ -245,7 +248,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found["penalty"] = gradients_of_a_penalty(parallelize_moe(Logits(), meshes), ids)
     found["names"] = names_of_gathered(ids)
     found["changed"] = loss_after_a_change(ids)
-    found["inference mode"] = error_of_inference_mode(ids)
+    found["inference mode"] = norms_around_inference_mode(ids)
     found["failed"] = error_after_a_failed_backward(ids)
     return copy.deepcopy(found)
 
@@ -287,8 +290,9 @@ def test_an_evaluation_leaves_what_an_optimizer_knows(found: dict[str, Any]) -> 
     assert early == late
 
 
-def test_a_first_forward_in_inference_mode_is_refused(found: dict[str, Any]) -> None:
-    assert found["inference mode"].startswith("the first forward must not run under")
+def test_a_first_forward_may_be_in_inference_mode(found: dict[str, Any]) -> None:
+    evaluated, plain = found["inference mode"]
+    assert evaluated == plain > 0
 
 
 def test_a_failed_backward_is_no_base_for_another_step(found: dict[str, Any]) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from moecore._autograd import has_accumulate_hooks
-from moecore.fsdp.resident import resident_units
+from moecore.shard.engine import engines_of
 
 
 def refuse_added(model: nn.Module) -> None:
@@ -37,7 +38,7 @@ def refuse_added(model: nn.Module) -> None:
         for param in module._parameters.values()
         if param is not None and param.requires_grad and not isinstance(param, DTensor)
     ]
-    if not plain or not resident_units(model):
+    if not plain or not engines_of(model):
         return
     reduced = set(_reduced(model))
     added = {p for p in plain if p not in reduced and not has_accumulate_hooks(p)}
@@ -78,5 +79,5 @@ def refuse_earlier(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
 def _reduced(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield parameters that are no DTensors and are reduced nevertheless."""
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel | FSDPModule):
             yield from module.parameters()

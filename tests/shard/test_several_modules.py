@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moecore import (
     FSDPOptions,
@@ -48,6 +48,7 @@ class Model(nn.Module):
     Attributes:
         path: the blocks that run.
         recomputed: block -> whether its checkpoint is a reentrant one.
+        saves: whether checkpoints keep what matrix products return.
     """
 
     def __init__(self) -> None:
@@ -57,18 +58,25 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block(i) for i in range(3))
         self.path: tuple[int, ...] = (0, 1, 2)
         self.recomputed: dict[int, bool] = {}
+        self.saves = False
 
     def forward(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         x, hidden = self.embed(ids), []
         for i in self.path:
             block = self.layers[i]
             if i in self.recomputed:
-                x = checkpoint(block, x, use_reentrant=self.recomputed[i])
+                options = {"context_fn": saving} if self.saves else {}
+                x = checkpoint(block, x, use_reentrant=self.recomputed[i], **options)
             else:
                 x = block(x)
             hidden.append(x)
         logits = self.head(x).float().flatten(0, 1)
         return nn.functional.cross_entropy(logits, ids.roll(1, -1).flatten()), hidden
+
+
+def saving() -> Any:
+    aten = torch.ops.aten
+    return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default])
 
 
 def make(options: str, path: tuple[int, ...] = (0, 1, 2), **recomputed: bool) -> Any:
@@ -102,6 +110,14 @@ def recomputed(**how: bool) -> Case:
         return models
 
     return case
+
+
+def recomputed_in_part(options: str) -> tuple[nn.Module, nn.Module]:
+    models = make(options, _0=False, _1=False, _2=False), make(options)
+    models[0].saves = True
+    for model in models:
+        model(ids())[0].backward()
+    return models
 
 
 def two_forwards(path: tuple[int, ...] = (0, 1, 2), **how: bool) -> Case:
@@ -177,6 +193,7 @@ def failed_on_one_rank(*, announced: bool) -> Case:
 CASES: dict[str, Case] = {
     "all reentrant": recomputed(_0=True, _1=True, _2=True),
     "all recomputed": recomputed(_0=False, _1=False, _2=False),
+    "recomputed, saving products": recomputed_in_part,
     "last reentrant": recomputed(_2=True),
     "first recomputed": recomputed(_0=False),
     "two forwards": two_forwards(),

@@ -1,4 +1,4 @@
-"""Experts that no other rank holds: no FSDP2, the same numbers, no kept copies.
+"""Experts that no other rank holds: no unit, the same numbers, no kept copies.
 
 That gradients are right on every folding is part of tests/test_parity.py.
 """
@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +32,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
+from tests.shard.units import is_unit
 
 CONFIG = MoEConfig(dim=32, hidden_dim=24, num_experts=6, top_k=2)
 LAYOUTS = {"whole": ParallelConfig(ep=2, edp_shard=1), "sharded": ParallelConfig(ep=1, edp_shard=2)}
@@ -77,7 +77,7 @@ def train(
     experts = model[0].experts
     model(batch(rank)).float().square().sum().backward()
     return {
-        "unit": isinstance(experts, FSDPModule),
+        "unit": is_unit(model, experts),
         "dtensor": all(isinstance(p, DTensor) for p in model.parameters()),
         "grads": {n: p.grad.full_tensor() for n, p in model.named_parameters()},
         "dtypes": {p.grad.dtype for p in experts.parameters()},
@@ -316,14 +316,14 @@ def test_one_rank_has_all_experts_whole() -> None:
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
     model(batch(0)).square().sum().backward()
     dist.destroy_process_group()
-    assert isinstance(model, FSDPModule) and not isinstance(model[0].experts, FSDPModule)
+    assert not is_unit(model, model[0].experts)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(got.grad.to_local(), want.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_they_have_second_derivatives(found: dict[str, Any]) -> None:
-    """FSDP2's units have none: nothing here is gathered and freed."""
+    """Units have none: nothing here is gathered and freed."""
     layer = make_layer(CONFIG)
     layer.experts.set_backend("sequential")
     for rank in range(2):
@@ -333,7 +333,7 @@ def test_they_have_second_derivatives(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_gradients_are_those_of_fsdp2(dtype: torch.dtype | None, found: dict[str, Any]) -> None:
+def test_gradients_are_those_of_units(dtype: torch.dtype | None, found: dict[str, Any]) -> None:
     bound = 1e-5 if dtype is None else 2e-2
     for name, want in found["sharded", dtype]["grads"].items():
         error = (found["whole", dtype]["grads"][name] - want).abs().max()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import (
@@ -30,10 +27,11 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.fsdp.internals import Unit
-from moecore.fsdp.shard import find_blocks, find_heads
 from moecore.models import Decoder, DecoderConfig
+from moecore.shard.unit import State
+from moecore.shard.units import find_blocks, find_heads
 from tests.ranks import run_ranks
+from tests.shard.units import recorded, unit_names, unit_of
 
 WORLD = 2
 STEPS = 3
@@ -61,7 +59,7 @@ class Run:
 
     Attributes:
         own_loss: of the logits, which the model returns without labels; MTP modules do not run.
-        accumulate: micro-batches of a step, all but the last without a reduction.
+        accumulate: micro-batches of a step, of which the last one reduces the head.
     """
 
     config: DecoderConfig = PLAIN
@@ -76,13 +74,13 @@ RUNS = {
     "sharded experts": Run(parallel=ParallelConfig()),
     "together": Run(fsdp=FSDPOptions(blocks_per_unit=2)),
     "far ahead": Run(config=MTP, fsdp=FSDPOptions(prefetch_blocks=3), parallel=ParallelConfig()),
-    "order of FSDP2": Run(config=MTP, fsdp=FSDPOptions(prefetch_blocks=0)),
+    "no prefetch": Run(config=MTP, fsdp=FSDPOptions(prefetch_blocks=0)),
     "gathered once": Run(config=MTP, fsdp=FSDPOptions(reshard_after_forward=False)),
-    "no sync": Run(accumulate=2),
+    "accumulated": Run(accumulate=2),
     "tied": Run(config=replace(MTP, tie_embeddings=True)),
     "mtp": Run(config=MTP),
     "mtp, together": Run(config=MTP, fsdp=FSDPOptions(blocks_per_unit=2)),
-    "mtp, no sync": Run(config=MTP, accumulate=2, parallel=ParallelConfig()),
+    "mtp, accumulated": Run(config=MTP, accumulate=2, parallel=ParallelConfig()),
     "mtp, own loss": Run(config=MTP, own_loss=True),
 }
 
@@ -126,7 +124,6 @@ def train(run: Run, rank: int) -> dict[str, Tensor]:
     for step in range(STEPS):
         for n, (tokens, labels) in enumerate(batches(run, step, rank), start=1):
             with owner.micro_batch():
-                model.set_requires_gradient_sync(n == run.accumulate)
                 loss = loss_of(model, run, tokens, labels) / run.accumulate
                 loss.backward()
             found[f"loss/{step}/{n}"] = loss.detach()
@@ -165,15 +162,14 @@ def train_alone(run: Run) -> dict[str, Tensor]:
 
 
 def events_of_a_step(config: DecoderConfig, rank: int) -> list[str]:
-    """What FSDP2 does in the second step, in order."""
+    """What units do in the second step, in order."""
     run = Run(config=config)
     model = make_parallel(run)
     for step in range(2):
         tokens, labels = batches(run, step, rank)[0]
-        with profile(activities=[ProfilerActivity.CPU]) as prof:
+        with recorded(model) as events:
             model(tokens, labels).backward()
-    events = sorted(prof.events(), key=lambda e: e.time_range.start)
-    return [e.name for e in events if e.name.startswith("FSDP::")]
+    return events
 
 
 def loaded_while_resident(rank: int) -> dict[str, Any]:
@@ -183,7 +179,8 @@ def loaded_while_resident(rank: int) -> dict[str, Any]:
     other.init_weights(seed=7)
     tokens, labels = batches(run, 0, rank)[0]
     model(tokens, labels)
-    resident = Unit(model.lm_head).is_unsharded
+    head = unit_of(model, model.lm_head)
+    resident = head is not None and head.state is State.WHOLE
     state = model.state_dict()
     kinds = {type(t) for t in state.values()}
     new = other.state_dict()
@@ -221,45 +218,40 @@ def test_equals_one_process(name: str, found: dict[str, Any]) -> None:
 
 def test_it_is_gathered_while_the_last_block_runs(found: dict[str, Any]) -> None:
     events = found["events"]
-    last, head = (events.index(f"FSDP::pre_forward ({n})") for n in ("model.layers.2", "lm_head"))
-    assert last < events.index("FSDP::all_gather (lm_head)") < head
-    assert events.count("FSDP::all_gather (lm_head)") == 1, "backward finds it gathered"
+    last, head = (events.index(f"forward {n}") for n in ("model.layers.2", "lm_head"))
+    assert last < events.index("gather lm_head") < head
+    assert events.count("gather lm_head") == 1, "backward finds it gathered"
 
 
 def test_it_is_reduced_first_and_the_embedding_last(found: dict[str, Any]) -> None:
-    reduced = [e for e in found["events"] if e.startswith("FSDP::post_backward_reduce")]
-    assert reduced[0] == "FSDP::post_backward_reduce (lm_head)"
-    assert reduced[1] == "FSDP::post_backward_reduce (model.layers.2)"
-    assert reduced[-1] == "FSDP::post_backward_reduce"
+    reduced = [e for e in found["events"] if e.startswith("reduce ")]
+    assert reduced[0] == "reduce lm_head"
+    assert reduced[1] == "reduce model.layers.2"
+    assert reduced[-1] == "reduce the model"
     assert len(reduced) == 2 + PLAIN.num_layers
 
 
 def test_its_backward_gathers_the_last_block(found: dict[str, Any]) -> None:
     events = found["events"]
-    gathers = [i for i, e in enumerate(events) if e == "FSDP::all_gather (model.layers.2)"]
+    gathers = [i for i, e in enumerate(events) if e == "gather model.layers.2"]
     assert len(gathers) == 2
-    assert gathers[1] < events.index("FSDP::pre_backward (model.layers.2)")
+    assert gathers[1] < events.index("backward model.layers.2")
 
 
-def test_with_mtp_it_is_reduced_once_and_gathered_ahead(found: dict[str, Any]) -> None:
+def test_with_mtp_it_is_gathered_and_reduced_once(found: dict[str, Any]) -> None:
     events = found["mtp events"]
-    assert events.count("FSDP::post_backward_reduce (lm_head)") == 1
-    uses = [i for i, e in enumerate(events) if e == "FSDP::pre_backward (lm_head)"]
-    gathers = [i for i, e in enumerate(events) if e == "FSDP::all_gather (lm_head)"]
-    assert len(uses) == 3 and len(gathers) == 3, "one in forward, two in backward"
-    for (earlier, later), gather in zip(pairwise(uses), gathers[1:], strict=True):
-        between = events[earlier:gather]
-        assert earlier < gather < later
-        assert sum(e.startswith("FSDP::pre_backward (mtp.") for e in between) == 1
+    assert events.count("backward lm_head") == 3
+    assert events.count("gather lm_head") == 1, "backward finds it gathered"
+    assert events.count("reduce lm_head") == 1
 
 
 def test_with_mtp_its_backward_gathers_what_ran_before_it(found: dict[str, Any]) -> None:
     events = found["mtp events"]
-    uses = [i for i, e in enumerate(events) if e == "FSDP::pre_backward (lm_head)"]
+    uses = [i for i, e in enumerate(events) if e == "backward lm_head"]
     for use, block in zip(uses, ("mtp.1", "mtp.0", "model.layers.2"), strict=True):
-        gathers = [i for i, e in enumerate(events) if e == f"FSDP::all_gather ({block})"]
-        assert gathers[-1] < events.index(f"FSDP::pre_backward ({block})"), block
-        assert not any(e.startswith("FSDP::pre_backward") for e in events[use + 1 : gathers[-1]])
+        gathers = [i for i, e in enumerate(events) if e == f"gather {block}"]
+        assert gathers[-1] < events.index(f"backward {block}"), block
+        assert not any(e.startswith("backward ") for e in events[use + 1 : gathers[-1]])
 
 
 def test_a_state_dict_is_sharded_and_a_loaded_one_is_used(found: dict[str, Any]) -> None:
@@ -274,16 +266,12 @@ def two_ranks(no_group_left: None) -> Iterator[Any]:
     yield build_meshes(ParallelConfig(), "cpu")
 
 
-def units(model: nn.Module) -> set[str]:
-    return {name for name, m in model.named_modules() if isinstance(m, FSDPModule)}
-
-
 def test_names_and_shapes_stay(two_ranks: Any) -> None:
     model = Decoder(MTP, device="meta")
     shapes = {n: (p.shape, p.dtype) for n, p in model.named_parameters()}
     parallelize_moe(model, two_ranks, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
-    assert "lm_head" in units(model)
-    assert not {"model", "model.embed_tokens", "model.norm"} & units(model)
+    assert "lm_head" in unit_names(model)
+    assert not {"model", "model.embed_tokens", "model.norm"} & set(unit_names(model))
     assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == shapes
     assert list(model.state_dict()) == list(Decoder(MTP, device="meta").state_dict())
     assert isinstance(model.lm_head.weight, DTensor)
@@ -295,7 +283,7 @@ def test_a_tied_head_stays_with_the_root(two_ranks: Any) -> None:
     by_hand.lm_head.weight = by_hand.model.embed_tokens.weight
     for model in (config, by_hand):
         parallelize_moe(model, two_ranks)
-        assert "lm_head" not in units(model)
+        assert "lm_head" not in unit_names(model)
     assert by_hand.lm_head.weight is by_hand.model.embed_tokens.weight
 
 
@@ -306,7 +294,7 @@ def test_heads_of_other_models_stay_with_the_root(two_ranks: Any) -> None:
     model.lm_head = nn.Linear(32, 61, device="meta")
     assert find_heads(model, find_blocks(model)) == []
     parallelize_moe(model, two_ranks)
-    assert "lm_head" not in units(model)
+    assert "lm_head" not in unit_names(model)
     assert isinstance(model.lm_head.weight, DTensor)
 
 
@@ -315,5 +303,5 @@ def test_a_head_inside_a_block_stays_with_it(two_ranks: Any) -> None:
     model = nn.Module()
     model.both = nn.ModuleDict({n: Decoder(PLAIN, device="meta") for n in ("actor", "critic")})
     parallelize_moe(model, two_ranks)
-    assert {"both.actor", "both.critic"} <= units(model)
-    assert not {"both.actor.lm_head", "both.critic.lm_head"} & units(model)
+    assert {"both.actor", "both.critic"} <= set(unit_names(model))
+    assert not {"both.actor.lm_head", "both.critic.lm_head"} & set(unit_names(model))

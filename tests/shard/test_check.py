@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
-from moecore.fsdp import check
-from moecore.fsdp.shard import FSDPOptions
 from moecore.mesh import Meshes
+from moecore.shard.options import FSDPOptions
 
 LOW = FSDPOptions(param_dtype=torch.bfloat16)
 KEPT = FSDPOptions()
 
 
-@pytest.fixture(scope="module")
-def meshes() -> Iterator[Meshes]:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    yield build_meshes(ParallelConfig(), "cpu")
-    dist.destroy_process_group()
+@pytest.fixture
+def meshes(no_group_left: None) -> Meshes:
+    return build_meshes(ParallelConfig(), "cpu")
 
 
 class Block(nn.Module):
@@ -102,16 +97,22 @@ def test_frozen_parameters_may_differ(meshes: Meshes) -> None:
     train(parallelize_moe(model, meshes, fsdp=LOW))
 
 
-def test_whole_experts_may_differ_and_sharded_ones_not(
-    meshes: Meshes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def two_dtypes() -> Model:
     model = make()
     experts = model.layers[0].moe.experts
     experts.w2 = nn.Parameter(experts.w2.detach().float())
-    check.check_parameters(model, meshes, LOW)
-    monkeypatch.setattr(check, "is_whole", lambda meshes: False)
+    return model
+
+
+def test_whole_experts_may_differ(meshes: Meshes) -> None:
+    train(parallelize_moe(two_dtypes(), meshes, fsdp=LOW))
+
+
+def test_sharded_experts_may_not_differ(no_group_left: None) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    sharded = build_meshes(ParallelConfig(), "cpu")
     with pytest.raises(ValueError, match=r"experts.w1 \(.*bfloat16\) and .*experts.w2 \(.*32\)"):
-        check.check_parameters(model, meshes, LOW)
+        parallelize_moe(two_dtypes(), sharded, fsdp=LOW)
 
 
 def test_an_empty_parameter(meshes: Meshes) -> None:
@@ -119,4 +120,11 @@ def test_an_empty_parameter(meshes: Meshes) -> None:
     train(parallelize_moe(make(), meshes))  # frozen, it does no harm
     model.empty.requires_grad_(True)
     with pytest.raises(ValueError, match=r"^empty \(0, 32\) must hold values to be trained"):
+        parallelize_moe(model, meshes)
+
+
+def test_a_parameter_without_dims(meshes: Meshes) -> None:
+    model = make()
+    model.layers[0].scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match=r"^layers.0.scale \(\) must have a dim"):
         parallelize_moe(model, meshes)

@@ -1,6 +1,6 @@
 """Experts that no other rank holds, edp_shard = edp_replicate = 1: nothing to gather or reduce.
 
-FSDP2 would still copy them: into a buffer to gather, out of it, their gradients into a buffer to
+A unit would still copy them: into a buffer to gather, out of it, their gradients into a buffer to
 reduce and out of that. What is left without it is its mixed precision: cast the weights before
 use, and make gradients of the weights' dtype of the mean over data ranks. Products in FP8 take no
 cast: they quantise the weights as they are.
@@ -32,7 +32,7 @@ class WholeWeights(ParamReader):
 
     Args:
         dtype: of the products; None = the weights' own.
-        divisor: of their gradients; see the note "gradient scale" in `fsdp/shard.py`.
+        divisor: of their gradients; see the note "gradient scale" in `shard/apply.py`.
         keep: whether backward finds the cast weights, and the micro-batches of one step that are
             announced share them; else each casts them again.
     """

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore._autograd import mark
 from moecore._fields import MaxNorm, check_arguments
-from moecore.fsdp.late_parameters import refuse_added
+from moecore.shard.late_parameters import refuse_added
 
 
 class GradientNorm:

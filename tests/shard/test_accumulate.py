@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from moecore import (
     FSDPOptions,
@@ -21,11 +20,12 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.fsdp.clip import clip_grad_norm_
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.state import moe_state
+from moecore.shard.clip import clip_grad_norm_
 from moecore.step import drop_step
 from tests.ranks import run_ranks
+from tests.shard.units import is_unit, recorded, units
 
 WORLD, STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 3, 0.1
 FP32_BOUND = 1e-5
@@ -46,6 +46,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, FSDPOptions]] = {
     "sharded experts, gathered once": (SHARDED, ONCE),
     "all gathered once": (SHARDED, FSDPOptions(reshard_after_forward=False)),
     "gathered again": (SHARDED, FSDPOptions()),
+    "gathered again, recomputed": (SHARDED, FSDPOptions()),
     "two blocks together": (SHARDED, replace(ONCE, blocks_per_unit=2)),
     "bf16": (WHOLE, replace(ONCE, param_dtype=torch.bfloat16)),
 }
@@ -58,6 +59,9 @@ def make(layout: str) -> Decoder:
     parallel, options = LAYOUTS[layout]
     model = Decoder(CONFIG, device="meta")
     parallelize_moe(model, build_meshes(parallel, "cpu"), fsdp=options)
+    if layout.endswith("recomputed"):
+        for layer in model.model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     model.to_empty(device="cpu")
     model.init_weights()
     return model
@@ -85,13 +89,13 @@ def run_step(model: Decoder, owner: TrainStep | None, step: int, rank: int) -> N
 
 
 def train(layout: str, rank: int, *, once: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return gradients and norms of all steps, and what FSDP2 does in the last one."""
+    """Return gradients and norms of all steps, and what communicates in the last one."""
     model = make(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2)
     owner = owner_of(model) if once else None
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
-        with profile(activities=[ProfilerActivity.CPU]) if once else nullcontext() as prof:
+        with recorded(model) as events:
             run_step(model, owner, step, rank)
         for name, p in model.named_parameters():
             assert p.grad is not None
@@ -101,7 +105,7 @@ def train(layout: str, rank: int, *, once: bool) -> tuple[dict[str, Tensor], dic
         optimizer.step()
         optimizer.zero_grad()
         owner.finish() if owner else drop_step(model)
-    return found, communication(model, prof) if prof else {}
+    return found, communication(model, events)
 
 
 def after_a_dropped_step(layout: str, rank: int, *, once: bool) -> dict[str, Tensor]:
@@ -123,16 +127,14 @@ def after_a_dropped_step(layout: str, rank: int, *, once: bool) -> dict[str, Ten
     return found | {"tokens": torch.stack(list(counts.values())).sum(1)}
 
 
-def communication(model: Decoder, prof: profile) -> dict[str, int]:
-    """Count what FSDP2 does in a profiled step; and its units."""
-    names = Counter(e.name.partition(" (")[0] for e in prof.events())
-    states = {id(m._get_fsdp_state()) for m in model.modules() if isinstance(m, FSDPModule)}
-    experts = sum(isinstance(m.mlp.experts, FSDPModule) for m in model.model.layers)  # type: ignore[union-attr]
+def communication(model: Decoder, events: list[str]) -> dict[str, int]:
+    """Count the units, and the collectives of a recorded step."""
+    experts = sum(is_unit(model, m.mlp.experts) for m in model.model.layers)  # type: ignore[union-attr]
     return dict(
-        units=len(states),
+        units=len(units(model)),
         experts=experts,
-        gathers=names["FSDP::all_gather"],
-        reductions=names["c10d::_reduce_scatter_base_"],
+        gathers=sum(event.startswith("gather ") for event in events),
+        reductions=sum(event.startswith("reduce ") for event in events),
     )
 
 
@@ -180,6 +182,7 @@ def test_what_stays_gathered_is_gathered_and_reduced_once(
         "sharded experts, gathered once": by["experts"],
         "two blocks together": by["experts"],
         "gathered again": by["units"] - 2,  # all but root and head
+        "gathered again, recomputed": by["units"] - 2,
     }.get(layout, 0)
     kept = by["units"] - freed
     assert by["experts"] == (0 if LAYOUTS[layout][0] is WHOLE else CONFIG.num_layers)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import (
@@ -22,10 +22,10 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore.fsdp.internals import units_of
 from moecore.models import Decoder, DecoderConfig
 from tests.hf.hf_models import random_model
 from tests.ranks import run_ranks
+from tests.shard.units import resident_bytes
 
 DECODER = DecoderConfig(
     vocab_size=61,
@@ -79,13 +79,6 @@ def everything(model: Any) -> list[Tensor]:
         *(p for module in model.modules() for p in module.parameters()),
         *(t for owner in (model, layer) for n, t in owner.state_dict().items() if "bias" not in n),
     ]
-
-
-def resident_bytes(model: nn.Module) -> int:
-    params = [p for unit in units_of(model) for p in unit.params]
-    tensors = [p._unsharded_param for p in params if hasattr(p, "_unsharded_param")]
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in tensors]
-    return sum(p.untyped_storage().nbytes() for p in local)
 
 
 def make(name: str, layout: str, *, reshard: bool) -> Any:

@@ -23,8 +23,8 @@ from moecore import (
     clip_grad_norm_,
 )
 from moecore import parallelize_moe as parallelize
-from moecore.fsdp.clip import GradientNorm, step_clipped
 from moecore.moe.state import moe_state
+from moecore.shard.clip import GradientNorm, step_clipped
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)

@@ -1,0 +1,314 @@
+"""Engine: gathers, frees and reduces the units of a model as its modules run.
+
+    forward of a module        wait for its unit; begin to gather the units ahead; free it behind
+    gradient of its outputs    the same for backward
+    gradient of its inputs     reduce its unit's gradients; free it
+    end of backward            what is left of both; wait for all communication
+
+Outside of forward and backward modules hold their sharded parameters, so one rank alone may read
+them. Units that stay from forward to backward (`UnitOptions.stays`) keep their values meanwhile.
+All ranks free these by rules that they share: after a forward without gradients, or that failed,
+before every forward unless micro-batches of a step share them, at the end of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moecore._autograd import call_after_backward, continues, disable_dynamo, is_recomputing
+from moecore.shard.progress import Progress
+from moecore.shard.unit import State, Streams, Unit
+
+ENGINE = "_moecore_engine"
+BORDER = "_moecore_border"
+
+
+class Engine:
+    """Runs the units of a model. Hooks the forwards of their modules.
+
+    Args:
+        root: the model, one of the modules of its last unit.
+        units: all units in the order of forward, the root's last.
+        streams: of the units.
+
+    Attributes:
+        units: all of them.
+        progress: of the step that owns the model.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit], streams: Streams) -> None:
+        self.units, self._root, self._streams = tuple(units), root, streams
+        self._staying = [unit for unit in units if unit.options.stays]
+        self._depth = 0  # forwards of hooked modules that run, one in the other
+        self._is_shared = False  # what stays, by the micro-batches of a step until its last forward
+        self._is_last = False
+        self._active: list[_Run] = []  # whose backward has begun
+        self._in_backward = False  # or in one that has failed
+        self.progress: Callable[[], Progress | None] = lambda: None
+        for unit in units:
+            for module in unit.modules:
+                before, after = partial(self._before, unit), partial(self._after, unit)
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                module.register_forward_hook(after, always_call=True)
+
+    def free(self) -> None:
+        """Free all units. No communication."""
+        self._depth = 0
+        for unit in self.units:
+            unit.forwards = unit.backwards = unit.waiting = 0
+            unit.free()
+
+    def start_micro_batch(self, *, is_last: bool) -> None:
+        """Announce a forward that shares what stays whole with the others of its step."""
+        if not self._is_shared:
+            self.free()
+        self._is_shared, self._is_last = True, is_last
+        self._reduce_next(is_last)
+
+    def drop_step(self) -> None:
+        """Free all units, and drop their gradients and their step's micro-batches."""
+        self._is_shared = self._is_last = False
+        progress = self.progress()
+        if progress is not None:
+            progress.restart()
+        self.free()
+        self._reduce_next(True)
+        for unit in self.units:
+            unit.drop_gradients()
+
+    def _reduce_next(self, is_last: bool) -> None:
+        for unit in self._staying:
+            unit.reduces = is_last
+
+    @disable_dynamo
+    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._depth and not is_recomputing():
+            self._start(module)
+            args, kwargs = self._streams.on_device((args, kwargs))
+        self._depth += 1
+        unit.forwards += 1
+        is_first = module is unit.modules[0] and not is_recomputing()
+        self._use(unit, unit.ahead_in_forward if is_first else ())
+        run = None
+        if torch.is_grad_enabled():
+            run = _Run(unit, module)
+            unit.waiting += 1
+            for leaf in _leaves((args, kwargs)):
+                if _has_grad(leaf) and not isinstance(leaf, nn.Parameter):  # these outlive steps
+                    self._border(leaf).ends.append(run)
+                    run.inputs += 1
+        unit.runs.append(run)
+        return _cast((args, kwargs), unit.options.cast_inputs)
+
+    @disable_dynamo
+    def _after(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> None:
+        if not unit.runs:  # the forward failed before its own hook
+            return
+        run = unit.runs.pop()
+        unit.forwards -= 1
+        self._depth -= 1
+        if run is not None:
+            for leaf in _leaves(output):
+                if _has_grad(leaf):
+                    self._border(leaf).begins.append(run)
+        if not (unit.in_use or unit.options.stays or is_recomputing()):
+            unit.free()  # behind a recomputed forward comes its backward
+        if not self._depth and not is_recomputing():
+            self._end(has_failed=output is None)
+
+    def _start(self, module: nn.Module) -> None:
+        """Begin a forward that is in no other: an optimizer, or the caller, may have written."""
+        if self._in_backward:
+            raise RuntimeError(
+                "the last backward ended in an exception: gradients, counts and gathered weights "
+                "are those of half a step, so start again from a checkpoint, in new processes"
+            )
+        if not self._is_shared:
+            self.free()
+        for unit in self.units:
+            unit.drop_events()  # the end of backward has waited for all of them
+            if unit.state is State.SHARDED:
+                unit.refresh()
+        self._streams.start()
+        if module is self._root and self._is_last and torch.is_grad_enabled():
+            self._is_shared = self._is_last = False
+
+    def _end(self, *, has_failed: bool) -> None:
+        """End a forward that is in no other: what stays whole is not for the caller to see."""
+        if not torch.is_grad_enabled() or (has_failed and not self._is_shared):
+            self.free()
+            return
+        for unit in self.units:
+            unit.register(whole=False)
+            if unit.state is State.GATHERING:  # for a module that did not run
+                unit.free()
+
+    def _use(self, unit: Unit, ahead: Sequence[Unit]) -> None:
+        """Let modules have a unit's whole parameters, and begin to gather others."""
+        unit.wait()
+        unit.register(whole=True)
+        for other in ahead:
+            if other.can_gather():
+                other.gather()
+
+    def _border(self, leaf: Tensor) -> _Border:
+        """Return what happens when the gradient of a value comes."""
+        found: _Border | None = getattr(leaf, BORDER, None)
+        if found is None or found.version != leaf._version or found.engine is not self:
+            found = _Border(self, leaf._version, is_leaf=leaf.is_leaf)
+            leaf.register_hook(found)
+            setattr(leaf, BORDER, found)
+        return found
+
+    def begin(self, run: _Run) -> None:
+        """Begin the backward of a forward: the gradient of one of its outputs has come."""
+        if torch.is_grad_enabled() and continues():
+            raise NotImplementedError(
+                "create_graph (True) must be False for a model of parallelize_moe, whose gathered "
+                "weights are freed after backward: take second derivatives of a plain model, or "
+                "of what follows from its output alone"
+            )
+        progress = self.progress()
+        if progress is not None and not progress.is_open:
+            raise ValueError(
+                "backward must run within `with step.micro_batch():` of the model's TrainStep: "
+                "finish() counts micro-batches and ends their communication"
+            )
+        if run.is_active:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            call_after_backward(self._end_backward)
+        run.is_active, run.pending = True, run.inputs
+        self._active.append(run)
+        run.unit.backwards += 1
+        is_first = run.module is run.unit.modules[-1]
+        self._use(run.unit, run.unit.ahead_in_backward if is_first else ())
+
+    def end(self, run: _Run) -> None:
+        """End the backward of a forward, when the gradient of its last input has come."""
+        run.pending -= 1
+        if run.pending or not run.is_active:
+            return
+        unit = run.unit
+        self._active.remove(run)
+        self._close(run)
+        if unit.in_use:
+            return
+        if not unit.options.stays:
+            if unit.has_all_gradients():
+                unit.reduce()
+            unit.free()
+        elif unit.reduces and not unit.waiting and unit.has_all_gradients():
+            unit.reduce()
+            unit.free()
+
+    def _close(self, run: _Run) -> None:
+        run.is_active = False
+        run.unit.backwards -= 1
+        run.unit.waiting -= 1
+
+    def _end_backward(self) -> None:
+        for run in self._active:
+            self._close(run)
+        self._active.clear()
+        for unit in reversed(self.units):
+            unit.reduce()
+            if unit.reduces or not unit.options.stays:
+                unit.free()
+            else:
+                unit.register(whole=False)
+        self._streams.join()
+        self._in_backward = False
+
+
+class _Run:
+    """One forward of a module with gradients.
+
+    Attributes:
+        unit: of the module.
+        module: that ran.
+        inputs: that need a gradient.
+        is_active: whether its backward has begun and not ended.
+        pending: inputs whose gradient has not come in it.
+    """
+
+    __slots__ = ("inputs", "is_active", "module", "pending", "unit")
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self.unit, self.module = unit, module
+        self.inputs, self.is_active, self.pending = 0, False, 0
+
+
+class _Border:
+    """A value between modules. Its gradient ends the backward of what read it, and begins others.
+
+    Attributes:
+        engine: of the modules.
+        version: of the value, which a change in place would make another one.
+        ends: forwards that read it.
+        begins: forwards that returned it.
+        is_leaf: whether steps may share it: then each backward drops what it has ended.
+    """
+
+    __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
+    __torch_unserializable__ = True  # a copy of the value has none, and nobody is warned
+
+    def __init__(self, engine: Engine, version: int, *, is_leaf: bool) -> None:
+        self.engine, self.version, self.is_leaf = engine, version, is_leaf
+        self.ends: list[_Run] = []
+        self.begins: list[_Run] = []
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def __call__(self, _grad: Tensor) -> None:
+        for run in self.ends:
+            self.engine.end(run)
+        if self.is_leaf:
+            self.ends = []
+        for run in self.begins:
+            self.engine.begin(run)
+
+
+def _has_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) else tree_leaves(value)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return the value with its floating tensors cast."""
+    if dtype is None or not any(_differs(leaf, dtype) for leaf in _leaves(value)):
+        return value
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if _differs(x, dtype) else x, value)
+
+
+def _differs(leaf: Any, dtype: torch.dtype) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+
+
+def free_units(model: nn.Module) -> None:
+    """Free what the units of a model hold whole; nothing for a plain one."""
+    for engine in engines_of(model):
+        engine.free()
+
+
+def progress_of(model: nn.Module) -> Progress | None:
+    """Return where the step of a model is; None for one without a `TrainStep`."""
+    found = (engine.progress() for engine in engines_of(model))
+    return next((progress for progress in found if progress is not None), None)
+
+
+def engines_of(model: nn.Module) -> list[Engine]:
+    """Return the engines of the parallelized models that a model is or holds."""
+    found = (vars(module).get(ENGINE) for module in model.modules())
+    return [engine for engine in found if engine is not None]

@@ -1,0 +1,153 @@
+"""UnitParam: a parameter as its owner trains it, and as its module computes with it.
+
+    sharded   a DTensor of the model's name and shape; optimizers and checkpoints see it
+    whole     a view of its unit's buffer, registered on the module in forward and backward
+
+dim 0 is cut into even chunks, as DTensor's Shard(0) does, so the chunks of all ranks one after the
+other are the whole parameter: it is gathered where it is used, and nothing is copied. Chunks of
+another dim are gathered beside it and copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from moecore._autograd import call_accumulate_hooks
+from moecore._distributed import StridedShard, concatenate, local_of, wrapped_like
+from moecore.shard.plan import FlatSlot
+
+Owners = list[tuple[nn.Module, str]]  # modules, and their attributes that are one parameter
+
+
+class UnitParam:
+    """One parameter of a unit. Replaces it by its sharded form, without communication.
+
+    Args:
+        slot: its place in the unit's buffers.
+        owners: where it stands.
+        mesh: (replicate, shard) or (shard).
+
+    Attributes:
+        sharded: see above.
+        shard: this rank's part of it.
+        whole: see above; None before the first gather.
+        shape: of the whole on this rank, which tensor and expert parallelism have cut already.
+        shard_shape: of the largest shard.
+        num_ranks: shard ranks.
+        rank: this one of them.
+    """
+
+    def __init__(self, slot: FlatSlot, owners: Owners, mesh: DeviceMesh) -> None:
+        self.slot, self.owners = slot, owners
+        dim, chunk = slot.dim, slot.rows
+        module, attribute = owners[0]
+        param = module._parameters[attribute]
+        assert param is not None, "units are made of parameters"
+        self.num_ranks, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+        data = local_of(param.detach())
+        self.shape = data.shape
+        self._inner_shape, self._inner_stride = param.shape, param.stride()
+        self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
+        start = min(self.rank * chunk, self.shape[dim])
+        own = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
+        self._place = _placements(param, dim, mesh)
+        own = own.to(mesh.device_type) if not own.is_meta else own
+        shard = own.clone(memory_format=torch.contiguous_format)
+        sharded = DTensor.from_local(
+            shard, *self._place, run_check=False, shape=param.shape, stride=param.stride()
+        )
+        self.sharded = nn.Parameter(sharded, requires_grad=param.requires_grad)
+        self.shard = local_of(self.sharded)
+        self.whole: nn.Parameter | None = None
+        self.register(self.sharded)
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether the shards of all ranks, one after the other, are not the parameter."""
+        return self.slot.dim > 0 and self.num_ranks > 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sharded parameter."""
+        return self.shard.dtype
+
+    def register(self, param: nn.Parameter) -> None:
+        """Let the modules have the sharded or the whole parameter."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = param
+
+    def refresh(self) -> bool:
+        """Take the parameter that stands in the module now; return whether its memory changed."""
+        module, attribute = self.owners[0]
+        found = module._parameters[attribute]
+        if found is self.sharded and local_of(found) is self.shard:
+            return False
+        if not isinstance(found, DTensor) or found.shape != self.sharded.shape:
+            raise ValueError(
+                f"{self.slot.param} ({type(found).__name__}) must stay the DTensor that "
+                "parallelize_moe has made: copy values into it"
+            )
+        self.sharded, self.shard = found, local_of(found)  # type: ignore[assignment]
+        self.register(self.sharded)  # at its other owners too
+        return True
+
+    def make_whole(self, data: Tensor) -> None:
+        """Make the whole parameter of its memory, once; it counts its own changes."""
+        local = data.data
+        if self._inner is not None:
+            local = DTensor.from_local(
+                local,
+                *self._inner,
+                run_check=False,
+                shape=self._inner_shape,
+                stride=self._inner_stride,
+            )
+        self.whole = nn.Parameter(local, requires_grad=self.sharded.requires_grad)
+
+    def take_grad(self) -> Tensor | None:
+        """Return the gradient of the whole parameter, and drop it there. May communicate.
+
+        Over tensor parallel ranks it is summed where the parameter is alike on them.
+        """
+        whole = self.whole
+        grad = None if whole is None else whole.grad
+        if grad is None:
+            return None
+        whole.grad = None  # type: ignore[union-attr]
+        if self._inner is None:
+            return grad
+        if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
+        return local_of(grad)
+
+    def put_grad(self, grad: Tensor) -> None:
+        """Make, or add to, the gradient of the sharded parameter.
+
+        Args:
+            grad: of this rank's shard; kept.
+        """
+        if self.sharded.grad is None:
+            self.sharded.grad = wrapped_like(grad, self.sharded)
+        else:
+            local_of(self.sharded.grad).add_(grad)
+        call_accumulate_hooks(self.sharded)
+
+
+def _placements(
+    param: Tensor, dim: int, mesh: DeviceMesh
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return where the sharded parameter lies: over data ranks, then as it was before."""
+    replicas = (Replicate(),) * (mesh.ndim - 1)
+    if not isinstance(param, DTensor):
+        return mesh, (*replicas, Shard(dim))
+    inner, cuts = param.device_mesh, 1
+    for mesh_dim, placement in enumerate(param.placements):
+        if not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
+            cuts *= inner.size(mesh_dim)
+    # Tensor and expert parallelism have cut the dim first.
+    own = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
+    return concatenate([mesh, inner]), (*replicas, own, *param.placements)

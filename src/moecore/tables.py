@@ -1,0 +1,116 @@
+"""Rows of what `explain` lists: parameters that are alike, folded and in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+MOST_ROWS = 4  # of one kind
+MOST_NAMES = 3  # in one row
+HEADER = ("kind", "parameters", "global shape", "on this rank", "placement", "bytes here")
+Shape = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """Parameters that are alike, of all layers.
+
+    Attributes:
+        kind: attention, router, experts and so on.
+        shapes: global, and of this rank's part.
+        placement: which mesh dims cut which dims.
+        names: without their layers.
+        number: of parameters.
+        num_bytes: of this rank's parts.
+    """
+
+    kind: str
+    shapes: tuple[Shape, Shape]
+    placement: str
+    names: list[str] = field(default_factory=list)
+    number: int = 0
+    num_bytes: int = 0
+
+    def cells(self) -> tuple[str, ...]:
+        """Return what stands under `HEADER`."""
+        names = ", ".join(self.names[:MOST_NAMES]) + ", .." * (len(self.names) > MOST_NAMES)
+        whole, local = ("x".join(map(str, shape)) or "1" for shape in self.shapes)
+        count = f"{self.number} x " if self.number > 1 else ""
+        return self.kind, names, count + whole, local, self.placement, shown_bytes(self.num_bytes)
+
+
+class Part(NamedTuple):
+    """What a rank holds of a parameter."""
+
+    name: str
+    kind: str
+    shapes: tuple[Shape, Shape]
+    placement: str
+    dtype: object
+    num_bytes: int
+
+
+def alike_rows(parts: Iterable[Part]) -> Iterator[Row]:
+    """Yield parameters that are alike together."""
+    found: dict[object, Row] = {}
+    for part in parts:
+        *path, leaf = part.name.split(".")
+        key = (part.kind, part.shapes, part.placement, part.dtype)
+        row = found.setdefault(key, Row(part.kind, part.shapes, part.placement))
+        shown = path[-1] if leaf in ("weight", "bias") and path else leaf
+        row.names += [shown] * (shown not in row.names)
+        row.number += 1
+        row.num_bytes += part.num_bytes
+    yield from found.values()
+
+
+def shown_axes(axes: Iterable[tuple[str, int | None]]) -> str:
+    """Return mesh dims and the dims that they cut, None = replicated, as text."""
+    found = (f"{axis}: {'replicated' if dim is None else f'dim {dim}'}" for axis, dim in axes)
+    return ", ".join(found) or "whole"
+
+
+def folded(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows, those of one kind together, and the smallest of many shapes as one."""
+    of_kind: dict[str, list[Row]] = {}
+    for row in rows:
+        of_kind.setdefault(row.kind, []).append(row)
+    found: list[Row] = []
+    for kind, some in of_kind.items():
+        most = MOST_ROWS if len(some) <= MOST_ROWS else MOST_ROWS - 1
+        largest = sorted(some, key=lambda row: -row.num_bytes)[:most]
+        found += [row for row in some if row in largest]
+        if rest := [row for row in some if row not in largest]:
+            whole, local = (sum(prod(r.shapes[i]) * r.number for r in rest) for i in range(2))
+            num_bytes = sum(row.num_bytes for row in rest)
+            names = [f"{len(rest)} more shapes"]
+            found.append(Row(kind, ((whole,), (local,)), "", names, 1, num_bytes))
+    return found
+
+
+def columns(lines: list[tuple[str, ...]]) -> list[str]:
+    """Return the cells in columns; the first line is their header."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = (
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
+    )
+    return ["  ".join(line).rstrip() for line in padded]
+
+
+def shown_count(number: float) -> str:
+    """Return a number in thousands, millions and so on."""
+    return next(
+        (f"{number / size:.3g} {unit}" for unit, size in _SIZES if number >= size), f"{number:.0f}"
+    )
+
+
+def shown_bytes(number: float) -> str:
+    """Return a number of bytes in decimal units."""
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    found = (f"{number / size:.3g} {unit}" for unit, size in units if number >= size)
+    return next(found, f"{number:.0f} B")
+
+
+_SIZES = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
