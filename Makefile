@@ -27,7 +27,7 @@ golden: $(READY)  ## remake this platform's golden records (ARGS="paths"; see CO
 	$(ONE_THREAD) $(PY) -m tests.golden.make $(ARGS)
 
 # What most changes break: records, the layer, the experts' operation, a step, two golden paths.
-QUICK := tests/test_fields.py tests/test_api.py tests/test_autograd.py tests/test_distributed.py \
+QUICK := tests/test_fields.py tests/test_api.py tests/test_torch_names.py \
 	tests/test_pages.py tests/test_step.py tests/shard/test_unit.py tests/kernels/experts \
 	tests/moe/test_layer.py tests/moe/test_router.py tests/moe/test_experts.py tests/golden
 

@@ -400,7 +400,7 @@ def step_rows(args: argparse.Namespace, meshes: Meshes) -> Iterator[Row]:
     config = dataclasses.replace(config, num_layers=args.layers, max_seq_len=max(args.tokens))
     model = Decoder(config, device="meta")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    fsdp = FSDPOptions(param_dtype=dtype, reshard_after_forward=False)
+    fsdp = FSDPOptions(param_dtype=dtype, dense_strategy="optim")
     over_ranks: dict[str, Any] = {}
     if world > 1:
         # Even routing needs no more room; the first forward is not the longest.

@@ -20,13 +20,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 from benchmarks.harness import Call
 from benchmarks.layers import FP8_TESTS
 from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
-from moecore._compat import grouped_mm
 from moecore.kernels.grouped.fp8 import fp8_gemm, fp8_wgrad
 from moecore.kernels.grouped.row_tiles import RowTiles, map_row_tiles
 from moecore.kernels.rows import quantised as q

@@ -12,12 +12,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 from benchmarks.harness import Call
 from benchmarks.ops import Inputs, Op, Work, params, run_op
 from benchmarks.session import Ceilings, Session
 from benchmarks.shapes import Shape
-from moecore._compat import grouped_mm
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.grouped import cooperative, pingpong, row_tiles
 from moecore.kernels.grouped import gemm as grouped_gemm

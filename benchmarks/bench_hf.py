@@ -190,7 +190,9 @@ def build_parallel(
         nvlink=NVLinkOptions(row_factor=args.row_factor),  # the GPUs of a host take it
         compile_dense=True,
         fsdp=FSDPOptions(
-            param_dtype=compute_dtype(meshes), reshard_after_forward=False, reshard_experts=True
+            param_dtype=compute_dtype(meshes),
+            dense_strategy="optim",
+            experts_strategy="optim_grads_params",
         ),
     )
     return model

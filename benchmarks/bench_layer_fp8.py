@@ -87,7 +87,7 @@ class Fp8Contender(Contender):
         if self.way.shares:
             self.experts.reader.start_micro_batch(is_last=False)
         else:
-            self.experts.reader.drop_casts()
+            self.experts.reader.drop_copies()
         for tensor in (self.x, *self.module.parameters()):
             tensor.grad = None
 

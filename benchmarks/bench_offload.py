@@ -62,7 +62,7 @@ class Bench:
             self.model,
             meshes,
             compile_dense=args.compile_dense,
-            fsdp=FSDPOptions(param_dtype=dtype, reshard_after_forward=False),
+            fsdp=FSDPOptions(param_dtype=dtype, dense_strategy="optim"),
         )
         self.model.to_empty(device=self.device)
         self.model.init_weights()

@@ -78,6 +78,7 @@ SHOWN = (
     "optimizer",
     "moment_dtype",
     "blocks_per_unit",
+    "fp8_gather",
     "no_overlap",
     "send_again",
     "fp8_dispatch",

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.records import Environment
 
 BASE = "bf16"
+GATHERED = "-gathered"  # ends variants that differ from another one in what is gathered
 POINT = 10  # steps that a point of a curve is the mean of
 LAST = 5  # points that the final training loss is the mean of
 
@@ -67,38 +68,52 @@ def mean(values: list[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratios:
-    """One run over that of its seed in bf16."""
+    """One run over that of its seed in bf16, or over the variant that gathers bf16.
 
+    Attributes:
+        curve: mean over all points of the training loss.
+        loss: of the last ones.
+        held_out: of the last one.
+        load: of the last points.
+    """
+
+    curve: float
     loss: float
     held_out: float
     load: float
 
     @classmethod
-    def of(cls, run: Run, bases: dict[int, Run]) -> Ratios | None:
-        """Return them; None = there is no such run in bf16, or the run is it."""
-        base = bases.get(run.seed)
+    def of(cls, run: Run, runs: list[Run]) -> Ratios | None:
+        """Return them; None = there is no such run, or the run is it."""
+        wanted = run.seed, base_of(run.variant)
+        base = next((other for other in runs if (other.seed, other.variant) == wanted), None)
         if base is None or base is run or len(base.losses) != len(run.losses):
             return None
         return cls(
+            curve=mean([a / b for a, b in zip(run.losses, base.losses, strict=True)]),
             loss=run.last_loss / base.last_loss,
             held_out=run.held_out[-1][1] / base.held_out[-1][1],
             load=run.last_load / base.last_load,
         )
 
 
+def base_of(variant: str) -> str:
+    """Return the variant that another one is compared with."""
+    return variant.removesuffix(GATHERED) if variant.endswith(GATHERED) else BASE
+
+
 def summary(runs: list[Run]) -> list[str]:
     """Return one line per run, and one per variant over its seeds."""
     lines = []
-    bases = {run.seed: run for run in runs if run.variant == BASE}
     found: dict[str, list[Ratios]] = {}
     for run in sorted(runs, key=lambda run: (run.seed, run.variant)):
-        ratios = Ratios.of(run, bases)
+        ratios = Ratios.of(run, runs)
         lines.append(line_of(run, ratios))
         if ratios is not None:
             found.setdefault(run.variant, []).append(ratios)
     for variant, of_seeds in found.items():
-        line = f"{variant} over {len(of_seeds)} seeds, / {BASE}:"
-        for name in ("loss", "held_out", "load"):
+        line = f"{variant} over {len(of_seeds)} seeds, / {base_of(variant)}:"
+        for name in ("curve", "loss", "held_out", "load"):
             values = [getattr(ratios, name) for ratios in of_seeds]
             line += f" {name} x{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
         lines.append(line)
@@ -112,7 +127,8 @@ def line_of(run: Run, ratios: Ratios | None) -> str:
     if run.held_out_in_bf16 is not None:
         line += f" (in bf16 {run.held_out_in_bf16:.4f})"
     if ratios is not None:
-        line += f" | / {BASE}: loss x{ratios.loss:.4f} held out x{ratios.held_out:.4f}"
+        line += f" | / {base_of(run.variant)}: curve x{ratios.curve:.4f}"
+        line += f" loss x{ratios.loss:.4f} held out x{ratios.held_out:.4f}"
         line += f" load x{ratios.load:.3f}"
     if run.cosines:
         least, name = min((min(values), name) for name, values in run.cosines.items())

@@ -10,10 +10,10 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
 
 from benchmarks.shapes import Shape
 from moecore import MoELayer
-from moecore._compat import grouped_mm
 from moecore.moe.forced import force_even_load
 
 SKEW_TOLERANCE = 0.1

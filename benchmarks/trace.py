@@ -19,7 +19,8 @@ CATEGORIES = {
     "nccl": r"nccl",
     "nvlink dispatch": r"_spread_kernel|_reduce_kernel|limit_rows|_pack_rows",
     "copies to peers": r"Memcpy PtoP",
-    "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks|^_(amax|cast)_kernel",
+    "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks|^_(amax|cast)_kernel"
+    r"|block_amax|transpose_values",
     "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
     r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel|sum_parts",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"

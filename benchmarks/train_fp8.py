@@ -3,6 +3,8 @@ r"""Trains one decoder in bf16, in FP8 and with less optimizer state, and compar
     python -m benchmarks.train_fp8 --json benchmarks/results/fp8/training.json
     python -m benchmarks.train_fp8 --seeds 0 --steps 50 --device cpu
     python -m benchmarks.train_fp8 --variants bf16 bf16-moments fp8-moments remainder least-state
+    torchrun --nproc-per-node 2 -m benchmarks.train_fp8 --probe-every 0 \
+        --variants blockwise blockwise-gathered
     python -m benchmarks.fp8_runs benchmarks/results/fp8/training.json precision.png
 
 A native decoder of 482 M parameters (4 layers of 32 experts, 4 per token) reads the bytes of text
@@ -11,8 +13,10 @@ schedule; they differ in `parallelize_moe(precision=...)` or in `AdamW` alone. "
 control: bf16 once more, with experts multiplied by torch, so that other roundings alone make it
 differ. Weights of "remainder" are bf16, and so are its gradients. Its masters change as fp32
 weights do, to the bit, so what it loses is the cost of bf16 gradients. "bf16-weights" has no
-masters at all. Routers stay fp32. Bytes per parameter are those of the tensors that are there, of
-gradients before the optimizer steps.
+masters at all. "blockwise-gathered" is "blockwise" whose units gather FP8: on one GPU they quantise
+linears, on several experts too. There each GPU has its part of every batch. Routers stay fp32.
+Bytes per parameter are those of the tensors that are there, of gradients before the optimizer
+steps.
 
 Every `--probe-every` steps a run in FP8 computes the gradient of its batch once more, by a twin in
 bf16 with the same weights and the same choice of experts; the cosine of both is kept per layer and
@@ -36,14 +40,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.fp8_runs import BASE, Run, load_runs, points, summary, write
+from benchmarks.fp8_runs import BASE, GATHERED, Run, load_runs, points, summary, write
 from benchmarks.gate import ROOT
 from benchmarks.text import Text, installed_folders, read_text
 from moecore import (
@@ -78,12 +84,13 @@ class Variant:
     """What a run does otherwise: arguments of parallelize_moe and AdamW, dtype of weights."""
 
     parallelize: dict[str, Any] = field(default_factory=dict)
+    fsdp: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     weights: torch.dtype = torch.float32
 
 
-def in_fp8(precision: str | Precision) -> Variant:
-    return Variant(parallelize={"precision": precision})
+def in_fp8(precision: str | Precision, **fsdp: Any) -> Variant:
+    return Variant(parallelize={"precision": precision}, fsdp=fsdp)
 
 
 HALF_MOMENTS, FP8_MOMENTS = ({"moment_dtype": t} for t in (torch.bfloat16, torch.float8_e4m3fn))
@@ -93,6 +100,7 @@ VARIANTS: dict[str, Variant] = {
     "bf16-torch": Variant(parallelize={"expert_backend": "torch"}),
     "auto": in_fp8("auto"),
     "blockwise": in_fp8("blockwise"),
+    f"blockwise{GATHERED}": in_fp8("blockwise", fp8_param_gather=True),
     "auto-fp8-hidden": in_fp8(EXPERTS_ALONE),
     "rowwise": in_fp8("rowwise"),
     "tensorwise": in_fp8("tensorwise"),
@@ -153,10 +161,18 @@ class Batches:
         steps: how many batches there are.
         seed: of the places that they begin at; None = spread evenly.
         device: where they are read.
+        part: which part of each batch, of how many.
     """
 
     def __init__(
-        self, bytes_N: Tensor, size: Size, *, steps: int, seed: int | None, device: torch.device
+        self,
+        bytes_N: Tensor,
+        size: Size,
+        *,
+        steps: int,
+        seed: int | None,
+        device: torch.device,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         num = bytes_N.numel() - size.seq_len
         if num <= 0:
@@ -169,7 +185,7 @@ class Batches:
             starts = torch.linspace(0, num - 1, shape[0] * shape[1]).long().view(shape)
         else:
             starts = torch.randint(num, shape, generator=torch.Generator().manual_seed(seed))
-        self.bytes_N, self.starts_SB = bytes_N.to(device), starts.to(device)
+        self.bytes_N, self.starts_SB = bytes_N.to(device), starts[:, part[0] :: part[1]].to(device)
         self.within_T = torch.arange(size.seq_len + 1, device=device)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
@@ -188,7 +204,8 @@ def build_model(size: Size, variant: str, seed: int, meshes: Meshes) -> Decoder:
     for module in model.modules():
         if isinstance(module, Router):
             module.float()
-    fsdp = FSDPOptions(param_dtype=torch.bfloat16, reshard_after_forward=False)
+    kept = {"param_dtype": torch.bfloat16, "dense_strategy": "optim"}
+    fsdp = FSDPOptions(**kept, **how.fsdp)
     parallelize_moe(model, meshes, fsdp=fsdp, **how.parallelize)
     model.to_empty(device=meshes.device_type)
     model.init_weights(seed)
@@ -306,13 +323,20 @@ def held_out_loss(model: Decoder, batches: Batches) -> Tensor:
     model.eval()
     losses = [model(*batches.at(i)).double() for i in range(len(batches))]
     model.train()
-    return torch.stack(losses).mean()
+    return over_ranks(torch.stack(losses).mean())
+
+
+def over_ranks(values: Tensor) -> Tensor:
+    """Return the mean of all ranks' values."""
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
 
 
 def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes: Meshes) -> Run:
     """Return the curves of one run."""
     device, size = torch.device(meshes.device_type), args.size
-    reads = {"size": size, "device": device}
+    part = dist.get_rank(), dist.get_world_size()
+    reads = {"size": size, "device": device, "part": part}
     batches = Batches(text.train_N, steps=args.steps, seed=seed, **reads)
     unseen = Batches(text.held_out_N, steps=EVAL_BATCHES, seed=None, **reads)
     model = build_model(size, variant, seed, meshes)
@@ -349,7 +373,7 @@ def train(seed: int, variant: str, text: Text, args: argparse.Namespace, meshes:
         run.bytes_per_parameter[name] = bytes_per_parameter(params, tensors)
     if probe is not None:
         run.held_out_in_bf16 = float(probe.held_out_loss(unseen))
-    return collect(run, values, held_out, probe)
+    return collect(run, over_ranks(values), held_out, probe)
 
 
 def collect(
@@ -425,23 +449,23 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"train_fp8: error: {error}", file=sys.stderr)
         return 2
-    print(
-        f"{common['parameters'] / 1e6:.0f} M parameters, {common['tokens_per_step']} tokens a step,"
-        f" {text.train_N.numel() / 1e6:.1f} MB of {text.num_files} files (digest {text.digest})",
-        flush=True,
-    )
     meshes = build_meshes(ParallelConfig(), args.device)
+    show = partial(print, flush=True) if dist.get_rank() == 0 else lambda _: None
+    show(
+        f"{common['parameters'] / 1e6:.0f} M parameters, {common['tokens_per_step']} tokens a step,"
+        f" {text.train_N.numel() / 1e6:.1f} MB of {text.num_files} files (digest {text.digest})"
+    )
     for seed in args.seeds:
         for variant in args.variants:
             runs = [run for run in runs if (run.seed, run.variant) != (seed, variant)]
             runs.append(train(seed, variant, text, args, meshes))
-            print(summary(runs[-1:])[0], flush=True)
-            if args.json:
+            show(summary(runs[-1:])[0])
+            if args.json and dist.get_rank() == 0:
                 write(args.json, common, runs)
             gc.collect()
             if args.device == "cuda":
                 torch.cuda.empty_cache()
-    print("\n".join(["all runs:", *summary(runs)]), flush=True)
+    show("\n".join(["all runs:", *summary(runs)]))
     return 0
 
 

@@ -66,6 +66,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
     add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
+    add("--fp8-gather", action="store_true", help="gather weights of blockwise products as FP8")
     add("--no-overlap", action="store_true", help="nvlink: gradients home after, not beside")
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
     add("--fp8-dispatch", action="store_true", help="nvlink: tokens travel and are kept as FP8")

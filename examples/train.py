@@ -353,9 +353,10 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         precision=args.precision,
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(args, device),
-            reshard_after_forward=not args.gather_once,
+            dense_strategy="optim" if args.gather_once else "optim_grads_params",
             blocks_per_unit=args.blocks_per_unit,
-            reshard_experts=not args.keep_experts,
+            experts_strategy="optim" if args.keep_experts else "optim_grads_params",
+            fp8_param_gather=args.fp8_gather,
         ),
     )
     model.to_empty(device=device)

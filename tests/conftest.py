@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from moecore.kernels.common import INTERPRET
 
@@ -32,6 +33,7 @@ def no_group_left() -> Iterator[None]:
     """No default process group before and after, whoever made one in this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # DTensor's: of meshes whose groups are gone
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

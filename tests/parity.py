@@ -532,7 +532,7 @@ def tamper(model: nn.Module, meshes: Meshes, what: str) -> None:
         for module in model.modules():
             unit = unit_of(model, module) if isinstance(module, Experts) else None
             if unit is not None:
-                unit.options = replace(unit.options, divisor=float(meshes.expert_fsdp.size()))
+                unit.gradients.divisor = float(meshes.expert_fsdp.size())
     elif what == "-wrong-group":
         p, world = meshes.parallel, dist.get_world_size()
         size = p.ep * p.etp

@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import (
@@ -42,6 +43,7 @@ FC1_AGAIN = MemoryOptions(recompute=("expert_fc1",))
 
 
 def world(size: int, rank: int = 0, **degrees: int) -> Any:
+    _clear_sharding_prop_cache()  # it would give the mesh of another rank, which is equal
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     return build_meshes(ParallelConfig(**degrees), "cpu")
 

@@ -128,9 +128,9 @@ DIFFERENT: dict[str, tuple[Built, Built, str]] = {
         "precision (Precision(recipe=Recipe(",
     ),
     "fsdp": (
-        built(fsdp=FSDPOptions(reshard_after_forward=False)),
+        built(fsdp=FSDPOptions(dense_strategy="optim")),
         built(),
-        "FSDPOptions.reshard_after_forward (False on",
+        "FSDPOptions.dense_strategy ('optim' on",
     ),
     "nvlink": (
         built(nvlink=NVLinkOptions(row_factor=2.0)),

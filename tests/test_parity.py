@@ -32,7 +32,7 @@ from tests.ranks import num_gpu_ranks, run_ranks
 
 FP32_BOUND = 1e-5
 CASES_PER_SPAWN = 8
-GATHERED = FSDPOptions(reshard_after_forward=False, prefetch_blocks=0)
+GATHERED = FSDPOptions(dense_strategy="optim", prefetch_blocks=0)
 TOGETHER = FSDPOptions(blocks_per_unit=2)  # of three blocks
 
 

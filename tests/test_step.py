@@ -45,7 +45,7 @@ MARKS = ("router", "dispatch", "experts", "combine", "clip", "optimizer", "finis
 def make(seed: int = 0) -> Decoder:
     model = Decoder(CONFIG, device="meta")
     # In bf16 routers are units of their own, and experts keep their casts.
-    fsdp = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=False)
+    fsdp = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy="optim")
     parallelize_moe(model, build_meshes(ParallelConfig(ep=2), "cpu"), fsdp=fsdp)
     model.to_empty(device="cpu")
     model.init_weights(seed)

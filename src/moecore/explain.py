@@ -148,13 +148,22 @@ def _plan_lines(plan: ShardPlan) -> Iterator[str]:
     yield _units(plan)
     root = plan.units[0]
     yield (
-        f"parameters all-gathered in {root.gather_dtype or 'their own dtype'}, gradients reduced "
+        f"parameters all-gathered in {_gathered_in(plan)}, gradients reduced "
         f"in {root.reduce_dtype} and divided by {root.divisor:g}; {_fp8(plan)}"
     )
     yield (
-        f"on the first rank: gradients {shown_bytes(size.gradients)}, gathered at once at most "
-        f"{shown_bytes(size.most_gathered)}, from forward to backward {shown_bytes(size.resident)}"
+        f"on the first rank: gradients {shown_bytes(size.gradients)}, buffers of whole parameters "
+        f"{shown_bytes(size.weights)}, of sums {shown_bytes(size.sums)}, and "
+        f"{shown_bytes(size.accumulated)} while micro-batches add up"
     )
+
+
+def _gathered_in(plan: ShardPlan) -> str:
+    """Return the dtype of the root, and how many parameters have FP8 instead."""
+    wide = plan.units[0].gather_dtype or "their own dtype"
+    layouts = [layout for unit in plan.units for layout in unit.layouts]
+    in_fp8 = sum(len(layout.slots) for layout in layouts if layout.recipe is not None)
+    return f"{wide}, {in_fp8} of them in FP8" if in_fp8 else wide
 
 
 def _fp8(plan: ShardPlan) -> str:
@@ -341,10 +350,10 @@ def _device_type(module: nn.Module, request: Request | None) -> str:
 
 
 def _units(plan: ShardPlan) -> str:
-    units = [unit for unit in plan.units if unit.role != "root" and not unit.whole]
+    units = [unit for unit in plan.units if unit.role != "root"]
     number = Counter(UNITS[unit.role] for unit in units)
     shown = ", ".join(f"{number[what]} of {what}" for what in UNITS.values() if number[what])
-    freed = dict.fromkeys(UNITS[unit.role] for unit in units if not unit.stays_unsharded)
+    freed = dict.fromkeys(UNITS[unit.role] for unit in units if not unit.stays)
     names = [what for what in UNITS.values() if what in freed]
     after = f"{' and '.join(names)} freed after forward" if names else "all kept for backward"
     return f"units: {len(units) + 1}: {shown or 'none'}, the root; {after}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -23,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moecore._distributed import inherit_timeout, unflatten
 from moecore._fields import Count, OneOf, Rules, check_arguments, check_fields
+from moecore._torch import inherit_timeout
 from moecore.agreement import check_same, fields_of
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -193,18 +194,18 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     inherit_timeout(world.get_group())
     check_same(fields_of(p), device_type)  # before the groups, which other degrees would mix up
-    dense = unflatten(world, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
-    expert = unflatten(world, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
+    dense = _fold(device_type, tuple(getattr(p, d) for d in DENSE_DIMS), DENSE_DIMS)
+    expert = _fold(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     # Views that join neighbouring dims into one group. Only dims that are both larger than 1
     # need a new group; a joined dim of one non-trivial factor reuses that factor's group.
     return Meshes(
         parallel=p,
         dense=dense,
         expert=expert,
-        dense_fsdp=_dense_fsdp(world, dense, p),
+        dense_fsdp=_dense_fsdp(dense, p),
         expert_fsdp=_trim(expert, "edp_replicate", "edp_shard"),
-        dispatch_group=_joined_group(world, expert, ("ep", "etp")),
-        micro_batch_group=_joined_group(world, dense, ("cp", "tp")),
+        dispatch_group=_joined_group(expert, ("ep", "etp")),
+        micro_batch_group=_joined_group(dense, ("cp", "tp")),
         stage_group=_stage_group(world, p),
     )
 
@@ -219,9 +220,8 @@ def context_groups(meshes: Meshes, cp: int) -> tuple[dist.ProcessGroup, dist.Pro
         cp: at least 2, a divisor of the data ranks.
     """
     size, tp = dist.get_world_size(), meshes.parallel.tp
-    world = init_device_mesh(meshes.device_type, (size,), mesh_dim_names=("world",))
-    view = unflatten(world, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
-    joined = _joined_group(world, view, ("cp", "tp"))
+    view = _fold(meshes.device_type, (size // (cp * tp), cp, tp), ("data", "cp", "tp"))
+    joined = _joined_group(view, ("cp", "tp"))
     assert joined is not None, "cp is at least 2"
     return view.get_group("cp"), joined
 
@@ -239,10 +239,34 @@ def split_context(
         inner: how many neighbours, a divisor of cp.
     """
     tp, size = meshes.parallel.tp, dist.get_world_size()
-    world = init_device_mesh(meshes.device_type, (size,), mesh_dim_names=("world",))
     sizes = (size // (cp * tp), cp // inner, inner, tp)
-    view = unflatten(world, sizes, ("data", "cp_outer", "cp_inner", "tp"))
+    view = _fold(meshes.device_type, sizes, ("data", "cp_outer", "cp_inner", "tp"))
     return view.get_group("cp_inner"), view.get_group("cp_outer")
+
+
+def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh of all dims of several views of one world, in order. No communication.
+
+    Args:
+        meshes: in which this rank is, with no dim of more than one rank in common.
+    """
+    ranks, own = torch.zeros((), dtype=torch.int), dist.get_rank()
+    for mesh in meshes:  # the steps along the dims of one view are the same everywhere
+        ranks = ranks.reshape(*ranks.shape, *(1 for _ in mesh.shape)) + (mesh.mesh - own)
+    return DeviceMesh.from_group(
+        [group for mesh in meshes for group in mesh.get_all_groups()],
+        meshes[0].device_type,
+        mesh=ranks + own,
+        mesh_dim_names=tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()),
+    )
+
+
+def _fold(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a view of the world, outermost dim first, with the default group's timeout."""
+    view = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    for name in names:
+        inherit_timeout(view.get_group(name))
+    return view
 
 
 def _view(mesh: DeviceMesh) -> str:
@@ -272,17 +296,16 @@ def _trim(mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
     return mesh[names]
 
 
-def _dense_fsdp(world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
+def _dense_fsdp(dense: DeviceMesh, p: ParallelConfig) -> DeviceMesh:
     if p.cp == 1:
         return _trim(dense, "dp_replicate", "dp_shard")
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
-    view = unflatten(world, (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp), names)
+    sizes = (p.pp, p.dp_replicate, p.dp_shard * p.cp, p.tp)
+    view = _fold(dense.device_type, sizes, names)
     return _trim(view, "dp_replicate", "dp_shard_cp")
 
 
-def _joined_group(
-    world: DeviceMesh, view: DeviceMesh, names: tuple[str, str]
-) -> dist.ProcessGroup | None:
+def _joined_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup | None:
     """Group over the two innermost dims of a view, first-major; None when it is one rank."""
     sizes = [view.size(_dim(view, name)) for name in names]
     if sizes == [1, 1]:
@@ -291,13 +314,15 @@ def _joined_group(
         return view.get_group(names[1 - sizes.index(1)])
     inner = sizes[0] * sizes[1]
     joined = "_".join(names)
-    return unflatten(world, (world.size() // inner, inner), ("outer", joined)).get_group(joined)
+    folded = _fold(view.device_type, (view.size() // inner, inner), ("outer", joined))
+    return folded.get_group(joined)
 
 
 def _stage_group(world: DeviceMesh, p: ParallelConfig) -> dist.ProcessGroup:
     if p.pp == 1:
         return world.get_group()
-    return unflatten(world, (p.pp, world.size() // p.pp), ("pp", "stage")).get_group("stage")
+    sizes = (p.pp, world.size() // p.pp)
+    return _fold(world.device_type, sizes, ("pp", "stage")).get_group("stage")
 
 
 def _dim(mesh: DeviceMesh, name: str) -> int:

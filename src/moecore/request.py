@@ -17,8 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from moecore._autograd import has_gradient_hooks
-from moecore._distributed import HAS_SEPARATE_PIECES
+from moecore._torch import HAS_SEPARATE_PIECES, has_gradient_hooks
 from moecore.agreement import fields_of
 from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
 from moecore.config import BalanceConfig, MoEConfig

@@ -22,8 +22,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moecore._autograd import mark
-from moecore._fields import MaxNorm, check_arguments
+from moecore._fields import Count, MaxNorm, check_arguments
+from moecore._torch import mark
 from moecore.agreement import check_same
 from moecore.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from moecore.moe.layer import RoutedLayer
@@ -163,26 +163,62 @@ class TrainStep:
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Return the context in which forward and backward of one micro-batch run."""
-        progress = self._progress
-        progress.check_between("micro_batch()")
-        if progress.done >= self.num_micro_batches:
+        self._progress.check_between("micro_batch()")
+        if self._progress.done >= self.num_micro_batches:
             raise ValueError(
                 f"micro_batch() must come at most num_micro_batches ({self.num_micro_batches}) "
                 "times in a step: call finish()"
             )
-        is_last = progress.done + 1 == self.num_micro_batches
+        is_last = self._progress.done + 1 == self.num_micro_batches
+        with self._running(1, to_come=0 if is_last else math.inf):
+            yield
+
+    @contextmanager
+    def micro_batches(self, *, forwards: Count | None = None) -> Iterator[None]:
+        """Return the context of all micro-batches of a step, several of them in flight.
+
+        Forwards and backwards run in any order in it, as a pipeline's schedule has them: on every
+        rank in the same one. What stays whole is reduced once, by the last backward of each unit
+        after the last forward has begun. Forwards may lack their backward. A global-batch balance
+        loss counts micro-batches whose backward has run, so it depends on the order.
+
+        Args:
+            forwards: of each model with gradients in the step; None = num_micro_batches. More
+                where parts of a model run one by one. Other numbers than come cost overlap, or
+                further reductions.
+
+        Raises:
+            ValueError: after a micro_batch() of this step.
+        """
+        check_arguments(TrainStep.micro_batches, locals())
+        self._progress.check_between("micro_batches()")
+        if self._progress.done:
+            raise ValueError(
+                f"micro_batches() must be all of a step, of which {self._progress.done} "
+                "micro-batches are done: call finish()"
+            )
+        with self._running(self.num_micro_batches, to_come=forwards or self.num_micro_batches):
+            yield
+
+    @contextmanager
+    def _running(self, number: int, *, to_come: float) -> Iterator[None]:
+        """Announce the next micro-batches of the step, and end them."""
+        progress = self._progress
+        progress.is_last = progress.done + 1 == self.num_micro_batches
         for engine in self._engines:
-            engine.start_micro_batch(is_last=is_last)
+            engine.start_micro_batches(to_come=to_come)
         for state in self._states:
-            state.start_micro_batch(is_last=is_last)
-        progress.is_last = is_last
+            state.start_micro_batch(is_last=progress.is_last)
         progress.is_open = progress.has_failed = True
         self._is_scaled = self._scale is None
         try:
             yield
             self._check_scaled()
+            progress.done += number
+            if progress.done == self.num_micro_batches:
+                for engine in self._engines:
+                    engine.end_micro_batches()
             progress.has_failed = False
-            progress.done += 1
         finally:
             progress.is_open = False
 
@@ -260,7 +296,7 @@ class TrainStep:
         self._progress.has_failed = True  # unless it gets to its end
         with mark("moecore::finish"):
             for engine in self._engines:
-                engine.free()  # where no backward has come
+                engine.end_step()
             for state in self._states:
                 state.check_step()
             if self._optimizers:

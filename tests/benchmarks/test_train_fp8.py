@@ -105,7 +105,10 @@ def test_a_run_end_to_end(
     common = ["--steps", "3", "--lr", "0.02", "--probe-every", "2", "--device", "cpu"]
     common += ["--json", str(path)]
     assert train_fp8.main([*common, "--seeds", "0"]) == 0
-    low = ["bf16", "fp8-moments", "least-state"]
+    low = ["bf16", "fp8-moments", "least-state"]  # in the file
+    pair = ["--seeds", "2", "--variants", "blockwise", "blockwise-gathered"]
+    assert train_fp8.main([*common[:-2], *pair]) == 0
+    assert "/ blockwise: curve x" in capsys.readouterr().out
     assert train_fp8.main([*common, "--seeds", "1", "--variants", *low]) == 0
     found = json.loads(path.read_text())
     runs = [Run(**run) for run in found["runs"]]
@@ -136,7 +139,7 @@ def test_a_run_end_to_end(
         p.numel() for p in train_fp8.Decoder(SIZE.config, device="meta").parameters()
     )
     out = capsys.readouterr().out
-    assert "blockwise" in out and "/ bf16: loss x" in out and "cosine >= " in out
+    assert "blockwise" in out and "/ bf16: curve x" in out and "cosine >= " in out
     assert train_fp8.main([*common, "--lr", "1e-3"]) == 2
     assert "must have runs of the same lr: name another file" in capsys.readouterr().err
 
@@ -162,7 +165,8 @@ def test_ratios_are_to_bf16_of_the_same_seed() -> None:
     assert "loss x0.9900 held out x0.9900" in lines[1]
     assert "loss x1.0100 held out x1.0100 load x1.000" in lines[3]
     assert "cosine >= 0.8000 (layers.0.experts), 10.00% of choices moved" in lines[3]
-    assert lines[4].startswith("blockwise over 2 seeds, / bf16: loss x1.0000 (0.9900 to 1.0100)")
+    assert lines[4].startswith("blockwise over 2 seeds, / bf16: curve x1.0000 (0.9950 to 1.0050)")
+    assert " loss x1.0000 (0.9900 to 1.0100)" in lines[4]
 
 
 def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

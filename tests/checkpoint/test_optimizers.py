@@ -278,7 +278,7 @@ def test_a_checkpoint_is_converted_without_them(tmp_path: Path) -> None:
 
 
 def test_load_drops_a_half_done_step_of_all(tmp_path: Path, no_group_left: None) -> None:
-    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_after_forward=False)
+    options = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
 
     def sharded() -> tuple[nn.Module, list[Optimizer]]:
         torch.manual_seed(0)

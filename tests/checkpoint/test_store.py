@@ -407,7 +407,7 @@ def test_load_drops_a_half_done_step(
     tmp_path: Path, no_group_left: None, with_backward: bool
 ) -> None:
     """Gradients that wait for the last micro-batch, counts, and casts of the weights of before."""
-    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_after_forward=False)
+    options = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
     config = replace(CONFIG, hidden_dim=8, balance=BalanceConfig(bias_update_rate=1.0))
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 

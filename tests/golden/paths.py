@@ -42,7 +42,7 @@ WITH_BIASES = replace(
     fc2_bias=True,
 )
 ALONE = ParallelConfig()
-GATHERED_ONCE = FSDPOptions(reshard_after_forward=False)
+GATHERED_ONCE = FSDPOptions(dense_strategy="optim")
 
 
 @dataclass(frozen=True, kw_only=True)

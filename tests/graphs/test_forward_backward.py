@@ -145,7 +145,7 @@ def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, 
 
 def make_forward_backward(fails: str = "") -> Any:
     """Return a function with its `model`, the `owner` of its steps and how often it ran."""
-    model = make(PADDED, fsdp=FSDPOptions(reshard_after_forward=False))
+    model = make(PADDED, fsdp=FSDPOptions(dense_strategy="optim"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     owner = TrainStep(model, optimizer)
 

@@ -74,7 +74,7 @@ CASES = {
         ep=WORLD,
         nvlink=ROOM,
         balance=LOSSES,
-        fsdp=dict(reshard_after_forward=False, reshard_experts=False),
+        fsdp=dict(dense_strategy="optim", experts_strategy="optim"),
     ),
     "gradients home late, compiled": Case(
         ep=WORLD,
@@ -91,7 +91,7 @@ CASES = {
     "in FP8, tokens as FP8 rows, quantised weights kept": Case(
         ep=WORLD,
         nvlink=replace(ROOM, fp8_dispatch=True),
-        fsdp=dict(reshard_after_forward=False, reshard_experts=False),
+        fsdp=dict(dense_strategy="optim", experts_strategy="optim"),
         options=dict(precision="blockwise"),
     ),
     "in FP8, weights quantised for every use": Case(
@@ -119,7 +119,9 @@ CASES = {
     ),
 }
 CASES |= {
-    f"over cp, {what}": Case(ep=WORLD, cp=2, nvlink=ROOM, preset=name, options=dict(context=way))
+    f"over cp, {what}": Case(
+        ep=WORLD, cp=2, nvlink=ROOM, preset=name, balance=LOSSES, options=dict(context=way)
+    )
     for what, name, way in (
         ("a ring", "tiny", ContextOptions(way="p2p")),
         ("all heads' tokens", "tiny", ContextOptions(way="a2a")),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore._distributed import HAS_SEPARATE_PIECES
+from moecore._torch import HAS_SEPARATE_PIECES
 from moecore.moe.state import moe_state
 from moecore.shard.options import FSDPOptions
 from tests.hf.hf_models import (

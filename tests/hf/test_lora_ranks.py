@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], dict[str, Any]]
         {},
         "ep2-edp2",
         {},
-        dict(fsdp=FSDPOptions(reshard_experts=False, blocks_per_unit=2)),
+        dict(fsdp=FSDPOptions(experts_strategy="optim", blocks_per_unit=2)),
     ),
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import ParallelConfig, build_meshes, parallelize_moe
-from moecore._distributed import HAS_SEPARATE_PIECES
+from moecore._torch import HAS_SEPARATE_PIECES
 from moecore.checkpoint import save as save_native
 from moecore.hf import export as hf_export
 from moecore.hf import files as hf_files

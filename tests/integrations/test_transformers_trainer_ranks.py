@@ -41,6 +41,7 @@ PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tokens of all ranks": (dict(num_train_epochs=2, eval_strategy="epoch"), {}),
     "tokens of each rank": (dict(max_steps=3, average_tokens_across_devices=False), {}),
     "a step of one batch": (dict(max_steps=3, gradient_accumulation_steps=3, max_grad_norm=0), {}),
+    "smoothed labels": (dict(max_steps=2, label_smoothing_factor=0.1), {}),
     "own balance loss": (dict(max_steps=2), dict(output_router_logits=True)),
 }
 

@@ -44,6 +44,12 @@ from moecore.kernels.rows.record import Rows
 from moecore.kernels.rows.rotary import rotary
 from moecore.kernels.rows.scaled_cast import scaled_cast
 from moecore.kernels.rows.scaling import KINDS
+from moecore.kernels.rows.shard_blocks import (
+    PartOfMatrix,
+    block_amax_,
+    quantise_blocks_,
+    transpose_values,
+)
 from moecore.kernels.rows.used import copy_used
 from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
@@ -151,6 +157,12 @@ def run_quantised(device: str, index: Any) -> None:
     tile_tokens(dh, None, tiles)
     for kind in KINDS.values():
         cast(x_TD[:, 16:161], kind, seen=amax(x_TD), **how)
+    part = torch.randn(2, 24, 144, device=device)
+    place = PartOfMatrix.of(torch.Size([2, 80, 144]), 1, 56, 24)
+    scales, values = torch.zeros(2, *place.scales_shape, device=device), part.to(torch.uint8)
+    block_amax_(part, place, scales[0])
+    quantise_blocks_(part, place, scales[0], scales[1], values, **how)
+    transpose_values(values[:, :16].contiguous(), 128)
 
 
 def run_adamw(device: str) -> None:

@@ -38,6 +38,7 @@ from moecore.kernels.rows import (
     quantised,
     quantised_activation,
     record,
+    shard_blocks,
     used,
     widen,
 )
@@ -241,6 +242,18 @@ def run_quantised_weights() -> None:
             quantised.quantise_weights(torch.zeros(2, F, D, dtype=dtype), power_of_two=power_of_two)
 
 
+def run_shard_blocks() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        part = torch.zeros(2, F, D // 8, dtype=dtype)
+        place = shard_blocks.PartOfMatrix.of(torch.Size([2, F, D]), 2, D // 8, D // 8)
+        amax, values = torch.zeros(place.scales_shape), part.to(torch.uint8)
+        shard_blocks.block_amax_(part, place, amax)
+        for power_of_two in (True, False):
+            how = {"power_of_two": power_of_two}
+            shard_blocks.quantise_blocks_(part, place, amax, amax.clone(), values, **how)
+    shard_blocks.transpose_values(values)
+
+
 def run_quantised_activation(kind: str, power_of_two: bool, dtype: torch.dtype) -> None:
     options = activation.ActivationOptions(kind=kind)
     weights = torch.zeros(T * K)
@@ -264,7 +277,7 @@ class Sink:
         self.add_to = add_to
 
     def open(self) -> contract.GradTarget:
-        return contract.GradTarget(self.add_to)
+        return contract.GradTarget(self.add_to, adds=True)
 
     def close(self, grad: torch.Tensor) -> None:
         pass
@@ -345,6 +358,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "rows of FP8 products": (lambda: run_quantised_rows(False), 7),
     "rows of FP8 products that travelled": (lambda: run_quantised_rows(True), 8),
     "weights of FP8 products": (run_quantised_weights, 4),
+    "parts of such weights": (run_shard_blocks, 7),
     **{
         f"quantised {kind}": (
             lambda kind=kind: run_quantised_activation(kind, kind != "gelu", torch.bfloat16),

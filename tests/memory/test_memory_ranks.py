@@ -43,7 +43,9 @@ def gradients(name: str, layout: str, memory: MemoryOptions) -> tuple[dict[str, 
         return made[0]
 
     with patch("moecore.memory.apply.Offload", offload):
-        parallelize_moe(model, meshes, memory=memory, fsdp=FSDPOptions(reshard_after_forward=True))
+        parallelize_moe(
+            model, meshes, memory=memory, fsdp=FSDPOptions(dense_strategy="optim_grads_params")
+        )
     model.to_empty(device="cpu")
     model.init_weights()
     rank = meshes.dense["dp_shard"].get_local_rank()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from moecore import BalanceConfig, MoEConfig
-from moecore._autograd import storage_key
+from moecore._torch import storage_key
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
@@ -30,7 +30,6 @@ from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.params import ParamReader
 from moecore.moe.records import ExpertInput
-from moecore.shard.local_weights import WholeWeights
 from tests.memory.blocks import (
     LateStreams,
     Plain,
@@ -395,10 +394,9 @@ def test_experts_with_room_for_more_rows_keep_those_in_use() -> None:
         assert torch.equal(found, grad)
 
 
-@pytest.mark.parametrize("make_reader", [ParamReader, lambda: WholeWeights(BF16, 1.0, keep=True)])
-def test_what_is_made_of_weights_stays(make_reader: Callable[[], ParamReader]) -> None:
-    """Quantised experts, and casts that micro-batches share, belong to their reader."""
-    reader, param = make_reader(), nn.Parameter(torch.randn(4, 4))
+def test_what_is_made_of_weights_stays() -> None:
+    """Quantised experts, which micro-batches share, belong to their reader."""
+    reader, param = ParamReader(), nn.Parameter(torch.randn(4, 4))
     reader.start_micro_batch(is_last=False)
     asked = []
     with packing(asked.append), reader.reading():

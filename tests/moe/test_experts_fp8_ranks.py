@@ -60,7 +60,7 @@ NVLINK = {
     "nvlink-fp8": NVLinkOptions(max_tokens=80, fp8_dispatch=True, keep_rows=False),
 }
 ALL = Precision(recipe=Recipe(keep_hidden="fp8"))
-KEPT, FREED = FSDPOptions(reshard_after_forward=False), FSDPOptions()
+KEPT, FREED = FSDPOptions(dense_strategy="optim"), FSDPOptions()
 
 
 def batch(rank: int) -> Tensor:

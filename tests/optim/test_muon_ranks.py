@@ -23,7 +23,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
-from moecore._distributed import HAS_SEPARATE_PIECES
+from moecore._torch import HAS_SEPARATE_PIECES
 from moecore.checkpoint import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.params import global_indices

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from moecore import parallelize
-from moecore._distributed import is_gloo
+from moecore._torch import is_gloo
 from moecore.mesh import Meshes
-from moecore.shard.apply import reader_of
+from moecore.moe.params import ParamReader
 from moecore.shard.plan import ShardPlan, UnitPlan
 
 INNER_FIRST = ("routers", "experts", "block", "head", "root")  # an outer unit takes what is left
@@ -33,25 +33,20 @@ def shard_with_fsdp2(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
     """Apply a plan in place."""
     units = {unit.name: [model.get_submodule(name) for name in unit.modules] for unit in plan.units}
     params = dict(model.named_parameters())
-    sharded = [unit for unit in plan.units if not unit.whole]
-    whole = {params[name] for unit in plan.units if unit.whole for name in unit.params}
-    layouts = [layout for unit in sharded for layout in unit.layouts]
+    layouts = [layout for unit in plan.units for layout in unit.layouts]
     dims = {params[slot.param]: slot.dim for layout in layouts for slot in layout.slots}
-    for unit in sorted(sharded, key=lambda unit: INNER_FIRST.index(unit.role)):
+    for unit in sorted(plan.units, key=lambda unit: INNER_FIRST.index(unit.role)):
         fully_shard(
             units[unit.name],
             mesh=_mesh(unit, meshes),
             mp_policy=_policy(unit),
-            reshard_after_forward=not unit.stays_unsharded,
+            reshard_after_forward=not unit.stays,
             shard_placement_fn=lambda param: Shard(dims[param]),
-            ignored_params=whole,
         )
     for unit in plan.units:
         first: Any = units[unit.name][0]
         if unit.role == "experts":
-            first.reader = reader_of(unit)
-        if unit.whole:
-            continue
+            first.reader = ParamReader(keep=unit.stays)
         mesh = _mesh(unit, meshes)
         group = mesh.get_group(mesh.ndim - 1)
         first.set_gradient_divide_factor(unit.divisor)

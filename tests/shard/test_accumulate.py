@@ -22,10 +22,12 @@ from moecore import (
 )
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.state import moe_state
+from moecore.shard import rank_bytes
 from moecore.shard.clip import clip_grad_norm_
+from moecore.shard.plan import plan_of
 from moecore.step import drop_step
 from tests.ranks import run_ranks
-from tests.shard.units import is_unit, recorded, units
+from tests.shard.units import recorded, units
 
 WORLD, STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 3, 0.1
 FP32_BOUND = 1e-5
@@ -40,14 +42,22 @@ CONFIG = DecoderConfig(
     moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
 )
 WHOLE, SHARDED = ParallelConfig(ep=4), ParallelConfig(ep=2)
-ONCE = FSDPOptions(reshard_after_forward=False, reshard_experts=True)
+ONCE = FSDPOptions(dense_strategy="optim", experts_strategy="optim_grads_params")
+EACH = FSDPOptions(dense_strategy="optim_grads", embedding_strategy="optim_grads")
+NO_SHARD = FSDPOptions(dense_strategy="no_shard", embedding_strategy="no_shard")
 LAYOUTS: dict[str, tuple[ParallelConfig, FSDPOptions]] = {
     "whole experts, gathered once": (WHOLE, ONCE),
     "sharded experts, gathered once": (SHARDED, ONCE),
-    "all gathered once": (SHARDED, FSDPOptions(reshard_after_forward=False)),
+    "all gathered once": (SHARDED, FSDPOptions(dense_strategy="optim")),
     "gathered again": (SHARDED, FSDPOptions()),
     "gathered again, recomputed": (SHARDED, FSDPOptions()),
     "two blocks together": (SHARDED, replace(ONCE, blocks_per_unit=2)),
+    "gathered once, reduced each time": (SHARDED, EACH),
+    "embeddings gathered again": (
+        SHARDED,
+        replace(ONCE, embedding_strategy="optim_grads_params"),
+    ),
+    "replicated": (SHARDED, NO_SHARD),
     "bf16": (WHOLE, replace(ONCE, param_dtype=torch.bfloat16)),
 }
 # Steps that are not announced leave nothing shared: one layout of each kind of unit.
@@ -105,7 +115,7 @@ def train(layout: str, rank: int, *, once: bool) -> tuple[dict[str, Tensor], dic
         optimizer.step()
         optimizer.zero_grad()
         owner.finish() if owner else drop_step(model)
-    return found, communication(model, events)
+    return found, communication(model, events) | buffers(model)
 
 
 def after_a_dropped_step(layout: str, rank: int, *, once: bool) -> dict[str, Tensor]:
@@ -127,12 +137,22 @@ def after_a_dropped_step(layout: str, rank: int, *, once: bool) -> dict[str, Ten
     return found | {"tokens": torch.stack(list(counts.values())).sum(1)}
 
 
+def buffers(model: Decoder) -> dict[str, int]:
+    """Count the bytes of all buffers."""
+    of_units = units(model)
+    weights = {unit.buffer for unit in of_units if unit.buffer is not None}
+    sums = {unit.gradients.buffer for unit in of_units if unit.gradients.buffer is not None}
+    device = torch.device("cpu")
+    return {
+        "weights": sum(buffer.flat(device).nbytes for buffer in weights),
+        "sums": sum(buffer.flat(device).nbytes for buffer in sums),
+    }
+
+
 def communication(model: Decoder, events: list[str]) -> dict[str, int]:
-    """Count the units, and the collectives of a recorded step."""
-    experts = sum(is_unit(model, m.mlp.experts) for m in model.model.layers)  # type: ignore[union-attr]
+    """Count the units that are sharded, and the collectives of a recorded step."""
     return dict(
-        units=len(units(model)),
-        experts=experts,
+        units=sum(unit.is_sharded for unit in units(model)),
         gathers=sum(event.startswith("gather ") for event in events),
         reductions=sum(event.startswith("reduce ") for event in events),
     )
@@ -140,11 +160,10 @@ def communication(model: Decoder, events: list[str]) -> dict[str, int]:
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    of: dict[str, dict[str, Tensor]] = {}
     for layout in LAYOUTS:
         (every, _), (once, by) = (train(layout, rank, once=once) for once in (False, True))
-        found[layout] = {
-            name: float((once[name] - t).abs().max() / t.abs().max()) for name, t in every.items()
-        }
+        found[layout], of[layout] = errors(once, every), once
         for told, clean in (("once", once), ("every", every)):
             if (layout, told) not in DROPPED:
                 continue
@@ -155,7 +174,15 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
                 [name for name, grad in dropped.items() if not torch.equal(grad, clean[name])],
             )
         found[f"{layout}, by"] = by
+        plan = plan_of(make(layout))
+        assert plan is not None
+        found[f"{layout}, planned"] = rank_bytes(plan)
+    found["replicated, sharded"] = errors(of["replicated"], of["all gathered once"])
     return found
+
+
+def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float((found[name] - t).abs().max() / t.abs().max()) for name, t in want.items()}
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +194,8 @@ def found() -> dict[str, Any]:
 def test_gradients_are_those_of_reducing_every_time(layout: str, found: dict[str, Any]) -> None:
     """With bf16 each reduction would round; sums over micro-batches are in fp32 in both."""
     bound = 2e-2 if layout == "bf16" else FP32_BOUND
-    errors = found[layout]
-    assert len(errors) > 20
-    assert not {name: error for name, error in errors.items() if not error <= bound}
+    assert len(found[layout]) > 20
+    assert not {name: error for name, error in found[layout].items() if not error <= bound}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -178,17 +204,29 @@ def test_what_stays_gathered_is_gathered_and_reduced_once(
 ) -> None:
     """All else twice per micro-batch, forward and backward, and reduced by each."""
     by = found[f"{layout}, by"]
+    experts, others = CONFIG.num_layers, 2  # the root and the head
     freed = {
-        "sharded experts, gathered once": by["experts"],
-        "two blocks together": by["experts"],
-        "gathered again": by["units"] - 2,  # all but root and head
-        "gathered again, recomputed": by["units"] - 2,
+        "sharded experts, gathered once": experts,
+        "two blocks together": experts,
+        "gathered again": by["units"] - others,
+        "gathered again, recomputed": by["units"] - others,
+        "embeddings gathered again": experts + others,
     }.get(layout, 0)
     kept = by["units"] - freed
-    assert by["experts"] == (0 if LAYOUTS[layout][0] is WHOLE else CONFIG.num_layers)
-    assert kept >= 2
+    assert (kept == 0) == (layout == "replicated")
     assert by["gathers"] == kept + 2 * MICRO_BATCHES * freed
-    assert by["reductions"] == kept + MICRO_BATCHES * freed
+    each = kept if layout == "gathered once, reduced each time" else 0
+    assert by["reductions"] == kept - each + MICRO_BATCHES * (freed + each)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_are_those_of_the_plan(layout: str, found: dict[str, Any]) -> None:
+    planned, by = found[f"{layout}, planned"], found[f"{layout}, by"]
+    assert (by["weights"], by["sums"]) == (planned.weights, planned.sums)
+
+
+def test_replicas_have_the_gradients_of_shards(found: dict[str, Any]) -> None:
+    assert max(found["replicated, sharded"].values()) <= FP32_BOUND
 
 
 @pytest.mark.parametrize(("layout", "told"), DROPPED)

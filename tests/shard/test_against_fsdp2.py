@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
-from moecore._distributed import reduce_scatter_single
+from moecore._torch import reduce_scatter_single
 from moecore.checkpoint import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.shard import transport
@@ -73,7 +73,10 @@ CASES = {
     "uneven experts, bf16": Case(config=replace(CONFIG, moe=BIASES), fsdp=BF16),
     "reduced in bf16": Case(parallel=EP, fsdp=replace(BF16, reduce_dtype=torch.bfloat16)),
     "two blocks together": Case(parallel=EP, fsdp=replace(BF16, blocks_per_unit=2)),
-    "gathered once": Case(parallel=EP, fsdp=replace(BF16, reshard_after_forward=False)),
+    "gathered once": Case(parallel=EP, fsdp=replace(BF16, dense_strategy="optim")),
+    "root gathered again": Case(
+        parallel=EP, fsdp=replace(BF16, embedding_strategy="optim_grads_params")
+    ),
     "tied": Case(config=replace(CONFIG, tie_embeddings=True), fsdp=BF16),
     "multi-token prediction": Case(
         config=replace(CONFIG, num_mtp_layers=2, mtp_loss_coef=0.3), fsdp=BF16

@@ -75,7 +75,7 @@ RUNS = {
     "together": Run(fsdp=FSDPOptions(blocks_per_unit=2)),
     "far ahead": Run(config=MTP, fsdp=FSDPOptions(prefetch_blocks=3), parallel=ParallelConfig()),
     "no prefetch": Run(config=MTP, fsdp=FSDPOptions(prefetch_blocks=0)),
-    "gathered once": Run(config=MTP, fsdp=FSDPOptions(reshard_after_forward=False)),
+    "gathered once": Run(config=MTP, fsdp=FSDPOptions(dense_strategy="optim")),
     "accumulated": Run(accumulate=2),
     "tied": Run(config=replace(MTP, tie_embeddings=True)),
     "mtp": Run(config=MTP),

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.debug import CommDebugMode, _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moecore import (
@@ -53,6 +53,7 @@ def planned(
     world_size: int, parallel: ParallelConfig, model: nn.Module, rank: int = 0, **options: Any
 ) -> ShardPlan:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    _clear_sharding_prop_cache()  # of the meshes of other ranks, which are equal
     try:
         meshes = build_meshes(parallel, "cpu")
         with CommDebugMode() as communicated:
@@ -117,23 +118,17 @@ def test_ranks_hold_every_byte_once_for_each_copy(parallel: ParallelConfig) -> N
     assert max(rank.parameters for rank in ranks) == rank_bytes(plan).parameters
 
 
-def test_what_is_gathered_at_once() -> None:
+def test_units_take_turns_in_buffers() -> None:
     """Root, routers and head stay; a block, its experts and those of the next one are used."""
     config = replace(SMALL, num_mtp_layers=0, mtp_loss_coef=0.0, dense_layers=(), mlp_hidden_dim=0)
     plan = planned(2, ParallelConfig(), Decoder(config, device="meta"), fsdp=BF16)
-    whole = {
-        unit.name: sum(
-            layout.whole_numel * (4 if unit.role == "routers" else 2) for layout in unit.layouts
-        )
-        for unit in plan.units
-    }
-    resident = whole[""] + whole["lm_head"] + whole["model.layers.0.mlp.router"]
+    whole = {unit.name: sum(la.whole_numel for la in unit.layouts) for unit in plan.units}
+    stay = whole[""] + whole["lm_head"]
     block = whole["model.layers.1"] + whole["model.layers.1.mlp.experts"]
     size = rank_bytes(plan)
-    assert size.resident == resident
-    assert size.most_gathered == resident + 2 * block
-    own = [p for p in plan.params if p.name in plan.unit_of("model.layers.1.mlp.experts.w1").params]
-    assert size.most_unreduced == 4 * sum(param.numel for param in own)
+    assert size.weights == 4 * whole["model.layers.0.mlp.router"] + 2 * (stay + 2 * block)
+    assert size.sums == 4 * 2 * block
+    assert size.accumulated == 4 * (stay + whole["model.layers.0.mlp.router"])
 
 
 ORDERS = [FSDPOptions(), BF16, replace(BF16, prefetch_blocks=2), replace(BF16, blocks_per_unit=2)]
@@ -205,7 +200,7 @@ def test_the_example_of_the_layout() -> None:
 
 
 def test_what_units_are_told() -> None:
-    options = replace(BF16, reduce_dtype=torch.bfloat16, reshard_experts=False)
+    options = replace(BF16, reduce_dtype=torch.bfloat16, experts_strategy="optim")
     plan = planned(4, ParallelConfig(ep=2), Decoder(SMALL, device="meta"), fsdp=options)
     block, experts = (unit_named(plan, n) for n in ("model.layers.1", "model.layers.1.mlp.experts"))
     routers = unit_named(plan, "model.layers.1.mlp.router")
@@ -215,12 +210,14 @@ def test_what_units_are_told() -> None:
     assert {unit.divisor for unit in plan.units} == {4.0}
     casts = {unit.role for unit in plan.units if unit.casts_inputs}
     assert casts == {"root", "block"}
-    assert not block.stays_unsharded and experts.stays_unsharded and routers.stays_unsharded
-    assert (experts.mesh, experts.whole) == ("expert", False)
+    assert not block.stays and experts.stays and routers.stays
+    assert (experts.mesh, experts.layouts[0].ranks) == ("expert", 2)
     assert routers.modules == tuple(f"model.layers.{i}.mlp.router" for i in (1, 2))
     summed = planned(4, ParallelConfig(ep=4), Decoder(SMALL, device="meta"), loss="sum")
     assert {unit.divisor for unit in summed.units} == {1.0}
-    assert {unit.whole for unit in summed.units if unit.role == "experts"} == {True}
+    whole = [unit for unit in summed.units if unit.role == "experts"]
+    assert {unit.layouts[0].ranks for unit in whole} == {1}
+    assert not any(summed.param(name).is_reduced for unit in whole for name in unit.params)
     for plan_ in (plan, summed):
         (dispatcher,) = {(plan_.dispatcher, plan_.dispatcher_reason)}
         assert dispatcher == ("alltoall", "'nvlink' must go with device_type ('cpu') = 'cuda'")

@@ -134,7 +134,7 @@ def units(root: nn.Module, plan: ShardPlan) -> dict[str, tuple[Any, Any]]:
         both = unit.ahead_in_forward, unit.ahead_in_backward
         ahead = [[names[other.modules[0]] for other in others] for others in both]
         options = unit.options
-        how = options.compute_dtype, options.reduce_dtype, options.cast_inputs is not None
+        how = unit.dtype, options.reduce_dtype, options.cast_inputs is not None
         found[modules[0]] = (modules, params, *ahead, how, options.divisor, options.stays)
     want = {
         sorted(unit.modules)[0]: (
@@ -143,15 +143,14 @@ def units(root: nn.Module, plan: ShardPlan) -> dict[str, tuple[Any, Any]]:
             list(unit.forward_prefetch),
             list(unit.backward_prefetch),
             (
-                dtype(unit.gather_dtype),
+                dtype(unit.layouts[0].gathers),
                 dtype(unit.reduce_dtype),
                 unit.casts_inputs and unit.gather_dtype is not None,
             ),
             unit.divisor,
-            unit.stays_unsharded,
+            unit.stays,
         )
         for unit in plan.units
-        if not unit.whole
     }
     return {f"unit {name}": (want.get(name), found.get(name)) for name in want | found}
 

@@ -87,7 +87,9 @@ def make(name: str, layout: str, *, reshard: bool) -> Any:
     if isinstance(model, Decoder):
         model.init_weights()
     # In bf16 routers are units of their own.
-    fsdp = FSDPOptions(param_dtype=torch.bfloat16, reshard_after_forward=reshard)
+    fsdp = FSDPOptions(
+        param_dtype=torch.bfloat16, dense_strategy="optim_grads_params" if reshard else "optim"
+    )
     return parallelize_moe(model.train(), build_meshes(PARALLEL[layout], "cpu"), fsdp=fsdp)
 
 

@@ -240,7 +240,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for layout in PARALLEL:
         for gathered in (True, False):
-            options = {"reshard_after_forward": not gathered, "reshard_experts": not gathered}
+            options = {"dense_strategy": "optim"} if gathered else {}
             for disturb in ("", *DISTURBED):
                 found[layout, gathered, disturb] = train(layout, ids, disturb, **options)
             found[layout, gathered, "twice"] = second_derivative(layout, ids, **options)

@@ -28,7 +28,7 @@ CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 OPTIONS = {
     "routers": {},
     "blocks": dict(blocks_per_unit=3),
-    "gathered": dict(blocks_per_unit=2, reshard_after_forward=False),
+    "gathered": dict(blocks_per_unit=2, dense_strategy="optim"),
     "no prefetch": dict(prefetch_blocks=0),
 }
 

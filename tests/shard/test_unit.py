@@ -6,8 +6,8 @@ What is freed becomes nan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
-from moecore._autograd import is_recomputing
+from moecore._torch import is_recomputing, local_of
+from moecore.shard import params as params_module
 from moecore.shard import unit as unit_module
 from moecore.shard.buffers import Buffer
+from moecore.shard.streams import Mark
 from moecore.shard.unit import State, Unit
 from moecore.step import drop_step
 from tests.shard.units import unit_of, units
@@ -36,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "far ahead": dict(prefetch_blocks=3),
     "no prefetch": dict(prefetch_blocks=0),
     "together": dict(blocks_per_unit=2),
-    "gathered once": dict(reshard_after_forward=False),
+    "gathered once": dict(dense_strategy="optim"),
 }
 
 
@@ -54,9 +56,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Returns what each of its first `depth` blocks returns, and the head of the last.
+    """Returns what each of its blocks `first` to `depth` returns, and the head of the last.
 
     Attributes:
+        first, depth: the part that runs; a first one reads tokens, another what one before returns.
         recomputed: of how many blocks.
         is_reentrant: their checkpoints.
     """
@@ -66,11 +69,12 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embed, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
         self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.depth, self.recomputed, self.is_reentrant = BLOCKS, 0, False
+        self.first, self.depth = 0, BLOCKS
+        self.recomputed, self.is_reentrant = 0, False
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        found = [self.embed(x)]
-        for i, layer in enumerate(self.layers[: self.depth]):
+        found = [x if self.first else self.embed(x)]
+        for i, layer in enumerate(self.layers[self.first : self.depth], self.first):
             run = layer
             if i < self.recomputed:
                 run = partial(checkpoint, layer, use_reentrant=self.is_reentrant)
@@ -115,6 +119,7 @@ class Pair:
         meshes = build_meshes(ParallelConfig(), "cpu")
         self.model: Any = parallelize_moe(Model(), meshes, fsdp=fsdp)
         self.plain, self.batches = Plain(), 0
+        self.flights: list[Flight] = []  # whose backward may come
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
 
     def batch(self) -> Tensor:
@@ -127,6 +132,11 @@ class Pair:
         for ours, want in zip(found, expected, strict=True):
             assert torch.equal(ours, want), "a forward computed with other weights"
         return found, expected
+
+    def update(self) -> None:
+        """Follow an optimizer's step: no earlier forward may have its backward."""
+        self.flights.clear()
+        self.plain.update()
 
     def backward(self, outputs: tuple[list[Tensor], list[Tensor]], which: int = -1) -> None:
         for output in outputs:
@@ -145,6 +155,55 @@ class Pair:
         held = [unit for unit in units(self.model) if unit.state is not State.SHARDED]
         assert all(unit.buffer is not None and unit.buffer.holder is unit for unit in held)
         assert not any(unit.in_use or unit.runs for unit in units(self.model))
+
+
+class Flight:
+    """A micro-batch of both models: forwards of its parts, then their backwards in reverse.
+
+    Args:
+        cuts: before which blocks a part begins, as stages of a pipeline on one rank.
+    """
+
+    def __init__(self, pair: Pair, cuts: Sequence[int] = ()) -> None:
+        self._pair, self._done, self._batch = pair, 0, pair.batch()
+        self._parts = list(pairwise([0, *cuts, BLOCKS]))
+        # Of each model, per part: what it read, and what it gave the next one or the loss.
+        self._edges: list[list[tuple[Tensor, Tensor]]] = [[], []]
+
+    @property
+    def is_done(self) -> bool:
+        return self._done == 2 * len(self._parts)
+
+    def advance(self) -> None:
+        """Run the next forward, or when there is none the next backward."""
+        if not self.is_done:
+            self._forward() if self._done < len(self._parts) else self._backward()
+            self._done += 1
+
+    def _forward(self) -> None:
+        first, depth = self._parts[self._done]
+        models = (self._pair.model, self._pair.plain.model)
+        for model, edges, x in zip(models, self._edges, self._inputs(), strict=True):
+            model.first, model.depth = first, depth
+            found = model(x)
+            edges.append((x, found[-1] if depth == BLOCKS else found[-2]))
+            model.first, model.depth = 0, BLOCKS
+        assert torch.equal(*(edges[-1][1] for edges in self._edges)), "other weights"
+
+    def _inputs(self) -> list[Tensor]:
+        if not self._done:
+            return [self._batch, self._batch.bfloat16()]
+        return [edges[-1][1].detach().requires_grad_() for edges in self._edges]
+
+    def _backward(self) -> None:
+        part = 2 * len(self._parts) - 1 - self._done
+        for edges in self._edges:
+            out = edges[part][1]
+            if part + 1 < len(self._parts):
+                out.backward(edges[part + 1][0].grad)
+            else:
+                out.float().square().mean().backward()
+        self._pair.plain.take_gradients()
 
 
 def train(pair: Pair, depth: int) -> None:
@@ -208,7 +267,18 @@ def announced(pair: Pair, depth: int) -> None:
                 evaluate(pair, depth)
             train(pair, BLOCKS)
     step.finish()
-    pair.plain.update()
+    pair.update()
+
+
+def launch(pair: Pair, depth: int) -> None:
+    """A forward, or that of a part, whose backward may come later or never."""
+    pair.flights.append(Flight(pair, (depth,) if depth < BLOCKS else ()))
+    pair.flights[-1].advance()
+
+
+def advance(pair: Pair, depth: int) -> None:
+    if pair.flights:
+        pair.flights[depth % len(pair.flights)].advance()
 
 
 def evaluate(pair: Pair, depth: int) -> None:
@@ -244,10 +314,11 @@ def read(pair: Pair, depth: int) -> None:
 def update(pair: Pair, depth: int) -> None:
     pair.optimizer.step()
     pair.optimizer.zero_grad()
-    pair.plain.update()
+    pair.update()
 
 
 def drop(pair: Pair, depth: int) -> None:
+    pair.flights.clear()
     drop_step(pair.model)
     pair.optimizer.zero_grad()
     pair.plain.drop()
@@ -262,6 +333,9 @@ ACTS += (
     forward_alone,
     fail,
     run_a_block,
+    launch,
+    advance,
+    advance,
     read,
     update,
     drop,
@@ -310,6 +384,106 @@ def test_any_order_computes_what_a_plain_module_does(
     play(Pair(**OPTIONS[options]), acts)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("options", OPTIONS)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    number=st.integers(1, 4),
+    cut=st.integers(0, BLOCKS - 1),
+    turns=st.lists(st.integers(0, 5), max_size=16),
+    is_complete=st.booleans(),
+    recomputed=st.integers(0, BLOCKS),
+    is_reentrant=st.booleans(),
+)
+def test_micro_batches_in_flight_come_in_any_order(
+    options: str,
+    number: int,
+    cut: int,
+    turns: list[int],
+    is_complete: bool,
+    recomputed: int,
+    is_reentrant: bool,
+) -> None:
+    """Two steps; a turn advances a micro-batch, or evaluates. What stays whole is reduced once."""
+    pair = Pair(**OPTIONS[options])
+    pair.model.recomputed, pair.model.is_reentrant = recomputed, is_reentrant
+    step = TrainStep(pair.model, pair.optimizer, num_micro_batches=number)
+    cuts = (cut,) if cut else ()
+    with freed_is_nan(), reductions(pair) as reduced:
+        for _ in range(2):
+            reduced.clear()
+            with step.micro_batches(forwards=number * (len(cuts) + 1)):
+                flights = [Flight(pair, cuts) for _ in range(number)]
+                for turn in turns:
+                    flights[turn].advance() if turn < number else evaluate(pair, turn)
+                    assert is_reduced(pair) == all(flight.is_done for flight in flights)
+                while is_complete and not is_reduced(pair):
+                    next(flight for flight in flights if not flight.is_done).advance()
+                    assert is_reduced(pair) == all(flight.is_done for flight in flights)
+            pair.check()
+            assert len(reduced) == len(set(reduced))
+            step.finish()
+            pair.update()
+            pair.check()
+
+
+@contextmanager
+def reductions(pair: Pair) -> Iterator[list[Tensor]]:
+    """Record the parameters that stay whole when their gradients are reduced."""
+    found: list[Tensor] = []
+    with ExitStack() as stack:
+        for unit in units(pair.model):
+            for param in unit.params if unit.options.stays else ():
+                handle = param.sharded.register_post_accumulate_grad_hook(found.append)
+                stack.callback(handle.remove)
+        yield found
+
+
+def is_reduced(pair: Pair) -> bool:
+    """Whether what stays whole, as the root does, has the gradient of a step."""
+    return pair.model.embed.weight.grad is not None
+
+
+@pytest.mark.parametrize("end", [TrainStep.finish, TrainStep.drop])
+def test_a_backward_after_its_step_is_refused(end: Callable[[TrainStep], Any]) -> None:
+    pair = Pair()
+    step = TrainStep(pair.model, pair.optimizer)
+    with step.micro_batch():
+        late, _ = pair.forward(pair.batch())
+    end(step)
+    with step.micro_batch():
+        with pytest.raises(RuntimeError, match="must come before finish"):
+            late[-1].sum().backward()
+        train(pair, BLOCKS)
+    pair.check()
+
+
+def test_micro_batches_in_flight_are_all_of_a_step() -> None:
+    pair = Pair()
+    step = TrainStep(pair.model, pair.optimizer, num_micro_batches=2)
+    with step.micro_batch():
+        train(pair, BLOCKS)
+    with pytest.raises(ValueError, match="must be all of a step, of which 1"), step.micro_batches():
+        pass
+    step.drop()
+    with pytest.raises(ValueError, match="forwards"), step.micro_batches(forwards=0):
+        pass
+    with step.micro_batches(), pytest.raises(ValueError, match="leave it first"):
+        step.finish()
+    step.finish()
+
+
+def test_a_part_may_be_another_object_each_time() -> None:
+    """As torch 2.14 returns it: the whole parameters, which are the shards here, stay."""
+    model: Any = parallelize_moe(Model(), build_meshes(ParallelConfig(), "cpu"))
+    with patch.object(params_module, "local_of", lambda t: local_of(t).detach()):
+        outputs = model(torch.randn(3, DIM))
+        with torch.no_grad():
+            model(torch.randn(3, DIM))
+        outputs[-1].sum().backward()
+    assert all(p.grad is not None for p in model.layers[0].parameters())
+
+
 def test_blocks_take_turns_in_two_buffers() -> None:
     pair = Pair()
     found = [unit_of(pair.model, layer) for layer in pair.model.layers]
@@ -319,6 +493,18 @@ def test_blocks_take_turns_in_two_buffers() -> None:
     play(pair, [(train, BLOCKS)])
     held = [unit for unit in units(pair.model) if unit.state is not State.SHARDED]
     assert held == []
+
+
+def test_a_forward_that_finds_no_memory_ends_like_any_that_fails() -> None:
+    """A block that runs another of the same buffer; then training continues."""
+    pair = Pair()
+    first, third = pair.model.layers[0], pair.model.layers[2]
+    with (
+        patch.object(first, "forward", lambda x: third(x)),
+        pytest.raises(RuntimeError, match="must not run at one time"),
+    ):
+        pair.model(pair.batch())
+    play(pair, [(train, BLOCKS), (update, 1), (train, BLOCKS)])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -342,8 +528,8 @@ def no_wait(pair: Pair) -> Iterator[None]:
     """Whole parameters are registered before they are there."""
 
     def broken(unit: Unit) -> None:
-        if unit._views is None:
-            unit._make_views()
+        if not unit._counting:
+            unit._make_wholes()
         unit.state = State.WHOLE
 
     with patch.object(Unit, "wait", broken):
@@ -355,7 +541,7 @@ def one_memory(pair: Pair) -> Iterator[None]:
     """Two neighbours have buffers of their own, which are the same memory."""
     first, second = (unit_of(pair.model, layer) for layer in pair.model.layers[:2])
     assert first is not None and second is not None and first.buffer is not None
-    second.buffer = Buffer(first.buffer.numel, first.buffer.dtype)
+    second.buffer = Buffer(first.buffer.numel, first.buffer.dtype, Mark(False))
     second.buffer._flat = first.buffer.flat(first.device)
     yield
 

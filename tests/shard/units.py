@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import nn
 
-from moecore._distributed import local_of
+from moecore._torch import local_of
 from moecore.shard.engine import engines_of
 from moecore.shard.transport import Packed
 from moecore.shard.unit import State, Unit

@@ -12,11 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
+from moecore._torch import hooks_around
 from moecore.hf.blocks import find_hf_adapter, why_refused
 from moecore.moe.layer import RoutedLayer
 
+CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 RECORDING = "transformers.utils.output_capturing"  # its hooks are handed on, see hf/outputs.py
 
 Adapter = Callable[[nn.Module, nn.Module], RoutedLayer]
@@ -145,21 +149,12 @@ def _refuse_hooks(name: str, block: nn.Module, layer: RoutedLayer) -> None:
     """
     kept = set(layer.modules())
     for path, module in block.named_modules(prefix=name):
-        hooks = [] if module in kept else [h for hooks in _hooks(module) for h in hooks.values()]
+        hooks = [] if module in kept else hooks_around(module)
         if any(getattr(hook, "__module__", None) != RECORDING for hook in hooks):
             raise ValueError(
                 f"{path} must have no hooks, because a MoELayer takes its place: remove them, or "
                 "register them after parallelize_moe"
             )
-
-
-def _hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], ...]:
-    return (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
 
 
 def _keep_order(layer: RoutedLayer, block: nn.Module) -> None:
@@ -196,7 +191,7 @@ def _has_experts(modules: list[nn.Module], num_experts: int, dim: int, *, stacke
             shapes = [(type(e), *_shapes(e, 2)) for e in experts]
             if shapes.count(shapes[0]) == num_experts and _maps(shapes[0][1:], dim):
                 return True
-    stacks = [s for m in modules if not isinstance(m, _ConvNd) for s in _shapes(m, 3)]
+    stacks = [s for m in modules if not isinstance(m, CONVOLUTIONS) for s in _shapes(m, 3)]
     return stacked and _maps([s[1:] for s in stacks if s[0] == num_experts], dim)
 
 

@@ -22,9 +22,10 @@ def fresh_buffers(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """
     found = []
     for path, module in model.named_modules():
-        names = [n for n in module._non_persistent_buffers_set if n in module._buffers]
-        if not names or not type(module).__module__.startswith("transformers."):
+        if not module._buffers or not type(module).__module__.startswith("transformers."):
             continue
+        saved = module.state_dict()
+        names = [name for name in module._buffers if name not in saved]
         try:
             with torch.device("cpu"):
                 fresh = type(module)(module.config)._buffers  # type: ignore[operator]

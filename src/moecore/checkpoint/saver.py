@@ -36,8 +36,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore._distributed import default_timeout
 from moecore._fields import CountOrZero, check_arguments
+from moecore._torch import default_timeout
 from moecore.checkpoint.directory import Step, directory_of, discard
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.meter import Meter, Progress

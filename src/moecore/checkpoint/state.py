@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
-from moecore._distributed import StridedShard
+from moecore._torch import StridedShard
 from moecore.checkpoint.config_differences import own_config
 from moecore.moe.experts import Experts
 from moecore.moe.params import clean_name

@@ -14,16 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecore._torch import hooks_around, num_gradient_hooks
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.state import MoEState
-
-HOOKS_OF_MODULES = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,13 +73,13 @@ def facts_of(model: nn.Module, state: MoEState) -> Facts:
     for module in model.modules():
         config = vars(module).get("config")
         held.append(config)
-        values += (module.training, _num_hooks(module, HOOKS_OF_MODULES), id(config))
+        values += (module.training, len(hooks_around(module)), id(config))
         for _, tensor in _tensors(module):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             held.append(local)
             values += (
                 tensor.requires_grad,
-                _num_hooks(tensor, HOOKS_OF_TENSORS),
+                num_gradient_hooks(tensor),
                 local.data_ptr(),
             )
     for layer in state.layers.values():
@@ -118,8 +111,3 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors.items():
             if tensor is not None:
                 yield name, tensor
-
-
-def _num_hooks(owner: Any, kinds: tuple[str, ...]) -> int:
-    all_hooks = [getattr(owner, kind, None) for kind in kinds]
-    return sum([len(hooks) for hooks in all_hooks if hooks])

@@ -194,7 +194,7 @@ def _capture(
         RuntimeError: when it can not be captured on some rank.
         OutOfMemoryError, ExchangeError: for these, on the rank that has them.
     """
-    _drop_casts(state)
+    _drop_copies(state)
     trackers = {name: layer.tracker for name, layer in state.layers.items()}
     for tracker in trackers.values():
         tracker.num_captured = 0
@@ -215,7 +215,7 @@ def _capture(
     if progress is not None:  # the capture has computed nothing
         progress.done, num_in_step = before, progress.done - before
     free_units(model)  # what is unsharded and cast lies in the graph's memory
-    _drop_casts(state)
+    _drop_copies(state)
     return _Captured(
         graph=graph,
         model=model,
@@ -359,9 +359,9 @@ def _gpu_of(model: nn.Module) -> torch.device:
     return device
 
 
-def _drop_casts(state: MoEState) -> None:
+def _drop_copies(state: MoEState) -> None:
     for layer in state.layers.values():
-        layer.part("experts").reader.drop_casts()
+        layer.part("experts").reader.drop_copies()
 
 
 def _check_output(output: Tensor) -> Tensor:

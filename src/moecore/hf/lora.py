@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
+from moecore.adapters.base import CONVOLUTIONS
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import clean_name
@@ -287,7 +287,7 @@ def _check_copy(name: str, wrapper: Any, model: nn.Module) -> None:
 def _is_stack(module: nn.Module) -> bool:
     while is_tuner_layer(module) and "base_layer" in module._modules:
         module = module.base_layer  # type: ignore[assignment]
-    is_conv = isinstance(module, _ConvNd)
+    is_conv = isinstance(module, CONVOLUTIONS)
     return not is_conv and any(p.ndim >= 3 for p in module.parameters(recurse=False))
 
 

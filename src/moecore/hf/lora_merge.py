@@ -47,7 +47,7 @@ def merge_adapters(model: nn.Module) -> None:
         if isinstance(module, Experts):
             for name, update in module.updates.items():
                 _merge_experts(module, name, update)  # type: ignore[arg-type]
-            module.reader.drop_casts()
+            module.reader.drop_copies()
         elif is_tuner_layer(module) and not isinstance(module, LowRank):
             _merge_dense(module)
     refuse_unmerging(model)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moecore._torch import HOOKS
 from moecore.hf.stock import is_hf
 from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.records import Routing
@@ -93,9 +94,9 @@ def record_logits(layer: MoELayer, router: nn.Module) -> MoELayer:
     else's can be there, `swap_blocks` refuses them.
     """
     recorder = type(f"{type(router).__name__}Recorder", (_Recorder, type(router)), {})()
-    for key, hook in router._forward_hooks.items():
-        with_kwargs = key in router._forward_hooks_with_kwargs
-        recorder.register_forward_hook(hook, with_kwargs=with_kwargs)
+    for name in HOOKS:
+        if "forward_hooks" in name:  # and how to call them
+            vars(recorder)[name].update(vars(router)[name])
     own = layer.part("router")
     own.recorder = recorder
     own.register_forward_hook(_pass_to_recorder)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.adapters.base import CONVOLUTIONS
 from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.held import HeldTokens, check_documents
 from moecore.attention.sequence import Sequence, packed_sequence
@@ -157,7 +158,7 @@ def why_whole(model: nn.Module) -> str | None:
         if getattr(owner, field, None):
             return f"{field} ({getattr(owner, field)})"
     for name, module in model.named_modules():
-        is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+        is_convolution = isinstance(module, CONVOLUTIONS)
         if is_convolution or getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__})"
     return None

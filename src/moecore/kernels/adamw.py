@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moecore._fields import Bound, PositiveOrZero, check_fields
+from moecore._torch import fused_adamw_
 from moecore.kernels.adamw_formats import (
     GOLDEN,
     MOMENT_BLOCK,
@@ -437,9 +438,8 @@ def _torch_adamw_(
     """Do it by torch's fused AdamW, on CPUs many times as fast as the reference."""
     grads = list(tensors.grads)
     if grad_scale is not None:  # torch would write scaled gradients back
-        grads = list(torch._foreach_div(grads, grad_scale))
-    adamw: Any = torch._fused_adamw_
-    adamw(
+        grads = [grad / grad_scale for grad in grads]
+    fused_adamw_(
         list(tensors.weights),
         grads,
         list(tensors.exp_avgs),

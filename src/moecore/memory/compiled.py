@@ -24,15 +24,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from moecore._torch import CustomGraphPass
 from moecore.memory.options import MemoryOptions
 from moecore.memory.parts import find_parts, use_of
 from moecore.memory.recompute import SMALL
 
 PRODUCT = re.compile(r"(^|_)(mm|addmm|convolution)(_|$)")
+OPERATOR = type(torch.ops.aten.mm.default)
 SCORES = re.compile(r"^_scaled_dot_product|(^|_)(bmm|baddbmm)$")  # or what they are made of
 
 
@@ -81,9 +82,9 @@ class Marks(CustomGraphPass):
             return False
         if node.target is operator.getitem:
             return "recompute" in node.args[0].meta  # type: ignore[union-attr]
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OPERATOR):
             return False
-        library, _, name = node.target._schema.name.partition("::")
+        library, name, _ = str(node.target).split(".")
         if SCORES.search(name):
             return bool(modules & self.scores)
         if torch.Tag.nondeterministic_seeded in node.target.tags or _is_small(node):

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from moecore._torch import HOOKS
+
 NewParameter = Callable[[nn.Parameter], nn.Parameter]
 
 
@@ -25,10 +27,9 @@ def copy_modules(
     """
     copies: dict[nn.Module, nn.Module] = {m: object.__new__(type(m)) for m in model.modules()}
     params = {param: new_parameter(param) for param in model.parameters()}
-    hooks = {name for name, value in vars(nn.Module()).items() if "hook" in name and value == {}}
     for module, twin in copies.items():
         state = {n: v for n, v in vars(module).items() if not (unwrapped and _shadows(module, n))}
-        for name in hooks & state.keys():
+        for name in HOOKS & state.keys():
             state[name] = type(state[name])(() if unwrapped else state[name])
         state["_buffers"] = dict(module._buffers)
         state["_parameters"] = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moecore._autograd import version
+from moecore._torch import version
 from moecore.memory.host import Piece
 from moecore.memory.streams import Mark
 

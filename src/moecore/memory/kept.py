@@ -26,11 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moecore._autograd import storage_key
-from moecore._compat import is_grouped_mm
+from moecore._torch import is_grouped_mm, storage_key, tree_leaves, tree_map_only
 from moecore.kernels.common import meta_as
 from moecore.memory.apply import apply_memory
 from moecore.memory.copies import copy_modules
@@ -136,11 +135,13 @@ class _Storage:
 
     Attributes:
         num_bytes: of all of it.
+        address: as `StorageWeakRef` has it.
         part: who kept it first; "" outside of blocks.
         blocks: all that keep it; -1 stands for outside.
     """
 
     num_bytes: int
+    address: int
     part: str
     blocks: list[int]
 
@@ -166,7 +167,9 @@ class _Count:
             return
         if key not in self.found:
             self._held.append(tensor)
-            self.found[key] = _Storage(tensor.untyped_storage().nbytes(), part, [])
+            storage = tensor.untyped_storage()
+            address = StorageWeakRef(storage).cdata
+            self.found[key] = _Storage(storage.nbytes(), address, part, [])
         self.found[key].blocks.append(block)
 
     def wrap(self, module: nn.Module, block: int, part: str) -> None:
@@ -193,10 +196,10 @@ class _Count:
         """
         sums: list[tuple[Counter[str], Counter[str]]]
         sums = [(Counter(), Counter()) for _ in range(num_blocks + 1)]
-        for key, storage in self.found.items():
+        for storage in self.found.values():
             first, *others = dict.fromkeys(storage.blocks)
             place = (-1, "outside") if others or first < 0 else (first, storage.part)
-            sums[place[0]][key in away][place[1]] += storage.num_bytes
+            sums[place[0]][storage.address in away][place[1]] += storage.num_bytes
         *blocks, outside = (KeptBytes(dict(here), dict(there)) for here, there in sums)
         return ModelKept(tuple(blocks), outside)
 

@@ -50,8 +50,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moecore._autograd import is_recomputing, is_traced, storage_key, version
 from moecore._fields import Bound, CountOrZero, NumBytes, check_arguments
+from moecore._torch import is_recomputing, storage_key, version
 from moecore.memory.groups import REST, Copy, Group, Key, Layer, Use, bytes_of
 from moecore.memory.host import HostPool, Piece
 from moecore.memory.saved import Handle, Kept, changed_in_place, packing, used_rows
@@ -166,7 +166,7 @@ class Offload:
 
     @property
     def away(self) -> frozenset[int]:
-        """Storages (`storage_key`) of which host memory has a copy that backward waits for."""
+        """Storages (`StorageWeakRef.cdata`) whose copy in host memory backward waits for."""
         return frozenset(key for key, copy in self._copies.items() if copy.piece is not None)
 
     def attach(
@@ -214,7 +214,7 @@ class Offload:
             num_layers: the last block's parts stay on the device.
             rest: None, or the block, whose savings outside of parts are offloaded when it ends.
         """
-        if not torch.is_grad_enabled() or is_recomputing() or is_traced():
+        if not torch.is_grad_enabled() or is_recomputing() or torch.compiler.is_compiling():
             yield
             return
         outer, previous = self._layer, self._previous

@@ -28,9 +28,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moecore._autograd import autocast_dtype, is_plain_eager, storage_key, version
+from moecore._torch import (
+    autocast_dtype,
+    is_plain_eager,
+    storage_key,
+    tree_flatten,
+    tree_unflatten,
+    version,
+)
 from moecore.memory.products import finding_products, is_in_region
 from moecore.memory.saved import Handle, is_packing, keep, packing
 

@@ -2,8 +2,8 @@
 
 Autograd hands every tensor that an operation saves to one function. Here that function asks the
 packers of the running code, the innermost first, and the first that answers decides: a weight is
-kept in place of its cast (`shard/local_weights.py`), an activation is computed again
-(`recompute.py`) or lies in host memory. What nobody takes is kept.
+kept, an activation is computed again (`recompute.py`) or lies in host memory. What nobody takes is
+kept too.
 
 Note "other hooks": torch asks the innermost pair of hooks alone. Under hooks of the caller's own
 (activation checkpointing, `save_on_cpu`) nothing is packed here: those decide.
@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moecore._autograd import saved_tensor_hooks, version
+from moecore._torch import saved_tensor_hooks, version
 
 
 class Handle(Protocol):

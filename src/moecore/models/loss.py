@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._autograd import autocast_dtype
 from moecore._fields import Count, check_arguments
+from moecore._torch import autocast_dtype
 from moecore.kernels.common import no_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_
+from moecore.kernels.rows.scaled_cast import scaled_cast
 
 
 def linear_cross_entropy(
@@ -133,8 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden_ND = (d_hidden_ND * grads[0]).to(ctx.hidden_dtype)
         if d_weight_VD is not None:
             # One pass and one rounding; an fp32 product as large as the head never exists.
-            out_VD = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
-            d_weight_VD = torch.mul(d_weight_VD, grads[0], out=out_VD)
+            d_weight_VD = scaled_cast(d_weight_VD, ctx.weight_dtype, grads[0])
         return d_hidden_ND, d_weight_VD, None, None, None, None
 
 

@@ -23,8 +23,8 @@ from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
-from moecore._compat import grouped_mm
 from moecore.kernels.common import warn_plain
 from moecore.kernels.experts.contract import (
     ExpertSpec,

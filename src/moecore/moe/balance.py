@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._autograd import autocast_dtype, disable_dynamo, is_recomputing
+from moecore._torch import autocast_dtype, is_recomputing
 from moecore.config import MoEConfig
 from moecore.kernels.routing.balance import balance_statistics
 from moecore.kernels.routing.balance_loss import balance_loss
@@ -182,7 +182,7 @@ class LoadTracker:
         return y
 
     # Dynamo would guard on the Python state, which changes with every micro-batch, and recompile.
-    @disable_dynamo
+    @torch.compiler.disable
     def _attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
     ) -> Tensor:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from moecore._autograd import is_plain_eager
-from moecore._distributed import StridedShard
+from moecore._torch import StridedShard, is_plain_eager
 from moecore.config import MoEConfig
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
@@ -29,6 +28,7 @@ from moecore.kernels.experts.contract import (
     ExpertWeights,
     GradSink,
     LowRankUpdate,
+    sink_of,
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
@@ -37,7 +37,7 @@ from moecore.moe.activation import activation_options
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
 from moecore.moe.low_rank import LowRank
-from moecore.moe.params import ParamReader, init_normal_, shard_parameter
+from moecore.moe.params import ParamReader, check_values, init_normal_, shard_parameter
 from moecore.moe.records import ExpertInput, UnsummedRows
 from moecore.precision.recipe import Recipe
 
@@ -113,7 +113,7 @@ class Experts(nn.Module):
         self.backend = backend
         self.recompute_fc1 = recompute_fc1
         self.recipe = recipe
-        self.reader.drop_casts()
+        self.reader.drop_copies()
 
     def check_backend(
         self, backend: str, *, recompute_fc1: bool = False, recipe: Recipe | None = None
@@ -321,11 +321,17 @@ class Experts(nn.Module):
         """Return the matrices by the recipe, for this forward and backward and maybe others."""
         recipe = self.recipe
         if recipe is None or not is_plain_eager():
+            check_values(w1_eCD)
             return None
         fc1 = ["w1", "w3"] if self.is_separate else ["w1"]
-        found = []
+        found: list[tuple[Tensor, ...] | None] = []
         for roles, matrices in ((fc1, w1_eCD), (["w2"], w2_eDF)):
             params = [getattr(self, getattr(self.layout, role)) for role in roles]
+            gathered = self.reader.gathered(params[0])
+            if gathered is not None and recipe.scaling == "blockwise":
+                found.append(gathered.as_matrices(matrices.shape)[:2])
+                continue
+            check_values(matrices)
             make = partial(quantise_matrices, matrices, recipe)
             found.append(self.reader.quantised((recipe, *roles), params, make))
         w1, w2 = found
@@ -343,7 +349,7 @@ class Experts(nn.Module):
         """What may take a weight's gradient, whose order in memory must be the parameter's."""
         if self.layout.transposed:
             return None
-        return self.reader.sink(getattr(self, getattr(self.layout, role)), matrices)
+        return sink_of(getattr(self, getattr(self.layout, role)), matrices.shape)
 
     def _as_stored_eCD(self, w1: Tensor) -> Tensor:
         """View FC1 as [e, C, D]; split gate and up are neighbours in memory."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore._autograd import autocast_dtype, mark
 from moecore._fields import PositiveOrZero, Seed, check_arguments, check_fields
+from moecore._torch import autocast_dtype, mark
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
 from moecore.moe.dispatch.local import LocalDispatcher
@@ -98,7 +98,7 @@ class RoutedLayer(nn.Module):
     def drop_step(self) -> None:
         """Drop the counts since the last optimizer step, and weights that were cast for it."""
         self.tracker.reset()
-        self.part("experts").reader.end_step()
+        self.part("experts").reader.drop_copies()
 
     def _compute(self, expert_input: ExpertInput) -> Any:
         """Return what `Experts` do, in their unit."""

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
-from torch.utils._pytree import tree_leaves
 
-from moecore._autograd import storage_key, version
-from moecore.kernels.experts.contract import GradSink
+from moecore._torch import local_of, storage_key, tree_leaves, version
+from moecore.kernels.rows.shard_blocks import GatheredBlocks
 from moecore.memory.saved import Handle, Kept, is_packing, packing
 
 T = TypeVar("T")
 BLOCK_NUMEL = 1 << 20  # values drawn at once by `init_normal_`
+GATHERED = "_moecore_gathered"  # attribute of a parameter that was gathered in FP8
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -35,15 +35,68 @@ def clean_name(name: str) -> str:
     return name.removesuffix(".")
 
 
-def local_param(param: Tensor) -> Tensor:
+def local_param(param: Tensor, *, reads: bool = True) -> Tensor:
     """Return this rank's part of a parameter as a plain tensor, differentiably.
 
     A replicated DTensor is read by ranks that hold different tokens (tensor parallel ranks with
     sequence parallelism), so its gradient is a partial sum, and is marked as one.
+
+    Args:
+        param: plain, or a DTensor.
+        reads: its values; False for what reads `gathered_blocks`, and gives it a gradient.
+
+    Raises:
+        NotImplementedError: when the values are read of a parameter that was gathered in FP8.
     """
-    if not isinstance(param, DTensor):
-        return param
-    return param.to_local(grad_placements=grad_placements(param))
+    local = param
+    if isinstance(param, DTensor) and torch.compiler.is_compiling():
+        local = param.to_local(grad_placements=grad_placements(param))
+    elif isinstance(param, DTensor):
+        local = _Local.apply(param)
+    if reads:
+        check_values(local)
+    return local
+
+
+class _Local(torch.autograd.Function):
+    """DTensor.to_local, whose gradient may be None: a sink has taken it, and nobody adds zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DTensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.param = param
+        local = local_of(param)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        param = ctx.param
+        if grad is None:
+            return None
+        how: dict[str, Any] = dict(shape=param.shape, stride=param.stride())
+        return DTensor.from_local(
+            grad, param.device_mesh, grad_placements(param), run_check=False, **how
+        )
+
+
+def has_values(local: Tensor) -> bool:
+    """Whether a part of a parameter has memory: one that was gathered in FP8 has one element."""
+    return local.numel() < 2 or any(local.stride())
+
+
+def check_values(local: Tensor) -> None:
+    """Raise NotImplementedError for a part of a parameter without values."""
+    if not has_values(local):
+        raise NotImplementedError(
+            f"a weight {list(local.shape)} was gathered in FP8, so blockwise products alone can "
+            "read it, outside of torch.compile and dispatch modes (selective checkpointing): set "
+            "FSDPOptions.fp8_param_gather to False"
+        )
+
+
+def gathered_blocks(param: Tensor) -> GatheredBlocks | None:
+    """Return what stands for the values of a parameter that was gathered in FP8; else None."""
+    return getattr(param, GATHERED, None)
 
 
 def grad_placements(param: Tensor) -> tuple[Placement, ...]:
@@ -59,7 +112,6 @@ class StepCopies:
     A copy is used while the announced micro-batches of a step last, and dropped by the last of
     them. Outside of a step every forward makes its own: fused optimizers, replayed graphs and
     writes to `.data` change a weight and count nowhere, so no copy may wait for a later step.
-    Copies of frozen weights stay, until torch counts a change of them, or all are dropped.
     """
 
     def __init__(self) -> None:
@@ -71,8 +123,6 @@ class StepCopies:
         key: Hashable,
         params: Sequence[nn.Parameter],
         make: Callable[[], T],
-        *,
-        for_ever: bool = False,
     ) -> T:
         """Return a copy, made anew unless micro-batches share it.
 
@@ -80,7 +130,6 @@ class StepCopies:
             key: of the copy.
             params: which it is made of. What torch counts as a change of them ends a copy.
             make: makes it.
-            for_ever: whether it outlives steps: of frozen weights.
         """
         found = self._found.pop(key, None)
         made_of = tuple(number for param in params for number in _made_of(param))
@@ -89,17 +138,12 @@ class StepCopies:
             copy = make()
         else:
             copy = found.copy
-        if self.shares or for_ever:
-            self._found[key] = _Copy(made_of, copy, for_ever)
+        if self.shares:
+            self._found[key] = _Copy(made_of, copy)
         return copy
 
-    def end_step(self) -> None:
-        """Drop what does not outlive a step; the next forward is no announced micro-batch."""
-        self._found = {key: found for key, found in self._found.items() if found.for_ever}
-        self.shares = False
-
     def drop(self) -> None:
-        """Drop all copies, those of frozen weights too."""
+        """Drop all copies; the next forward is no announced micro-batch."""
         self._found.clear()
         self.shares = False
 
@@ -109,7 +153,6 @@ class _Copy(NamedTuple):
 
     made_of: tuple[int, ...]
     copy: Any
-    for_ever: bool
 
 
 @torch.no_grad()
@@ -123,19 +166,15 @@ def _made_of(param: Tensor) -> tuple[int, ...]:
 
 
 class ParamReader:
-    """How a module gets at this rank's part of its parameters; another one may cast on the way.
-
-    It may also take gradients past autograd, see `GradSink`.
+    """How a module gets at this rank's part of its parameters.
 
     Args:
         keep: whether what is made of weights (quantised ones) is kept for backward and shared by
             the micro-batches of a step; else forward and backward make it again each.
-        is_gathered: whether parameters are gathered before each use, into memory that counts no
-            changes: copies do not outlive a step then.
     """
 
-    def __init__(self, *, keep: bool = True, is_gathered: bool = False) -> None:
-        self.keep, self.is_gathered = keep, is_gathered
+    def __init__(self, *, keep: bool = True) -> None:
+        self.keep = keep
         self.copies = StepCopies()
         # Storage -> weights and what was made of them, while they are read: held, so that no
         # key becomes another storage's.
@@ -146,12 +185,20 @@ class ParamReader:
 
         Args:
             param: of the module.
-            cast: to the dtype of the products, if the reader has one.
+            cast: to the dtype of the products, if the reader has one; else it may be one that was
+                gathered in FP8, and has no values.
         """
-        local = local_param(param)
+        local = local_param(param, reads=cast)
         if not torch.compiler.is_compiling():
             self._made[storage_key(local)] = local
         return local
+
+    def gathered(self, param: nn.Parameter) -> GatheredBlocks | None:
+        """Return what stands for the values of a parameter that was gathered in FP8; else None."""
+        found = gathered_blocks(param)
+        for tensor in found or ():
+            self._made[storage_key(tensor)] = tensor
+        return found
 
     def quantised(
         self, key: Hashable, params: Sequence[nn.Parameter], make: Callable[[], T]
@@ -165,8 +212,7 @@ class ParamReader:
         """
         if not self.keep:
             return None
-        frozen = not any(param.requires_grad for param in params)
-        found = self.copies.get(key, params, make, for_ever=frozen and not self.is_gathered)
+        found = self.copies.get(key, params, make)
         for tensor in tree_leaves(found):
             self._made[storage_key(tensor)] = tensor
         return found
@@ -186,25 +232,12 @@ class ParamReader:
     def _pack(self, tensor: Tensor) -> Handle | None:
         return Kept(tensor) if storage_key(tensor) in self._made else None
 
-    def sink(self, param: nn.Parameter, matrices: Tensor) -> GradSink | None:
-        """Return what may take a parameter's gradient; None = autograd alone.
-
-        Args:
-            param: that was read.
-            matrices: a view of what was read, in the same order.
-        """
-        return None
-
     def start_micro_batch(self, *, is_last: bool) -> None:
         """Announce a forward and backward, and whether an optimizer step follows them."""
         self.copies.shares = self.keep and not is_last
 
-    def end_step(self) -> None:
-        """Drop what was made of trained weights, which change now."""
-        self.copies.end_step()
-
-    def drop_casts(self) -> None:
-        """Drop what was made of any weights: before a graph is captured, which makes its own."""
+    def drop_copies(self) -> None:
+        """Drop what was made of weights, which change now, or for a graph that makes its own."""
         self.copies.drop()
 
 

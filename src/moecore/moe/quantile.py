@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._autograd import disable_dynamo
 from moecore.config import MoEConfig
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.moe.micro_batch import MicroBatch
@@ -41,7 +40,7 @@ def bias_move(histogram_LEX: Tensor, bias_LE: Tensor, top_k: int) -> Tensor:
     return move_LE - move_LE.mean(-1, keepdim=True)
 
 
-@disable_dynamo
+@torch.compiler.disable
 @torch.no_grad()
 def bias_of_micro_batch(
     logits_TE: Tensor, bias_E: Tensor, config: MoEConfig, micro_batch: MicroBatch

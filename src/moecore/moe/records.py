@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_dataclass
 
+from moecore._torch import register_dataclass
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows

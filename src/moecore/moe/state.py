@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore._fields import Count, check_value
+from moecore._torch import foreach_add_
 from moecore.kernels.routing.entropy import UNIT
 from moecore.moe.balance import BalanceGroups, LoadCounts
 from moecore.moe.dispatch.exchange import ExchangePool
@@ -202,7 +203,7 @@ class MoEState:
             )
         if isinstance(skipped, Tensor):
             move_LE = move_LE.masked_fill(skipped, 0.0)
-        torch._foreach_add_(biases, list(move_LE))
+        foreach_add_(biases, list(move_LE))
 
     def _reset(self) -> None:
         for layer in self.layers.values():

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from moecore._fields import OneOf, check_value
+from moecore._torch import foreach_add_
 from moecore.kernels.adamw import AdamWOptions, AdamWTensors, Row, adamw_
 from moecore.kernels.adamw_formats import (
     MOMENT_BLOCK,
@@ -228,9 +229,9 @@ class AdamW(torch.optim.AdamW):
         grad_scale, found_inf = signals
         steps = list(tensors.steps)
         if found_inf is None:
-            torch._foreach_add_(steps, 1)
+            foreach_add_(steps, 1)
         else:
-            torch._foreach_add_(steps, (found_inf <= 0).float().view(()))
+            foreach_add_(steps, (found_inf <= 0).float().view(()))
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:

@@ -36,6 +36,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from moecore._fields import check_value
+from moecore._torch import foreach_add_
 from moecore.memory.streams import CopyStream
 from moecore.optim.adamw import MOMENTS, AdamW
 from moecore.optim.state_offload import Fraction, largest_up_to, of_host_memory
@@ -232,7 +233,7 @@ class HostAdamW(AdamW):
             self._step_on_device(grads)
             if not signals.wait():
                 self._step_on_host(chunks, signals, stream)
-                torch._foreach_add_([self.state[param]["step"] for param in grads], 1)
+                foreach_add_([self.state[param]["step"] for param in grads], 1)
         finally:
             stream.hold(stream.mark())  # weights are whole, and gradients may be freed
         return loss

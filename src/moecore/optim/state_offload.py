@@ -39,10 +39,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from moecore._autograd import disable_dynamo, is_recomputing
 from moecore._fields import Bound, check_arguments
+from moecore._torch import is_recomputing, tree_leaves
 from moecore.memory.host_copies import HostCopies
 from moecore.memory.streams import CopyStream
 from moecore.shard.engine import engines_of
@@ -185,7 +184,7 @@ class StateOffload:
         for number, block in enumerate(self._blocks):
             self._hooks.append(block.register_forward_hook(partial(self._after_block, number)))
 
-    @disable_dynamo
+    @torch.compiler.disable
     def _before_blocks(self, *_: Any) -> None:
         """Start the copy out, or free what has come back for a step that did not come."""
         if self._stream.is_capturing() or is_recomputing():
@@ -199,7 +198,7 @@ class StateOffload:
                     moved.device = None
                 part.place = "away"
 
-    @disable_dynamo
+    @torch.compiler.disable
     def _after_block(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
         """Free the parts up to this block's; let backward fetch as it comes by."""
         if self._stream.is_capturing():

@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor import DTensor
 
 OperandName = Literal["input", "weight", "gradient"]
@@ -99,5 +99,7 @@ def max_over_cut(value: Tensor, weight: Tensor) -> Tensor:
     if isinstance(weight, DTensor):
         for mesh_dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
-                value = all_reduce(value, "max", (weight.device_mesh, mesh_dim))
+                value = value.clone()
+                group = weight.device_mesh.get_group(mesh_dim)
+                dist.all_reduce(value, dist.ReduceOp.MAX, group)
     return value

@@ -12,7 +12,8 @@ and gather it, and to quantise it again takes little beside a product. Where no 
 weight is wanted, x is not kept at all.
 
 **When the weight is quantised.** Once per forward and once per backward. No copy is kept: gathers
-and fused optimizers put new values into the same memory without a new version.
+and fused optimizers put new values into the same memory without a new version. A weight that was
+gathered in FP8 has no values; forward reads what was gathered, and backward transposes it.
 
 **What ranks share.** The largest magnitude of a weight that tensor parallelism cuts, so that
 "tensorwise" quantises it as one rank would. Activations and gradients have their own on every rank:
@@ -28,12 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from moecore._autograd import autocast_dtype, version
+from moecore._torch import autocast_dtype, unsafe_view, version
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import Both, amax, cast, operand
-from moecore.kernels.rows.scaling import ALIGNED, KINDS
+from moecore.kernels.rows.scaling import ALIGNED, KINDS, Operand
+from moecore.kernels.rows.shard_blocks import transpose_operand
 from moecore.memory.products import as_product
-from moecore.moe.params import local_param
+from moecore.moe.params import check_values, gathered_blocks, has_values, local_param
 from moecore.precision.history import AmaxHistory, OperandName, max_over_cut
 from moecore.precision.products import product
 from moecore.precision.recipe import Recipe
@@ -74,6 +76,8 @@ def _linear_fake(x_TK, weight_NK, *rest):  # type: ignore[no-untyped-def]
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TK, weight_NK, bias_N = inputs[:3]
     ctx.save_for_backward(weight_NK, *inputs[5:7], *inputs[9:11])
+    # A unit holds what it has gathered; with the weight autograd checks that it is still there.
+    ctx.gathered = None if has_values(weight_NK) else inputs[7:9]
     ctx.dy_seen = inputs[11]  # grows from one backward to the next, so autograd must not check it
     ctx.how = inputs[12:16]
     ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
@@ -82,7 +86,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     weight_NK, columns, column_scales, w_amax, dy_amax = ctx.saved_tensors
-    activation_kind, weight_kind, grad_fmt, power_of_two = ctx.how
+    activation_kind, _, grad_fmt, power_of_two = ctx.how
     x_dtype, weight_dtype, bias_dtype = ctx.dtypes
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     dx_TK = dweight_NK = dbias_N = None
@@ -97,9 +101,7 @@ def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         seen=ctx.dy_seen,
     )
     if dy.rows is not None:
-        how: dict[str, Any] = dict(power_of_two=power_of_two, rows=False, amax=w_amax)
-        weight = cast(weight_NK, weight_kind, **how).columns
-        assert weight is not None
+        weight = _weight_columns(ctx, weight_NK, w_amax)
         dx_TK = product(dy.rows, weight, x_dtype)[: dy_TN.shape[0]]
     if dy.columns is not None:
         x = operand(columns, column_scales, activation_kind, "e4m3")
@@ -107,6 +109,17 @@ def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     if wants_bias:
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx_TK, dweight_NK, dbias_N, *[None] * (ctx.num_inputs - 3)
+
+
+def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Operand:
+    """Return the weight as operand of the input gradient, summed over N."""
+    _, kind, _, power_of_two = ctx.how
+    if ctx.gathered is not None:
+        rows, scales = ctx.gathered
+        return transpose_operand(operand(rows, scales, kind, "e4m3"), weight_NK.shape[1])
+    both = cast(weight_NK, kind, power_of_two=power_of_two, rows=False, amax=amax)
+    assert both.columns is not None
+    return both.columns
 
 
 _linear_op = Op("fp8_linear", _linear, _linear_fake, setup_context=_save, backward=_linear_backward)
@@ -198,7 +211,7 @@ class Fp8Products:
         return y
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight_NK = local_param(weight)
+        weight_NK = local_param(weight, reads=False)
         _check(x, weight_NK)
         bias_N = None if bias is None else local_param(bias)
         with_grad = torch.is_grad_enabled()
@@ -209,15 +222,20 @@ class Fp8Products:
         if weight_amax is None and self.recipe.scaling == "tensorwise":
             weight_amax = shared_amax(weight)
         kinds = (KINDS[self.recipe.activation_block], KINDS[self.recipe.weight_block])
-        how: dict[str, Any] = dict(power_of_two=self.recipe.power_of_two, amax=weight_amax)
-        weight_both = cast(weight_NK, kinds[1], **how, columns=False, seen=seen.get("weight"))
+        if has_values(weight_NK):
+            how: dict[str, Any] = dict(power_of_two=self.recipe.power_of_two, amax=weight_amax)
+            weight_rows = cast(
+                weight_NK, kinds[1], **how, columns=False, seen=seen.get("weight")
+            ).rows
+        else:
+            weight_rows = _gathered_rows(weight, weight_NK, kinds[1])
         y_TN = _linear_op(
             x.reshape(-1, x.shape[-1]),
             weight_NK,
             bias_N,
             *_parts(x_both.rows),
             *_parts(x_both.columns, x),
-            *_parts(weight_both.rows),
+            *_parts(weight_rows),
             weight_amax,
             self._past("gradient"),
             seen.get("gradient"),
@@ -227,7 +245,7 @@ class Fp8Products:
             _output_dtype(x),
         )
         # No view, as of `nn.Linear`: what follows may change it in place.
-        y: Tensor = torch.ops.aten._unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
+        y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
         return y
 
     def _past(self, operand: OperandName) -> Tensor | None:
@@ -312,6 +330,15 @@ def _check(x: Tensor, weight_NK: Tensor) -> None:
             f"x ({list(x.shape)}) must have the columns of weight ({list(weight_NK.shape)}): "
             "correct x"
         )
+
+
+def _gathered_rows(weight: Tensor, weight_NK: Tensor, kind: str) -> Operand:
+    """Return what was gathered of a weight, as operand of the forward."""
+    found = None if torch.compiler.is_compiling() else gathered_blocks(weight)
+    if kind != "block" or found is None:
+        check_values(weight_NK)
+    assert found is not None, "it has values"
+    return found.as_operand()
 
 
 def _output_dtype(x: Tensor) -> torch.dtype:

@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from moecore._compat import scaled_mm
+from moecore._torch import scaled_mm
 from moecore.kernels.common import no_autocast
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import operand

@@ -4,14 +4,12 @@ Legend: T tokens of this rank, K experts per token.
 
 Note [pairing]. Activation checkpointing calls a layer again inside backward, when several forwards
 may wait for theirs, and the call must get the choices of its own forward. Autograd knows which one:
-the node that backward is at (the one that asks for recomputed tensors) was created in that forward,
-and nodes are numbered in the order of their creation. So a forward of the model notes the first and
-the last number, and a recompute belongs to the forward whose range holds the number of the current
-node. That holds for either kind of checkpointing and any order of backwards. Numbers are only
-comparable for nodes that this thread's forwards made. A backward that enters through the output of
-a replayed forward walks such nodes; a backward inside a recompute (nested reentrant checkpointing)
-does not. Hence a hook on the outputs notes which backwards enter there, and what the rule cannot
-identify is refused.
+the node that backward is at (the one that asks for recomputed tensors) lies behind an output of
+that forward. A forward writes itself into the nodes of its outputs. A hook on them notes where a
+backward enters, and the first recompute of that backward writes the forward into the nodes behind,
+up to those that have one. That holds for either kind of checkpointing and any order of backwards.
+The nodes of a backward inside a recompute (nested reentrant checkpointing) have no forward: what
+the rule cannot identify is refused.
 
 Note [late backward]. A backward may run after `with replay.replay(...)` has ended. The same hook
 then puts the choices back into the routers for as long as that backward runs.
@@ -20,23 +18,22 @@ then puts the choices back into the routers for as long as that backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import Node
 
-from moecore._autograd import (
+from moecore._torch import (
     call_after_backward,
-    current_backward,
-    current_node_number,
-    disable_dynamo,
+    current_node,
     is_recomputing,
-    next_node_number,
+    tree_leaves,
 )
 from moecore.moe.router import Router
 from moecore.rl.choices import Choices
+
+FORWARD = "moecore_forward"
 
 
 class Recorder:
@@ -49,14 +46,14 @@ class Recorder:
     def __init__(self, records: list[Tensor]) -> None:
         self.records = records
 
-    @disable_dynamo
+    @torch.compiler.disable
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
     ) -> Tensor | None:
         """Return None: the router chooses."""
         return None
 
-    @disable_dynamo
+    @torch.compiler.disable
     def took(self, ids_TK: Tensor) -> None:
         """Append the choice; a repeated forward of activation checkpointing is not another one."""
         if not is_recomputing():
@@ -66,12 +63,8 @@ class Recorder:
             self.records.append(ids_TK.clone(memory_format=torch.contiguous_format))
 
 
-@dataclass(slots=True, eq=False)
 class _Forward:
-    """One forward of the model: the numbers of the autograd nodes it made, [start, end)."""
-
-    start: int
-    end: int = -1  # while it runs
+    """One forward of the model, which `Node.metadata` has under `FORWARD`."""
 
 
 class Replay:
@@ -100,7 +93,7 @@ class Replay:
         self._used: dict[str, set[int]] = {n: set() for n in records}
         self._next: dict[str, int] = dict.fromkeys(records, 0)
         self._running: _Forward | None = None
-        self._backwards: set[int] = set()  # ids of those that entered through an output
+        self._entered: list[Node] = []  # by the running backward, and nothing behind is marked
         self._hooks: list[Any] = []
 
     def open(self) -> None:
@@ -158,12 +151,10 @@ class Replay:
 
     def _of_recompute(self, name: str) -> int:
         """See Note [pairing]."""
-        hits = []
-        if current_backward() in self._backwards:
-            number = current_node_number()
-            for forward, index in self._calls[name]:
-                if forward and forward.start <= number < forward.end:
-                    hits.append(index)
+        while self._entered:
+            _mark_behind(self._entered.pop())
+        own = _forward_of(current_node())
+        hits = [index for forward, index in self._calls[name] if forward and forward is own]
         if len(hits) == 1:
             return hits[0]
         if self.selected is not None:
@@ -174,7 +165,7 @@ class Replay:
             "before its backward, or use plain use_reentrant=False checkpointing"
         )
 
-    @disable_dynamo
+    @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Any) -> None:
         if is_recomputing():
             return
@@ -183,21 +174,24 @@ class Replay:
                 f"forward of {type(module).__name__} must not follow one that failed inside "
                 "replay(): leave it and start again"
             )
-        self._running = _Forward(next_node_number())
+        self._running = _Forward()
+        self._entered.clear()  # a backward has failed
 
-    @disable_dynamo
+    @torch.compiler.disable
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_recomputing() or self._running is None:
             return
-        self._running.end = next_node_number()
-        self._running = None
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                own: Any = leaf.grad_fn
+                own.metadata.setdefault(FORWARD, self._running)
                 leaf.register_hook(self._enter_backward)
+        self._running = None
 
     def _enter_backward(self, grad: Tensor) -> None:
         """Hook of a forward's output; see Note [late backward]."""
-        self._backwards.add(current_backward())
+        self._entered.append(current_node())
+        call_after_backward(self._entered.clear)
         if all(router.tape is tape for router, tape in self._tapes.items()):
             return
         refuse_taken(self.routers)
@@ -216,7 +210,7 @@ class _Player:
         self.replay = replay
         self.name = name
 
-    @disable_dynamo
+    @torch.compiler.disable
     def given(
         self, num_tokens: int, device: torch.device, own: Callable[[], Tensor]
     ) -> Tensor | None:
@@ -248,9 +242,24 @@ class _Player:
                 ids_TK = torch.where((ids_TK < 0).all(1, keepdim=True), own(), ids_TK)
         return ids_TK
 
-    @disable_dynamo
+    @torch.compiler.disable
     def took(self, ids_TK: Tensor) -> None:
         """Nothing to see: the choice is known."""
+
+
+def _forward_of(node: Any) -> _Forward | None:
+    found: _Forward | None = node.metadata.get(FORWARD)
+    return found
+
+
+def _mark_behind(node: Any) -> None:
+    """Write a node's forward into those behind it, up to those that have one."""
+    forward, nodes = _forward_of(node), [node]
+    while nodes:
+        for behind, _ in nodes.pop().next_functions:
+            if behind is not None and FORWARD not in behind.metadata:
+                behind.metadata[FORWARD] = forward
+                nodes.append(behind)
 
 
 def remove(tapes: Mapping[Router, Any]) -> None:

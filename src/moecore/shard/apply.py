@@ -1,7 +1,6 @@
 """A ShardPlan applied: the model's parameters become shards, its modules run units.
 
-Nothing is decided here: modules, placements, divisors and prefetch are the plan's. Experts that no
-other rank holds are left out (`shard/local_weights.py`): there is nothing to gather.
+Nothing is decided here: modules, placements, divisors and prefetch are the plan's.
 
 Note "gradient scale": every data rank r has its own loss L_r. In the "mean" convention a gradient
 is (1 / data_ranks) * sum_r dL_r/dw. Dense gradients sum over the dense FSDP ranks. Expert gradients
@@ -16,24 +15,37 @@ count, and every unit's divisor is 1.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from moecore.mesh import Meshes
 from moecore.moe.params import ParamReader
 from moecore.shard.buffers import Buffer
 from moecore.shard.engine import ENGINE, Engine
-from moecore.shard.local_weights import WholeWeights
+from moecore.shard.formats import Blocks, Cast, Format
+from moecore.shard.gradients import Gradients
+from moecore.shard.make import is_whole
 from moecore.shard.params import Owners, UnitParam
 from moecore.shard.plan import FlatLayout, ShardPlan, UnitPlan
-from moecore.shard.unit import Streams, Unit, UnitOptions
+from moecore.shard.streams import Streams
+from moecore.shard.turns import plan_buffers
+from moecore.shard.unit import Unit, UnitOptions
 
 # Of a root without parameters, which casts inputs all the same.
-NOTHING = FlatLayout(dtype="float32", ranks=1, slots=(), shard_numel=0, whole_numel=0)
-SUMS = 2  # buffers of gradients: one is filled while the other is reduced
+NOTHING = FlatLayout(
+    dtype="float32",
+    gathers="float32",
+    recipe=None,
+    ranks=1,
+    slots=(),
+    shard_numel=0,
+    whole_numel=0,
+)
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
@@ -48,29 +60,20 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
     made: dict[str, list[Unit]] = {}
     for planned in plan.units:
         modules: list[Any] = [model.get_submodule(name) for name in planned.modules]
-        if planned.role == "experts":
-            modules[0].reader = reader_of(planned)
         made[planned.name] = [
             _unit(planned, layout, modules, owners, meshes, streams)
-            for layout in (() if planned.whole else planned.layouts or (NOTHING,))
+            for layout in planned.layouts or (NOTHING,)
         ]
+        if planned.role == "experts":
+            modules[0].reader = ParamReader(keep=planned.stays)
     for planned in plan.units:
         for unit in made[planned.name]:
             unit.ahead_in_forward = [u for n in planned.forward_prefetch for u in made[n]]
             unit.ahead_in_backward = [u for n in planned.backward_prefetch for u in made[n]]
-    for role in ("block", "experts"):
-        turns = [made[u.name] for u in plan.units if u.role == role and not u.stays_unsharded]
-        _share_buffers([unit for units in turns for unit in units], made.values())
-    root, *units = [unit for planned in plan.units for unit in made[planned.name]]
-    setattr(model, ENGINE, Engine(model, [*units, root], streams))
+    _share_buffers(plan, made, streams)
+    root, *others = [unit for planned in plan.units for unit in made[planned.name]]
+    setattr(model, ENGINE, Engine(model, [*others, root], streams))
     _move_buffers(model, meshes.device_type)
-
-
-def reader_of(unit: UnitPlan) -> ParamReader:
-    """Return what reads the weights of a unit of experts."""
-    if unit.whole:
-        return WholeWeights(_dtype(unit.gather_dtype), unit.divisor, keep=unit.stays_unsharded)
-    return ParamReader(keep=unit.stays_unsharded, is_gathered=True)
 
 
 def _owners(model: nn.Module) -> dict[str, Owners]:
@@ -93,50 +96,63 @@ def _unit(
     meshes: Meshes,
     streams: Streams,
 ) -> Unit:
-    mesh = meshes.expert_fsdp if planned.mesh == "expert" else meshes.dense_fsdp
-    shards = mesh.ndim - 1
+    mesh = mesh_of(planned, meshes)
     gathered, reduced = _dtype(planned.gather_dtype), _dtype(planned.reduce_dtype)
+    is_cut = planned.strategy != "no_shard"
+    groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    group = groups.pop() if groups and is_cut else None
+    group = group if group is not None and group.size() > 1 else None
     return Unit(
         modules,
-        [UnitParam(slot, owners[slot.param], mesh) for slot in layout.slots],
+        [
+            UnitParam(slot, owners[slot.param], mesh, device_type=meshes.device_type, is_cut=is_cut)
+            for slot in layout.slots
+        ],
         layout=layout,
-        shard_group=mesh.get_group(shards) if mesh.size(shards) > 1 else None,
-        replica_group=mesh.get_group(0) if shards else None,
+        format=_format(layout, planned, group),
+        shard_group=group,
+        replicas=[group for group in groups if group.size() > 1],
         options=UnitOptions(
             name=planned.name or "the model",
-            compute_dtype=gathered,
             reduce_dtype=reduced or torch.float32,
             divisor=planned.divisor,
             cast_inputs=gathered if planned.casts_inputs else None,
-            stays=planned.stays_unsharded,
+            stays=planned.stays,
+            accumulates=planned.accumulates,
         ),
         streams=streams,
         device_type=meshes.device_type,
     )
 
 
-def _share_buffers(units: Sequence[Unit], everything: Iterable[Sequence[Unit]]) -> None:
-    """Let units take turns: as many buffers as units that any unit and those ahead of it need."""
-    own = set(units)
-    needed = [
-        len(own.intersection([unit, *ahead]))
-        for group in everything
-        for unit in group
-        for ahead in (unit.ahead_in_forward, unit.ahead_in_backward)
-    ]
-    for dtype in {unit.dtype for unit in units if unit.has_buffer}:
-        alike = [unit for unit in units if unit.has_buffer and unit.dtype == dtype]
-        size = max(unit.numel for unit in alike)
-        buffers = [Buffer(size, dtype) for _ in range(max(needed))]
-        for i, unit in enumerate(alike):
-            unit.buffer = buffers[i % len(buffers)]
-    sharded = [unit for unit in units if unit.is_sharded]
-    for dtype in {unit.options.reduce_dtype for unit in sharded}:
-        alike = [unit for unit in sharded if unit.options.reduce_dtype == dtype]
-        size = max(unit.numel for unit in alike)
-        sums = [Buffer(size, dtype) for _ in range(SUMS)]
-        for i, unit in enumerate(alike):
-            unit.sums = sums[i % SUMS]
+def mesh_of(unit: UnitPlan, meshes: Meshes) -> DeviceMesh | None:
+    """Return the data ranks that have a part in a unit; None = this rank alone, of experts."""
+    if unit.mesh == "dense":
+        return meshes.dense_fsdp
+    return None if is_whole(meshes) else meshes.expert_fsdp
+
+
+def _format(layout: FlatLayout, planned: UnitPlan, group: dist.ProcessGroup | None) -> Format:
+    """Return how a unit's shards become what is gathered."""
+    if layout.recipe is None:
+        return Cast(getattr(torch, layout.gathers))
+    dtype = _dtype(planned.gather_dtype or layout.dtype)
+    assert dtype is not None
+    return Blocks(dtype, power_of_two=layout.recipe.power_of_two, group=group)
+
+
+def _share_buffers(plan: ShardPlan, made: dict[str, list[Unit]], streams: Streams) -> None:
+    """Give units their memory, in which they may take turns."""
+    for planned in plan_buffers(plan):
+        units = [made[name][i] for name, i in planned.places]
+        if planned.holds == "weights":
+            weights = Buffer[Unit](planned.numel, units[0].dtype, streams.mark())
+            for unit in units:
+                unit.buffer = weights
+        else:
+            sums = Buffer[Gradients](planned.numel, getattr(torch, planned.dtype), streams.mark())
+            for unit in units:
+                unit.gradients.buffer = sums
 
 
 def _move_buffers(model: nn.Module, device_type: str) -> None:

@@ -6,31 +6,31 @@ autograd saves of them in forward is there again in backward, and CUDA graphs re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from moecore.shard.unit import Unit
+from moecore.shard.streams import Mark
+
+Holder = TypeVar("Holder")  # a unit, or its gradients
 
 
-class Buffer:
-    """One flat tensor and the unit whose values are in it.
+class Buffer(Generic[Holder]):
+    """One flat tensor, and whose values are in it.
 
     Args:
         numel: elements of the largest unit.
         dtype: of them.
+        mark: behind which it may be overwritten.
 
     Attributes:
-        holder: the unit that has it; None = nobody.
-        event: after which it may be overwritten; None = now.
+        holder: who has it; None = nobody.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        self.numel, self.dtype = numel, dtype
-        self.holder: Unit | None = None
-        self.event: torch.Event | None = None
+    def __init__(self, numel: int, dtype: torch.dtype, mark: Mark) -> None:
+        self.numel, self.dtype, self.mark = numel, dtype, mark
+        self.holder: Holder | None = None
         self._flat: Tensor | None = None
 
     def flat(self, device: torch.device) -> Tensor:

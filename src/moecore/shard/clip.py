@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore._autograd import mark
 from moecore._fields import MaxNorm, check_arguments
+from moecore._torch import foreach_mul_, foreach_norm, mark
 from moecore.shard.late_parameters import refuse_added
 
 
@@ -252,7 +252,7 @@ def _norms(params: list[nn.Parameter]) -> list[Tensor]:
             of_dtype.setdefault(param.grad.dtype, []).append(i)
     for dtype, places in of_dtype.items():
         grads = [_local(params[i].grad) for i in places]  # type: ignore[arg-type]
-        found = torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
+        found = foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
         for i, value in zip(places, found, strict=True):
             norms[i] = value
     # fp64 gradients keep their precision; all others are fp32 here.
@@ -292,7 +292,7 @@ def _scale(
         factor /= loss_scale.item()
     if factor != 1.0:
         grads = [_local(p.grad) for _, p in params if p.grad is not None]
-        torch._foreach_mul_([g for g in grads if g.numel()], factor)
+        foreach_mul_([g for g in grads if g.numel()], factor)
 
 
 def _warn_of(non_finite: tuple[str, ...]) -> None:

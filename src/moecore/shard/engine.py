@@ -7,8 +7,14 @@
 
 Outside of forward and backward modules hold their sharded parameters, so one rank alone may read
 them. Units that stay from forward to backward (`UnitOptions.stays`) keep their values meanwhile.
-All ranks free these by rules that they share: after a forward without gradients, or that failed,
-before every forward unless micro-batches of a step share them, at the end of a step.
+All ranks free and reduce these by rules that they share, which are counts:
+
+    to come     forwards with gradients that a step has announced and that have not begun
+    waiting     forwards of a unit's modules whose backward has not ended
+
+A step's micro-batches share what stays whole, and run in any order: a unit is reduced and freed
+when nothing is to come and nothing of it waits, or at the end of the micro-batches. A forward that
+is not announced is a step of its own: it gathers anew, and any backward reduces and frees all.
 """
 
 from __future__ import annotations
@@ -19,11 +25,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moecore._autograd import call_after_backward, continues, disable_dynamo, is_recomputing
+from moecore._torch import (
+    call_after_backward,
+    continues,
+    is_recomputing,
+    tree_leaves,
+    tree_map_only,
+    version,
+)
 from moecore.shard.progress import Progress
-from moecore.shard.unit import State, Streams, Unit
+from moecore.shard.streams import Streams
+from moecore.shard.unit import State, Unit
 
 ENGINE = "_moecore_engine"
 BORDER = "_moecore_border"
@@ -44,10 +57,11 @@ class Engine:
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], streams: Streams) -> None:
         self.units, self._root, self._streams = tuple(units), root, streams
-        self._staying = [unit for unit in units if unit.options.stays]
         self._depth = 0  # forwards of hooked modules that run, one in the other
-        self._is_shared = False  # what stays, by the micro-batches of a step until its last forward
-        self._is_last = False
+        self._outer: _Run | None = None  # of the outermost of these
+        self._in_step = False  # announced micro-batches share what stays whole
+        self._to_come = 0.0  # their forwards with gradients that have not begun
+        self._step = 0  # how many have ended or were dropped
         self._active: list[_Run] = []  # whose backward has begun
         self._in_backward = False  # or in one that has failed
         self.progress: Callable[[], Progress | None] = lambda: None
@@ -58,55 +72,77 @@ class Engine:
                 module.register_forward_hook(after, always_call=True)
 
     def free(self) -> None:
-        """Free all units. No communication."""
-        self._depth = 0
+        """Free all units; no backward is waited for. No communication."""
+        self._depth, self._outer = 0, None
         for unit in self.units:
-            unit.forwards = unit.backwards = unit.waiting = 0
+            unit.forwards = unit.backwards = 0
+            unit.waiting.clear()
+            unit.runs.clear()
             unit.free()
 
-    def start_micro_batch(self, *, is_last: bool) -> None:
-        """Announce a forward that shares what stays whole with the others of its step."""
-        if not self._is_shared:
+    def start_micro_batches(self, *, to_come: float) -> None:
+        """Announce micro-batches that share what stays whole with the others of their step.
+
+        Args:
+            to_come: forwards of the model with gradients until the last of the step has begun;
+                `math.inf` = more will be announced, 0 = whatever runs now is the last micro-batch.
+        """
+        if not self._in_step:
             self.free()
-        self._is_shared, self._is_last = True, is_last
-        self._reduce_next(is_last)
+        self._in_step, self._to_come = True, to_come
+
+    def end_micro_batches(self) -> None:
+        """End a step's micro-batches: reduce what waits for a backward that did not come, free all.
+
+        Collective, where such a forward is.
+        """
+        self._in_step, self._to_come = False, 0
+        for unit in reversed(self.units):
+            self._reduce(unit)
+        self._streams.join()
+        self.free()
+
+    def end_step(self) -> None:
+        """Free all units before weights change; a backward of a forward until now will raise."""
+        self._step += 1
+        self.free()
 
     def drop_step(self) -> None:
         """Free all units, and drop their gradients and their step's micro-batches."""
-        self._is_shared = self._is_last = False
+        self._in_step, self._to_come = False, 0
         progress = self.progress()
         if progress is not None:
             progress.restart()
-        self.free()
-        self._reduce_next(True)
+        self.end_step()
         for unit in self.units:
-            unit.drop_gradients()
+            unit.gradients.drop()
 
-    def _reduce_next(self, is_last: bool) -> None:
-        for unit in self._staying:
-            unit.reduces = is_last
-
-    @disable_dynamo
+    @torch.compiler.disable
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._depth and not is_recomputing():
             self._start(module)
             args, kwargs = self._streams.on_device((args, kwargs))
+        run = _Run(unit, module, self._step) if torch.is_grad_enabled() else None
+        if not self._depth:
+            self._outer = run
         self._depth += 1
         unit.forwards += 1
+        unit.runs.append(run)  # from here on `_after` ends what has begun
         is_first = module is unit.modules[0] and not is_recomputing()
         self._use(unit, unit.ahead_in_forward if is_first else ())
-        run = None
-        if torch.is_grad_enabled():
-            run = _Run(unit, module)
-            unit.waiting += 1
+        # A recomputed forward is of a backward that runs. Reentrant checkpoints have no gradients
+        # in forward: there the whole forward waits.
+        waits = None if is_recomputing() else run or self._outer
+        if waits is not None:
+            waits.wait_in(unit)
+        if run is not None:
             for leaf in _leaves((args, kwargs)):
                 if _has_grad(leaf) and not isinstance(leaf, nn.Parameter):  # these outlive steps
                     self._border(leaf).ends.append(run)
                     run.inputs += 1
-        unit.runs.append(run)
         return _cast((args, kwargs), unit.options.cast_inputs)
 
-    @disable_dynamo
+    @torch.compiler.disable
     def _after(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> None:
         if not unit.runs:  # the forward failed before its own hook
             return
@@ -129,25 +165,27 @@ class Engine:
                 "the last backward ended in an exception: gradients, counts and gathered weights "
                 "are those of half a step, so start again from a checkpoint, in new processes"
             )
-        if not self._is_shared:
+        if not self._in_step:
             self.free()
-        for unit in self.units:
-            unit.drop_events()  # the end of backward has waited for all of them
-            if unit.state is State.SHARDED:
-                unit.refresh()
+        with torch.no_grad():  # in which it costs a fifth to look at a DTensor's part
+            for unit in self.units:
+                unit.drop_marks()  # the end of backward has waited for all of them
+                if unit.state is State.SHARDED:
+                    unit.refresh()
         self._streams.start()
-        if module is self._root and self._is_last and torch.is_grad_enabled():
-            self._is_shared = self._is_last = False
+        if module is self._root and torch.is_grad_enabled():
+            self._to_come = max(0, self._to_come - 1)
 
     def _end(self, *, has_failed: bool) -> None:
         """End a forward that is in no other: what stays whole is not for the caller to see."""
-        if not torch.is_grad_enabled() or (has_failed and not self._is_shared):
+        self._outer = None
+        if not self._in_step and (has_failed or not torch.is_grad_enabled()):
             self.free()
             return
         for unit in self.units:
             unit.register(whole=False)
-            if unit.state is State.GATHERING:  # for a module that did not run
-                unit.free()
+            if unit.state is State.GATHERING and not self._shares(unit):
+                unit.free()  # gathered for a module that did not run
 
     def _use(self, unit: Unit, ahead: Sequence[Unit]) -> None:
         """Let modules have a unit's whole parameters, and begin to gather others."""
@@ -160,8 +198,8 @@ class Engine:
     def _border(self, leaf: Tensor) -> _Border:
         """Return what happens when the gradient of a value comes."""
         found: _Border | None = getattr(leaf, BORDER, None)
-        if found is None or found.version != leaf._version or found.engine is not self:
-            found = _Border(self, leaf._version, is_leaf=leaf.is_leaf)
+        if found is None or found.version != version(leaf) or found.engine is not self:
+            found = _Border(self, version(leaf), is_leaf=leaf.is_leaf)
             leaf.register_hook(found)
             setattr(leaf, BORDER, found)
         return found
@@ -179,6 +217,11 @@ class Engine:
             raise ValueError(
                 "backward must run within `with step.micro_batch():` of the model's TrainStep: "
                 "finish() counts micro-batches and ends their communication"
+            )
+        if run.step != self._step:
+            raise RuntimeError(
+                "backward must come before finish() or drop() of its forward's step, which change "
+                "weights or drop gradients: run the forward again"
             )
         if run.is_active:
             return
@@ -202,30 +245,43 @@ class Engine:
         if unit.in_use:
             return
         if not unit.options.stays:
-            if unit.has_all_gradients():
-                unit.reduce()
+            if unit.gradients.are_complete():
+                self._reduce(unit)
             unit.free()
-        elif unit.reduces and not unit.waiting and unit.has_all_gradients():
-            unit.reduce()
+        elif not (unit.waiting or self._to_come) and unit.gradients.are_complete():
+            self._reduce(unit)
             unit.free()
 
     def _close(self, run: _Run) -> None:
         run.is_active = False
         run.unit.backwards -= 1
-        run.unit.waiting -= 1
+        run.end_waiting()
 
     def _end_backward(self) -> None:
         for run in self._active:
             self._close(run)
         self._active.clear()
         for unit in reversed(self.units):
-            unit.reduce()
-            if unit.reduces or not unit.options.stays:
-                unit.free()
-            else:
+            self._reduce(unit)
+            if self._gets_more(unit):
                 unit.register(whole=False)
+            else:
+                unit.free()
         self._streams.join()
         self._in_backward = False
+
+    def _reduce(self, unit: Unit) -> None:
+        """Reduce gradients, or add them to those of the step where it will bring more."""
+        unit.gradients.reduces = not (unit.options.accumulates and self._gets_more(unit))
+        unit.gradients.reduce()
+
+    def _gets_more(self, unit: Unit) -> bool:
+        """Whether later backwards of a step need a unit as it is."""
+        return self._shares(unit) and bool(unit.waiting or self._to_come)
+
+    def _shares(self, unit: Unit) -> bool:
+        """Whether forwards of a step share a unit."""
+        return self._in_step and unit.options.stays
 
 
 class _Run:
@@ -234,16 +290,29 @@ class _Run:
     Attributes:
         unit: of the module.
         module: that ran.
+        step: of the engine, in which it ran.
         inputs: that need a gradient.
         is_active: whether its backward has begun and not ended.
         pending: inputs whose gradient has not come in it.
     """
 
-    __slots__ = ("inputs", "is_active", "module", "pending", "unit")
+    __slots__ = ("_waits_in", "inputs", "is_active", "module", "pending", "step", "unit")
 
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
-        self.unit, self.module = unit, module
+    def __init__(self, unit: Unit, module: nn.Module, step: int) -> None:
+        self.unit, self.module, self.step = unit, module, step
         self.inputs, self.is_active, self.pending = 0, False, 0
+        self._waits_in: list[Unit] = []
+
+    def wait_in(self, unit: Unit) -> None:
+        """Let a unit know that a backward of this forward is to come."""
+        unit.waiting.add(self)
+        self._waits_in.append(unit)
+
+    def end_waiting(self) -> None:
+        """Let units know that it has come."""
+        for unit in self._waits_in:
+            unit.waiting.discard(self)
+        self._waits_in.clear()
 
 
 class _Border:
@@ -254,7 +323,7 @@ class _Border:
         version: of the value, which a change in place would make another one.
         ends: forwards that read it.
         begins: forwards that returned it.
-        is_leaf: whether steps may share it: then each backward drops what it has ended.
+        is_leaf: whether forwards may share it: then each backward drops what waits for none.
     """
 
     __slots__ = ("begins", "ends", "engine", "is_leaf", "version")
@@ -272,7 +341,7 @@ class _Border:
         for run in self.ends:
             self.engine.end(run)
         if self.is_leaf:
-            self.ends = []
+            self.ends = [run for run in self.ends if run in run.unit.waiting]
         for run in self.begins:
             self.engine.begin(run)
 

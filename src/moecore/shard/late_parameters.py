@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moecore._autograd import has_accumulate_hooks
+from moecore._torch import has_accumulate_hooks
 from moecore.shard.engine import engines_of
 
 

@@ -23,33 +23,51 @@ offsets 0 and 384, whole offsets 0 and 1536, 512 elements of a shard, 2048 of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
+
+from moecore.precision.recipe import Recipe
 from moecore.shard.plan import FlatLayout, FlatSlot, ParamPlan
 
 ALIGNMENT = 128  # elements
 
 
-def flat_layouts(params: Iterable[ParamPlan], *, ranks: int) -> tuple[FlatLayout, ...]:
-    """Return where the parameters of a unit lie: a layout for each dtype in which some are stored.
+def flat_layouts(
+    params: Iterable[ParamPlan],
+    *,
+    ranks: int,
+    gather_dtype: str | None = None,
+    recipes: Mapping[str, Recipe] | None = None,
+) -> tuple[FlatLayout, ...]:
+    """Return where the parameters of a unit lie: a layout for those that are gathered alike.
 
     Args:
         params: in order.
         ranks: over which the unit is sharded.
+        gather_dtype: of floating ones; None = that in which they are stored.
+        recipes: of those that are gathered in FP8, by name.
     """
-    of_dtype: dict[str, list[ParamPlan]] = {}
+    alike: dict[tuple[str, str, Recipe | None], list[ParamPlan]] = {}
     for param in params:
-        of_dtype.setdefault(param.dtype, []).append(param)
-    return tuple(_flat_layout(dtype, alike, ranks) for dtype, alike in of_dtype.items())
+        recipe, gathers = (recipes or {}).get(param.name), param.dtype
+        if recipe is not None:
+            gathers = "float8_e4m3fn"
+        elif gather_dtype is not None and getattr(torch, param.dtype).is_floating_point:
+            gathers = gather_dtype
+        alike.setdefault((param.dtype, gathers, recipe), []).append(param)
+    return tuple(_flat_layout(*how, params, ranks) for how, params in alike.items())
 
 
-def _flat_layout(dtype: str, params: Iterable[ParamPlan], ranks: int) -> FlatLayout:
+def _flat_layout(
+    dtype: str, gathers: str, recipe: Recipe | None, params: Iterable[ParamPlan], ranks: int
+) -> FlatLayout:
     slots, offset = [], 0
     for param in params:
         dim, shape = 0, list(param.computed_shape())
         if param.data_placement is not None and param.data_placement.dim is not None:
             dim = param.data_placement.dim
-        shape[dim] = -(-shape[dim] // ranks)
+        whole, shape[dim] = math.prod(shape), -(-shape[dim] // ranks)
         numel = math.prod(shape)
         slots.append(
             FlatSlot(
@@ -59,9 +77,16 @@ def _flat_layout(dtype: str, params: Iterable[ParamPlan], ranks: int) -> FlatLay
                 shard_offset=offset,
                 shard_numel=numel,
                 whole_offset=offset * ranks,
+                numel=whole,
             )
         )
         offset += -(-numel // ALIGNMENT) * ALIGNMENT
     return FlatLayout(
-        dtype=dtype, ranks=ranks, slots=tuple(slots), shard_numel=offset, whole_numel=offset * ranks
+        dtype=dtype,
+        gathers=gathers,
+        recipe=recipe,
+        ranks=ranks,
+        slots=tuple(slots),
+        shard_numel=offset,
+        whole_numel=offset * ranks,
     )

@@ -20,11 +20,13 @@ from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.precision.apply import check_precision
+from moecore.precision.recipe import Recipe
 from moecore.request import Request, is_cut, roles_of
 from moecore.shard.dispatcher import choose_dispatcher
+from moecore.shard.fp8_gather import gathered_recipes
 from moecore.shard.kinds import kinds
 from moecore.shard.layout import flat_layouts
-from moecore.shard.options import FSDPOptions
+from moecore.shard.options import FSDPOptions, Strategy
 from moecore.shard.plan import (
     AxisPlacement,
     LayerPlan,
@@ -59,16 +61,19 @@ def make_plan(model: nn.Module, layers: Layers, request: Request) -> ShardPlan:
     """
     copies = copy_modules(model, on_meta)
     twin = copies[model]
-    cut_model(twin, {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}, request.meshes)
-    linears = {} if request.precision is None else check_precision(twin, request.precision)
-    maker = _Maker(twin, request)
+    twins = {n: cast(RoutedLayer, copies[m]) for n, m in layers.items()}
+    cut_model(twin, twins, request.meshes)
+    found = {} if request.precision is None else check_precision(twin, request.precision)
+    linears = {name: linear.recipe for name, linear in found.items() if linear.recipe}
+    recipes = gathered_recipes(twin, twins, linears, request)
+    maker = _Maker(twin, twins, request, recipes)
     dispatcher, reason = choose_dispatcher(request)
     return ShardPlan(
         model=type(model).__name__,
         device_type=request.meshes.device_type,
         parallel=request.meshes.parallel,
         layers=tuple(_layer(name, layer, request) for name, layer in layers.items()),
-        linears=tuple((n, found.recipe) for n, found in linears.items() if found.recipe),
+        linears=tuple(linears.items()),
         params=tuple(maker.params.values()),
         units=tuple(maker.units()),
         blocks=tuple(maker.names[block] for block in maker.found.blocks),
@@ -94,7 +99,7 @@ def cut_model(model: nn.Module, layers: Layers, meshes: Meshes) -> None:
 
 
 def is_whole(meshes: Meshes) -> bool:
-    """Whether a rank's experts are no other rank's: see `shard/local_weights.py`."""
+    """Whether a rank's experts are no other rank's."""
     return meshes.parallel.edp_replicate * meshes.parallel.edp_shard == 1
 
 
@@ -116,17 +121,28 @@ class _Maker:
 
     Args:
         model: cut.
+        layers: its MoE layers by name.
         request: the call.
+        recipes: of the parameters that are gathered in FP8, by name.
     """
 
-    def __init__(self, model: nn.Module, request: Request) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Layers, request: Request, recipes: Mapping[str, Recipe]
+    ) -> None:
         self.model, self.options, self.meshes = model, request.fsdp, request.meshes
+        self.recipes = recipes
         self.divisor = float(self.meshes.data_ranks) if request.loss == "mean" else 1.0
         self.names = {module: name for name, module in model.named_modules()}
         self.places = {module: i for i, module in enumerate(self.names)}
         self.name_of = {param: name for name, param in model.named_parameters()}
         self.found = find_units(model, self.options)
+        self.in_fp8 = {  # quantised as they are stored, unless they are gathered
+            layer.part("experts")
+            for name, layer in layers.items()
+            if request.recipe_of(name, layer, "experts") is not None
+        }
         self.owned = self._owned()
+        self.role_of = {p: role for role, _, params in self.owned.values() for p in params}
         check_parameters(self.owned, self.name_of, self.options, whole=is_whole(self.meshes))
         self.params = self._params()
 
@@ -182,10 +198,13 @@ class _Maker:
             ]
         if experts is not None and is_whole(self.meshes):
             return tuple(inner)
-        mesh, dim = self.meshes.dense_fsdp, 0
+        mesh: Any = self.meshes.dense_fsdp
+        dim: int | None = 0
         if experts is not None:
             mesh, dim = self.meshes.expert_fsdp, expert_dim(experts, param, self.meshes)
         *replicates, (axis, size) = _axes(mesh)
+        if self.strategy_of(self.role_of[param]) == "no_shard":
+            dim = None
         outer = [AxisPlacement(axis=name, size=n, dim=None) for name, n in replicates]
         return (*outer, AxisPlacement(axis=axis, size=size, dim=dim), *inner)
 
@@ -213,10 +232,12 @@ class _Maker:
         options = self.options
         role, modules, owned = self.owned[first]
         mesh: View = "expert" if role == "experts" else "dense"
-        gathered = None if role == "routers" else options.param_dtype
+        keeps = role == "routers" or (is_whole(self.meshes) and first in self.in_fp8)
+        gathered = None if keeps else options.param_dtype
         reduced = torch.float32 if role == "routers" else options.reduce_dtype
-        reshards = {"block": options.reshard_after_forward, "experts": options.reshards_experts}
+        strategy = self.strategy_of(role)
         params = [self.params[self.name_of[param]] for param in owned]
+        gather_dtype = None if gathered is None else dtype_name(gathered)
         fsdp_mesh = self.meshes.expert_fsdp if mesh == "expert" else self.meshes.dense_fsdp
         return UnitPlan(
             name=self.names[first],
@@ -224,18 +245,29 @@ class _Maker:
             mesh=mesh,
             modules=tuple(self.names[module] for module in modules),
             params=tuple(param.name for param in params),
-            gather_dtype=None if gathered is None else dtype_name(gathered),
+            gather_dtype=gather_dtype,
             reduce_dtype=dtype_name(reduced),
             divisor=self.divisor,
             # The experts' inputs hold fp32 routing weights that a cast would round; a head's are
             # as the blocks left them.
             casts_inputs=role in ("block", "root"),
-            stays_unsharded=not reshards.get(role, False),
-            whole=role == "experts" and is_whole(self.meshes),
+            strategy=strategy,
             forward_prefetch=tuple(self.names[unit] for unit in forward),
             backward_prefetch=tuple(self.names[unit] for unit in backward),
-            layouts=flat_layouts(params, ranks=_axes(fsdp_mesh)[-1][1]),
+            layouts=flat_layouts(
+                params,
+                ranks=1 if strategy == "no_shard" else fsdp_mesh.size(fsdp_mesh.ndim - 1),
+                gather_dtype=gather_dtype,
+                recipes=self.recipes,
+            ),
         )
+
+    def strategy_of(self, role: UnitRole) -> Strategy:
+        """Return what is sharded of the units of a role."""
+        options = self.options
+        if role == "experts":
+            return options.experts_strategy or options.dense_strategy
+        return options.dense_strategy if role == "block" else options.embedding_strategy
 
 
 def check_parameters(

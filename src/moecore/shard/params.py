@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moecore._autograd import call_accumulate_hooks
-from moecore._distributed import StridedShard, concatenate, local_of, wrapped_like
+from moecore._torch import StridedShard, call_accumulate_hooks, local_of, wrapped_like
+from moecore.mesh import concatenate
 from moecore.shard.plan import FlatSlot
 
 Owners = list[tuple[nn.Module, str]]  # modules, and their attributes that are one parameter
@@ -28,7 +28,9 @@ class UnitParam:
     Args:
         slot: its place in the unit's buffers.
         owners: where it stands.
-        mesh: (replicate, shard) or (shard).
+        mesh: (replicate, shard) or (shard); None = no other data rank has a part in it.
+        device_type: on which it is trained.
+        is_cut: whether the ranks of the mesh's last dim have parts of it, or all of it each.
 
     Attributes:
         sharded: see above.
@@ -40,13 +42,24 @@ class UnitParam:
         rank: this one of them.
     """
 
-    def __init__(self, slot: FlatSlot, owners: Owners, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        slot: FlatSlot,
+        owners: Owners,
+        mesh: DeviceMesh | None,
+        *,
+        device_type: str,
+        is_cut: bool,
+    ) -> None:
         self.slot, self.owners = slot, owners
         dim, chunk = slot.dim, slot.rows
         module, attribute = owners[0]
         param = module._parameters[attribute]
         assert param is not None, "units are made of parameters"
-        self.num_ranks, self.rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        self.num_ranks, self.rank = 1, 0
+        if mesh is not None and is_cut:
+            self.num_ranks = mesh.size(mesh.ndim - 1)
+            self.rank = mesh.get_local_rank(mesh.ndim - 1)
         self._inner = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
         data = local_of(param.detach())
         self.shape = data.shape
@@ -54,11 +67,11 @@ class UnitParam:
         self.shard_shape = (*self.shape[:dim], chunk, *self.shape[dim + 1 :])
         start = min(self.rank * chunk, self.shape[dim])
         own = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
-        self._place = _placements(param, dim, mesh)
-        own = own.to(mesh.device_type) if not own.is_meta else own
+        own = own.to(device_type) if not own.is_meta else own
         shard = own.clone(memory_format=torch.contiguous_format)
+        place = _placements(param, dim if is_cut else None, mesh)
         sharded = DTensor.from_local(
-            shard, *self._place, run_check=False, shape=param.shape, stride=param.stride()
+            shard, *place, run_check=False, shape=param.shape, stride=param.stride()
         )
         self.sharded = nn.Parameter(sharded, requires_grad=param.requires_grad)
         self.shard = local_of(self.sharded)
@@ -84,7 +97,7 @@ class UnitParam:
         """Take the parameter that stands in the module now; return whether its memory changed."""
         module, attribute = self.owners[0]
         found = module._parameters[attribute]
-        if found is self.sharded and local_of(found) is self.shard:
+        if found is self.sharded and _same_memory(local_of(found), self.shard):
             return False
         if not isinstance(found, DTensor) or found.shape != self.sharded.shape:
             raise ValueError(
@@ -95,8 +108,12 @@ class UnitParam:
         self.register(self.sharded)  # at its other owners too
         return True
 
-    def make_whole(self, data: Tensor) -> None:
-        """Make the whole parameter of its memory, once; it counts its own changes."""
+    def make_whole(self, data: Tensor) -> list[Tensor]:
+        """Make the whole parameter of its memory.
+
+        Returns:
+            The tensors of it that count their own changes: a DTensor, and its part.
+        """
         local = data.data
         if self._inner is not None:
             local = DTensor.from_local(
@@ -107,6 +124,7 @@ class UnitParam:
                 stride=self._inner_stride,
             )
         self.whole = nn.Parameter(local, requires_grad=self.sharded.requires_grad)
+        return [self.whole] if self._inner is None else [self.whole, local_of(self.whole)]
 
     def take_grad(self) -> Tensor | None:
         """Return the gradient of the whole parameter, and drop it there. May communicate.
@@ -137,17 +155,32 @@ class UnitParam:
         call_accumulate_hooks(self.sharded)
 
 
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two parts are one, which torch may return as another object each time."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.device == b.device)
+
+
 def _placements(
-    param: Tensor, dim: int, mesh: DeviceMesh
+    param: Tensor, dim: int | None, mesh: DeviceMesh | None
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return where the sharded parameter lies: over data ranks, then as it was before."""
-    replicas = (Replicate(),) * (mesh.ndim - 1)
-    if not isinstance(param, DTensor):
-        return mesh, (*replicas, Shard(dim))
-    inner, cuts = param.device_mesh, 1
-    for mesh_dim, placement in enumerate(param.placements):
-        if not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
-            cuts *= inner.size(mesh_dim)
-    # Tensor and expert parallelism have cut the dim first.
-    own = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
-    return concatenate([mesh, inner]), (*replicas, own, *param.placements)
+    """Return where the sharded parameter lies: over data ranks, then as it was before.
+
+    Args:
+        param: cut over tp, ep and etp.
+        dim: that data ranks cut; None = each has all of it.
+        mesh: of these ranks; None = the parameter lies as it did.
+    """
+    inner = param.device_mesh if isinstance(param, DTensor) else None
+    before = param.placements if isinstance(param, DTensor) else ()
+    if mesh is None:
+        assert inner is not None, "only experts have no mesh of data ranks, and these are DTensors"
+        return inner, before
+    own: list[Placement] = [Replicate()] * mesh.ndim
+    if dim is not None:
+        cuts = 1
+        for mesh_dim, placement in enumerate(before):
+            if inner is not None and not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
+                cuts *= inner.size(mesh_dim)
+        # Tensor and expert parallelism have cut the dim first.
+        own[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
+    return (mesh if inner is None else concatenate([mesh, inner])), (*own, *before)

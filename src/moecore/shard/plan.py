@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 from moecore.mesh import DENSE_DIMS, EXPERT_DIMS, ParallelConfig
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Role
+from moecore.shard.options import Strategy
 
 T = TypeVar("T")
 View = Literal["dense", "expert"]
@@ -82,9 +83,14 @@ class ParamPlan:
 
     @property
     def data_placement(self) -> AxisPlacement | None:
-        """The placement that data ranks cut; None for experts that one rank holds whole."""
+        """The placement that data ranks cut; None where each has all of it."""
         found = (p for p in self.placements if p.axis in DATA_AXES and p.dim is not None)
         return next(found, None)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether its gradient is summed over ranks; not of experts that one rank alone has."""
+        return any(p.axis in DATA_AXES and p.size > 1 for p in self.placements)
 
     def local_shape(self, coordinate: Coordinate | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's part; by default of the first rank's, which is the largest.
@@ -115,6 +121,7 @@ class FlatSlot:
         shard_offset: of its padded shard in the flat shard.
         shard_numel: of its padded shard.
         whole_offset: of all its padded shards, one after the other, in the flat unsharded buffer.
+        numel: of the whole parameter.
     """
 
     param: str
@@ -123,14 +130,17 @@ class FlatSlot:
     shard_offset: int
     shard_numel: int
     whole_offset: int
+    numel: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatLayout:
-    """How a unit's parameters of one dtype lie in flat buffers; see `shard/layout.py`.
+    """How a unit's parameters of one kind lie in flat buffers; see `shard/layout.py`.
 
     Attributes:
-        dtype: in which they are stored; they may be gathered in another one.
+        dtype: in which they are stored.
+        gathers: in which they are gathered.
+        recipe: by which they are quantised for that; None = they are cast.
         ranks: over which the unit is sharded.
         slots: one per parameter, in the unit's order.
         shard_numel: elements of the flat shard of a rank.
@@ -138,10 +148,23 @@ class FlatLayout:
     """
 
     dtype: str
+    gathers: str
+    recipe: Recipe | None
     ranks: int
     slots: tuple[FlatSlot, ...]
     shard_numel: int
     whole_numel: int
+
+    @property
+    def has_buffer(self) -> bool:
+        """Whether whole parameters are not a rank's shards themselves."""
+        return bool(self.slots) and (self.ranks > 1 or self.gathers != self.dtype)
+
+    @property
+    def buffer_numel(self) -> int:
+        """Elements of its buffer: whole parameters that are cut along a dim > 0 lie behind all."""
+        beside = sum(slot.numel for slot in self.slots if slot.dim > 0 and self.ranks > 1)
+        return self.whole_numel + beside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,18 +177,18 @@ class UnitPlan:
         mesh: the view over whose data ranks it is sharded.
         modules: the modules whose forward gathers it.
         params: names, in the order of the model. Each parameter is in exactly one unit.
-        gather_dtype: in which it is gathered and computed with; None = each parameter's own.
+        gather_dtype: in which it is computed with, and gathered but for layouts in FP8; None = each
+            parameter's own.
         reduce_dtype: in which gradients are summed over ranks.
         divisor: of the sum: see the note "gradient scale" in `shard/apply.py`.
         casts_inputs: whether floating point inputs of its forward are cast to `gather_dtype`.
-        stays_unsharded: from forward to backward, or for `whole` ones: their casts stay.
-        whole: experts that one rank holds whole: nothing is gathered or reduced.
+        strategy: what is sharded, see `FSDPOptions`.
         forward_prefetch: units that are gathered when it is used in forward, in order; () = none,
             or with `FSDPOptions.prefetch_blocks` 0 the engine's own order.
         backward_prefetch: the same for backward. Of a head that is not the last unit () stands for
             what ran before it in forward.
         layouts: of its flat buffers, one for each dtype of its parameters: several only where some
-            are frozen, or whole experts.
+            are frozen, whole experts, or gathered in FP8.
     """
 
     name: str
@@ -177,11 +200,20 @@ class UnitPlan:
     reduce_dtype: str
     divisor: float
     casts_inputs: bool
-    stays_unsharded: bool
-    whole: bool
+    strategy: Strategy
     forward_prefetch: tuple[str, ...]
     backward_prefetch: tuple[str, ...]
     layouts: tuple[FlatLayout, ...]
+
+    @property
+    def stays(self) -> bool:
+        """Whether its parameters stay whole from forward to backward."""
+        return self.strategy != "optim_grads_params"
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether its gradients are reduced by the last micro-batch of a step."""
+        return self.strategy in ("no_shard", "optim")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,7 @@
-"""ShardPlan -> bytes on one rank: what it stores, and what is whole for a while."""
+"""ShardPlan -> bytes on one rank: what it stores, and its buffers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 
 from moecore._fields import CountOrZero, check_arguments
 from moecore.shard.plan import ParamPlan, ShardPlan, UnitPlan, UnitRole
+from moecore.shard.turns import plan_buffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class RoleBytes:
         num_units: how many.
         parameters: this rank's parts, as they are stored.
         gradients: this rank's parts of the gradients, in the parameters' dtype.
-        gathered: all of them all-gathered at once; of experts that are whole, their casts.
+        gathered: all of them all-gathered, or cast, at once.
     """
 
     role: UnitRole
@@ -37,16 +37,15 @@ class RankBytes:
 
     Attributes:
         roles: by role, in the order of the units.
-        resident: gathered parameters that stay from forward to backward.
-        most_gathered: most gathered parameters at once: resident ones, those in use, and those that
-            are gathered ahead.
-        most_unreduced: the largest unit's whole gradients, in the dtype in which they are reduced.
+        weights: buffers of whole parameters, kept from the first step on.
+        sums: buffers of gradients, in which units that are freed take turns; kept likewise.
+        accumulated: sums of the other units, while micro-batches of a step add up.
     """
 
     roles: tuple[RoleBytes, ...]
-    resident: int
-    most_gathered: int
-    most_unreduced: int
+    weights: int
+    sums: int
+    accumulated: int
 
     @property
     def parameters(self) -> int:
@@ -72,8 +71,6 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
     check_arguments(rank_bytes, locals())
     coordinate, params = plan.coordinate(rank), {param.name: param for param in plan.params}
     own = {unit.name: [params[name] for name in unit.params] for unit in plan.units}
-    gathered = {unit.name: _gathered(unit) for unit in plan.units}
-    resident = {unit.name for unit in plan.units if unit.stays_unsharded}
     roles = []
     for role in dict.fromkeys(unit.role for unit in plan.units):
         units = [unit for unit in plan.units if unit.role == role]
@@ -84,41 +81,31 @@ def rank_bytes(plan: ShardPlan, rank: CountOrZero = 0) -> RankBytes:
                 num_units=len(units),
                 parameters=sum(p.num_bytes(coordinate) for p in held),
                 gradients=sum(p.num_bytes(coordinate) for p in held if p.trainable),
-                gathered=sum(gathered[unit.name] for unit in units),
+                gathered=sum(_gathered(unit) for unit in units),
             )
         )
-    at_once = (resident | set(_in_use(plan, unit)) for unit in plan.units)
+    buffers = list(plan_buffers(plan))
+    weights = sum(buffer.num_bytes for buffer in buffers if buffer.holds == "weights")
     return RankBytes(
         roles=tuple(roles),
-        resident=sum(gathered[name] for name in resident),
-        most_gathered=max(sum(gathered[name] for name in names) for names in at_once),
-        most_unreduced=max(_unreduced(unit, own[unit.name]) for unit in plan.units),
+        weights=weights,
+        sums=sum(buffer.num_bytes for buffer in buffers) - weights,
+        accumulated=sum(_sums(unit, own[unit.name]) for unit in plan.units if unit.accumulates),
     )
 
 
 def _gathered(unit: UnitPlan) -> int:
     """Return the bytes of a unit's unsharded parameters, padding included."""
-    total = 0
-    for layout in unit.layouts:
-        stored = getattr(torch, layout.dtype)
-        dtype = getattr(torch, unit.gather_dtype or layout.dtype)
-        dtype = dtype if stored.is_floating_point else stored
-        if not unit.whole or dtype != stored:  # whole ones are computed with as they are
-            total += layout.whole_numel * dtype.itemsize
-    return int(total)
+    layouts = (layout for layout in unit.layouts if layout.has_buffer)
+    return sum(layout.whole_numel * _itemsize(layout.gathers) for layout in layouts)
 
 
-def _unreduced(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
-    itemsize = getattr(torch, unit.reduce_dtype).itemsize
-    trained = (p for p in params if p.trainable and not unit.whole)
-    return int(sum(math.prod(p.computed_shape()) for p in trained) * itemsize)
+def _sums(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
+    """Return the bytes of a unit's sums of gradients."""
+    trained = {param.name for param in params if param.trainable}
+    layouts = [la for la in unit.layouts if any(slot.param in trained for slot in la.slots)]
+    return sum(layout.buffer_numel for layout in layouts) * _itemsize(unit.reduce_dtype)
 
 
-def _in_use(plan: ShardPlan, unit: UnitPlan) -> Iterable[str]:
-    """Return the units that are gathered while one computes: also those around it, and ahead."""
-    first = unit.modules[0]
-    yield unit.name
-    yield from unit.forward_prefetch
-    for other in plan.units:
-        if any(first.startswith(f"{module}.") for module in other.modules):
-            yield other.name
+def _itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from moecore._distributed import all_gather_single, is_gloo, reduce_scatter_single
+from moecore._torch import all_gather_single, foreach_copy_, is_gloo, reduce_scatter_single
 
 
 class Transport(Protocol):
@@ -74,7 +74,7 @@ class Packed:
         all_gather_single(everything, own, group=self._group)
         sizes = [shard.numel() for shard in shards]
         parts = everything.view(ranks, -1).split(sizes, dim=1)
-        torch._foreach_copy_([region.view(ranks, -1) for region in regions], list(parts))
+        foreach_copy_([region.view(ranks, -1) for region in regions], list(parts))
 
     def reduce(self, shards: list[Tensor], regions: list[Tensor]) -> None:
         """As of `Transport`."""
@@ -82,7 +82,7 @@ class Packed:
         everything = torch.cat([region.view(ranks, -1) for region in regions], dim=1)
         own = everything.new_empty(everything.shape[1])
         reduce_scatter_single(own, everything.flatten(), group=self._group)
-        torch._foreach_copy_(shards, list(own.split([shard.numel() for shard in shards])))
+        foreach_copy_(shards, list(own.split([shard.numel() for shard in shards])))
 
 
 def transport_of(group: dist.ProcessGroup, device_type: str) -> Transport:

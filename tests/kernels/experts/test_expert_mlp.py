@@ -211,7 +211,7 @@ class Sink:
         self.add_to, self.closed = add_to, 0
 
     def open(self) -> GradTarget:
-        return GradTarget(self.add_to)
+        return GradTarget(self.add_to, adds=True)
 
     def close(self, grad: Tensor) -> None:
         assert grad is self.add_to

@@ -105,9 +105,9 @@ def test_wgrad(name: str, sizes: tuple[int, int], target: str, device: str) -> N
     x, y = tiles_of(tiles, M, device), tiles_of(tiles, N, device)
     dtype = torch.bfloat16 if "bf16" in target else torch.float32
     before = torch.randn(e, M, N, device=device).to(dtype)
-    add_to = before.clone() if "add" in target else None
-    got = fp8_wgrad(x, y, tiles, add_to=add_to, dtype=dtype, scale=0.5)
-    assert got.dtype == dtype and (add_to is None or got is add_to)
+    out, adds = before.clone(), "add" in target
+    got = fp8_wgrad(x, y, tiles, out=out, adds=adds, dtype=dtype, scale=0.5)
+    assert got.dtype == dtype and got is out
     wide = [
         t.values_tC.double() * t.scales_tB.repeat_interleave(128, 1)[:, :, None] for t in (x, y)
     ]
@@ -117,15 +117,13 @@ def test_wgrad(name: str, sizes: tuple[int, int], target: str, device: str) -> N
         left, right = (w[first:last].transpose(0, 1).flatten(1) for w in wide)
         exact[i], terms[i] = left @ right.T / 2, left.abs() @ right.abs().T / 2
         first = last
-    if add_to is not None:
+    if adds:
         exact += before
         terms += before.abs() * 2**-12
     rounding = 2**-22
     if dtype == torch.bfloat16:
         rounding = 2**-7 if device == "cpu" else 2**-8  # the interpreter cuts, not rounds
     assert ((got.double() - exact).abs() <= exact.abs() * rounding + terms * TERMS).all()
-    again = fp8_wgrad(
-        x, y, tiles, add_to=before if add_to is not None else None, dtype=dtype, scale=0.5
-    )
+    again = fp8_wgrad(x, y, tiles, out=before if adds else None, adds=adds, dtype=dtype, scale=0.5)
     assert torch.equal(got, again)
     assert torch.isfinite(fp8_wgrad_ref(x, y, tiles)).all()

@@ -68,10 +68,12 @@ def test_path_without_hopper(name: str, gather: bool, transposed: bool) -> None:
     expected = grouped_wgrad_ref(*args, **how)
     torch.testing.assert_close(grouped_wgrad(*args, **how), expected, rtol=1e-4, atol=1e-4)
     main = torch.ones_like(expected)
-    assert grouped_wgrad(*args, **how, add_to=main) is main
+    assert grouped_wgrad(*args, **how, out=main, adds=True) is main
     torch.testing.assert_close(main, 1 + expected, rtol=1e-4, atol=1e-4)
-    grouped_wgrad(*args, **how, add_to=main, scale=0.3)
+    grouped_wgrad(*args, **how, out=main, adds=True, scale=0.3)
     torch.testing.assert_close(main, 1 + 1.3 * expected, rtol=1e-4, atol=1e-4)
+    assert grouped_wgrad(*args, **how, out=main, scale=0.3) is main
+    torch.testing.assert_close(main, 0.3 * expected, rtol=1e-4, atol=1e-4)
     scaled = grouped_wgrad(*args, **how, dtype=torch.float64, scale=0.3)
     assert scaled.dtype == torch.float64
     torch.testing.assert_close(scaled, 0.3 * expected.double(), rtol=1e-4, atol=1e-4)
@@ -117,9 +119,11 @@ def test_kernel_adds_to_main_gradients(
     main = torch.randn(exact.shape, device="cuda").to(main_dtype)
     expected = main.double() + 2 * exact
     for _ in range(2):
-        assert grouped_wgrad(*args, **how, add_to=main) is main
+        assert grouped_wgrad(*args, **how, out=main, adds=True) is main
     bound = 1e-5 if main_dtype == torch.float32 else 1e-2
     assert (main.double() - expected).norm() <= bound * expected.norm()
+    assert grouped_wgrad(*args, **how, out=main) is main
+    assert torch.equal(main, grouped_wgrad(*args, **how, dtype=main_dtype))
 
 
 def wide_products(x_RM: Tensor, y_RN: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
@@ -156,7 +160,7 @@ def test_kernel_writes_scaled_fp32(
     assert ours.norm() <= 2 * theirs.norm() + floor
     assert ours.max() <= 2 * theirs.max() + floor  # the worst row
     main = torch.ones_like(found)
-    grouped_wgrad(*args, **how, add_to=main, scale=0.3)
+    grouped_wgrad(*args, **how, out=main, adds=True, scale=0.3)
     torch.testing.assert_close(main, 1 + found, rtol=1e-6, atol=1e-6)
 
 

@@ -20,8 +20,9 @@ def test_bits_of_the_reference(
 ) -> None:
     x = torch.randn(shape, device=device).to(dtype)
     for scale in (1.0, 0.125, 1 / 3):
-        got = scaled_cast(x, to, scale)
-        assert got.dtype == to and torch.equal(got, scaled_cast_ref(x, to, scale))
+        for given in (scale, torch.tensor(scale, device=device)):
+            got = scaled_cast(x, to, given)
+            assert got.dtype == to and torch.equal(got, scaled_cast_ref(x, to, scale))
 
 
 def test_strided_and_not_finite(device: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._distributed import all_gather_single
+from moecore._torch import all_gather_single
 from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.layout import Layout
 from moecore.memory.products import once

@@ -69,9 +69,8 @@ class TitanLayer(MoELayer):
 
         The router holds the same tensor, which it does not save.
         """
-        self._router._non_persistent_buffers_set.add(self._bias)
         self.register_buffer(self._bias, bias_E.float())
-        self._router._buffers[self._bias] = self._buffers[self._bias]
+        self._router.register_buffer(self._bias, self._buffers[self._bias], persistent=False)
 
     @property
     def _router(self) -> Router:

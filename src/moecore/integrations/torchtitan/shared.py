@@ -39,8 +39,10 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     nvlink = nvlink_options(options)
     if compiles_model(job):
         blocks = model.get_submodule("layers").children()
-        inner = [getattr(b, "_checkpoint_wrapped_module", b) for b in blocks]
-        compile_blocks(inner, backend=job.compile.backend, dynamic=False)
+        compile_blocks(map(_unwrapped, blocks), backend=job.compile.backend, dynamic=False)
+    head = getattr(model, "lm_head", None)
+    if head is not None:  # torchtitan 0.3's chunked loss runs it, after the model
+        head.is_fsdp_head = True
     parallelize_moe(
         model,
         meshes,
@@ -54,6 +56,12 @@ def compile_and_shard(model: nn.Module, meshes: Meshes, job: Any) -> nn.Module:
     local = job.training.local_batch_size * meshes.data_ranks
     moe_state(model).set_num_micro_batches(max(1, job.training.global_batch_size // local))
     return model
+
+
+def _unwrapped(block: nn.Module) -> nn.Module:
+    """Return what a checkpoint wrapper, which has one child, runs; a block has several."""
+    children = list(block.children())
+    return children[0] if len(children) == 1 else block
 
 
 def without_router(names: list[str]) -> list[str]:
@@ -154,11 +162,12 @@ def load_weights(path: str, model: nn.Module) -> None:
 
 def _fsdp_options(job: Any) -> FSDPOptions:
     training, options = job.training, moecore_options(job)
+    keeps = job.parallelism.fsdp_reshard_after_forward == "never"
     return FSDPOptions(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        reshard_after_forward=job.parallelism.fsdp_reshard_after_forward != "never",
-        reshard_experts=True,
+        dense_strategy="optim" if keeps else "optim_grads_params",
+        experts_strategy="optim_grads_params",
         prefetch_blocks=options.prefetch_blocks,
         blocks_per_unit=options.blocks_per_unit,
     )

@@ -22,7 +22,6 @@ REFUSED = {
     "torch_compile": "use parallelize_moe(compile_dense=True)",
     "use_liger_kernel": "it replaces modules of the sharded model",
     "auto_find_batch_size": "set per_device_train_batch_size",
-    "label_smoothing_factor": "Trainer shifts labels by the name of the class, which FSDP2 changes",
     "save_only_model": "checkpoints are for resuming, save_model() exports",
     "push_to_hub": "upload the directory that save_model() writes",
     "enable_jit_checkpoint": "use save_steps, saves run in the background",

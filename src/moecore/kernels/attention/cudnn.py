@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moecore._torch import cudnn_attention, cudnn_attention_backward
 from moecore.kernels.attention.contract import AttentionMask, merge, refuse_half
 
 
@@ -77,7 +78,7 @@ def backward(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    o_BHTv, lse_BHT1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    o_BHTv, lse_BHT1, *_ = cudnn_attention(
         *_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
     )
     return o_BHTv.transpose(1, 2), lse_BHT1.squeeze(-1)
@@ -94,7 +95,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = lse.new_empty(0, dtype=torch.int64)  # the seed of dropout
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    dq, dk, dv = cudnn_attention_backward(
         *_heads_first(do, q, k, v, o),
         lse.unsqueeze(-1),
         unused,

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moecore._torch import flash_attention, flash_attention_backward
 from moecore.kernels.attention.contract import AttentionMask, refuse_half
 
 
@@ -31,7 +32,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse: see `attention.attention_forward`."""
     dim = max(q.shape[-1], v.shape[-1])
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(
+    o, lse, *_ = flash_attention(
         *_as_taken(mask, dim, q, k, v),
         *_documents(mask, q, k),
         0.0,
@@ -62,7 +63,7 @@ def backward(
     if mask.is_packed:
         lse = lse.transpose(0, 1).flatten(1)
     unused = lse.new_empty(0)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+    dq, dk, dv = flash_attention_backward(
         *_as_taken(mask, dim, do, q, k, v, o),
         lse.contiguous(),
         *_documents(mask, q, k),

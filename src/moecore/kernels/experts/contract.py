@@ -28,14 +28,19 @@ class GradTarget:
     """Where a weight's gradient goes.
 
     Attributes:
-        add_to: a tensor of the weight's shape, contiguous, fp32 or bf16; None = a new one.
+        out: a tensor of the weight's shape, contiguous, fp32 or bf16; None = a new one.
+        adds: whether it is added to what `out` holds, else it takes its place.
         dtype: of a new one; None = the weight's.
         scale: of what goes there.
     """
 
-    add_to: Tensor | None = None
+    out: Tensor | None = None
+    adds: bool = False
     dtype: torch.dtype | None = None
     scale: float = 1.0
+
+
+SINK = "_moecore_sink"  # attribute of a parameter: shape of a view of it -> GradSink
 
 
 class GradSink(Protocol):
@@ -48,6 +53,19 @@ class GradSink(Protocol):
     def close(self, grad: Tensor) -> None:
         """Take the gradient that went there."""
         ...
+
+
+def sink_of(param: Tensor, shape: torch.Size) -> GradSink | None:
+    """Return what may take a parameter's gradient; None = autograd alone.
+
+    Args:
+        param: of a module.
+        shape: of the gradient, in the parameter's order.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    make: Callable[[torch.Size], GradSink | None] | None = getattr(param, SINK, None)
+    return None if make is None else make(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +91,8 @@ class ExpertWeights:
         b1_eC, b2_eD: biases, or None.
         update1, update2: low-rank updates of w1 and w2, or None.
         sinks: of w1 and w2: what may take their gradients past autograd, or None.
-        quantised: w1 and w2 as the recipe's products take them, kept for backward. None = the
-            products quantise them, in backward once more.
+        quantised: w1 and w2 as the recipe's products take them, kept for backward, which reads no
+            values of the matrices then. None = the products quantise them, in backward once more.
     """
 
     w1_eCD: Tensor
@@ -209,7 +227,9 @@ class ExpertSpec:
         return cls(
             gated=activation.gated,
             interleaved=activation.interleaved,
-            transposed=not (w1_eCD.is_contiguous() and w2_eDF.is_contiguous()),
+            # Those that were gathered in FP8 have no memory, and strides that mean nothing.
+            transposed=weights.quantised is None
+            and not (w1_eCD.is_contiguous() and w2_eDF.is_contiguous()),
             fc1_bias=weights.b1_eC is not None,
             fc2_bias=weights.b2_eD is not None,
             adapted=weights.update1 is not None or weights.update2 is not None,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._autograd import have_tangents, is_plain_eager, will_run
+from moecore._torch import have_tangents, is_plain_eager, will_run
 from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
@@ -119,9 +119,9 @@ def _backward(ctx: Any, saved: Saved, dy: Tensor, wants: Wants) -> Grads:
         sink.open() if sink is not None and want else None
         for sink, want in zip(ctx.sinks, (wants.w1, wants.w2), strict=True)
     ]
-    added_to = [t.add_to for t in opened if t is not None and t.add_to is not None]
-    if added_to:
-        torch.autograd.graph.increment_version(added_to)
+    written = [t.out for t in opened if t is not None and t.out is not None]
+    if written:
+        torch.autograd.graph.increment_version(written)
     found = differentiate(
         make_products(ctx.options, saved.index, saved.weights),
         saved,

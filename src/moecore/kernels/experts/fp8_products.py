@@ -38,6 +38,7 @@ from moecore.kernels.rows.quantised_activation import (
     quantised_activation_bwd,
 )
 from moecore.kernels.rows.record import Rows
+from moecore.kernels.rows.shard_blocks import transpose_values
 from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
 
@@ -184,8 +185,10 @@ class BlockwiseProducts:
 
     def _backward(self, rows: RowBlocks, w: WeightBlocks, dtype: torch.dtype) -> Tensor:
         """Return each expert row times its expert's matrix."""
-        scales_eKN = w.scales_eNK.transpose(1, 2)
-        return fp8_gemm(rows, w.transposed_eKN, scales_eKN, self.offsets_e, self.tiles, dtype)
+        w_eKN, scales_eKN = w.transposed_eKN, w.scales_eNK.transpose(1, 2)
+        if w_eKN is None:
+            w_eKN = transpose_values(w.values_eNK)
+        return fp8_gemm(rows, w_eKN, scales_eKN, self.offsets_e, self.tiles, dtype)
 
     def _wgrad(
         self,
@@ -197,8 +200,8 @@ class BlockwiseProducts:
         """Put the product of expert rows at the target; those not in tiles yet are transposed."""
         x, y = (tile_tokens(z, None, self.tiles) if isinstance(z, RowBlocks) else z for z in (x, y))
         dtype = target.dtype or dtype
-        add_to, scale = target.add_to, target.scale
-        return fp8_wgrad(x, y, self.tiles, add_to=add_to, dtype=dtype, scale=scale)
+        out, adds, scale = target.out, target.adds, target.scale
+        return fp8_wgrad(x, y, self.tiles, out=out, adds=adds, dtype=dtype, scale=scale)
 
 
 def why_not_faster(spec: ExpertSpec) -> str | None:

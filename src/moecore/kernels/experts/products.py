@@ -144,4 +144,5 @@ def make_products(
 
 def quantise_matrices(w_eNK: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
     """Return one matrix of every expert as the products of a recipe take it. No autograd."""
-    return OF_SCALING[recipe.scaling].quantise(w_eNK, recipe)
+    found = OF_SCALING[recipe.scaling].quantise(w_eNK, recipe)
+    return tuple(tensor for tensor in found if tensor is not None)

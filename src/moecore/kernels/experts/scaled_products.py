@@ -159,4 +159,4 @@ class ScaledProducts:
         padded = pad_rows(self.offsets_e, x_RM.shape[0])
         x, y = (scaled_columns(rows, padded, **self.how) for rows in (x_RM, y_RN))
         grad = scaled_wgrad(x, y, padded.offsets_e, x_RM.dtype)
-        return put_grad(grad, target.add_to, target.dtype or weight.dtype, target.scale)
+        return put_grad(grad, target.out, target.adds, target.dtype or weight.dtype, target.scale)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
-from moecore._compat import grouped_mm
 from moecore.kernels.experts.contract import ExpertSpec, ExpertWeights, GradTarget
 from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.rows.activation import (
@@ -128,4 +128,4 @@ class TorchProducts:
             grad = grouped_mm(left.t(), right, offs=self.offsets_e)
         else:
             grad = left.new_zeros(self.offsets_e.shape[0], left.shape[1], right.shape[1])
-        return put_grad(grad, target.add_to, target.dtype, target.scale)
+        return put_grad(grad, target.out, target.adds, target.dtype, target.scale)

@@ -101,7 +101,8 @@ class TritonProducts(TorchProducts):
             self.offsets_e,
             row_ids_R=source.row_ids_R,
             transposed=transposed,
-            add_to=target.add_to,
+            out=target.out,
+            adds=target.adds,
             dtype=target.dtype,
             scale=target.scale,
         )

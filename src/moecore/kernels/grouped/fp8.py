@@ -132,7 +132,8 @@ def fp8_wgrad(
     y: TokenTiles,
     tiles: RowTiles,
     *,
-    add_to: Tensor | None = None,
+    out: Tensor | None = None,
+    adds: bool = False,
     dtype: torch.dtype = torch.float32,
     scale: float = 1.0,
 ) -> Tensor:
@@ -142,19 +143,19 @@ def fp8_wgrad(
         x: columns of rows in expert order; M a multiple of 128.
         y: likewise; N a multiple of 128.
         tiles: from `map_row_tiles`, of both.
-        add_to: fp32 or bf16 [e, M, N], contiguous: the result is added to it in place, in fp32, and
-            it is returned.
+        out: fp32 or bf16 [e, M, N], contiguous, which takes the result.
+        adds: whether the result is added to `out`, in fp32.
         dtype: of a new result.
         scale: of what is returned or added; multiplies the fp32 sum.
 
     Returns:
-        [e, M, N], summed in fp32 and rounded once, or `add_to`. Zero (nothing added) for an expert
+        [e, M, N], summed in fp32 and rounded once, or `out`. Zero (nothing added) for an expert
         without rows. Bit-reproducible.
     """
     if not has_hopper_kernels(tiles.map.device):
-        return put_grad(fp8_wgrad_ref(x, y, tiles), add_to, dtype, scale)
+        return put_grad(fp8_wgrad_ref(x, y, tiles), out, adds, dtype, scale)
     M, N, e = x.values_tC.shape[1], y.values_tC.shape[1], tiles.ends_e.shape[0]
-    out_eMN = add_to
+    out_eMN = out
     if out_eMN is None:
         out_eMN = torch.empty(e, M, N, dtype=dtype, device=tiles.map.device)
     block = (1, BLOCK_M // 2, BLOCK_N // 2)
@@ -166,7 +167,7 @@ def fp8_wgrad(
             y.scales_tB,
             tiles.ends_e,
             out_eMN,
-            gluon_descriptor(out_eMN, block) if add_to is None else None,
+            gluon_descriptor(out_eMN, block) if not adds else None,
             e,
             M,
             N,

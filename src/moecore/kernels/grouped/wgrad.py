@@ -18,8 +18,8 @@ gathered rows" in docs/findings/kernels.md). 2 * R * M * N floating-point operat
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
-from moecore._compat import grouped_mm
 from moecore.kernels.common import gluon_descriptor, has_hopper_kernels, num_sms, on_device
 from moecore.kernels.grouped.wgrad_kernel import sm90_bf16_grouped_wgrad_kernel
 from moecore.kernels.rows.scaled_cast import scaled_cast
@@ -101,7 +101,8 @@ def grouped_wgrad(
     *,
     row_ids_R: Tensor | None = None,
     transposed: bool = False,
-    add_to: Tensor | None = None,
+    out: Tensor | None = None,
+    adds: bool = False,
     dtype: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> Tensor:
@@ -117,28 +118,27 @@ def grouped_wgrad(
         offsets_e: int32 on the device, running sum of the experts' rows, at most R.
         row_ids_R: int32, the row of x that each expert row reads.
         transposed: return [e, N, M] instead of [e, M, N].
-        add_to: fp32 or bf16, contiguous, of the output's shape: the result is added to it in
-            place, in fp32, without another pass, and it is returned.
+        out: fp32 or bf16, contiguous, of the output's shape, which takes the result.
+        adds: whether the result is added to `out`, in fp32, without another pass.
         dtype: of a new result, fp32 or that of x (None).
         scale: of what is returned or added; multiplies the fp32 sum.
 
     Returns:
-        [e, M, N] (or transposed), summed in fp32 and rounded once, or `add_to`. Zero (nothing
+        [e, M, N] (or transposed), summed in fp32 and rounded once, or `out`. Zero (nothing
         added) for an expert without rows. Bit-reproducible.
     """
     if not has_hopper_kernels(x.device):
         x_RM = x if row_ids_R is None else x.index_select(0, row_ids_R)
         left, right = (y_RN, x_RM) if transposed else (x_RM, y_RN)
-        return put_grad(grouped_mm(left.t(), right, offs=offsets_e), add_to, dtype, scale)
+        return put_grad(grouped_mm(left.t(), right, offs=offsets_e), out, adds, dtype, scale)
     x, y_RN = _aligned(x), _aligned(y_RN)
     (M, N), e = (x.shape[1], y_RN.shape[1]), offsets_e.shape[0]
     shape = (e, N, M) if transposed else (e, M, N)
-    add = add_to is not None
-    out = x.new_empty(shape, dtype=dtype) if add_to is None else add_to
+    out = x.new_empty(shape, dtype=dtype) if out is None else out
     if not y_RN.shape[0] or not x.shape[0]:
-        return out if add else out.zero_()
+        return out if adds else out.zero_()
     args, constants = launch_arguments(
-        x, y_RN, row_ids_R, offsets_e, out, transposed=transposed, add=add, scale=scale
+        x, y_RN, row_ids_R, offsets_e, out, transposed=transposed, add=adds, scale=scale
     )
     with on_device(x):
         sm90_bf16_grouped_wgrad_kernel[(num_sms(x.device),)](*args, **constants)
@@ -151,11 +151,13 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def put_grad(
-    grad: Tensor, add_to: Tensor | None, dtype: torch.dtype | None, scale: float
+    grad: Tensor, out: Tensor | None, adds: bool, dtype: torch.dtype | None, scale: float
 ) -> Tensor:
     """Return what `grouped_wgrad` returns of a gradient that stands in memory: another pass."""
-    if add_to is not None:
-        return add_to.add_(grad, alpha=scale)
+    if out is not None:
+        if adds:
+            return out.add_(grad, alpha=scale)
+        return out.copy_(put_grad(grad, None, adds, out.dtype, scale))
     if scale == 1.0 and dtype in (None, grad.dtype):
         return grad
     return scaled_cast(grad, dtype or grad.dtype, scale)

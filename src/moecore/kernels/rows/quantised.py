@@ -74,13 +74,14 @@ class WeightBlocks(NamedTuple):
 
     Attributes:
         values_eNK: float8_e4m3fn [e, N, K], contiguous.
-        transposed_eKN: the same values as [e, K, N], contiguous.
         scales_eNK: fp32 [e, N / 128, K / 128].
+        transposed_eKN: the same values as [e, K, N], contiguous; None = whoever sums over N
+            transposes them.
     """
 
     values_eNK: Tensor
-    transposed_eKN: Tensor
     scales_eNK: Tensor
+    transposed_eKN: Tensor | None = None
 
 
 def blocks_of(x: Tensor) -> Tensor:
@@ -159,7 +160,8 @@ def quantise_weights_ref(w_eNK: Tensor, *, power_of_two: bool) -> WeightBlocks:
     blocks = w_eNK.view(e, N // BLOCK, BLOCK, K // BLOCK, BLOCK)
     values, scales = quantise_ref(blocks, (2, 4), power_of_two)
     values_eNK = values.view(e, N, K)
-    return WeightBlocks(values_eNK, values_eNK.transpose(1, 2).contiguous(), scales[:, :, 0, :, 0])
+    transposed_eKN = values_eNK.transpose(1, 2).contiguous()
+    return WeightBlocks(values_eNK, scales[:, :, 0, :, 0], transposed_eKN)
 
 
 def scale_rows(num_rows: int) -> int:
@@ -343,21 +345,19 @@ def quantise_weights(w_eNK: Tensor, *, power_of_two: bool) -> WeightBlocks:
     check_columns("K", K)
     if not use_kernel(w_eNK):
         return quantise_weights_ref(w_eNK, power_of_two=power_of_two)
-    out = WeightBlocks(
-        torch.empty_like(w_eNK, dtype=FP8),
-        w_eNK.new_empty(e, K, N, dtype=FP8),
-        w_eNK.new_empty(e, N // BLOCK, K // BLOCK, dtype=torch.float32),
-    )
+    values_eNK = torch.empty_like(w_eNK, dtype=FP8)
+    scales_eNK = w_eNK.new_empty(e, N // BLOCK, K // BLOCK, dtype=torch.float32)
+    transposed_eKN = w_eNK.new_empty(e, K, N, dtype=FP8)
     if w_eNK.numel():
         with on_device(w_eNK):
-            quantise_weights_kernel[(out.scales_eNK.numel(),)](
+            quantise_weights_kernel[(scales_eNK.numel(),)](
                 w_eNK,
-                out.values_eNK.view(torch.uint8),
-                out.transposed_eKN.view(torch.int32),
-                out.scales_eNK,
+                values_eNK.view(torch.uint8),
+                transposed_eKN.view(torch.int32),
+                scales_eNK,
                 N=N,
                 K=K,
                 POWER_OF_TWO=power_of_two,
                 num_warps=TILE_WARPS,
             )
-    return out
+    return WeightBlocks(values_eNK, scales_eNK, transposed_eKN)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_dataclass
 
+from moecore._torch import register_dataclass
 from moecore.kernels.rows.packed import packed_views, unpack_rows
 
 

@@ -13,7 +13,7 @@ BLOCK = 8192  # elements of one program
 NUM_WARPS = 8
 
 
-def scaled_cast_ref(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def scaled_cast_ref(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return what `scaled_cast` returns, in plain PyTorch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * scale).to(dtype)
@@ -24,32 +24,41 @@ def _scaled_cast_kernel(
     x_ptr,  # [numel]
     y_ptr,  # [numel], out
     numel,
-    scale,  # fp32
+    scale,  # fp32, or a pointer to one
+    ON_DEVICE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
+    if ON_DEVICE:
+        scale = tl.load(scale)
     tl.store(y_ptr + i, (x * scale).to(y_ptr.dtype.element_ty), mask=i < numel)
 
 
-def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def scaled_cast(x: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     """Return x * scale in another dtype; computed in fp32, or fp64 for fp64. No gradient.
 
     Args:
         x: any float dtype and shape; made contiguous.
         dtype: of the result.
-        scale: rounded to fp32 (fp64 for fp64 tensors).
+        scale: rounded to fp32 (fp64 for fp64 tensors); a tensor [] is read on its device.
 
     Returns:
         A new contiguous tensor.
     """
-    if not use_kernel(x) or torch.float64 in (x.dtype, dtype):
+    if not use_kernel(x) or torch.float64 in (x.dtype, dtype) or torch.compiler.is_compiling():
         return scaled_cast_ref(x, dtype, scale)
     x = x.contiguous()
     y = torch.empty_like(x, dtype=dtype)
     if x.numel():
         with on_device(x):
             _scaled_cast_kernel[(cdiv(x.numel(), BLOCK),)](
-                x, y, x.numel(), scale, BLOCK=BLOCK, num_warps=NUM_WARPS
+                x,
+                y,
+                x.numel(),
+                scale.float() if isinstance(scale, Tensor) else scale,
+                ON_DEVICE=isinstance(scale, Tensor),
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
             )
     return y

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._distributed import all_gather_single
+from moecore._torch import all_gather_single, assert_async
 
 
 class EqualSizes:
@@ -51,7 +51,7 @@ class EqualSizes:
                 )
             self._is_first = False
         else:
-            torch._assert_async(
+            assert_async(
                 (numbers_G == num_tokens).all(),
                 f"number of tokens must be equal on all ranks of the dispatch group {fix}",
             )

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore._autograd import disable_dynamo, version
+from moecore._torch import version
 from moecore.kernels.exchange.operations import SpreadChoices
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex, build_index
@@ -78,7 +78,7 @@ class NVLinkDispatcher:
         """Whether backward keeps received rows; else they are sent once more."""
         return self.exchanges.options.keep_rows
 
-    @disable_dynamo
+    @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks. No collective, and no host sync after the first.
 
@@ -114,7 +114,7 @@ class NVLinkDispatcher:
             _arrived(exchange, came.rows_SN, x_TD), came.expert_index, plan, unsummed
         )
 
-    @disable_dynamo
+    @torch.compiler.disable
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync, no collective.
 

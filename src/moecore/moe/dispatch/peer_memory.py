@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from moecore._torch import symmetric_memory
 from moecore.kernels.common import HAS_TRITON, INTERPRET
 from moecore.kernels.exchange.buffer import (
     MAX_RANKS,
@@ -27,7 +27,7 @@ def make_buffer(
 ) -> SymmetricBuffer:
     """Return this rank's buffer. Collective."""
     size = (layout.num_bytes,)
-    memory, handle = _symmetric_buffer(layout.num_bytes, group, device)
+    memory, handle = symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
     peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
     addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
@@ -46,19 +46,6 @@ def make_buffer(
     torch.cuda.synchronize(device)
     dist.barrier(group)  # no rank raises a flag that another one has yet to clear
     return buffer
-
-
-def _symmetric_buffer(
-    num_bytes: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[Tensor, Any]:
-    """Return this rank's memory and the handle that knows those of the others. Collective."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    # Not `symmetric_memory.empty`, which cuts a pool: offsets in it may differ between ranks once
-    # one of them has freed its memory later than the others.
-    allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
-    memory = allocate((num_bytes,), (1,), torch.uint8, device)
-    return memory, symmetric_memory.rendezvous(memory, group)
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
@@ -116,7 +103,7 @@ def _memory_problem(group: dist.ProcessGroup) -> str | None:
     """Make a small symmetric memory. Every rank comes here, or none: hosts and GPUs are fine."""
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        _symmetric_buffer(1024, group, device)
+        symmetric_memory(1024, group, device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         return f"must have torch's symmetric memory, which fails here ({reason}): use 'alltoall'"

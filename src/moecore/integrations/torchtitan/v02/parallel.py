@@ -22,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.moe import MoE
 
+from moecore._torch import attention_overloads, grouped_mm_overload, reduce_scatter_overload
 from moecore.adapters.base import swap_blocks
 from moecore.integrations.torchtitan.layer import cut_dense_parts
 from moecore.integrations.torchtitan.options import moecore_options
@@ -41,12 +42,9 @@ DenseTensorParallel = Callable[[nn.Module, DeviceMesh, JobConfig], None]
 # What selective checkpointing of single operations keeps: every matrix product and attention.
 SAVED_OPS = {
     torch.ops.aten.mm.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_attention_math.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    grouped_mm_overload,
+    *attention_overloads,
+    reduce_scatter_overload,
     torch.ops.aten.max.default,
 }
 

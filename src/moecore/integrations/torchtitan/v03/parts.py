@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torchtitan.components.loss import BaseLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -21,6 +20,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer
 
+from moecore._torch import grouped_mm_overload
 from moecore.adapters.base import swap_blocks
 from moecore.integrations.torchtitan.options import MoECore
 from moecore.integrations.torchtitan.shared import (
@@ -114,7 +114,7 @@ class SavingAC(SelectiveAC):
 
     def get_save_ops(self) -> set[Any]:
         """Return the operations whose results are kept."""
-        return super().get_save_ops() | {torch.ops.aten._grouped_mm.default}
+        return super().get_save_ops() | {grouped_mm_overload}
 
 
 def parallelize_titan(

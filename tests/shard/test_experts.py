@@ -1,21 +1,21 @@
-"""Experts that no other rank holds: no unit, the same numbers, no kept copies.
+"""Units of experts: gradients that kernels write, whatever reads the weights, casts that stay.
 
 That gradients are right on every folding is part of tests/test_parity.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore import (
@@ -30,11 +30,12 @@ from moecore.memory.options import MemoryOptions
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
+from moecore.shard.unit import Unit
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
-from tests.shard.units import is_unit
 
 CONFIG = MoEConfig(dim=32, hidden_dim=24, num_experts=6, top_k=2)
+KEPT, FREED = "optim", "optim_grads_params"
 LAYOUTS = {"whole": ParallelConfig(ep=2, edp_shard=1), "sharded": ParallelConfig(ep=1, edp_shard=2)}
 
 
@@ -72,12 +73,11 @@ def train(
 ) -> dict[str, Any]:
     model = nn.Sequential(make_layer(CONFIG))
     meshes = build_meshes(LAYOUTS[layout], "cpu")
-    options = FSDPOptions(param_dtype=dtype, reshard_experts=reshard)
+    options = FSDPOptions(param_dtype=dtype, experts_strategy=FREED if reshard else KEPT)
     parallelize_moe(model, meshes, fsdp=options, loss="mean")
     experts = model[0].experts
     model(batch(rank)).float().square().sum().backward()
     return {
-        "unit": is_unit(model, experts),
         "dtensor": all(isinstance(p, DTensor) for p in model.parameters()),
         "grads": {n: p.grad.full_tensor() for n, p in model.named_parameters()},
         "dtypes": {p.grad.dtype for p in experts.parameters()},
@@ -110,7 +110,7 @@ def gradients_of_another(name: str, rank: int, *, reshard: bool) -> dict[str, Te
     memory = MemoryOptions(recompute=parts)
     config = replace(CONFIG, **{k: v for k, v in changes.items() if k != "recompute_fc1"})
     model = nn.Sequential(make_layer(config, layout=LayerLayout(expert_layout=layout)))
-    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=reshard)
+    options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=FREED if reshard else KEPT)
     meshes = build_meshes(LAYOUTS["whole"], "cpu")
     parallelize_moe(model, meshes, expert_backend=backend, memory=memory, fsdp=options)
     x = batch(rank).requires_grad_()
@@ -122,7 +122,7 @@ def gradients_of_another(name: str, rank: int, *, reshard: bool) -> dict[str, Te
 def input_gradient_of_changed_weights(rank: int, *, reshard: bool) -> float:
     """Zero the experts between forward and backward: what backward reads, tells what was kept."""
     model = nn.Sequential(make_layer(CONFIG))
-    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=reshard)
+    options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=FREED if reshard else KEPT)
     parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
     received = []
     model[0].experts.register_forward_pre_hook(
@@ -138,48 +138,39 @@ def input_gradient_of_changed_weights(rank: int, *, reshard: bool) -> float:
 
 def ways_of_a_gradient(rank: int) -> dict[str, Any]:
     """Gradients of the experts by every way to ask for them; three equal micro-batches at last."""
-    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=False)
+    options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=KEPT)
     meshes = build_meshes(LAYOUTS["whole"], "cpu")
     found: dict[str, Any] = {}
 
-    def fresh() -> tuple[nn.Module, list[nn.Parameter], Tensor]:
+    def fresh() -> tuple[list[nn.Parameter], Tensor]:
         model = nn.Sequential(make_layer(CONFIG))
         parallelize_moe(model, meshes, fsdp=options)
         weights = list(model[0].experts.parameters())
-        return model, weights, model(batch(rank).requires_grad_()).float().square().sum()
+        return weights, model(batch(rank).requires_grad_()).float().square().sum()
 
     def local(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.to_local().clone() for t in tensors]
 
-    model, weights, loss = fresh()
+    weights, loss = fresh()
     loss.backward()
     found["sink"] = local([w.grad for w in weights])
     found["added by autograd"] = [w.grad._version for w in weights]
 
-    _, weights, loss = fresh()
-    found["asked for"] = local(torch.autograd.grad(loss, weights))
-    found["left alone by asking"] = [w.grad is None for w in weights]
-
-    model, weights, loss = fresh()
-    loss.backward(inputs=[model[0].router.weight])
-    found["left alone by other inputs"] = [w.grad is None for w in weights]
-
-    model, weights, loss = fresh()
+    weights, loss = fresh()
     seen: list[Tensor] = []
-    weights[0].register_hook(lambda g: seen.append(g.to_local().clone()))
-    weights[1].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    for w in weights:
+        w.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
     loss.backward()
-    found["hooked"] = local([w.grad for w in weights])
     found["seen"] = sorted(seen, key=lambda g: g.ndim, reverse=True)
 
-    model, weights, loss = fresh()
+    weights, loss = fresh()
     loss.backward(retain_graph=True)
     first = [w.grad for w in weights]
     loss.backward()
     found["twice"] = local([w.grad for w in weights])
     found["in place"] = [w.grad is g for w, g in zip(weights, first, strict=True)]
 
-    model, weights, loss = fresh()
+    weights, loss = fresh()
     for w in weights:  # strides that the kernel can not add to
         w.grad = DTensor.from_local(
             torch.ones_like(w.to_local()).transpose(1, 2).contiguous().transpose(1, 2),
@@ -192,90 +183,58 @@ def ways_of_a_gradient(rank: int) -> dict[str, Any]:
     return found
 
 
-class Casts(TorchDispatchMode):
-    """Counts casts of the experts' FC1."""
+@contextmanager
+def counted_casts() -> Iterator[list[str]]:
+    """Record the names of the units whose shards are cast, or gathered."""
+    fill, names = Unit._fill, list[str]()
 
-    count = 0
+    def counted(unit: Unit, views: Any) -> None:
+        names.append(unit.options.name)
+        fill(unit, views)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        is_cast = func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16
-        self.count += is_cast and out.shape[1:] == (2, CONFIG.hidden_dim, CONFIG.dim)
-        return out
+    with patch.object(Unit, "_fill", counted):
+        yield names
 
 
 def casts_of_three_micro_batches(rank: int, *, keep: bool, say: bool) -> tuple[int, list[Tensor]]:
-    """How often FC1 is cast in three micro-batches, and the gradients."""
+    """How often experts are cast in three micro-batches, and the gradients."""
     model = nn.Sequential(make_layer(CONFIG))
-    options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=not keep)
+    options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=KEPT if keep else FREED)
     parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
     micro_batch: Any = TrainStep(model, num_micro_batches=3).micro_batch if say else nullcontext
-    with Casts() as casts:
+    with counted_casts() as casts:
         for n in range(3):
             with micro_batch():
                 model(batch(3 * rank + n)).float().square().sum().backward()
-    return casts.count, [p.grad.to_local().clone() for p in model[0].experts.parameters()]
+    return casts.count("0.experts"), [
+        p.grad.to_local().clone() for p in model[0].experts.parameters()
+    ]
 
 
 def output_after_an_unused_cast(rank: int) -> tuple[Tensor, Tensor]:
     """What is computed after a step whose last micro-batch never ran; and should.
 
-    A fused optimizer changes weights without a trace.
+    Fused optimizers change weights without a trace.
     """
     outputs = []
     for say in (True, False):
         model = nn.Sequential(make_layer(CONFIG))
-        options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=False)
+        options = FSDPOptions(param_dtype=torch.bfloat16, experts_strategy=KEPT)
         parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
-        optimizer = torch.optim.AdamW(model[0].experts.parameters(), lr=0.1, fused=True)
         step = TrainStep(model, num_micro_batches=2 if say else 1)
         with step.micro_batch():
             model(batch(rank)).float().square().sum().backward()
-        optimizer.step()
+        for param in model[0].experts.parameters():
+            param.to_local().data.mul_(1.5)
         step.drop()
         with step.micro_batch():
             outputs.append(model(batch(rank)).detach())
     return outputs[0], outputs[1]
 
 
-def output_after_a_change(rank: int, *, of_part: bool) -> tuple[Tensor, Tensor]:
-    """What a micro-batch computes of weights that changed after the one before; and should."""
-    outputs = []
-    for say in (True, False):
-        model = nn.Sequential(make_layer(CONFIG))
-        options = FSDPOptions(param_dtype=torch.bfloat16, reshard_experts=False)
-        parallelize_moe(model, build_meshes(LAYOUTS["whole"], "cpu"), fsdp=options)
-        micro_batch: Any = TrainStep(model, num_micro_batches=2).micro_batch if say else nullcontext
-        with micro_batch():
-            model(batch(rank)).float().square().sum().backward()
-        with torch.no_grad():
-            for param in model[0].experts.parameters():
-                (param.to_local() if of_part else param).mul_(2.0)
-        with micro_batch():
-            outputs.append(model(batch(rank)).detach())
-    return outputs[0], outputs[1]
-
-
-def gradients_of_a_penalty(layer: nn.Module, x: Tensor) -> list[Tensor]:
-    """Of the experts, whose choices and weights are another layer's: a gradient penalty on x."""
-    x = x.clone().requires_grad_()
-    rows = layer.dispatcher.dispatch(x, make_layer(CONFIG).router(x.detach()))
-    y = layer.dispatcher.combine(layer.experts(rows), rows.plan)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    dx.square().sum().backward()
-    grads = [p.grad for p in layer.experts.parameters()]
-    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-
-
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[Any, Any] = {"ways": ways_of_a_gradient(rank)}
-    penalized = nn.Sequential(make_layer(CONFIG))
-    meshes = build_meshes(LAYOUTS["whole"], "cpu")
-    parallelize_moe(penalized, meshes, expert_backend="sequential", dispatcher="alltoall")
-    found["penalty"] = gradients_of_a_penalty(penalized[0], batch(rank))
     found["unused cast"] = output_after_an_unused_cast(rank)
-    found["changed weights"] = output_after_a_change(rank, of_part=False)
-    found["changed parts"] = output_after_a_change(rank, of_part=True)
     for keep in (True, False):
         for say in (True, False):
             found["casts", keep, say] = casts_of_three_micro_batches(rank, keep=keep, say=say)
@@ -301,11 +260,11 @@ def found() -> dict[str, Any]:
     return run_ranks(2, worker)
 
 
-def test_they_are_no_unit_and_stay_dtensors(found: dict[str, Any]) -> None:
-    for dtype in (None, torch.bfloat16):
-        assert not found["whole", dtype]["unit"] and found["sharded", dtype]["unit"]
-        assert found["whole", dtype]["dtensor"]
-        assert found["whole", dtype]["dtypes"] == {torch.float32}
+def test_they_stay_dtensors_with_gradients_of_their_dtype(found: dict[str, Any]) -> None:
+    for layout in LAYOUTS:
+        for dtype in (None, torch.bfloat16):
+            assert found[layout, dtype]["dtensor"]
+            assert found[layout, dtype]["dtypes"] == {torch.float32}
 
 
 def test_one_rank_has_all_experts_whole() -> None:
@@ -316,24 +275,15 @@ def test_one_rank_has_all_experts_whole() -> None:
     parallelize_moe(model, build_meshes(ParallelConfig(), "cpu"))
     model(batch(0)).square().sum().backward()
     dist.destroy_process_group()
-    assert not is_unit(model, model[0].experts)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(got.grad.to_local(), want.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_they_have_second_derivatives(found: dict[str, Any]) -> None:
-    """Units have none: nothing here is gathered and freed."""
-    layer = make_layer(CONFIG)
-    layer.experts.set_backend("sequential")
-    for rank in range(2):
-        expected = gradients_of_a_penalty(layer, batch(rank))
-    for got, want in zip(found["penalty"], expected, strict=True):
-        assert (got - want / 2).abs().max() <= 1e-5 * want.abs().max()
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_gradients_are_those_of_units(dtype: torch.dtype | None, found: dict[str, Any]) -> None:
+def test_gradients_are_those_of_gathered_experts(
+    dtype: torch.dtype | None, found: dict[str, Any]
+) -> None:
     bound = 1e-5 if dtype is None else 2e-2
     for name, want in found["sharded", dtype]["grads"].items():
         error = (found["whole", dtype]["grads"][name] - want).abs().max()
@@ -362,7 +312,7 @@ def test_hooks_around_the_layer_decide_what_is_saved(found: dict[str, Any]) -> N
     assert same
 
 
-@pytest.mark.parametrize("way", ["asked for", "hooked", "seen", "onto ones"])
+@pytest.mark.parametrize("way", ["seen", "onto ones"])
 def test_a_sink_takes_what_autograd_would_add(way: str, found: dict[str, Any]) -> None:
     ways = found["ways"]
     for got, want in zip(ways[way], ways["sink"], strict=True):
@@ -370,9 +320,7 @@ def test_a_sink_takes_what_autograd_would_add(way: str, found: dict[str, Any]) -
         assert want.dtype == torch.float32 and want.any()
 
 
-def test_a_sink_takes_nothing_that_goes_elsewhere(found: dict[str, Any]) -> None:
-    assert all(found["ways"]["left alone by asking"])
-    assert all(found["ways"]["left alone by other inputs"])
+def test_nobody_adds_where_a_sink_has_written(found: dict[str, Any]) -> None:
     assert not any(found["ways"]["added by autograd"]), "not even zeros, a pass over the gradient"
 
 
@@ -390,6 +338,5 @@ def test_micro_batches_of_a_step_share_kept_casts(found: dict[str, Any]) -> None
         assert all(map(torch.equal, found["casts", keep, say][1], expected)), (keep, say)
 
 
-def test_shared_casts_are_of_the_weights_as_they_are(found: dict[str, Any]) -> None:
+def test_a_dropped_step_drops_its_casts(found: dict[str, Any]) -> None:
     assert torch.equal(*found["unused cast"])
-    assert torch.equal(*found["changed weights"]) and torch.equal(*found["changed parts"])

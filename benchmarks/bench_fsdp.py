@@ -1,0 +1,306 @@
+r"""A step of training under FSDP2, moecore's units and Megatron-FSDP, taking turns in one run.
+
+    torchrun --nproc-per-node 2 -m benchmarks.bench_fsdp --model qwen3-8b --layers 8 --results
+    torchrun --nproc-per-node 2 -m benchmarks.bench_fsdp --model qwen3-30b-a3b --layers 3 --results
+
+All variants compute in bf16, keep fp32 weights, reduce gradients in fp32, free blocks between
+forward and backward, and step with torch's fused AdamW without weight decay. They start with the
+same weights (Megatron-FSDP's rounded to bf16) and see the same tokens. Megatron-FSDP shards the
+plain model, with blocks as its units and routers in fp32; it needs the package `megatron-fsdp`,
+NCCL and ep 1.
+
+Every round gives each variant a turn of some steps, in another order. A step is forward, backward
+and optimizer; its time is that of the slowest rank, over the steps of a turn, the median of all
+rounds. All models live at once: `peak_gib` is what a variant holds between steps and its most in
+one, without the others, on the rank with the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.shard.fsdp2 import parallelize_with_fsdp2
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.records import RESULTS, append_rows
+from moecore import FSDPOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore.models import Decoder, DecoderConfig, preset
+from moecore.models.block import Block
+from moecore.moe.router import Router
+
+TOKENS = 64  # ids that occur, so that a few steps learn something
+Made = tuple[nn.Module, torch.optim.Optimizer]
+DENSE = {
+    "qwen3-8b": DecoderConfig(
+        vocab_size=151_936,
+        dim=4096,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        qk_norm="head",
+        rope_theta=1_000_000.0,
+        max_seq_len=40_960,
+        mlp_hidden_dim=12_288,
+    ),
+    "tiny-dense": replace(preset("tiny-qwen3"), moe=None, mlp_hidden_dim=64),
+}
+
+
+def main() -> int:
+    """Print and record a row per batch size and variant; on each rank of torchrun."""
+    args = _arguments()
+    try:
+        _check(args)
+    except ValueError as error:
+        print(f"bench_fsdp: error: {error}", file=sys.stderr)
+        return 2
+    device = _start()
+    runs = [Run(name, args, device) for name in args.variants]
+    for batch_size in args.batch_sizes:
+        times = measure(runs, batch_size, args)
+        rows = [describe(run, batch_size, times[run.name], args) for run in runs]
+        if dist.get_rank() == 0:
+            print("\n".join(_line(row, rows[0]) for row in rows), flush=True)
+            if args.results is not None:
+                world = dist.get_world_size()
+                append_rows(args.results, "benchmarks.bench_fsdp", rows, num_gpus=world)
+    dist.barrier()
+    return 0
+
+
+class Run:
+    """A sharded model with its optimizer.
+
+    Attributes:
+        held: bytes of it between steps.
+        peak: most bytes of it since the last reset.
+        losses: of this rank, since the last reset.
+    """
+
+    def __init__(self, name: str, args: argparse.Namespace, device: torch.device) -> None:
+        before = _allocated(device)
+        self.name, self.device, self.held, self.peak = name, device, 0, 0
+        self.model, self.optimizer = MAKERS[name](args, device)
+        self.losses: list[Tensor] = []
+        self.vocab_size, self.seq_len, self.number = config_of(args).vocab_size, args.seq_len, 0
+        self.turn(batch_size=1, steps=1)  # makes the optimizer's state
+        gc.collect()  # of the model before it was sharded
+        self.held = _allocated(device) - before
+
+    def reset(self) -> None:
+        """Forget losses and peak."""
+        self.losses, self.peak = [], 0
+
+    def turn(self, *, batch_size: int, steps: int) -> float:
+        """Return seconds per step on this rank."""
+        before = _allocated(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        _wait(self.device)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.losses.append(self._step(batch_size))
+        _wait(self.device)
+        seconds = (time.perf_counter() - start) / steps
+        if self.device.type == "cuda":
+            most = torch.cuda.max_memory_allocated() - before + self.held
+            self.peak = max(self.peak, most)
+        return seconds
+
+    def _step(self, batch_size: int) -> Tensor:
+        self.number += 1
+        g = torch.Generator().manual_seed(1000 * self.number + dist.get_rank())
+        size = (batch_size, self.seq_len + 1)
+        tokens_BT = torch.randint(0, min(TOKENS, self.vocab_size), size, generator=g)
+        tokens_BT = tokens_BT.to(self.device)
+        loss: Tensor = self.model(tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def config_of(args: argparse.Namespace) -> DecoderConfig:
+    """Return the decoder that is measured."""
+    config = DENSE.get(args.model) or preset(args.model)
+    layers = args.layers or config.num_layers
+    return replace(config, num_layers=layers)
+
+
+def _units(build: Callable[..., nn.Module]) -> Callable[[argparse.Namespace, torch.device], Made]:
+    def make(args: argparse.Namespace, device: torch.device) -> Made:
+        model = Decoder(config_of(args), device="meta")
+        meshes = build_meshes(ParallelConfig(ep=args.ep), device.type)
+        build(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
+        model.to_empty(device=device)
+        model.init_weights()
+        return model, _adamw(model, args.lr)
+
+    return make
+
+
+def _megatron(args: argparse.Namespace, device: torch.device) -> Made:
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = Decoder(config_of(args), device=device).bfloat16()  # its dtype is that of compute
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.float()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("shard", "tp"))
+    sharded, optimizer = fully_shard(
+        model,
+        _adamw(model, args.lr),
+        device_mesh=mesh,
+        expt_device_mesh=mesh,  # parameters with ".experts." in their names
+        dp_shard_dim="shard",
+        tp_dim="tp",
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy="optim_grads_params",
+        mixed_precision_policy=MixedPrecisionPolicy(
+            main_params_dtype=torch.float32,
+            main_grads_dtype=torch.float32,
+            grad_comm_dtype=torch.float32,
+        ),
+        fsdp_double_buffer=args.double_buffer,
+        preproc_state_dict_for_dcp_ckpt=False,
+    )
+    for state in optimizer.state.values():
+        state["step"].zero_()  # it has stepped without gradients to make its state
+    return sharded, optimizer
+
+
+MAKERS: dict[str, Callable[[argparse.Namespace, torch.device], Made]] = {
+    "fsdp2": _units(parallelize_with_fsdp2),
+    "moecore": _units(parallelize_moe),
+    "megatron-fsdp": _megatron,
+}
+
+
+def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
+
+
+def measure(runs: list[Run], batch_size: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return seconds per step of the slowest rank, of each variant's turns."""
+    for run in runs:
+        run.reset()
+        run.turn(batch_size=batch_size, steps=args.warm_up)
+    times: dict[str, list[float]] = {run.name: [] for run in runs}
+    for n in range(args.rounds):
+        first = n % len(runs)
+        for run in runs[first:] + runs[:first]:
+            seconds = run.turn(batch_size=batch_size, steps=args.steps)
+            times[run.name].append(_most(seconds, run.device))
+    return times
+
+
+def describe(
+    run: Run, batch_size: int, seconds: list[float], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the row of a variant; collective."""
+    step = statistics.median(seconds)
+    return {
+        "op": "fsdp_step",
+        "provider": run.name,
+        "model": args.model,
+        "layers": config_of(args).num_layers,
+        "ep": args.ep,
+        "ranks": dist.get_world_size(),
+        "batch_size": batch_size,
+        "seq_len": args.seq_len,
+        "double_buffer": args.double_buffer,
+        "step_ms": step * 1e3,
+        "fastest_ms": min(seconds) * 1e3,
+        "slowest_ms": max(seconds) * 1e3,
+        "tokens_per_second_per_gpu": batch_size * args.seq_len / step,
+        "peak_gib": _most(run.peak, run.device) / 2**30,
+        "held_gib": _most(run.held, run.device) / 2**30,
+        "first_loss": run.losses[0].item(),
+        "last_loss": run.losses[-1].item(),
+    }
+
+
+def _line(row: dict[str, Any], base: dict[str, Any]) -> str:
+    short = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+    ratio = row["step_ms"] / base["step_ms"]
+    return f"{json.dumps(short)}\n    {ratio:.3f} of the time of {base['provider']}"
+
+
+def _start() -> torch.device:
+    """Start the process group of torchrun."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return device
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not go together."""
+    if "megatron-fsdp" in args.variants and (args.ep != 1 or not torch.cuda.is_available()):
+        raise ValueError(
+            f"--variants (megatron-fsdp) must run on GPUs, with --ep ({args.ep}) 1: "
+            "use --variants fsdp2 moecore"
+        )
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError("WORLD_SIZE must be set: start it with torchrun --nproc-per-node N -m")
+    config = config_of(args)
+    if args.seq_len > config.max_seq_len:
+        raise ValueError(f"--seq-len ({args.seq_len}) must be <= {config.max_seq_len}: shorten it")
+
+
+def _most(number: float, device: torch.device) -> float:
+    """Return the largest of all ranks."""
+    found = torch.tensor(number, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--variants", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    add("--model", default="qwen3-30b-a3b", help=f"a preset, or one of {', '.join(DENSE)}")
+    add("--layers", type=int, help="of the model; default: all")
+    add("--ep", type=int, default=1)
+    add("--seq-len", type=int, default=4096)
+    add("--batch-sizes", type=int, nargs="+", default=[1, 2, 4], help="rows per rank")
+    add("--warm-up", type=int, default=5, help="steps of each variant that do not count")
+    add("--steps", type=int, default=5, help="of a turn")
+    add("--rounds", type=int, default=5, help="turns of each variant")
+    add("--lr", type=float, default=1e-4)
+    add("--double-buffer", action="store_true", help="Megatron-FSDP's fsdp_double_buffer")
+    add("--results", type=Path, nargs="?", const=RESULTS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # without destructors, see examples/launch.py

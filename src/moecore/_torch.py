@@ -1,0 +1,294 @@
+"""Every private name of torch that moecore uses, each behind one name of ours.
+
+A name counts when it, or a module on the way to it, begins with one underscore: imported, looked
+up in a module, or on an object (`group._get_backend`), by dots or as a string.
+`tests/test_torch_names.py` reads all of src for such names, finds them here alone, and holds each
+to what it is used for: a torch that renames one fails there by name. These do not count:
+
+- Operators. torch registers them with a schema that programs exported by older releases call. They
+  are named here too, for no documentation promises their arguments.
+- `Tensor._version`, of which the documentation of inference mode speaks, and what subclasses of
+  `nn.Module` are made of: `_parameters`, `_buffers`, `_modules`, `_apply`, `_load_from_state_dict`.
+- `_step_supports_amp_scaling`, which optimizers define for `torch.amp`: moecore's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+# Operators; their overloads are for torchtitan's selective checkpointing.
+aten = torch.ops.aten
+assert_async = torch._assert_async
+attention_overloads = (
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_attention_math.default,
+)
+cudnn_attention = aten._scaled_dot_product_cudnn_attention
+cudnn_attention_backward = aten._scaled_dot_product_cudnn_attention_backward
+flash_attention = aten._flash_attention_forward
+flash_attention_backward = aten._flash_attention_backward
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+fused_adamw_: Any = torch._fused_adamw_
+grouped_mm_overload = aten._grouped_mm.default
+reduce_scatter_overload = torch.ops._c10d_functional.reduce_scatter_tensor.default
+scaled_grouped_mm: Any = torch._scaled_grouped_mm  # `F.scaled_grouped_mm` takes other arguments
+scaled_mm: Any = torch._scaled_mm_v2  # `F.scaled_mm` does too
+unsafe_view = aten._unsafe_view
+
+
+def is_grouped_mm(function: Any) -> bool:
+    """Whether a function that a torch function mode sees is the grouped product."""
+    return function is F.grouped_mm or function is torch._grouped_mm
+
+
+# Collectives that 2.13 renamed: it warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# A DTensor whose StridedShard marks separate pieces, not an order of dims: 2.11 raises in the
+# backward and in full_tensor(); 2.13 handles both. 2.12 has not been tried.
+HAS_SEPARATE_PIECES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+# Trees of tensors: what moecore's records, and those of models, are registered with.
+register_dataclass = _pytree.register_dataclass
+tree_flatten = _pytree.tree_flatten
+tree_leaves = _pytree.tree_leaves
+tree_map_only = _pytree.tree_map_only
+tree_unflatten = _pytree.tree_unflatten
+
+# Where the hooks of a module lie, and those among them that run around forward and backward.
+HOOKS = frozenset(n for n, value in vars(nn.Module()).items() if "hook" in n and value == {})
+_AROUND = tuple(n for n in HOOKS if n.endswith("hooks") and ("forward" in n or "backward" in n))
+
+StridedShard = _StridedShard
+
+# A context without dispatch modes, such as selective checkpointing's.
+no_dispatch_modes = _disable_current_modes
+
+
+# What sees the operations that run.
+
+
+_keys = torch._C._dispatch_tls_local_include_set  # looked up once: kernels ask at every call
+_unpack = forward_ad.unpack_dual
+
+
+def _plain_keys() -> frozenset[int]:
+    """Return the dispatch keys of a thread without modes, transforms and tracers."""
+    found = set()
+    with no_dispatch_modes():
+        for mode in (False, True):
+            with torch.inference_mode(mode):
+                found.add(_keys().raw_repr())
+    return frozenset(found)
+
+
+_PLAIN_KEYS = _plain_keys()
+_UNTRACKED = torch.zeros(())  # carries no derivative
+
+
+def is_plain_eager() -> bool:
+    """Whether autograd alone sees operations: no compiler, mode, transform or tracer."""
+    return not (
+        torch.compiler.is_compiling()
+        or _keys().raw_repr() not in _PLAIN_KEYS
+        or _unpack(_UNTRACKED).primal is not _UNTRACKED
+    )
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken."""
+    return _unpack(_UNTRACKED).primal is not _UNTRACKED
+
+
+def have_tangents(*tensors: Tensor) -> bool:
+    """Whether one of the tensors carries a forward-mode derivative."""
+    if not in_forward_mode():
+        return False
+    return any(_unpack(t).tangent is not None for t in tensors)
+
+
+def mark(name: str) -> AbstractContextManager[Any]:
+    """Return a context that a profile shows by this name; 0.5 us of a host without a profiler."""
+    if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(name)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast on a tensor's device; None without, and on meta."""
+    device = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+# Backwards.
+
+
+def current_node() -> Node:
+    """Return the node whose backward runs; only in one."""
+    node: Node = torch._C._current_autograd_node()
+    return node
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward: activation checkpointing repeats it."""
+    return torch._C._current_autograd_node() is not None
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the running backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the running backward reaches a node; None is a leaf, which it reaches."""
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf's node while `autograd.grad` asks for its gradient
+        return False
+
+
+def continues() -> bool:
+    """Whether the running backward needs more than the gradient of the current node's inputs."""
+    behind = current_node().next_functions
+    return any(node is not None and will_run(node) for node, _ in behind)
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost pair of `torch.autograd.graph.saved_tensors_hooks` that is on."""
+    found: tuple[Callable[..., Any], Callable[..., Any]] | None
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+# Modules and tensors.
+
+
+def hooks_around(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks of a module's forward and backward."""
+    kinds = vars(module)
+    return [hook for name in _AROUND for hook in kinds[name].values()]
+
+
+def num_gradient_hooks(param: Tensor) -> int:
+    """Return how many hooks of a parameter wait for its gradient."""
+    return len(param._backward_hooks or ()) + len(_accumulate_hooks(param))
+
+
+def has_gradient_hooks(param: Tensor) -> bool:
+    """Whether there is one."""
+    return num_gradient_hooks(param) > 0
+
+
+def has_accumulate_hooks(param: Tensor) -> bool:
+    """Whether a hook of `register_post_accumulate_grad_hook` takes the parameter's gradient."""
+    return bool(_accumulate_hooks(param))
+
+
+def call_accumulate_hooks(param: Tensor) -> None:
+    """Call these hooks, for a gradient that autograd has not accumulated."""
+    for hook in _accumulate_hooks(param).values():
+        hook(param)
+
+
+def _accumulate_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    return param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+
+
+def storage_key(x: Tensor) -> int:
+    """Return what all views of one storage share while it lives, on meta too."""
+    return id(x.untyped_storage())  # one Python object for as long
+
+
+def version(x: Tensor) -> int:
+    """Return the count of changes in place; 0 for a tensor of inference mode, which has none."""
+    return 0 if x.is_inference() else x._version
+
+
+def set_versions(tensors: list[Tensor], versions: list[int]) -> None:
+    """Set the counts of changes in place, which backward compares with those at forward."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+# Ranks.
+
+
+def default_timeout() -> timedelta | None:
+    """Return how long collectives of the default group wait; None = for ever, as fake ones do."""
+    group = dist.group.WORLD
+    assert group is not None, "asked for only with a process group"
+    device = next(iter(_backends(group)))
+    options = group._get_backend(torch.device(device)).options
+    return None if options is None else options._timeout
+
+
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give a group the timeout of the default group, which a new one does not have."""
+    timeout = default_timeout()
+    if timeout is not None:
+        group.set_timeout(timeout)
+
+
+def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether gloo runs a group's collectives for tensors of a device type."""
+    return _backends(group)[device_type] == "gloo"
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return device type -> backend."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":") for pair in config.split(","))  # type: ignore[misc]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, the same object each time; else the tensor.
+
+    0.3 us of a host without gradients, 1.5 us with.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def wrapped_like(local: Tensor, like: Tensor) -> Tensor:
+    """Return a DTensor of a local part that lies as another does; 4 us, `from_local` takes 70."""
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined, call-arg]
+
+
+def symmetric_memory(
+    num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Tensor, Any]:
+    """Return memory that all ranks of a group see, and the handle that knows theirs. Collective."""
+    from torch.distributed import _symmetric_memory
+
+    # Not `empty` of that module, which cuts a pool: offsets in it may differ between ranks once
+    # one of them has freed its memory later than the others.
+    allocate = _symmetric_memory._SymmetricMemory.empty_strided_p2p
+    memory = allocate((num_bytes,), (1,), torch.uint8, device)
+    return memory, _symmetric_memory.rendezvous(memory, group)

@@ -1,0 +1,375 @@
+"""Blocks of 128 x 128 of a matrix that several ranks hold parts of, as one rank would quantise it.
+
+    block_amax_       a rank's part -> the largest magnitude of it in each block of the whole
+                      the maximum over ranks
+    quantise_blocks_  a rank's part and these -> its FP8 values; every rank makes all scales
+
+    GatheredBlocks    the whole: what products read in place of a parameter's values
+    transpose_values  [e, N, K] -> [e, K, N] of bytes, for products that sum over N
+
+Letters: R rows and C columns of the whole matrix; r, c those of a part; e, N, K as in
+`quantised.py`. Scales and values are those of `quantise_weights` of the whole matrix, bit for bit.
+
+Example, a [2, 128, 256] of two experts, cut over four ranks along its last dim: R = 256, C = 256.
+Rank 1 has columns 64 to 127 of all rows: half of the first block of columns.
+
+Budget: a part is read twice and its values are written once, 9 bytes per element of fp32. One
+program takes a block: what of it lies on another rank is masked, and costs a launch of nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.rows.e4m3 import (
+    BLOCK,
+    FP8,
+    block_scale,
+    block_scale_ref,
+    magnitude,
+    magnitude_ref,
+    to_e4m3,
+)
+from moecore.kernels.rows.quantised import WeightBlocks
+from moecore.kernels.rows.scaling import SCALE_COLUMNS, Operand, padded
+
+NUM_WARPS = 8  # 64 elements of fp32 per thread
+TRANSPOSE_WARPS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartOfMatrix:
+    """Where a rank's part [r, c] lies in the whole matrix [R, C].
+
+    Rows come in runs: row i of the part is row (i // run) * period + first_row + i % run.
+
+    Attributes:
+        rows, columns: R and C.
+        run: rows of the part that are neighbours in the whole.
+        period: rows of the whole from one run to the next.
+        first_row: of the first run.
+        first_column: of the part.
+        part_columns: c.
+    """
+
+    rows: int
+    columns: int
+    run: int
+    period: int
+    first_row: int
+    first_column: int
+    part_columns: int
+
+    @classmethod
+    def of(cls, shape: torch.Size, dim: int, start: int, size: int) -> PartOfMatrix:
+        """Return where a chunk of one dim lies; the last dim of the shape are the columns.
+
+        Args:
+            shape: of the whole parameter, two dims or more.
+            dim: that is cut.
+            start: of the chunk.
+            size: of the chunk.
+        """
+        rows, columns = shape[:-1].numel(), shape[-1]
+        if dim == len(shape) - 1:
+            return cls(
+                rows=rows,
+                columns=columns,
+                run=rows,
+                period=rows,
+                first_row=0,
+                first_column=start,
+                part_columns=size,
+            )
+        inner = shape[dim + 1 : -1].numel()
+        return cls(
+            rows=rows,
+            columns=columns,
+            run=size * inner,
+            period=shape[dim] * inner,
+            first_row=start * inner,
+            first_column=0,
+            part_columns=columns,
+        )
+
+    @property
+    def scales_shape(self) -> tuple[int, int]:
+        """[R / 128, C / 128 rounded up to 4], as dense products take them."""
+        return cdiv(self.rows, BLOCK), padded(cdiv(self.columns, BLOCK), SCALE_COLUMNS)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole matrix."""
+        return cdiv(self.rows, BLOCK) * cdiv(self.columns, BLOCK)
+
+    def indices(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the whole's row of each row of a part [r, c], and the column of each column."""
+        row = torch.arange(part.numel() // max(self.part_columns, 1), device=part.device)
+        if self.run:
+            row = row // self.run * self.period + self.first_row + row % self.run
+        column = torch.arange(self.part_columns, device=part.device) + self.first_column
+        return row, column
+
+
+class GatheredBlocks(NamedTuple):
+    """A whole matrix, of which each rank has quantised its part.
+
+    Attributes:
+        values: float8_e4m3fn, contiguous, of the parameter's shape: the last dim are the columns.
+        scales: fp32 of `PartOfMatrix.scales_shape`, 0 in what fills its rows.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def as_matrices(self, shape: torch.Size) -> WeightBlocks:
+        """Return one matrix of every expert, [e, N, K] of whole blocks; views."""
+        scales_BK = self.scales[:, : shape[2] // BLOCK]
+        return WeightBlocks(self.values.view(shape), scales_BK.unflatten(0, (shape[0], -1)))
+
+    def as_operand(self) -> Operand:
+        """Return [N, K], multiples of 16, summed over K; a view where K is one of 128."""
+        bytes_NK, missing = self.values.view(torch.uint8), -self.values.shape[1] % BLOCK
+        padded_NK = pad(bytes_NK, (0, missing)) if missing else bytes_NK
+        return Operand(padded_NK.view(self.values.dtype), self.scales, "block")
+
+
+def block_amax_ref_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
+    """Do what `block_amax_` does, in plain PyTorch."""
+    row, column = place.indices(part)
+    whole = torch.zeros(place.rows, place.columns, device=part.device)
+    whole[row[:, None], column] = magnitude_ref(part.float()).view(-1, place.part_columns)
+    whole = pad(whole, (0, -place.columns % BLOCK, 0, -place.rows % BLOCK))
+    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    amax[:, : blocks.shape[2]].copy_(blocks.amax((1, 3)))
+
+
+def quantise_blocks_ref_(
+    part: Tensor,
+    place: PartOfMatrix,
+    amax: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    *,
+    power_of_two: bool,
+) -> None:
+    """Do what `quantise_blocks_` does, in plain PyTorch."""
+    found, inverse = block_scale_ref(amax, power_of_two)
+    columns = cdiv(place.columns, BLOCK)
+    scales[:, :columns].copy_(found[:, :columns])
+    row, column = (index // BLOCK for index in place.indices(part))
+    factors = inverse[row[:, None], column].view(part.shape)
+    values.view(FP8).copy_((part.float() * factors).to(FP8).view(values.shape))
+
+
+@triton.jit
+def _block(
+    rows,
+    columns,
+    run,
+    period,
+    first_row,
+    first_column,
+    part_columns,
+    BLOCK: tl.constexpr,
+):
+    """Return the block's row and column, places in the part, and which of them are in it."""
+    blocks = tl.cdiv(columns, BLOCK)
+    i, j = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    within = row % period - first_row
+    column = j * BLOCK + tl.arange(0, BLOCK) - first_column
+    row_inside = (row < rows) & (within >= 0) & (within < run)
+    column_inside = (column >= 0) & (column < part_columns)
+    at = (row // period * run + within)[:, None] * part_columns + column[None, :]
+    return i, j, at, row_inside[:, None] & column_inside[None, :]
+
+
+@triton.jit
+def block_amax_kernel(
+    part_ptr,  # [r, c]
+    amax_ptr,  # fp32 [R / 128, stride], out
+    rows,
+    columns,
+    run,
+    period,
+    first_row,
+    first_column,
+    part_columns,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    """Write the largest magnitude of the part in one block; 0 where there is none of it."""
+    i, j, at, inside = _block(
+        rows, columns, run, period, first_row, first_column, part_columns, BLOCK
+    )
+    x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(amax_ptr + i * stride + j, tl.max(tl.max(magnitude(x), 1), 0))
+
+
+@triton.jit
+def quantise_blocks_kernel(
+    part_ptr,  # [r, c]
+    amax_ptr,  # fp32 [R / 128, stride]
+    scales_ptr,  # likewise, out
+    values_ptr,  # uint8 [r, c], out
+    rows,
+    columns,
+    run,
+    period,
+    first_row,
+    first_column,
+    part_columns,
+    stride,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the values of the part in one block, and its scale."""
+    i, j, at, inside = _block(
+        rows, columns, run, period, first_row, first_column, part_columns, BLOCK
+    )
+    scale, inverse = block_scale(tl.load(amax_ptr + i * stride + j), POWER_OF_TWO)
+    x = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(values_ptr + at, to_e4m3(x * inverse), mask=inside)
+    tl.store(scales_ptr + i * stride + j, scale)
+
+
+@triton.jit
+def transpose_values_kernel(
+    words_ptr,  # [e, N, K / 4] int32
+    out_ptr,  # [e, K, M / 4] int32, out
+    N: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,  # N rounded up
+):
+    """Write one block of 128 x 128; 0 past N."""
+    row_blocks, column_blocks = tl.cdiv(M, 128), tl.cdiv(K, 128)
+    pid = tl.program_id(0)
+    j, pid = pid % column_blocks, pid // column_blocks
+    i, expert = pid % row_blocks, (pid // row_blocks).to(tl.int64)
+    row = i * 128 + 4 * tl.arange(0, 32)
+    word = j * 32 + tl.arange(0, 32)
+    at = words_ptr + (expert * N + row)[:, None] * (K // 4) + word[None, :]
+    inside = (row < N)[:, None] & (4 * word < K)[None, :]  # N and K are multiples of 4
+    w0 = tl.load(at, mask=inside, other=0)
+    w1 = tl.load(at + K // 4, mask=inside, other=0)
+    w2 = tl.load(at + 2 * (K // 4), mask=inside, other=0)
+    w3 = tl.load(at + 3 * (K // 4), mask=inside, other=0)
+    to_word = i * 32 + tl.arange(0, 32)
+    for byte in tl.static_range(4):
+        low = ((w0 >> (8 * byte)) & 0xFF) | (((w1 >> (8 * byte)) & 0xFF) << 8)
+        high = ((w2 >> (8 * byte)) & 0xFF) | (((w3 >> (8 * byte)) & 0xFF) << 8)
+        column = 4 * word + byte
+        to = out_ptr + (expert * K + column)[:, None] * (M // 4) + to_word[None, :]
+        mask = (column < K)[:, None] & (4 * to_word < M)[None, :]
+        tl.store(to, tl.trans(low | (high << 16)), mask=mask)
+
+
+def block_amax_(part: Tensor, place: PartOfMatrix, amax: Tensor) -> None:
+    """Write the largest magnitude of a part in each block of the whole. NaN is left out.
+
+    No autograd, no host sync.
+
+    Args:
+        part: bf16 or fp32, contiguous, of r * c elements; maybe of none.
+        place: where it lies.
+        amax: fp32 of `place.scales_shape`, out; 0 where the part has nothing. What fills its rows
+            up to a multiple of 4 is not written.
+    """
+    if not part.numel():
+        amax[:, : cdiv(place.columns, BLOCK)].zero_()
+    elif not use_kernel(part):
+        block_amax_ref_(part, place, amax)
+    else:
+        with on_device(part):
+            block_amax_kernel[(place.num_blocks,)](
+                part, amax, *_place(place), BLOCK=BLOCK, num_warps=NUM_WARPS
+            )
+
+
+def quantise_blocks_(
+    part: Tensor,
+    place: PartOfMatrix,
+    amax: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    *,
+    power_of_two: bool,
+) -> None:
+    """Write the FP8 values of a part, and the scales of all blocks. No autograd, no host sync.
+
+    Args:
+        part: as for `block_amax_`.
+        place: likewise.
+        amax: fp32 of `place.scales_shape`: largest magnitudes of the whole matrix's blocks.
+        scales: likewise, out; what fills its rows is not written.
+        values: uint8, contiguous, as many as the part has, out.
+        power_of_two: of the scales; else amax / 448.
+    """
+    if not use_kernel(scales):
+        quantise_blocks_ref_(part, place, amax, scales, values, power_of_two=power_of_two)
+        return
+    with on_device(scales):
+        quantise_blocks_kernel[(place.num_blocks,)](
+            part,
+            amax,
+            scales,
+            values,
+            *_place(place),
+            POWER_OF_TWO=power_of_two,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
+
+def _place(place: PartOfMatrix) -> tuple[int, ...]:
+    runs = (place.run, place.period, place.first_row, place.first_column)
+    return place.rows, place.columns, *runs, place.part_columns, place.scales_shape[1]
+
+
+def transpose_values(values_eNK: Tensor, multiple: int = 1) -> Tensor:
+    """Return float8 [e, N, K] as [e, K, N], contiguous, zeros up to a multiple of N.
+
+    No autograd, no host sync.
+
+    Args:
+        values_eNK: contiguous; N and K multiples of 16.
+        multiple: of 4, or 1.
+    """
+    e, N, K = values_eNK.shape
+    M = padded(N, multiple)
+    bytes_eNK = values_eNK.view(torch.uint8)
+    if not use_kernel(values_eNK):
+        return pad(bytes_eNK.transpose(1, 2), (0, M - N)).contiguous().view(values_eNK.dtype)
+    out_eKM = values_eNK.new_empty(e, K, M)
+    if out_eKM.numel():
+        with on_device(values_eNK):
+            transpose_values_kernel[(e * cdiv(M, BLOCK) * cdiv(K, BLOCK),)](
+                bytes_eNK.view(torch.int32),
+                out_eKM.view(torch.int32),
+                N=N,
+                K=K,
+                M=M,
+                num_warps=TRANSPOSE_WARPS,
+            )
+    return out_eKM
+
+
+def transpose_operand(weight: Operand, columns: int) -> Operand:
+    """Return a "block" operand [N, K] as the one [K, N] that is summed over N. No autograd.
+
+    Args:
+        weight: N a multiple of 16, K padded to one of 128.
+        columns: K without padding, a multiple of 16.
+    """
+    values_KN = transpose_values(weight.values_MK[None], BLOCK)[0, :columns]
+    blocks = cdiv(columns, BLOCK), weight.scales.shape[0]
+    scales = weight.scales.new_zeros(blocks[0], padded(blocks[1], SCALE_COLUMNS))
+    scales[:, : blocks[1]] = weight.scales[:, : blocks[0]].T
+    return Operand(values_KN, scales, weight.kind)

@@ -1,0 +1,387 @@
+"""The private names of torch: only `_torch.py` has them, and each means what it is used for.
+
+What counts is in the docstring of `_torch.py`; this file reads it off the syntax of all of src.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import operator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import moecore
+from moecore import ParallelConfig, _torch, build_meshes
+from moecore.mesh import concatenate
+
+SRC = Path(moecore.__file__).parent
+MOST = 17
+
+# Each name, and where torch has it.
+NAMES = {
+    "CustomGraphPass": "_inductor.custom_graph_pass.CustomGraphPass",
+    "_StridedShard": "distributed.tensor.placement_types._StridedShard",
+    "_SymmetricMemory": "distributed._symmetric_memory._SymmetricMemory.empty_strided_p2p",
+    "_backward_hooks": "Tensor._backward_hooks",
+    "_current_autograd_node": "_C._current_autograd_node",
+    "_disable_current_modes": "utils._python_dispatch._disable_current_modes",
+    "_dispatch_tls_local_include_set": "_C._dispatch_tls_local_include_set",
+    "_execution_engine": "autograd.Variable._execution_engine.queue_callback",
+    "_get_backend": "distributed.ProcessGroup._get_backend",
+    "_post_accumulate_grad_hooks": "Tensor._post_accumulate_grad_hooks",
+    "_profiler_enabled": "autograd._profiler_enabled",
+    "_pytree": "utils._pytree.tree_leaves",
+    "_spec": "distributed.tensor.DTensor._spec",
+    "_timeout": "distributed.ProcessGroupGloo._Options._timeout",
+    "_top_saved_tensors_default_hooks": "_C._autograd._top_saved_tensors_default_hooks",
+    "_unsafe_set_version_counter": "_C._autograd._unsafe_set_version_counter",
+    "_will_engine_execute_node": "_C._will_engine_execute_node",
+}
+# Modules on the way to names, which do not count beside these.
+MODULES = {"_C", "_autograd", "_python_dispatch", "_symmetric_memory"}
+# Operators: registered with a schema.
+OPERATORS = {
+    "_assert_async",
+    "_c10d_functional",
+    "_flash_attention_backward",
+    "_flash_attention_forward",
+    "_foreach_add_",
+    "_foreach_copy_",
+    "_foreach_div_",
+    "_foreach_mul_",
+    "_foreach_norm",
+    "_fused_adamw_",
+    "_grouped_mm",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_grouped_mm",
+    "_scaled_mm_v2",
+    "_unsafe_view",
+}
+# Everywhere.
+ALLOWED = {
+    "_apply": "subclasses of nn.Module extend it, as torch.nn.RNNBase does: `to` calls no other",
+    "_buffers": "what an nn.Module is made of, as its subclasses and its pickles see it",
+    "_last_lr": "a key of the state dicts of schedulers: data",
+    "_load_from_state_dict": "subclasses extend it, as the documentation of nn.Module has it",
+    "_modules": "as _buffers",
+    "_parameters": "as _buffers",
+    "_replace": "of a NamedTuple: Python's, and documented",
+    "_step_supports_amp_scaling": "what torch.amp asks optimizers for; moecore's define it",
+    "_version": "in the documentation of torch.inference_mode",
+}
+# Of other libraries, from where moecore adapts to them.
+FOREIGN = {
+    "_apply_gate": "transformers",
+    "_debug_force_load_balance": "torchtitan",
+    "_experts_implementation": "transformers",
+    "_init_weights": "transformers",
+    "_param_init": "torchtitan",
+    "_save_rng_state": "transformers",
+}
+LOOK_UPS = ("getattr", "hasattr", "setattr", "delattr")
+
+
+def names_of_torch() -> set[str]:
+    """Return the private names of torch's modules and objects that moecore has in its hands."""
+    x = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([x], fused=True)
+    owners: list[Any] = [
+        *(torch, torch._C, torch.autograd, torch.nn, torch.compiler, torch.optim, torch.cuda),
+        *(dist, dist.distributed_c10d, dist.device_mesh, DeviceMesh, DTensor, dist.ProcessGroup),
+        *(dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options, dist.tensor.placement_types),
+        *(x, x.untyped_storage(), (x * 2).grad_fn, nn.Module(), nn.Parameter, optimizer),
+        *(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0), torch.ops.aten.mm.default),
+        torch.utils.checkpoint,
+    ]
+    return {name for owner in owners for name in dir(owner) if is_private(name)} - {"_"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def parse() -> dict[str, ast.Module]:
+    return {f.relative_to(SRC).as_posix(): ast.parse(f.read_text()) for f in SRC.rglob("*.py")}
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that moecore's own modules, classes and objects have."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and is_self(node.value):
+            yield from [node.attr] if isinstance(node.ctx, ast.Store) else []
+
+
+def used(tree: ast.Module, own: set[str], torchs: set[str]) -> Iterator[str]:
+    """Yield the private names of others: imported, by dots, and as strings."""
+    slots = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and "__slots__" in names(n)]
+    own_strings = {id(n) for slot in slots for n in ast.walk(slot)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (p for a in node.names for p in a.name.split(".") if is_private(p))
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("moecore"):
+            path = [p for p in (node.module or "").split(".") if is_private(p)]
+            for alias in node.names:
+                yield from [alias.name] if path or is_private(alias.name) else []
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            mine = node.attr in own and (is_self(node.value) or node.attr not in torchs)
+            yield from [] if mine else [node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in torchs and id(node) not in own_strings:
+                yield node.value
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in LOOK_UPS:
+            asked = node.args[1]
+            if isinstance(asked, ast.Constant) and is_private(asked.value):
+                yield from [] if asked.value in own else [asked.value]
+
+
+def names(node: ast.Assign) -> list[str]:
+    return [target.id for target in node.targets if isinstance(target, ast.Name)]
+
+
+def test_one_file_has_private_names_of_torch() -> None:
+    trees, torchs = parse(), names_of_torch()
+    own = {name for tree in trees.values() for name in defined(tree)}
+    counted = set(used(trees.pop("_torch.py"), own, torchs)) - MODULES - OPERATORS
+    assert counted - ALLOWED.keys() == set(NAMES) and len(NAMES) <= MOST
+    elsewhere = {file: set(used(tree, own, torchs)) for file, tree in trees.items()}
+    known = ALLOWED.keys() | FOREIGN.keys()
+    assert {file: found - known for file, found in elsewhere.items() if found - known} == {}
+    assert known <= counted.union(*elsewhere.values())  # nothing is allowed in vain
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_has_the_name(name: str) -> None:
+    importlib.import_module("torch.distributed._symmetric_memory")  # the one that torch leaves out
+    operator.attrgetter(NAMES[name])(torch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_views_of_one_storage_have_one_key(device: str) -> None:
+    tensors = [torch.empty(4, 4, device=device) for _ in range(100)]
+    keys = [_torch.storage_key(x) for x in tensors]
+    assert len(set(keys)) == 100
+    for view in (Tensor.t, Tensor.detach, lambda x: x[1:], lambda x: x.view(torch.int32)):
+        assert [_torch.storage_key(view(x)) for x in tensors] == keys
+
+
+def leaf() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def in_backward(function: Callable[[], object]) -> object:
+    """Return what a function gives inside a backward."""
+    seen = []
+    y = leaf() * 2
+    y.register_hook(lambda grad: seen.append(function()))
+    y.sum().backward()
+    return seen[0]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputed_forward_is_known(use_reentrant: bool) -> None:
+    seen = []
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(_torch.is_recomputing())
+        return x.sin()
+
+    checkpoint(forward, leaf(), use_reentrant=use_reentrant).sum().backward()
+    assert seen == [False, True]
+    assert in_backward(_torch.is_recomputing) and not _torch.is_recomputing()
+
+
+def test_the_node_of_a_backward_has_what_the_forward_wrote() -> None:
+    y = leaf() * 2
+    node: Any = y.grad_fn
+    node.metadata["mine"] = 3
+    seen: list[Any] = []
+    y.register_hook(lambda grad: seen.append(_torch.current_node().metadata))
+    y.sum().backward()
+    assert seen == [{"mine": 3}]
+
+
+def test_callbacks_run_after_the_backward() -> None:
+    order = []
+    x = leaf()
+    y = x * 2
+    y.register_hook(lambda grad: _torch.call_after_backward(lambda: order.append("after")))
+    x.register_hook(lambda grad: order.append("leaf"))
+    y.sum().backward()
+    assert order == ["leaf", "after"]
+
+
+def test_a_backward_that_asks_for_less_leaves_nodes_out() -> None:
+    a, b = leaf(), leaf()
+    y = a.sin() * b.sin()
+    seen = []
+    nodes = [node for node, _ in y.grad_fn.next_functions]  # type: ignore[union-attr]
+    y.register_hook(lambda grad: seen.extend(map(_torch.will_run, nodes)))
+    torch.autograd.grad(y.sum(), a)
+    assert seen == [True, False]
+
+
+def test_what_continues_behind_a_node() -> None:
+    assert in_backward(_torch.continues) is True
+    seen = []
+    y = leaf() * 2
+    y.register_hook(lambda grad: seen.append(_torch.continues()))
+    torch.autograd.grad(y.sum(), y)
+    assert seen == [False]
+
+
+def test_hooks_are_seen() -> None:
+    assert _torch.saved_tensor_hooks() is None
+    pair = (lambda t: t), (lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(*pair):
+        assert _torch.saved_tensor_hooks() == pair
+    x, called = leaf(), []
+    assert not _torch.has_gradient_hooks(x)
+    x.register_post_accumulate_grad_hook(called.append)
+    assert _torch.has_gradient_hooks(x) and _torch.has_accumulate_hooks(x)
+    _torch.call_accumulate_hooks(x)
+    assert called == [x]
+    y = leaf()
+    y.register_hook(lambda grad: grad)
+    assert _torch.has_gradient_hooks(y) and not _torch.has_accumulate_hooks(y)
+    module = nn.Linear(2, 2)
+    hooks = [lambda *_: None for _ in range(4)]
+    module.register_forward_pre_hook(hooks[0])
+    module.register_forward_hook(hooks[1], with_kwargs=True, always_call=True)
+    module.register_full_backward_pre_hook(hooks[2])
+    module.register_full_backward_hook(hooks[3])
+    module.register_state_dict_post_hook(lambda *_: None)  # around nothing
+    assert set(_torch.hooks_around(module)) == set(hooks)
+
+
+def test_plain_eager_is_autograd_alone() -> None:
+    seen = []
+
+    def see(x: Tensor) -> Tensor:
+        seen.append(_torch.is_plain_eager())
+        return x * 2
+
+    for ordinary in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
+        with ordinary:
+            assert _torch.is_plain_eager()
+    assert in_backward(_torch.is_plain_eager)
+    with torch._subclasses.FakeTensorMode():
+        assert not _torch.is_plain_eager()
+        with _torch.no_dispatch_modes():
+            assert _torch.is_plain_eager()
+    torch.vmap(see)(torch.ones(2))
+    torch.func.grad(lambda x: see(x).sum())(torch.ones(2))
+    make_fx(see)(torch.ones(2))
+    make_fx(see, pre_dispatch=True)(torch.ones(2))
+    torch.jit.trace(see, torch.ones(2), check_trace=False)
+    assert seen == [False] * 5 and _torch.is_plain_eager()
+
+
+def test_tangents_are_seen() -> None:
+    x = leaf()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(2))
+        assert _torch.in_forward_mode() and not _torch.is_plain_eager()
+        assert _torch.have_tangents(x, dual) and not _torch.have_tangents(x)
+    assert not _torch.in_forward_mode()
+
+
+def test_versions_count_changes_in_place_and_can_be_set() -> None:
+    x = torch.ones(2)
+    before = _torch.version(x)
+    x.add_(1)
+    assert _torch.version(x) == before + 1
+    with torch.inference_mode():
+        assert _torch.version(torch.ones(2)) == 0
+    w = leaf()
+    y = (w * w).sum()
+    _torch.set_versions([w], [_torch.version(w) + 1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_a_mark_is_in_profiles() -> None:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu) as profile, _torch.mark("moecore::here"):
+        torch.ones(2)
+    assert "moecore::here" in {event.name for event in profile.events()}
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_groups_and_meshes() -> None:
+    timeout = timedelta(seconds=77)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    group, world = dist.new_group([0]), dist.group.WORLD
+    assert world is not None and _torch.default_timeout() == timeout
+    _torch.inherit_timeout(group)
+    options = group._get_backend(torch.device("cpu")).options
+    assert options._timeout == timeout and _torch.is_gloo(group, "cpu")
+    assert build_meshes(ParallelConfig(), "cpu").stage_group is world
+    strided = _torch.StridedShard(0, split_factor=2)
+    assert (strided.dim, strided.split_factor) == (0, 2)
+    a, b = (init_device_mesh("cpu", (1, 1), mesh_dim_names=n) for n in (("w", "x"), ("y", "z")))
+    both = concatenate([a, b["z"]])
+    assert both.mesh_dim_names == ("w", "x", "z") and both.mesh.tolist() == [[[0]]]
+    assert both.get_group("z") is b.get_group("z")
+    local = torch.ones(2, 2)
+    sharded = DTensor.from_local(local, both, [Shard(0)] * 3, run_check=False)
+    again = _torch.wrapped_like(torch.zeros(2, 2), sharded)
+    assert again.placements == sharded.placements and again.full_tensor().sum() == 0
+    part = _torch.local_of(sharded.requires_grad_())
+    assert part is _torch.local_of(sharded) and torch.equal(part, local) and part.is_leaf
+
+
+TAKEN = {
+    "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p "
+    "is_causal return_debug_mask scale window_size_left window_size_right",
+    "_scaled_mm_v2": "self mat2 scale_a recipe_a swizzle_a scale_b recipe_b swizzle_b bias "
+    "out_dtype",
+    "_scaled_grouped_mm": "self mat2 scale_a scale_b offs bias scale_result out_dtype",
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_operator_takes_these_arguments_in_this_order(name: str) -> None:
+    arguments = operator.attrgetter(name)(torch.ops.aten).default._schema.arguments
+    wanted = TAKEN[name].split()
+    assert [a.name for a in arguments][: len(wanted)] == wanted
+
+
+def test_grouped_products_are_known_where_a_mode_sees_them() -> None:
+    a = torch.ones(4, 16, dtype=torch.bfloat16)
+    b, ends = torch.ones(2, 16, 8, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
+    seen = []
+
+    class See(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(_torch.is_grouped_mm(func))
+            return func(*args, **(kwargs or {}))
+
+    with See():
+        y = F.grouped_mm(a, b, offs=ends)
+    assert any(seen) and torch.equal(y, torch.full((4, 8), 16.0).bfloat16())
