@@ -170,6 +170,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(0, 61, (1, 17), generator=generator)
     tokens = torch.where(torch.arange(17) % 2 == 0, tokens, tokens.roll(1))  # something to learn
+    tokens = tokens.to(DEVICE_TYPE[0])
     return tokens[:, :-1], tokens[:, 1:]
 
 
