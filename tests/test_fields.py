@@ -36,6 +36,8 @@ from moecore.moe.layer import LayerLayout
 from moecore.optim import AdamW, Cut
 from moecore.optim.matrices import MatrixLayout
 from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
+from moecore.pipeline.layout import LayoutCosts
+from moecore.pipeline.simulate import Costs
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
 from moecore.upcycle.models import MLPNames
@@ -158,6 +160,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (PackedCollator, {"row_tokens": 4}),
     (AdamWOptions, dict(lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)),
     (AttentionMask, {}),
+    (LayoutCosts, {"layers": (1.0, 2.0)}),
+    (Costs, dict.fromkeys(("forward", "backward_inputs", "backward_weights"), (1.0, 2.0))),
 ]
 VALUES: list[Any] = [
     *(True, False, None, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 10**400, -(10**5000)),

@@ -1,0 +1,198 @@
+"""What one pipeline rank runs, in order: every schedule is one generator over one record.
+
+    Shape (pp, chunks, rank, micro-batches) -> Turns -> Action or Overlap, ..
+
+`Turns` has a sequence of forwards, a sequence of backwards and how many forwards come first. Then
+one forward and one backward take turns. A sequence may have gaps, for micro-batches that a rule
+counts and the step does not have; so every schedule takes any number of micro-batches. Weight
+gradients may wait (`D` now, `W` later): the rank before gets its gradient sooner, and the end of a
+step, where ranks wait for each other, has work.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, count, zip_longest
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["F", "B", "D", "W"]
+ScheduleName = Literal[
+    "gpipe", "1f1b", "interleaved", "overlapped", "zero-bubble", "zbv", "dualpipe-v"
+]
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage.
+
+    Attributes:
+        kind: F forward, B whole backward, D gradient of inputs, W gradients of weights.
+        stage: in the order of forward.
+        micro_batch: 0 .. num_micro_batches - 1.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+class Overlap(NamedTuple):
+    """A forward and a backward of two micro-batches, whose layers run side by side."""
+
+    forward: Action
+    backward: Action
+
+
+Item = Action | Overlap
+
+
+def actions_of(item: Item) -> tuple[Action, ...]:
+    """Return the one or two actions of an item of an order, the forward first."""
+    return tuple(item) if isinstance(item, Overlap) else (item,)
+
+
+Pass = tuple[int, int] | None  # (stage, micro-batch), or a gap
+
+
+class Shape(NamedTuple):
+    """A rank among others, and what they run: pp ranks of so many chunks each."""
+
+    pp: int
+    chunks: int
+    rank: int
+    num_micro_batches: int
+
+
+class Turns(NamedTuple):
+    """What one rank runs.
+
+    Attributes:
+        forwards: in order.
+        backwards: in order.
+        warm_up: how many of the forwards come before the first turn.
+        lag: how many weight gradients wait once there are as many, while forwards run; None = no
+            backward is split.
+        last_lag: likewise after the last forward.
+        last_whole: backwards after the last forward that are not split.
+        alone: turns before the first one that is an overlap, the backward first; None = no turn
+            is an overlap, and the forward is first.
+    """
+
+    forwards: Sequence[Pass]
+    backwards: Sequence[Pass]
+    warm_up: int
+    lag: int | None = None
+    last_lag: int | None = None
+    last_whole: int = 0
+    alone: int | None = None
+
+
+def in_turns(turns: Turns) -> Iterator[Item]:
+    """Yield the order of one rank."""
+    forwards = [Action("F", *pass_) if pass_ else None for pass_ in turns.forwards]
+    while forwards and forwards[-1] is None:
+        forwards.pop()
+    yield from filter(None, forwards[: turns.warm_up])
+    waiting: deque[tuple[int, int]] = deque()  # weight gradients
+    num_last = 0
+    for turn, (forward, backward) in enumerate(
+        zip_longest(forwards[turns.warm_up :], turns.backwards)
+    ):
+        if forward and backward and turns.alone is not None and turn >= turns.alone:
+            yield Overlap(forward, Action("B", *backward))
+            continue
+        is_last = turn >= len(forwards) - turns.warm_up
+        lag = turns.last_lag if is_last else turns.lag
+        after: list[Action] = []
+        if backward:
+            num_last += is_last
+            if lag is None or (is_last and num_last <= turns.last_whole):
+                after.append(Action("B", *backward))
+            else:
+                after.append(Action("D", *backward))
+                waiting.append(backward)
+                if len(waiting) > lag:
+                    after.append(Action("W", *waiting.popleft()))
+        before = [forward] if forward else []
+        yield from before + after if turns.alone is None else after + before
+    yield from (Action("W", *pass_) for pass_ in waiting)
+
+
+def _loop(shape: Shape, *, sizes: Sequence[int], warm_up: int, **options: Any) -> Turns:
+    """Return passes by rounds of micro-batches, in a round chunk by chunk."""
+
+    def passes(chunks: Sequence[int]) -> list[Pass]:
+        return [
+            (chunk * shape.pp + shape.rank, micro_batch)
+            for end, size in zip(accumulate(sizes), sizes, strict=True)
+            for chunk in chunks
+            for micro_batch in range(end - size, end)
+        ]
+
+    order = range(shape.chunks)
+    return Turns(passes(order), passes(order[::-1]), warm_up, **options)
+
+
+def _gpipe(shape: Shape) -> Turns:
+    number = shape.num_micro_batches
+    return _loop(shape, sizes=[number], warm_up=number * shape.chunks)
+
+
+def _interleaved(shape: Shape, *, hop: int, more: int = 0, **options: Any) -> Turns:
+    """Return 1F1B by rounds of at least pp: each rank is `hop` forwards ahead of the next one.
+
+    A round must last until its first micro-batch has passed all ranks, so 11 micro-batches on 4
+    ranks are rounds of 6 and 5: shorter ones would wait, longer ones hold more.
+    """
+    rounds = max(1, shape.num_micro_batches // shape.pp)
+    size, longer = divmod(shape.num_micro_batches, rounds)
+    sizes = [size + (i < longer) for i in range(rounds)]
+    warm_up = (shape.chunks - 1) * sizes[0] + hop * (shape.pp - 1 - shape.rank) + more
+    return _loop(shape, sizes=sizes, warm_up=warm_up, **options)
+
+
+def _v(shape: Shape, *, more: int = 0, **options: Any) -> Turns:
+    """Return 1F1B over the two stages of a V: stage s runs 2 pp - s forwards ahead."""
+    pp, _, rank, num_micro_batches = shape
+    steady = [0, 1] * num_micro_batches
+    forwards = [0] * (2 * (pp - rank) - 1) + [1, 0] * rank + [1] * (pp - rank) + steady
+    backwards = [1] * (pp - rank) + steady
+
+    def passes(chunks: list[int]) -> list[Pass]:
+        stages, numbers = (rank, 2 * pp - 1 - rank), (count(), count())
+        found = ((stages[chunk], next(numbers[chunk])) for chunk in chunks)
+        return [pass_ if pass_[1] < num_micro_batches else None for pass_ in found]
+
+    return Turns(passes(forwards), passes(backwards), 2 * pp - 1 + more, **options)
+
+
+class Rule(NamedTuple):
+    """A schedule: which chunks it takes (None = any), its placement and the turns of a rank."""
+
+    chunks: int | None
+    is_v: bool
+    turns: Callable[[Shape], Turns]
+
+
+RULES: dict[str, Rule] = {
+    "gpipe": Rule(None, False, _gpipe),
+    "1f1b": Rule(1, False, lambda shape: _interleaved(shape, hop=1)),
+    "interleaved": Rule(None, False, lambda shape: _interleaved(shape, hop=min(shape.chunks, 2))),
+    "overlapped": Rule(None, False, lambda shape: _interleaved(shape, hop=2, more=1, alone=0)),
+    "zero-bubble": Rule(
+        1, False, lambda shape: _interleaved(shape, hop=1, lag=shape.rank, last_lag=shape.rank)
+    ),
+    "zbv": Rule(2, True, lambda shape: _v(shape, lag=0, last_lag=2 * shape.rank)),
+    "dualpipe-v": Rule(
+        2,
+        True,
+        lambda shape: _v(
+            shape,
+            more=1,
+            lag=0,
+            last_lag=shape.rank,
+            last_whole=shape.rank + 1,
+            alone=shape.pp - 1 - shape.rank,
+        ),
+    ),
+}
