@@ -1,0 +1,221 @@
+"""Simulated steps: bubbles beside their closed forms, and longest paths by another way."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moecore.pipeline.layout import LayoutCosts, balanced_layout, even_layout, parse_layout
+from moecore.pipeline.orders import Overlap, ScheduleName, actions_of
+from moecore.pipeline.schedule import Schedule, make_schedule
+from moecore.pipeline.simulate import Costs, simulate
+
+
+def bubble(name: Any, pp: int, chunks: int, number: int, **times: float) -> float:
+    schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
+    costs = Costs.of_forward((1.0 / chunks,) * schedule.num_stages, **times)
+    return simulate(schedule, costs).bubble
+
+
+@pytest.mark.parametrize(("pp", "number"), [(2, 4), (4, 8), (4, 64), (8, 24)])
+def test_bubbles_are_those_of_the_papers(pp: int, number: int) -> None:
+    """In passes of a whole rank: F = D = W = 1, or B = 2 F = 2."""
+    passes = 3 * number
+    for name in ("gpipe", "1f1b"):  # (p - 1) (F + B) wait
+        assert bubble(name, pp, 1, number) == pytest.approx((pp - 1) / number, rel=0.03)
+    for chunks in (2, 4):  # (p - 1) (F + B) / v
+        closed = pytest.approx((pp - 1) / (chunks * number), rel=0.03)
+        assert bubble("interleaved", pp, chunks, number) == closed
+        assert bubble("overlapped", pp, chunks, number) == closed
+    # ZB-H1: (p - 1) (F + D - W)
+    assert bubble("zero-bubble", pp, 1, number) == pytest.approx((pp - 1) / passes, rel=0.03)
+    # ZB-V: no rank waits between its first and last action, which are (p - 1) F / 2 apart
+    assert bubble("zbv", pp, 2, number) == pytest.approx((pp - 1) / 2 / passes, rel=0.03)
+    # DualPipeV: (p - 1) (F&B + B - 3 W) / 2
+    assert bubble("dualpipe-v", pp, 2, number) == pytest.approx((pp - 1) / passes, rel=0.03)
+
+
+@pytest.mark.parametrize(("inputs", "weights"), [(1.2, 0.8), (1.0, 0.5), (1.4, 1.0)])
+def test_the_bubble_of_zb_h1_with_unequal_passes(inputs: float, weights: float) -> None:
+    found = bubble("zero-bubble", 4, 1, 32, inputs=inputs, weights=weights)
+    closed = 3 * (1 + inputs - weights) / (32 * (1 + inputs + weights))
+    assert found == pytest.approx(closed, rel=0.03)
+
+
+# ------------------------------------------------------- any costs: longest paths, by recursion
+
+
+def longest_path(schedule: Schedule, costs: Costs) -> float:
+    """Return the end of the last action; an item ends when all before it have, plus its time."""
+    place = {
+        (a.stage, a.micro_batch, kind): (rank, at)
+        for rank, order in enumerate(schedule.orders)
+        for at, item in enumerate(order)
+        for a in actions_of(item)
+        for kind in {"F": "F", "B": "DW", "D": "D", "W": "W"}[a.kind]
+    }
+
+    def taken(rank: int, at: int) -> float:
+        actions = actions_of(schedule.orders[rank][at])
+        pairs = []
+        for kind, stage, _ in actions:
+            exchanges = costs.forward_exchange if kind == "F" else costs.backward_exchange
+            exchange = exchanges[stage] if exchanges and kind != "W" else 0.0
+            passes = {
+                "F": [costs.forward[stage]],
+                "D": [costs.backward_inputs[stage]],
+                "W": [costs.backward_weights[stage]],
+                "B": [costs.backward_inputs[stage], costs.backward_weights[stage]],
+            }
+            pairs.append((sum(passes[kind]), exchange))
+        if len(pairs) == 1:
+            return sum(pairs[0])
+        (c0, e0), (c1, e1) = pairs
+        return max(c0 + c1, e0 + e1, c0 + e0, c1 + e1)
+
+    @cache
+    def end(rank: int, at: int) -> float:
+        starts = [end(rank, at - 1) if at else 0.0]
+        for kind, stage, micro_batch in actions_of(schedule.orders[rank][at]):
+            sources = {
+                "F": [(stage - 1, micro_batch, "F")],
+                "W": [(stage, micro_batch, "D")],
+            }.get(kind, [(stage, micro_batch, "F"), (stage + 1, micro_batch, "D")])
+            for source in sources:
+                if 0 <= source[0] < schedule.num_stages:
+                    other = place[source]
+                    starts.append(end(*other) + costs.transfer * (other[0] != rank))
+        return max(starts) + taken(rank, at)
+
+    return max(end(rank, len(order) - 1) for rank, order in enumerate(schedule.orders))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.sampled_from(get_args(ScheduleName)), st.integers(1, 4), st.integers(1, 6))
+def test_makespan_is_the_longest_path(data: Any, name: Any, pp: int, number: int) -> None:
+    chunks = 1 if name in ("1f1b", "zero-bubble") else 2
+    times = st.tuples(*[st.integers(0, 9).map(float)] * (pp * chunks))
+    draw = [data.draw(times) for _ in range(5)]
+    costs = Costs(
+        forward=draw[0],
+        backward_inputs=draw[1],
+        backward_weights=draw[2],
+        forward_exchange=draw[3],
+        backward_exchange=draw[4],
+        transfer=data.draw(st.integers(0, 3).map(float)),
+    )
+    schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
+    timeline = simulate(schedule, costs)
+    assert timeline.makespan == longest_path(schedule, costs)
+    work = [number * sum(t) for t in zip(*draw[:3], strict=True)]
+    busy = [
+        sum(w for w, of in zip(work, schedule.rank_of, strict=True) if of == r) for r in range(pp)
+    ]
+    exposed = zip(timeline.busy, busy, timeline.exposed_exchange, strict=True)
+    assert all(spent - work == waited for spent, work, waited in exposed)
+    if timeline.makespan:
+        share = timeline.bubble
+        assert (1 + share) * sum(timeline.busy) == pytest.approx(pp * timeline.makespan)
+
+
+def test_exchange_hides_behind_the_other_pass_of_an_overlap() -> None:
+    """One rank, three micro-batches: F, F&B, F&B, B of 3 + 2 and 6 + 4 units."""
+    costs = Costs(
+        forward=(3.0,),
+        backward_inputs=(4.0,),
+        backward_weights=(2.0,),
+        forward_exchange=(2.0,),
+        backward_exchange=(4.0,),
+    )
+    sizes = dict(pp=1, chunks=1, num_micro_batches=3)
+    merged = simulate(make_schedule("overlapped", **sizes), costs)
+    assert [span[:2] for span in merged.spans[0]] == [(0, 5), (5, 15), (15, 25), (25, 35)]
+    assert isinstance(merged.spans[0][1].item, Overlap)
+    assert merged.exposed_exchange == (2 + 1 + 1 + 4,)  # a pair waits for its backward alone
+    apart = simulate(make_schedule("1f1b", **sizes), costs)
+    assert apart.makespan == 45 and apart.exposed_exchange == (18,)
+
+
+def test_exchange_that_overlaps_hide_in_a_pipeline() -> None:
+    """40% of a forward is exchange: all but warm-up and the end hide it."""
+    times = (1.0,) * 16
+    costs = Costs(
+        forward=times,
+        backward_inputs=times,
+        backward_weights=times,
+        forward_exchange=(0.5,) * 16,
+        backward_exchange=(0.5,) * 16,
+    )
+    sizes = dict(pp=4, chunks=4, num_micro_batches=64)
+    merged, plain = (
+        simulate(make_schedule(name, **sizes), costs) for name in ("overlapped", "interleaved")
+    )
+    assert sum(plain.exposed_exchange) == 4 * 4 * 64
+    assert sum(merged.exposed_exchange) < 0.1 * sum(plain.exposed_exchange)
+    assert merged.makespan < 0.8 * plain.makespan
+
+
+# ------------------------------------------------------------------------ DeepSeek-V3, 256 ranks
+
+# Embedding and three dense layers cost as much as two MoE layers; 61 layers, one MTP module.
+DEEPSEEK = LayoutCosts(embedding=0.2, layers=(0.6,) * 3 + (1.0,) * 58, mtp=(1.5,), loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "pp", "number"),
+    [("Et*3|(tt|)*29m|L", 8, 32), ("Et*3|(tt|)*29m|L", 8, 128), ("Et*4|(tttt|)*14tmL", 4, 64)],
+)
+@pytest.mark.parametrize("name", ["interleaved", "overlapped"])
+def test_layouts_of_deepseek_v3(name: Any, text: str, pp: int, number: int) -> None:
+    """A step is as long as that of equal stages, each as slow as the slowest one."""
+    layout = parse_layout(text, num_layers=61, num_mtp_layers=1)
+    chunks = layout.chunks(pp)
+    assert chunks == 4
+    stages = DEEPSEEK.of_stages(layout)
+    schedule = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=number)
+    timeline = simulate(schedule, Costs.of_forward(stages))
+    closed = 3 * max(stages) * (number * chunks + pp - 1)
+    assert timeline.makespan == pytest.approx(closed, rel=0.03)
+    assert timeline.makespan <= closed
+    even = even_layout(61, num_stages=4 * pp, num_mtp_layers=1)
+    other = simulate(schedule, Costs.of_forward(DEEPSEEK.of_stages(even)))
+    assert other.makespan > 1.05 * timeline.makespan
+    balanced = balanced_layout(DEEPSEEK, num_stages=4 * pp)
+    best = simulate(schedule, Costs.of_forward(DEEPSEEK.of_stages(balanced)))
+    assert best.makespan <= closed
+
+
+def test_bytes_that_a_rank_holds() -> None:
+    """Interleaved 1F1B on 4 ranks of 4 chunks: (4 - 1) x 4 + 2 x (3 - rank) + 1 of them."""
+    schedule = make_schedule("interleaved", pp=4, chunks=4, num_micro_batches=64)
+    assert schedule.peak_in_flight == (19, 17, 15, 13)
+    layout = parse_layout("Et*4|(tttt|)*14tmL", num_layers=61, num_mtp_layers=1)
+    held = schedule.peak_held([len(stage.layers) for stage in layout.stages])
+    assert held[2] == 15 * 4
+    assert (
+        make_schedule("zbv", pp=4, chunks=2, num_micro_batches=16).peak_held([3] * 8) == (24,) * 4
+    )
+
+
+KEYS = ("forward", "backward_inputs", "backward_weights")
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (3, r"^costs.forward \(3 stages\) must have a time per stage of the schedule \(4\)"),
+        (0, r"^Costs.forward \(\(\)\) must have a time per stage: pass at least one$"),
+    ],
+)
+def test_costs_of_other_stages(number: int, message: str) -> None:
+    schedule = make_schedule("1f1b", pp=4, chunks=1, num_micro_batches=4)
+    with pytest.raises(ValueError, match=message):
+        simulate(schedule, Costs.of_forward((1.0,) * number))
+    with pytest.raises(ValueError, match=r"^Costs.backward_inputs \(\(1.0,\)\) must have a time"):
+        Costs(forward=(1.0, 1.0), backward_inputs=(1.0,), backward_weights=(1.0, 1.0))
+    with pytest.raises(ValueError, match=r"^Costs.forward_exchange \(\(1.0,\)\) must have a time"):
+        Costs(**dict.fromkeys(KEYS, (1.0, 1.0)), forward_exchange=(1.0,))

@@ -1,0 +1,83 @@
+"""Timelines of simulated and measured steps, and their pictures."""
+
+from __future__ import annotations
+
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from moecore.pipeline.orders import Action, Overlap, ScheduleName
+from moecore.pipeline.schedule import make_schedule
+from moecore.pipeline.simulate import Costs, simulate
+from moecore.pipeline.timeline import Timeline, boxes, draw
+
+
+def timeline_of(name: Any) -> Timeline:
+    chunks = 1 if name in ("1f1b", "zero-bubble") else 2
+    schedule = make_schedule(name, pp=3, chunks=chunks, num_micro_batches=7)
+    return simulate(schedule, Costs.of_forward((1.0,) * schedule.num_stages))
+
+
+@pytest.mark.parametrize("name", get_args(ScheduleName))
+def test_boxes_do_not_overlap(name: Any) -> None:
+    found = list(boxes(timeline_of(name)))
+    chunks = 1 if name in ("1f1b", "zero-bubble") else 2
+    passes = sum({"F": 1, "B": 2, "D": 1, "W": 1}[box.action.kind] for box in found)
+    assert passes == 3 * 3 * 7 * chunks and {box.chunk for box in found} == set(range(chunks))
+    for rank in range(3):
+        own = [box for box in found if rank <= box.bottom < box.bottom + box.height <= rank + 1]
+        for one, other in combinations(own, 2):
+            apart = one.end <= other.start or other.end <= one.start
+            above = (
+                one.bottom + one.height <= other.bottom or other.bottom + other.height <= one.bottom
+            )
+            assert apart or above
+    assert len(found) == len({box.action for box in found})
+
+
+def test_measured_spans_make_the_same_timeline() -> None:
+    simulated = timeline_of("dualpipe-v")
+    measured = [
+        (rank, span.item, span.start + 100, span.end + 100)
+        for rank, spans in enumerate(simulated.spans)
+        for span in reversed(spans)
+    ]
+    found = Timeline.from_spans(measured)
+    assert found.spans == simulated.spans and found.exposed_exchange == ()
+    assert (found.makespan, found.bubble) == (simulated.makespan, simulated.bubble)
+
+
+def test_numbers_by_hand() -> None:
+    """Rank 0 waits for 2 of 6 units, rank 1 for 1 + 1."""
+    forward, backward = Action("F", 0, 0), Action("B", 0, 0)
+    on_1 = Overlap(Action("F", 1, 0), Action("B", 1, 1))
+    timeline = Timeline.from_spans([(0, forward, 3, 4), (0, backward, 6, 9), (1, on_1, 4, 8)])
+    assert timeline.spans[0][1].start == 3 and timeline.makespan == 6
+    assert timeline.busy == (4, 4) and timeline.bubble == 4 / 8
+    with pytest.raises(ValueError, match=r"^spans \(Action.* on rank 0\) must not overlap"):
+        Timeline.from_spans([(0, forward, 0.0, 2.0), (0, backward, 1.0, 3.0)])
+    with pytest.raises(ValueError, match="must not overlap, and end after they start"):
+        Timeline.from_spans([(0, forward, 2.0, 0.0)])
+    with pytest.raises(ValueError, match="must have at least one"):
+        Timeline.from_spans([])
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("1f1b", "dualpipe-v"):
+        path = tmp_path / f"{name}.png"
+        draw(timeline_of(name), path)
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG\r\n\x1a\n") and data.endswith(b"IEND\xaeB\x60\x82")
+        width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+        assert width >= 800 and height >= 200
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'moecore\[bench\]'"):
+        draw(timeline_of("1f1b"), tmp_path / "no.png")
+    assert not list(tmp_path.iterdir())
