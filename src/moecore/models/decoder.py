@@ -5,6 +5,8 @@ Legend: B sequences, T tokens of a sequence, N = B * T, D model dim, V vocabular
     tokens_BT -> embedding -> [norm, attention, add, norm, MLP or MoE, add] x L -> norm -> head
                                                                                      +-> mtp -> head
 
+A pipeline stage runs a part of this line (`pipeline/stages.py`); the whole of it is one stage.
+
 Parameter names follow Hugging Face decoders (model.layers.0.self_attn.q_proj.weight), except
 inside an MoE layer, which keeps moecore's own (model.layers.0.mlp.experts.w1), and for multi-token
 prediction (mtp.0); `hf/names.py` translates.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +39,8 @@ from moecore.models.rotary import rotary_table
 from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name, init_normal_, local_param
+from moecore.pipeline.layout import Stage
+from moecore.pipeline.stages import StageParts, check_held, runs_norm
 
 INIT_STD = 0.02
 
@@ -74,20 +79,38 @@ class Backbone(nn.Module):
         self.embed_tokens = Embedding(config, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, i, dtype=dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps, dtype=dtype)
+        self.whole = Stage(
+            index=0,
+            embedding=True,
+            layers=tuple(range(config.num_layers)),
+            mtp=tuple(range(config.num_mtp_layers)),
+            loss=True,
+        )
 
-    def forward(self, tokens_BT: Tensor, sequence: Sequence | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        sequence: Sequence | None = None,
+        *,
+        hidden: Tensor | None = None,
+        stage: Stage | None = None,
+    ) -> Tensor:
         """Return x_BTD; under cp and tp only this rank's tokens of each row.
 
         Args:
             tokens_BT: int64 ids, the same on every cp and tp rank.
             sequence: where they stand, from `sequence_of`; None = rows of one document each.
+            hidden: the residual stream x_BTD that enters a stage without the embedding.
+            stage: which part runs; None = all of it.
         """
+        stage = self.whole if stage is None else stage
         if sequence is None:
             sequence = self.sequence_of(tokens_BT)
-        x_BTD = self.embed(tokens_BT, sequence)
-        for layer in self.layers:
-            x_BTD = layer(x_BTD, sequence)
-        return self.norm(x_BTD)
+        x_BTD = self.embed(tokens_BT, sequence) if stage.embedding else hidden
+        assert x_BTD is not None, "checked by Decoder.forward"
+        for index in stage.layers:
+            x_BTD = self.layers[index](x_BTD, sequence)
+        return self.norm(x_BTD) if runs_norm(stage, self.config.num_mtp_layers) else x_BTD
 
     def sequence_of(
         self,
@@ -103,7 +126,7 @@ class Backbone(nn.Module):
             ValueError: for documents that are too long, are not those of the tokens, or cannot be
                 cut over cp, and for a cp without group.
         """
-        ranks = self._ranks_of(cp)
+        ranks = self.ranks_of(cp)
         (B, T), device = tokens_BT.shape, tokens_BT.device
         if cu_seqlens is None:
             if max_seqlen is not None:
@@ -136,7 +159,7 @@ class Backbone(nn.Module):
             rotary=rotary_table(self.config, positions),
         )
 
-    def _ranks_of(self, cp: int | None) -> ContextParallel | None:
+    def ranks_of(self, cp: int | None) -> ContextParallel | None:
         """Return the cp ranks of a forward; None = this rank alone."""
         size = 1 if self.cp is None else self.cp.size
         if cp in (None, size):
@@ -274,6 +297,8 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: Count | None = None,
         cp: Count | None = None,
+        hidden: Tensor | None = None,
+        stage: Stage | None = None,
     ) -> Tensor:
         """Return the mean cross-entropy over the labels that count, or the logits without labels.
 
@@ -302,49 +327,136 @@ class Decoder(nn.Module):
             cp: with `ContextOptions.dynamic`, so many neighbouring data ranks share these rows: a
                 power of two, 1 = this rank has them alone. They pass the same arguments, while
                 other ranks pass other rows with their own cp. None = that of the meshes.
+            hidden: what the pipeline stage before has returned, of `hidden_shape`; None in a stage
+                with the embedding.
+            stage: which part of the model runs; None = all of it. Every stage gets the same other
+                arguments.
 
         Returns:
             An fp32 scalar, the same on every cp and tp rank (0 when no label counts), or logits
-            [B, T, V] in the dtype of the model. No host sync of its own.
+            [B, T, V] in the dtype of the model. No host sync of its own. A stage without the head
+            returns the hidden states that enter the next, of this rank's tokens.
 
         Raises:
             ValueError: for wrong shapes, a document that is too long, rows or documents that do not
-                divide by 2 * cp, what a cp rank holds by tp, or a cp without group.
+                divide by 2 * cp, what a cp rank holds by tp, a cp without group, or a stage or
+                hidden states that are not this rank's.
         """
         check_arguments(Decoder.forward, locals())
+        stage = self.model.whole if stage is None else stage
         self._check(tokens_BT, labels_BT, padding_mask_BT)
+        num_states = self._num_states(stage, predicts=self._predicts(labels_BT))
+        self._check_stage(stage, hidden, num_states, tokens_BT, cp)
         sequence = self.model.sequence_of(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen, cp)
-        x_BTD = self.model(tokens_BT, sequence)
-        out = self.lm_head(x_BTD, labels_BT, num_tokens, self._tied_weight, sequence)
-        if labels_BT is None or not self.training or not self.mtp:
-            return out
-        if padding_mask_BT is None:
-            padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-        losses = self._mtp_losses(
-            x_BTD, tokens_BT, labels_BT, num_tokens, padding_mask_BT, sequence
-        )
-        self.mtp_losses = losses.detach()
-        return out + self.config.mtp_loss_coef * losses.mean()
+        if num_states:
+            assert hidden is not None, "checked above"
+            states = list(hidden.unbind())
+        else:
+            x_BTD = self.model(tokens_BT, sequence, hidden=hidden, stage=stage)
+            if not runs_norm(stage, self.config.num_mtp_layers):
+                return x_BTD
+            states = [x_BTD]
+        if stage.loss:
+            out = self.lm_head(states[0], labels_BT, num_tokens, self._tied_weight, sequence)
+        if self._predicts(labels_BT):
+            assert labels_BT is not None, "modules run with labels only"
+            if padding_mask_BT is None:
+                padding_mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+            ahead = self._predict(
+                states, stage, tokens_BT, labels_BT, num_tokens, padding_mask_BT, sequence
+            )
+            if stage.loss:
+                losses = torch.stack(ahead)
+                self.mtp_losses = losses.detach()
+                out = out + self.config.mtp_loss_coef * losses.mean()
+        return out if stage.loss else torch.stack(states)
 
-    def _mtp_losses(
+    def _predict(
         self,
-        h_BTD: Tensor,
+        states: list[Tensor],
+        stage: Stage,
         tokens_BT: Tensor,
         labels_BT: Tensor,
         num_tokens: Tensor | int | None,
         padding_mask_BT: Tensor,
         sequence: Sequence,
-    ) -> Tensor:
-        """Return the loss of each multi-token prediction module, fp32; see `models/mtp.py`."""
+    ) -> list[Tensor]:
+        """Run a stage's multi-token prediction modules and their losses; see `models/mtp.py`.
+
+        Args:
+            states: normed hidden states h_0, h_1, ..; those of the stage's modules are added.
+            stage: that runs.
+            tokens_BT: of the whole rows, as the next ones.
+            labels_BT: of the decoder.
+            num_tokens: see `forward`.
+            padding_mask_BT: True = padding.
+            sequence: where the tokens stand.
+
+        Returns:
+            The loss of each module, fp32, in a stage with the head.
+        """
         losses = []
         for ahead, layer in enumerate(self.mtp, start=1):
-            e_BTD = self.model.embed(sequence.shift_left(tokens_BT, ahead, 0), sequence)
-            mask_BT = self.model.own(sequence.shift_left(padding_mask_BT, ahead, True), sequence)
-            h_BTD = layer(h_BTD, e_BTD, replace(sequence, padding_mask_BT=mask_BT))
-            targets_BT = sequence.shift_left(labels_BT, ahead, IGNORE_INDEX)
-            args = (h_BTD, targets_BT, num_tokens, self._tied_weight, sequence)
-            losses.append(self.lm_head(*args))
-        return torch.stack(losses)
+            if ahead - 1 in stage.mtp:
+                e_BTD = self.model.embed(sequence.shift_left(tokens_BT, ahead, 0), sequence)
+                mask_BT = sequence.shift_left(padding_mask_BT, ahead, True)
+                mask_BT = self.model.own(mask_BT, sequence)
+                # A view has one gradient: its sum with the head's is the same in any order, so that
+                # stages have the bits of the whole.
+                h_BTD = states[-1].view_as(states[-1])
+                states.append(layer(h_BTD, e_BTD, replace(sequence, padding_mask_BT=mask_BT)))
+            if stage.loss:
+                targets_BT = sequence.shift_left(labels_BT, ahead, IGNORE_INDEX)
+                args = (states[ahead], targets_BT, num_tokens, self._tied_weight, sequence)
+                losses.append(self.lm_head(*args))
+        return losses
+
+    def stage_parts(self) -> StageParts:
+        """Return what pipeline stages are made of."""
+        return StageParts(
+            embedding="model.embed_tokens",
+            layers="model.layers",
+            norm="model.norm",
+            head="lm_head",
+            mtp="mtp",
+            tied=self.config.tie_embeddings,
+        )
+
+    def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the shape of what enters a stage on this rank. No communication.
+
+        Args:
+            stage: neither the first nor an empty one.
+            inputs: arguments of `forward` by name.
+
+        Returns:
+            [B, t, D] before the final norm, else [1 + k, B, t, D] after k multi-token prediction
+            modules (0 where none runs); t = T / (cp * tp).
+        """
+        predicts = self._predicts(inputs.get("labels_BT"))
+        num_states = self._num_states(stage, predicts=predicts)
+        states = (num_states,) if num_states else ()
+        return (*states, *self._stream_shape(inputs["tokens_BT"], inputs.get("cp")))
+
+    def _stream_shape(self, tokens_BT: Tensor, cp: int | None) -> tuple[int, int, int]:
+        """Return the shape of the residual stream on this rank."""
+        B, T = tokens_BT.shape
+        ranks, tp = self.model.ranks_of(cp), self.model.tp
+        num_ranks = (1 if ranks is None else ranks.size) * (1 if tp is None else tp.size)
+        return B, T // num_ranks, self.config.dim
+
+    def _predicts(self, labels_BT: Tensor | None) -> bool:
+        """Whether multi-token prediction modules run, in whichever stage they are."""
+        return labels_BT is not None and self.training and len(self.mtp) > 0
+
+    def _num_states(self, stage: Stage, *, predicts: bool) -> int:
+        """Return how many normed hidden states enter a stage; 0 = the residual stream does."""
+        modules_before = len(self.mtp) if stage.loss else 0
+        if stage.mtp:
+            modules_before = stage.mtp[0]
+        if modules_before == 0:
+            return 0
+        return 1 + modules_before if predicts else 1
 
     @property
     def _tied_weight(self) -> Tensor | None:
@@ -393,6 +505,33 @@ class Decoder(nn.Module):
         mask_BT = torch.arange(T + padding, device=window_BT.device).expand(len(window_BT), -1) >= T
         tokens_BT = F.pad(window_BT, (0, padding))
         return self(tokens_BT, padding_mask_BT=mask_BT if padding else None)[:, T - 1]
+
+    def _check_stage(
+        self,
+        stage: Stage,
+        hidden: Tensor | None,
+        num_states: int,
+        tokens_BT: Tensor,
+        cp: int | None,
+    ) -> None:
+        check_held(self, self.stage_parts(), stage, len(self.mtp))
+        if (hidden is None) != stage.embedding:
+            shown = None if hidden is None else tuple(hidden.shape)
+            raise ValueError(
+                f"hidden ({shown}) must be None in the stage with the embedding and given in every "
+                f"other: stage {stage.index} {'has it' if stage.embedding else 'is another'}"
+            )
+        if hidden is None:
+            return
+        shape = self._stream_shape(tokens_BT, cp)
+        is_empty = not (stage.layers or stage.mtp or stage.loss)
+        shape_of = hidden.shape[-3:] if is_empty else hidden.shape
+        expected = (num_states, *shape) if num_states else shape
+        if shape_of != expected or not hidden.is_floating_point():
+            raise ValueError(
+                f"hidden {tuple(hidden.shape)} ({hidden.dtype}) must be floating with the shape "
+                f"{expected}, which enters stage {stage.index}: pass what the stage before returns"
+            )
 
     def _check(
         self, tokens_BT: Tensor, labels_BT: Tensor | None, padding_mask_BT: Tensor | None
