@@ -215,8 +215,8 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: Count) -> PipelineLayout:
 
 def _expanded(text: str) -> str:
     """Return a layout string without spaces, groups and repetitions."""
-    tokens = TOKEN.findall(text)
     plain = re.sub(r"\s", "", text)
+    tokens = TOKEN.findall(plain)
     if "".join(tokens) != plain:
         wrong = TOKEN.sub(" ", plain).split()[0]
         _refuse(text, f"be of E, t, m, L, |, ( ) and *n, found {shown(wrong)}", "remove it")
@@ -232,7 +232,7 @@ def _expanded(text: str) -> str:
         elif token[0] == "*":
             if not groups[-1]:
                 _refuse(text, f"have a letter or a group before {token}", "remove it")
-            times = int(token[1:6]) if len(token) <= 6 else MOST_LETTERS
+            times = int(token[1:6]) if len(token) <= 6 else MOST_LETTERS + 1
             if len(groups[-1][-1]) * times > MOST_LETTERS:
                 _refuse(text, f"have at most {MOST_LETTERS} letters", f"lower {token[:9]}")
             groups[-1][-1] *= times
@@ -258,12 +258,12 @@ def _even(num_layers: int, num_mtp_layers: int, num_stages: int) -> str:
 
 
 def _folded(stages: Sequence[str]) -> str:
-    """Return the stages as a string, runs of three letters or of two stages as repetitions."""
+    """Return the stages as a string, runs of letters and of stages as repetitions."""
     short = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", s) for s in stages]
     found = ""
     for stage, run in groupby(short[:-1]):
         times = len(list(run))
-        found += f"({stage}|)*{times}" if times > 1 else f"{stage}|"
+        found += min(f"{stage}|" * times, f"({stage}|)*{times}", key=len)
     return found + short[-1]
 
 
