@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -51,6 +52,24 @@ def test_orders_by_hand(name: Any, chunks: int, orders: list[str]) -> None:
     assert text_of(make_schedule(name, pp=2, chunks=chunks, num_micro_batches=3)) == orders
 
 
+def messages(schedule: Schedule) -> list[dict[Any, list[Any]]]:
+    """Return the passes whose results travel, by (from, to, "F" or "B"), as sent and as needed.
+
+    Equal lists: a channel per direction and kind hands over messages in the order of their use.
+    """
+    found: list[dict[Any, list[Any]]] = [defaultdict(list), defaultdict(list)]
+    for action in (a for order in schedule.orders for item in order for a in actions_of(item)):
+        kind, step = ("F", 1) if action.kind == "F" else ("B", -1)
+        for way, (source, target) in enumerate(
+            [(action.stage, action.stage + step), (action.stage - step, action.stage)]
+        ):
+            if action.kind != "W" and {source, target} <= set(range(schedule.num_stages)):
+                ranks = schedule.rank_of[source], schedule.rank_of[target]
+                if ranks[0] != ranks[1]:
+                    found[way][(*ranks, kind)].append((source, action.micro_batch))
+    return found
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(get_args(ScheduleName)),
@@ -69,6 +88,8 @@ def test_any_sizes(name: Any, pp: int, chunks: int, num_micro_batches: int) -> N
         return
     schedule = make_schedule(name, **sizes)
     schedule.check()
+    sent, needed = messages(schedule)
+    assert sent == needed
     assert max(schedule.peak_in_flight) <= chunks * num_micro_batches
     if name in ("1f1b", "zero-bubble"):
         assert max(schedule.peak_in_flight) == min(pp, num_micro_batches)

@@ -71,6 +71,8 @@ class Schedule:
     def check(self) -> None:
         """Raise unless every pass runs once, on its rank, and no rank waits forever.
 
+        A rank waits for what it needs alone: that what it sends has been received, it does not ask.
+
         Raises:
             ValueError: of one line, with what is wrong.
         """
@@ -135,7 +137,7 @@ def make_schedule(
     |---|---|---|---|
     | gpipe | any | s % pp | all forwards, then all backwards |
     | 1f1b | 1 | s | one forward and one backward in turns |
-    | interleaved | any | s % pp | 1F1B over rounds of pp micro-batches |
+    | interleaved | any | s % pp | 1F1B by rounds of pp micro-batches, or a few more |
     | overlapped | any | s % pp | interleaved, one forward more ahead, each turn an `Overlap` |
     | zero-bubble | 1 | s | 1F1B with weight gradients that wait (ZB-H1) |
     | zbv | 2 | min(s, 2 pp - 1 - s) | zero bubble, stages in a V |

@@ -15,6 +15,7 @@ from moecore.pipeline.orders import Action, Item, actions_of
 
 COLOURS = {"F": "#4477aa", "B": "#228833", "D": "#66ccaa", "W": "#ee8866"}
 NAMES = {"F": "forward", "B": "backward", "D": "gradient of inputs", "W": "gradients of weights"}
+ROW = 0.9  # of the height of a rank
 WIDTH = 0.25  # inches per item of an order
 MOST_WIDTH = 120  # inches
 
@@ -81,7 +82,7 @@ class Timeline:
 
 
 class Box(NamedTuple):
-    """A rectangle of the picture: a rank's row is 1 high, and its chunk is the shade."""
+    """A rectangle of the picture: rank r lies from r to r + ROW, and the chunk is the shade."""
 
     start: float
     end: float
@@ -97,7 +98,7 @@ def boxes(timeline: Timeline) -> Iterator[Box]:
         stages = sorted({action.stage for span in spans for action in actions_of(span.item)})
         for span in spans:
             actions = actions_of(span.item)
-            height = 1 / len(actions)
+            height = ROW / len(actions)
             for i, action in enumerate(actions):
                 chunk = stages.index(action.stage)
                 yield Box(span.start, span.end, rank + i * height, height, action, chunk)
@@ -144,8 +145,8 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         if (box.end - box.start) / end * width > 0.06 * len(label):  # else it would not fit
             x, y = (box.start + box.end) / 2, box.bottom + box.height / 2
             axes.text(x, y, label, ha="center", va="center", fontsize=6, clip_on=True)
-    axes.set(xlim=(0, end), ylim=(ranks, 0), xlabel="time", ylabel="pp rank")
-    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [str(rank) for rank in range(ranks)])
+    axes.set(xlim=(0, end), ylim=(ranks + ROW - 1, 0), xlabel="time", ylabel="pp rank")
+    axes.set_yticks([rank + ROW / 2 for rank in range(ranks)], [str(rank) for rank in range(ranks)])
     kinds = [kind for kind in COLOURS if any(box.action.kind == kind for box in found)]
     patches = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     figure.legend(handles=patches, loc="outside upper left", ncols=len(kinds), fontsize=7)
