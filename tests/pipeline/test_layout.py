@@ -140,3 +140,12 @@ def test_a_balanced_layout_finds_that_of_the_report() -> None:
     assert max(costs.of_stages(even)) > max(costs.of_stages(parse_layout(PP8, **DEEPSEEK)))
     with pytest.raises(ValueError, match=r"^LayoutCosts.layers \(\(\)\) must have a cost per"):
         LayoutCosts(layers=())
+
+
+def test_stages_of_one_cost_are_alike_though_their_sums_are_rounded() -> None:
+    """0.1 + .. + 0.1 differs in its last bits from place to place."""
+    costs = LayoutCosts(layers=(0.1,) * 96, embedding=0.1, loss=0.1 * 3)
+    layout = balanced_layout(costs, num_stages=20)
+    assert [len(stage.layers) for stage in layout.stages] == [4] + [5] * 18 + [2]
+    with pytest.raises(ValueError, match=r"^num_layers \(100000\) must be a whole number >= 1 and"):
+        even_layout(100000, num_stages=2)

@@ -15,10 +15,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from typing import Annotated
 
 from moecore._fields import (
-    Count,
-    CountOrZero,
+    Bound,
     PositiveOrZero,
     Rules,
     check_arguments,
@@ -29,6 +29,8 @@ from moecore._fields import (
 from moecore.tables import columns
 
 MOST_LETTERS = 2**16  # that a layout may expand to
+Few = Annotated[int, Bound(">=", 1), Bound("<=", MOST_LETTERS)]
+FewOrNone = Annotated[int, Bound(">=", 0), Bound("<=", MOST_LETTERS)]
 TOKEN = re.compile(r"[EtmL|()]|\*[0-9]+")
 
 
@@ -70,13 +72,13 @@ class PipelineLayout:
     num_layers: int
     num_mtp_layers: int
 
-    def chunks(self, pp: Count) -> int:
+    def chunks(self, pp: Few) -> int:
         """Return how many stages each of pp ranks has.
 
         Raises:
             ValueError: when pp does not divide the number of stages.
         """
-        check_value("pp", pp, Count)
+        check_value("pp", pp, Few)
         chunks, rest = divmod(len(self.stages), pp)
         if rest:
             num_stages = (chunks + 1) * pp
@@ -89,10 +91,10 @@ class PipelineLayout:
 
     @property
     def text(self) -> str:
-        """Return the shortest string of the layout that `parse_layout` reads back."""
+        """Return a short string that `parse_layout` reads back."""
         return _folded([stage.letters for stage in self.stages])
 
-    def picture(self, pp: Count, rank_of: Sequence[int] | None = None) -> str:
+    def picture(self, pp: Few, rank_of: Sequence[int] | None = None) -> str:
         """Return a table, a row per pp rank and a column per chunk, with the indices of layers.
 
         Args:
@@ -145,9 +147,7 @@ class LayoutCosts:
         )
 
 
-def parse_layout(
-    text: str, *, num_layers: Count, num_mtp_layers: CountOrZero = 0
-) -> PipelineLayout:
+def parse_layout(text: str, *, num_layers: Few, num_mtp_layers: FewOrNone = 0) -> PipelineLayout:
     """Return the stages of a layout string.
 
     Args:
@@ -182,7 +182,7 @@ def parse_layout(
 
 
 def even_layout(
-    num_layers: Count, *, num_stages: Count, num_mtp_layers: CountOrZero = 0
+    num_layers: Few, *, num_stages: Few, num_mtp_layers: FewOrNone = 0
 ) -> PipelineLayout:
     """Return as many layers per stage, one more in the first ones where they do not divide.
 
@@ -196,7 +196,7 @@ def even_layout(
     )
 
 
-def balanced_layout(costs: LayoutCosts, *, num_stages: Count) -> PipelineLayout:
+def balanced_layout(costs: LayoutCosts, *, num_stages: Few) -> PipelineLayout:
     """Return the layout whose slowest stage costs least.
 
     Of several, it has the fewest parts in the last stage, and then stages of like cost (the least
@@ -209,7 +209,8 @@ def balanced_layout(costs: LayoutCosts, *, num_stages: Count) -> PipelineLayout:
     check_arguments(balanced_layout, locals())
     letters = "E" + "t" * len(costs.layers) + "m" * len(costs.mtp) + "L"
     sums = [0.0, *accumulate([costs.embedding, *costs.layers, *costs.mtp, costs.loss])]
-    borders = _borders(sums, num_stages, _least_most(sums, num_stages))
+    most = _least_most(sums, num_stages) * (1 + 1e-9)  # sums of equal costs differ in the last bit
+    borders = _borders(sums, num_stages, most)
     return _of_letters([letters[i:j] for i, j in pairwise(borders)])
 
 

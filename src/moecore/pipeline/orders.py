@@ -70,8 +70,8 @@ class Turns(NamedTuple):
         forwards: in order.
         backwards: in order.
         warm_up: how many of the forwards come before the first turn.
-        lag: how many weight gradients wait once there are as many, while forwards run; None = no
-            backward is split.
+        lag: how many weight gradients may wait while forwards run: with one more the oldest runs.
+            None = no backward is split.
         last_lag: likewise after the last forward.
         last_whole: backwards after the last forward that are not split.
         alone: turns before the first one that is an overlap, the backward first; None = no turn
@@ -103,18 +103,18 @@ def in_turns(turns: Turns) -> Iterator[Item]:
             continue
         is_last = turn >= len(forwards) - turns.warm_up
         lag = turns.last_lag if is_last else turns.lag
-        after: list[Action] = []
+        back: list[Action] = []
         if backward:
             num_last += is_last
             if lag is None or (is_last and num_last <= turns.last_whole):
-                after.append(Action("B", *backward))
+                back.append(Action("B", *backward))
             else:
-                after.append(Action("D", *backward))
+                back.append(Action("D", *backward))
                 waiting.append(backward)
                 if len(waiting) > lag:
-                    after.append(Action("W", *waiting.popleft()))
-        before = [forward] if forward else []
-        yield from before + after if turns.alone is None else after + before
+                    back.append(Action("W", *waiting.popleft()))
+        there = [forward] if forward else []
+        yield from there + back if turns.alone is None else back + there
     yield from (Action("W", *pass_) for pass_ in waiting)
 
 
@@ -140,6 +140,9 @@ def _gpipe(shape: Shape) -> Turns:
 
 def _interleaved(shape: Shape, *, hop: int, more: int = 0, **options: Any) -> Turns:
     """Return 1F1B by rounds of at least pp: each rank is `hop` forwards ahead of the next one.
+
+    In the time of a turn a forward moves one rank on and a backward one rank back, so ranks are two
+    turns apart; with one chunk the forward of a turn comes soon enough with one.
 
     A round must last until its first micro-batch has passed all ranks, so 11 micro-batches on 4
     ranks are rounds of 6 and 5: shorter ones would wait, longer ones hold more.

@@ -69,7 +69,8 @@ class Costs:
         """Return computation and exchange of an action that runs alone, one after the other."""
         stage, compute = action.stage, 0.0
         if action.kind == "F":
-            return self.forward[stage], self.forward_exchange[stage] if self.forward_exchange else 0
+            exchange = self.forward_exchange[stage] if self.forward_exchange else 0.0
+            return self.forward[stage], exchange
         if action.kind in "BD":
             compute += self.backward_inputs[stage]
         if action.kind in "BW":

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moecore._fields import check_arguments
 from moecore.pipeline.orders import Action, Item, actions_of
 
 COLOURS = {"F": "#4477aa", "B": "#228833", "D": "#66ccaa", "W": "#ee8866"}
@@ -112,6 +113,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     Raises:
         ImportError: without matplotlib.
     """
+    check_arguments(draw, locals())
     try:
         from matplotlib import colors
         from matplotlib.backends.backend_agg import FigureCanvasAgg
