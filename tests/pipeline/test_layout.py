@@ -147,4 +147,4 @@ def test_a_balanced_layout_finds_that_of_the_report() -> None:
 def test_stages_of_one_cost_are_alike_though_sums_are_rounded() -> None:
     """0.1 + 0.1 + 0.1 > 0.5 - 0.2, so the first stage would be below three parts."""
     costs = LayoutCosts(layers=(0.1,) * 5, embedding=0.1, loss=0.1)
-    assert balanced_layout(costs, num_stages=3).text == "Ett|ttt|L"
+    assert balanced_layout(costs, num_stages=3).text == "Ett|t*3|L"
