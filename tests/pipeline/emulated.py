@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,48 +35,51 @@ def stages_of(layout: str) -> list[Stage]:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What the last stage returned, and gradients by global name, one for each holder."""
+    """What the last stage returned, and which shapes entered stages that run something."""
 
     output: Tensor
-    gradients: dict[str, list[Tensor]]
-    ranks: list[nn.Module]
+    shapes: list[tuple[int, ...]]
+    ranks: Sequence[nn.Module]
 
 
 def run_stages(
     model: nn.Module, layout: str, num_ranks: int, inputs: Mapping[str, Any], *, backward: bool
 ) -> Result:
+    """Run the stages of a model on copies of it, of which rank r keeps r, r + num_ranks, ..."""
+    ranks = [copy.deepcopy(model) for _ in range(num_ranks)]
+    for rank, held in enumerate(ranks):
+        take_stages(held, stages_of(layout)[rank::num_ranks])
+    return run_on(ranks, layout, inputs, backward=backward)
+
+
+def run_on(
+    ranks: Sequence[nn.Module], layout: str, inputs: Mapping[str, Any], *, backward: bool
+) -> Result:
     """Run the stages of a model forward and, for a loss, backward.
 
     Args:
-        model: the whole; it is copied.
-        layout: rank r has stages r, r + num_ranks, ...
-        num_ranks: pipeline ranks.
+        ranks: models; rank r has stages r, r + len(ranks), ...
+        layout: of the stages.
         inputs: of every stage.
         backward: whether the last stage returns a loss.
     """
-    stages = stages_of(layout)
-    ranks = [copy.deepcopy(model) for _ in range(num_ranks)]
-    for rank, held in enumerate(ranks):
-        take_stages(held, stages[rank::num_ranks])
     entered: list[Tensor | None] = []
     left: list[Tensor] = []
-    for stage in stages:
+    shapes = []
+    for stage in stages_of(layout):
+        model = ranks[stage.index % len(ranks)]
         hidden = left[-1].detach().requires_grad_(backward) if left else None
         if hidden is not None and (stage.layers or stage.mtp or stage.loss):
-            assert hidden.shape == hidden_shape(ranks[stage.index % num_ranks], stage, inputs)
+            assert hidden.shape == hidden_shape(model, stage, inputs)
+            shapes.append(tuple(hidden.shape))
         entered.append(hidden)
-        left.append(run_stage(ranks[stage.index % num_ranks], stage, hidden, inputs))
+        left.append(run_stage(model, stage, hidden, inputs))
     if backward:
         gradient = None
         for hidden, output in zip(reversed(entered), reversed(left), strict=True):
             torch.autograd.backward(output, gradient)
             gradient = None if hidden is None else hidden.grad
-    gradients: dict[str, list[Tensor]] = {}
-    for held in ranks:
-        for name, param in held.named_parameters():
-            if param.grad is not None:
-                gradients.setdefault(name, []).append(param.grad)
-    return Result(output=left[-1], gradients=gradients, ranks=ranks)
+    return Result(output=left[-1], shapes=shapes, ranks=ranks)
 
 
 def assert_same(model: nn.Module, expected: Tensor, result: Result, *, table: str) -> None:
@@ -88,12 +91,17 @@ def assert_same(model: nn.Module, expected: Tensor, result: Result, *, table: st
         result: of the stages.
         table: the parameter that several ranks may hold, whose parts are added in another order.
     """
+    gradients: dict[str, list[Tensor]] = {}
+    for held in result.ranks:
+        for name, param in held.named_parameters():
+            if param.grad is not None:
+                gradients.setdefault(name, []).append(param.grad)
     assert torch.equal(result.output, expected)
     for name, param in model.named_parameters():
-        assert (param.grad is None) == (name not in result.gradients), name
+        assert (param.grad is None) == (name not in gradients), name
         if param.grad is None:
             continue
-        found = result.gradients[name]
+        found = gradients[name]
         if name == table:
             error = (sum(found) - param.grad).abs().max()
             assert error <= 1e-6 * param.grad.abs().max(), name

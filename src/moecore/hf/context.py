@@ -79,14 +79,15 @@ class CausalContext:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give the model's loss the labels of this rank's tokens, shifted before they were cut."""
         _refuse_router_logits(kwargs.get("output_router_logits"))
-        for field in ("logits_to_keep", "inputs_embeds"):
+        is_stage = SEQUENCE in kwargs  # of a pipeline: `hf/pipeline.py` has read the whole rows
+        for field in ("logits_to_keep", *(() if is_stage else ("inputs_embeds",))):
             if kwargs.get(field) is not None:
                 raise ValueError(
                     f"{field} must be left out under context parallelism: pass input_ids of whole "
                     "rows, and read the logits of this rank's tokens"
                 )
         reader: RowReader = getattr(self.model, READER)
-        sequence = reader.sequence_of(tokens_of(args, kwargs), kwargs)
+        sequence = kwargs.get(SEQUENCE) or reader.sequence_of(tokens_of(args, kwargs), kwargs)
         kwargs = kwargs | {SEQUENCE: sequence}
         labels_BT: Tensor | None = kwargs.get("labels")
         if labels_BT is None:

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moecore._torch import version
+from moecore.hf.rows import READER, SEQUENCE, RowReader, tokens_of
 from moecore.pipeline.layout import Stage
 from moecore.pipeline.stages import Elsewhere, StageParts, check_held, runs_norm
 from moecore.shard.units import find_blocks
@@ -46,6 +47,7 @@ class StagedCausal:
         if not hasattr(model, PARTS):
             setattr(model, PARTS, _find_parts(model))
             setattr(model, CHECKED, set())
+        self._reader: RowReader | None = getattr(model, READER, None)
 
     def stage_parts(self) -> StageParts:
         """Return what pipeline stages are made of."""
@@ -53,14 +55,20 @@ class StagedCausal:
         return parts
 
     def hidden_shape(self, stage: Stage, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of what enters a stage, [B, T, D]."""
-        return (*inputs["input_ids"].shape, self.model.config.get_text_config().hidden_size)
+        """Return the shape of what enters a stage, [B, T / cp, D]."""
+        B, T = inputs["input_ids"].shape
+        cp = None if self._reader is None else self._reader.cp
+        return (
+            B,
+            T // (1 if cp is None else cp.size),
+            self.model.config.get_text_config().hidden_size,
+        )
 
     def __call__(self, *, hidden: Tensor | None, stage: Stage, **inputs: Any) -> Tensor:
         """Run one stage; see `moecore.pipeline.stages.run_stage`.
 
         Args:
-            hidden: [B, T, D] of the stage before.
+            hidden: of the stage before.
             stage: that runs.
             inputs: of the model's forward; `input_ids` in every stage.
 
@@ -72,6 +80,8 @@ class StagedCausal:
         check_held(self.model, self.stage_parts(), stage, 0)
         self._check(hidden, stage, inputs)
         shape = self.hidden_shape(stage, inputs)
+        if self._reader is not None:
+            inputs[SEQUENCE] = self._reader.sequence_of(tokens_of((), inputs), inputs)
         if hidden is not None:
             inputs = {n: v for n, v in inputs.items() if n != "input_ids"}
             inputs["inputs_embeds"] = hidden
@@ -95,7 +105,9 @@ class StagedCausal:
         return found
 
     def _check(self, hidden: Tensor | None, stage: Stage, inputs: Mapping[str, Any]) -> None:
-        given = [name for name in REFUSED if inputs.get(name) not in (None, False)]
+        given = [
+            name for name in REFUSED if not (inputs.get(name) is None or inputs[name] is False)
+        ]
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
             given.append("output_router_logits")
         for name in given:
