@@ -125,6 +125,9 @@ class Meshes:
         dispatch_group: the ep x etp ranks among which tokens travel, ep-major; None when alone.
         micro_batch_group: the cp x tp ranks that share one data rank's micro-batch; None = alone.
         stage_group: every rank of this pipeline stage.
+        pipeline_groups: twice the ranks that differ only in pp, for messages to higher ranks and
+            for those to lower ones: two communicators, so that neither waits for the other. None
+            when pp is 1.
     """
 
     parallel: ParallelConfig
@@ -135,6 +138,7 @@ class Meshes:
     dispatch_group: dist.ProcessGroup | None
     micro_batch_group: dist.ProcessGroup | None
     stage_group: dist.ProcessGroup
+    pipeline_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
     def __repr__(self) -> str:
         """Return both views in three lines: sizes, and where this rank is; dims of 1 left out."""
@@ -157,6 +161,11 @@ class Meshes:
         """Index of this rank's data among `data_ranks`."""
         shard = self.dense.get_local_rank("dp_shard")
         return self.dense.get_local_rank("dp_replicate") * self.parallel.dp_shard + shard
+
+    @property
+    def pp_rank(self) -> int:
+        """Index of this rank's pipeline stage."""
+        return self.dense.get_local_rank("pp")
 
     @property
     def device_type(self) -> str:
@@ -198,6 +207,7 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
     expert = _fold(device_type, tuple(getattr(p, d) for d in EXPERT_DIMS), EXPERT_DIMS)
     # Views that join neighbouring dims into one group. Only dims that are both larger than 1
     # need a new group; a joined dim of one non-trivial factor reuses that factor's group.
+    stage_group, pipeline_groups = _stages(world, dense, p)
     return Meshes(
         parallel=p,
         dense=dense,
@@ -206,7 +216,8 @@ def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None
         expert_fsdp=_trim(expert, "edp_replicate", "edp_shard"),
         dispatch_group=_joined_group(expert, ("ep", "etp")),
         micro_batch_group=_joined_group(dense, ("cp", "tp")),
-        stage_group=_stage_group(world, p),
+        stage_group=stage_group,
+        pipeline_groups=pipeline_groups,
     )
 
 
@@ -318,11 +329,14 @@ def _joined_group(view: DeviceMesh, names: tuple[str, str]) -> dist.ProcessGroup
     return folded.get_group(joined)
 
 
-def _stage_group(world: DeviceMesh, p: ParallelConfig) -> dist.ProcessGroup:
+def _stages(
+    world: DeviceMesh, dense: DeviceMesh, p: ParallelConfig
+) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
+    """Return the ranks of this rank's stage, and `Meshes.pipeline_groups`."""
     if p.pp == 1:
-        return world.get_group()
-    sizes = (p.pp, world.size() // p.pp)
-    return _fold(world.device_type, sizes, ("pp", "stage")).get_group("stage")
+        return world.get_group(), None
+    view = _fold(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
+    return view.get_group("stage"), (dense.get_group("pp"), view.get_group("pp"))
 
 
 def _dim(mesh: DeviceMesh, name: str) -> int:

@@ -47,6 +47,7 @@ from moecore.moe.layer import MoELayer, RoutedLayer
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.moe.state import STATE_NAME, MoEState
+from moecore.pipeline.across import ALL_STAGES, make_all_stages
 from moecore.precision.apply import apply_precision
 from moecore.precision.linear import Fp8Products
 from moecore.precision.recipe import Recipe
@@ -116,7 +117,7 @@ def parallelize_moe(
     Raises:
         ValueError: for what does not fit, before any collective (blocks may be swapped already); on
             every rank when ranks differ in model, arguments or versions.
-        NotImplementedError: for pp > 1, a model without tensor or context parallelism under tp > 1
+        NotImplementedError: for a model without tensor or context parallelism under tp > 1
             or cp > 1, and customised blocks of transformers.
     """
     arguments = locals()
@@ -211,14 +212,16 @@ def _agree(
 
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
     device_type = request.meshes.device_type
-    entries = versions | request.entries() | model_entries(model, layers)
+    check_same(versions | request.entries(), device_type)
+    entries = model_entries(model, layers)
     # What else a plan has follows from these, and from what a rank's GPU can do ("auto") and how
     # the model cuts itself over tp.
     decided = ((layer.name, *role) for layer in plan.layers for role in layer.recipes)
     entries["recipes"] = {f"{role} of {name}": recipe for name, role, recipe in decided}
     entries["placement"] = {param.name: param.placements for param in plan.params}
-    check_same(entries, device_type)
-    check_equal_weights(model, device_type)
+    group = request.meshes.stage_group
+    check_same(entries, device_type, group=group)
+    check_equal_weights(model, device_type, group=group)
 
 
 def _apply(
@@ -275,6 +278,8 @@ def _apply(
     setattr(model, STATE_NAME, state)
     setattr(model, REQUEST_NAME, request)
     setattr(model, PLAN_NAME, plan)
+    if meshes.parallel.pp > 1:
+        setattr(model, ALL_STAGES, make_all_stages(model, meshes))
 
 
 def _apply_context(model: Any, request: Request) -> dict[int, dist.ProcessGroup]:

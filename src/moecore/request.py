@@ -299,10 +299,6 @@ def _check_fresh(model: nn.Module) -> None:
 
 def _check_degrees(model: nn.Module, meshes: Meshes) -> None:
     p = meshes.parallel
-    if p.pp > 1:
-        raise NotImplementedError(
-            f"ParallelConfig.pp ({p.pp}) must be 1: meshes have the dim, but no model can use it"
-        )
     if p.tp > 1 and not is_cut(model) and not isinstance(model, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "

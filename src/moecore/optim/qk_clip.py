@@ -34,6 +34,8 @@ from moecore.memory.products import once
 from moecore.models.layers import Attention
 from moecore.models.mla import LatentAttention
 from moecore.moe.params import clean_name, global_indices
+from moecore.pipeline.across import find_stages
+from moecore.request import request_of
 
 BLOCK_NUMEL = 1 << 26  # logits that exist at once
 
@@ -115,8 +117,8 @@ class QKClip:
             weights bound the logits, and projections do not), or one that is watched already.
 
     Attributes:
-        max_scores: fp32 [H] by the name of the attention, of the last step, over all ranks; on the
-            device. -inf where no training forward was.
+        max_scores: fp32 [H] by the name of the attention, of the last step, over all ranks of the
+            pipeline stage; on the device. -inf where no training forward was.
     """
 
     def __init__(self, model: nn.Module, tau: Positive = 100.0) -> None:
@@ -127,13 +129,16 @@ class QKClip:
             for name, module in model.named_modules()
             if isinstance(module, Attention | LatentAttention)
         ]
-        if not self._watched:
+        owner, stages = find_stages(model)
+        if not self._watched and stages is None:
             raise ValueError(
                 f"model ({type(model).__name__}) must have attention of moecore.models: QK-clip "
                 "knows no other"
             )
         self.max_scores: dict[str, Tensor] = {}
         self._is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        request = request_of(owner)
+        self._group = None if request is None else request.meshes.stage_group
         for watched in self._watched:
             watched.module.observe_scores = watched
 
@@ -146,9 +151,11 @@ class QKClip:
         Args:
             skipped: whether the optimizer step was: then nothing changes (`StepResult.skipped`).
         """
+        if not self._watched:
+            return
         found = torch.cat([watched.whole() for watched in self._watched])
         if self._is_sharded:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
         sizes = [watched.num_heads for watched in self._watched]
         for watched, max_H in zip(self._watched, found.split(sizes), strict=True):
             exceeds_H = (max_H > self.tau) & max_H.isfinite()

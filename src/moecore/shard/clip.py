@@ -1,8 +1,8 @@
 """Gradient norm and clipping over parameters that live on different meshes.
 
 Every element of every gradient is counted once, on whichever mesh it is sharded or replicated, so
-the norm equals that of one process. One all-reduce of one number per parameter; one host sync, or
-none with optimizers that can skip a step by themselves.
+the norm equals that of one process. One all-reduce of one number per parameter of all pipeline
+stages; one host sync, or none with optimizers that can skip a step by themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore._fields import MaxNorm, check_arguments
 from moecore._torch import foreach_mul_, foreach_norm, mark
+from moecore.pipeline.across import AllStages, find_stages, lay_out_as_parameter
 from moecore.shard.late_parameters import refuse_added
 
 
@@ -29,7 +30,7 @@ class GradientNorm:
     The first look at `total` or `non_finite` is a host sync.
 
     Args:
-        names: of the parameters.
+        names: of the parameters, of all pipeline stages.
         squares: fp64 [parameters] on the device, the squared norm of each over all ranks, without
             the loss scale.
 
@@ -130,8 +131,9 @@ def unscale_and_clip_(model: nn.Module, max_norm: float, loss_scale: Tensor | No
         The norm before clipping, without the loss scale, the same on every rank.
     """
     refuse_added(model)
-    params = _trained(model)
-    norm = _measure(params, loss_scale)
+    owner, stages = find_stages(model)
+    params = _trained(owner)
+    norm = _measure(params, stages, loss_scale)
     _scale(params, norm, max_norm, loss_scale)
     return norm
 
@@ -162,9 +164,10 @@ def step_clipped(
     """
     signals: dict[str, Tensor] = {}
     with mark("moecore::clip"):
-        params = _trained(model)
+        owner, stages = find_stages(model)
+        params = _trained(owner)
         _check_holds(optimizers, params)
-        norm = _measure(params, loss_scale)
+        norm = _measure(params, stages, loss_scale)
         if all(map(_can_skip, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # a nan divides nothing: all is skipped
             divisors = [] if loss_scale is None else [loss_scale]
@@ -207,38 +210,46 @@ def _check_holds(
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return what may have a gradient, the same on every rank: one without a gradient counts 0."""
+    """Return what may have a gradient, the same on every rank of a pipeline stage.
+
+    One without a gradient counts 0.
+    """
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
 
 
-def _measure(params: list[tuple[str, nn.Parameter]], loss_scale: Tensor | None) -> GradientNorm:
-    _lay_out_as_parameters(params)
-    squares = _squares([p for _, p in params])
+def _measure(
+    params: list[tuple[str, nn.Parameter]], stages: AllStages | None, loss_scale: Tensor | None
+) -> GradientNorm:
+    for _, param in params:
+        lay_out_as_parameter(param)
+    names = [n for n, _ in params]
+    squares = _squares(names, [p for _, p in params], stages)
     if loss_scale is not None:
         squares = squares / loss_scale.double().square()
-    return GradientNorm(tuple(n for n, _ in params), squares)
+    return GradientNorm(tuple(names if stages is None else stages.num_holders), squares)
 
 
-def _lay_out_as_parameters(params: list[tuple[str, nn.Parameter]]) -> None:
-    """Give gradients the placements of their parameters: autograd may leave partial sums."""
-    for _, param in params:
-        grad = param.grad
-        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
-            continue
-        if grad.placements != param.placements:
-            param.grad = grad.redistribute(placements=param.placements)
-
-
-def _squares(params: list[nn.Parameter]) -> Tensor:
-    """Return fp64 [parameters]: the squared norm of each gradient over all ranks."""
-    if not params:
+def _squares(names: list[str], params: list[nn.Parameter], stages: AllStages | None) -> Tensor:
+    """Return fp64 [parameters of all stages]: the squared norm of each gradient over all ranks."""
+    if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64)
-    squares = torch.stack(_norms(params)).double().square_()
-    if any(isinstance(p, DTensor) for p in params):
-        # A nan must survive the division and the sum, and does.
-        copies = torch.tensor([_num_copies(p) for p in params], dtype=torch.float64)
-        squares /= copies.to(squares.device, non_blocking=True)
-        dist.all_reduce(squares)
+    if params:
+        squares = torch.stack(_norms(params)).double().square_()
+    else:  # a stage that only hands on
+        assert stages is not None
+        squares = torch.zeros(0, dtype=torch.float64, device=stages.device)
+    if stages is None and not any(isinstance(p, DTensor) for p in params):
+        return squares
+    world = dist.get_world_size()
+    ranks = [world if stages is None else stages.num_copies(name) for name in names]
+    # A nan must survive the division and the sum, and does.
+    copies = torch.tensor(
+        [n // _num_shards(p) for n, p in zip(ranks, params, strict=True)], dtype=torch.float64
+    )
+    squares /= copies.to(squares.device, non_blocking=True)
+    if stages is not None:
+        squares = stages.place(names, squares)
+    dist.all_reduce(squares)
     return squares
 
 
@@ -263,15 +274,14 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _num_copies(param: Tensor) -> int:
-    """Return how many ranks hold each element: the world over the ranks that share the tensor."""
-    if not isinstance(param, DTensor):
-        return dist.get_world_size()
+def _num_shards(param: Tensor) -> int:
+    """Return how many parts a tensor is cut into."""
     shards = 1
-    for mesh_dim, placement in enumerate(param.placements):
-        if not placement.is_replicate():
-            shards *= param.device_mesh.size(mesh_dim)
-    return dist.get_world_size() // shards
+    if isinstance(param, DTensor):
+        for mesh_dim, placement in enumerate(param.placements):
+            if not placement.is_replicate():
+                shards *= param.device_mesh.size(mesh_dim)
+    return shards
 
 
 def _scale(

@@ -1,0 +1,107 @@
+"""Models that are cut by hand: what belongs to other stages is a module without parameters.
+
+The model has 4 layers (dense, MoE, MoE, MoE), a multi-token prediction module and a tied head, so up
+to three stages hold the embedding table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore.models import Decoder, DecoderConfig
+from moecore.moe.params import global_indices
+
+TABLE = "model.embed_tokens.weight"
+CONFIG = DecoderConfig(
+    vocab_size=62,  # not even over 4 ranks
+    dim=16,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    tie_embeddings=True,
+    num_mtp_layers=1,
+    mtp_loss_coef=0.3,
+    dense_layers=(0,),
+    mlp_hidden_dim=24,
+    moe=MoEConfig(
+        dim=16,
+        hidden_dim=8,
+        num_experts=4,
+        top_k=2,
+        expert_bias=True,
+        balance=BalanceConfig(bias_update_rate=1e-3),
+    ),
+)
+# What each pp rank has: layers by number, and other parts by name.
+PARTS = {
+    "whole": ("e0123nmh",),
+    "halves": ("e01", "e23nmh"),
+    "turns": ("e02", "e13nmh"),
+    "quarters": ("e0", "12", "e3nm", "eh"),
+    "crossed": ("1", "e0", "e3nm", "e2h"),
+}
+NAMES = {"e": "model.embed_tokens", "n": "model.norm", "m": "mtp.0", "h": "lm_head"}
+
+
+class Away(nn.Module):
+    """Stands where a module of another stage would."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+def cut(model: Decoder, parts: str) -> Decoder:
+    """Take out what is not among the parts, in place."""
+    names = NAMES | {str(i): f"model.layers.{i}" for i in range(CONFIG.num_layers)}
+    for part, name in names.items():
+        if part not in parts:
+            model.set_submodule(name, Away())
+    return model
+
+
+def build(layout: str, *, seed: int = 7, **degrees: int) -> Decoder:
+    """Return this rank's stage, sharded over the other ranks of its stage, with equal copies."""
+    stages = PARTS[layout]
+    meshes = build_meshes(ParallelConfig(pp=len(stages), **degrees), "cpu")
+    model = cut(Decoder(CONFIG, device="meta"), stages[meshes.pp_rank])
+    parallelize_moe(model, meshes)
+    model.to_empty(device="cpu")
+    model.init_weights(seed)
+    return model
+
+
+def plain(seed: int = 7) -> Decoder:
+    """Return the whole model of one process."""
+    model = Decoder(CONFIG)
+    model.init_weights(seed)
+    return model
+
+
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Return what this rank must hold of a whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    return whole[torch.meshgrid(*global_indices(tensor), indexing="ij")]
+
+
+def values_of(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Return eighths from -1 to 1, whose sums have no rounding errors."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) * 1000 + seed)
+    return torch.randint(-8, 9, tuple(shape), generator=generator) / 8
+
+
+def set_gradients(model: nn.Module, seed: int, *, scale: float = 1.0) -> None:
+    """Give each parameter the gradient that its name and the seed decide."""
+    for name, param in model.named_parameters():
+        param.grad = torch.zeros_like(param)
+        local(param.grad).copy_(shard_of(scale * values_of(name, param.shape, seed), param))
