@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore._fields import shown
-
 
 Group = dist.ProcessGroup | None  # None = all ranks
 
@@ -57,20 +56,21 @@ def fields_of(record: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def check_equal_weights(model: nn.Module, device_type: str, *, group: Group = None) -> None:
+def check_equal_weights(
+    tensors: Mapping[str, Tensor], device_type: str, *, group: Group = None
+) -> None:
     """Raise on every rank when real weights differ: they would be mixed shard by shard.
 
     Args:
-        model: of which names and shapes are the same on every rank.
+        tensors: parameters and buffers, with the same names and shapes on every rank.
         device_type: of the group's collectives.
-        group: the ranks that share the model; every rank calls it with its own group.
+        group: the ranks that share them; every rank calls it with its own group.
 
     Raises:
         ValueError: names the first parameter or buffer that differs.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
     # Of what is cut over tp already every rank holds another part.
-    whole = {n: t for n, t in named if not isinstance(t, DTensor)}
+    whole = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
     different, problem = differing_tensors(whole, device_type, group=group), None
     if different:
         problem = (

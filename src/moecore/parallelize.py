@@ -221,7 +221,8 @@ def _agree(
     entries["placement"] = {param.name: param.placements for param in plan.params}
     group = request.meshes.stage_group
     check_same(entries, device_type, group=group)
-    check_equal_weights(model, device_type, group=group)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    check_equal_weights(tensors, device_type, group=group)
 
 
 def _apply(

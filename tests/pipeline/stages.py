@@ -1,7 +1,7 @@
 """Models that are cut by hand: what belongs to other stages is a module without parameters.
 
-The model has 4 layers (dense, MoE, MoE, MoE), a multi-token prediction module and a tied head, so up
-to three stages hold the embedding table.
+The model has 4 layers (dense, MoE, MoE, MoE), a multi-token prediction module and a tied head, so
+up to three stages hold the embedding table.
 """
 
 from __future__ import annotations

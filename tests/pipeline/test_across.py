@@ -201,7 +201,7 @@ def test_steps_are_those_of_one_process(results: dict[str, Any], name: str) -> N
     result = results[name]
     assert result["wrong"] == [], "weights and gradients, to the bit"
     for found, wanted, non_finite in result["norms"]:
-        assert found == pytest.approx(wanted, rel=1e-12) and non_finite == ()
+        assert found == pytest.approx(wanted, rel=1e-6) and non_finite == ()  # norms are fp32
     before, after = result["clipped"]
     assert before > 1 and after == pytest.approx(0.5, rel=1e-5)
 

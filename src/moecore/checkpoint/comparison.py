@@ -26,6 +26,7 @@ from moecore.checkpoint.snapshot import (
     one_scheduler,
     scheduler_state,
 )
+from moecore.checkpoint.stages import Part
 from moecore.checkpoint.state import (
     ModelView,
     Optimizers,
@@ -65,6 +66,7 @@ class Comparison:
 def compare(
     manifest: Manifest,
     view: ModelView,
+    whole: Part,
     optimizer: Optimizers | None,
     scheduler: Schedulers | None,
     *,
@@ -75,6 +77,7 @@ def compare(
     Args:
         manifest: of the checkpoint.
         view: of the model.
+        whole: what all pipeline stages have together, this rank's among them.
         optimizer: one or several; None = their state is not asked for.
         scheduler: one or several; None = their state is not asked for.
         cast: let the model's dtypes differ.
@@ -84,10 +87,10 @@ def compare(
         f"config.{d.name} ({d.ours}) must be {d.theirs} as in the checkpoint"
         for d in saved_differences(view.config, manifest.facts.config)
     ]
-    _compare_model(fit, view, below("model.", manifest), cast=cast)
+    _compare_model(fit, view, whole, below("model.", manifest), cast=cast)
     fit.optimizers = listed_optimizers(optimizer, view)
     if fit.optimizers:
-        _compare_optimizers(fit, view, manifest, cast=cast)
+        _compare_optimizers(fit, view, whole, manifest, cast=cast)
     schedule = one_scheduler(scheduler, fit.optimizers)
     if schedule is not None:
         _compare_scheduler(fit, schedule, manifest)
@@ -151,7 +154,12 @@ def rng_target(manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _compare_model(
-    fit: Comparison, view: ModelView, stored: dict[str, StoredTensor], *, cast: bool
+    fit: Comparison,
+    view: ModelView,
+    whole: Part,
+    stored: dict[str, StoredTensor],
+    *,
+    cast: bool,
 ) -> None:
     for name, tensor in sorted(view.stored.items()):
         if name not in stored:
@@ -166,19 +174,26 @@ def _compare_model(
             )
         else:
             fit.model.add(name)
-    for name in sorted(stored.keys() - view.stored.keys()):
+    for name in sorted(stored.keys() - whole.names):
         fit.left_out.append(f"{name} of the checkpoint is not in the model")
 
 
 def _compare_optimizers(
-    fit: Comparison, view: ModelView, manifest: Manifest, *, cast: bool
+    fit: Comparison, view: ModelView, whole: Part, manifest: Manifest, *, cast: bool
 ) -> None:
     groups, before = manifest.facts.optimizer, manifest.facts.optimizer_class
     if groups is None or before is None:
         fit.left_out.append("optimizer state is not in the checkpoint")
         return
     now, present = optimizer_class(fit.optimizers), all_groups(fit.optimizers)
-    named = [{**group, "params": [view.name_of(p) for p in group["params"]]} for group in present]
+    if len(present) != len(whole.groups):
+        fit.refused.append(
+            f"optimizer.param_groups ({len(present)}) must be as many on every pipeline stage "
+            f"({len(whole.groups)})"
+        )
+        return
+    joined = zip(present, whole.groups, strict=True)
+    named = [{**group, "params": names} for group, names in joined]
     mine, saved = _owners(now, named), _owners(before, groups)
     both = [name for name in mine if name in saved and saved[name][0] == mine[name][0]]
     options = {name: option_problems(mine[name][1], saved[name][1]) for name in both}
@@ -201,6 +216,8 @@ def _compare_optimizers(
             pass  # reported above, once for all parameters
         elif name not in mine:
             fit.left_out.append(f"optimizer state of {name} is of no parameter of the optimizer")
+        elif name in whole.names and name not in view.stored:
+            pass  # of another stage
         elif name not in fit.model:
             fit.left_out.append(f"optimizer state of {name} belongs to a tensor that differs")
         elif options.get(name) or kind not in (None, mine[name][0]):

@@ -72,7 +72,8 @@ def group_problems(present: list[dict[str, Any]], groups: list[dict[str, Any]]) 
         present: groups of the optimizers, with names for their parameters.
         groups: from the manifest.
     """
-    if [group["params"] for group in present] != [group["params"] for group in groups]:
+    # State goes by name, so the order within a group decides about nothing.
+    if [sorted(group["params"]) for group in present] != [sorted(g["params"]) for g in groups]:
         return [
             f"optimizer.param_groups ({len(present)}) hold other parameters, or in another order, "
             f"than the {len(groups)} in the checkpoint"

@@ -44,6 +44,7 @@ from moecore.checkpoint.meter import Meter, Progress
 from moecore.checkpoint.rank_agreement import check_rank_agreement
 from moecore.checkpoint.ranks import gather, on_every_rank, on_first_rank
 from moecore.checkpoint.snapshot import Schedulers, Snapshot, take_snapshot
+from moecore.checkpoint.stages import join_stages
 from moecore.checkpoint.state import Optimizers
 from moecore.checkpoint.store import begin, locals_of, write
 from moecore.memory.host_copies import HostCopies
@@ -156,6 +157,7 @@ class Saver:
         self._finish()
         snapshot = on_every_rank(lambda: self._snapshot(step, extra), self._group)
         check_rank_agreement(snapshot, self._group)
+        snapshot = join_stages(snapshot, self._group)
         draft = begin(self._lock, step, self._group)
         if wait:
             self._write(draft, snapshot, locals_of(snapshot))

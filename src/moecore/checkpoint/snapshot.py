@@ -30,6 +30,7 @@ from moecore.checkpoint.state import (
     rng_tensors,
 )
 from moecore.moe.state import MoEState
+from moecore.pipeline.across import AllStages, find_stages
 
 
 @runtime_checkable
@@ -107,10 +108,12 @@ class Snapshot:
     Attributes:
         tensors: name -> plain tensor or DTensor.
         facts: everything else, copied.
+        stages: of the model; None = this rank has all of it.
     """
 
     tensors: dict[str, Tensor]
     facts: Facts
+    stages: AllStages | None
 
 
 def take_snapshot(
@@ -155,7 +158,7 @@ def take_snapshot(
         scheduler=None if schedule is None else _scheduler_values(schedule),
         extra=_copy(values),
     )
-    return Snapshot(tensors, facts)
+    return Snapshot(tensors, facts, find_stages(model)[1])
 
 
 def _check_extra(values: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from moecore.checkpoint.comparison import (
     summary,
 )
 from moecore.checkpoint.directory import Step, directory_of, discard, new_draft
-from moecore.checkpoint.hyperparameters import restore_groups
+from moecore.checkpoint.hyperparameters import all_groups, restore_groups
 from moecore.checkpoint.lock import RunLock
 from moecore.checkpoint.manifest import Manifest, read_manifest
 from moecore.checkpoint.meter import Meter, Progress
@@ -39,6 +40,7 @@ from moecore.checkpoint.ranks import (
     Group,
     check_same_path,
     check_visible,
+    gather,
     on_every_rank,
     on_first_rank,
 )
@@ -48,14 +50,17 @@ from moecore.checkpoint.snapshot import (
     scheduler_state,
     take_snapshot,
 )
+from moecore.checkpoint.stages import Part, join_stages, whole_of
 from moecore.checkpoint.state import (
     ModelView,
     Optimizers,
+    listed_optimizers,
     restore_optimizer_state,
     restore_rng,
 )
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, verify_files
+from moecore.pipeline.across import find_stages
 from moecore.step import drop_step
 
 logger = logging.getLogger("moecore.checkpoint")
@@ -107,6 +112,7 @@ def save(
         lambda: take_snapshot(step, model, optimizer, extra, scheduler=scheduler, config=config)
     )
     check_rank_agreement(snapshot)
+    snapshot = join_stages(snapshot)
     lock = RunLock(Path(root))
     try:
         draft = begin(lock, step)
@@ -158,13 +164,22 @@ def load(
     check_same_path(path)
     manifest = on_first_rank(lambda: read_manifest(path))
 
-    def fitted() -> tuple[ModelView, Comparison]:
+    def viewed() -> tuple[ModelView, Part]:
         view = ModelView(model)
-        fit = compare(manifest, view, optimizer, scheduler, cast=cast)
-        check_fit(fit, path, strict=strict)
-        return view, fit
+        listed = all_groups(listed_optimizers(optimizer, view))
+        names = [[view.name_of(param) for param in group["params"]] for group in listed]
+        return view, Part(frozenset(view.stored), names, [])
 
-    view, fit = on_every_rank(fitted)
+    view, part = on_every_rank(viewed)
+    stages = find_stages(model)[1]
+    whole = whole_of(part, stages)
+    fit = on_every_rank(lambda: compare(manifest, view, whole, optimizer, scheduler, cast=cast))
+    if stages is not None:
+        fits = gather((fit.left_out, fit.refused))
+        fit.left_out, fit.refused = (
+            list(dict.fromkeys(chain.from_iterable(found))) for found in zip(*fits, strict=True)
+        )
+    on_every_rank(lambda: check_fit(fit, path, strict=strict))
     verify_files(path, manifest, verify, meter)
     drop_step(model)
     _refresh_buffers(path, model)

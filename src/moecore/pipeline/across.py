@@ -85,14 +85,11 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
     for pp_rank, theirs in enumerate(forms):
         for name in theirs:
             stages_of.setdefault(name, []).append(pp_rank)
-    ranks, groups = dist.get_process_group_ranks(peers), {}
+    groups = {}
     for stages in sorted({tuple(s) for s in stages_of.values() if len(s) > 1}):
+        group = _peers_of(stages, meshes)
         if meshes.pp_rank in stages:
-            groups[stages] = dist.new_group(
-                [ranks[i] for i in stages],
-                timeout=default_timeout(),
-                use_local_synchronization=True,
-            )
+            groups[stages] = group
     shared = {n: groups[tuple(s)] for n, s in stages_of.items() if tuple(s) in groups}
     different = [
         name
@@ -117,6 +114,17 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
         holders=shared,
         device=torch.device(device_type),
     )
+
+
+def _peers_of(stages: tuple[int, ...], meshes: Meshes) -> Any:
+    """Return the ranks of some stages in this rank's place, if it is in one. Collective."""
+    size = meshes.stage_group.size()
+    for place in range(size):
+        ranks = [stage * size + place for stage in stages]
+        group = dist.new_group(ranks, timeout=default_timeout())
+        if dist.get_rank() in ranks:
+            own = group
+    return own if meshes.pp_rank in stages else None
 
 
 def find_stages(model: nn.Module) -> tuple[nn.Module, AllStages | None]:
