@@ -12,7 +12,7 @@ from options import DEGREES, DTYPES, MOMENT_DTYPES, count, positive, whole
 
 from moecore.precision.roles import PrecisionName
 
-SHARDING = tuple(degree for degree in DEGREES if degree != "tp")  # of transformers models
+SHARDING = tuple(d for d in DEGREES if d not in ("pp", "tp"))  # of transformers models
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

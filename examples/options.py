@@ -14,14 +14,15 @@ from typing import get_args
 import torch
 from data import VOCAB_SIZE
 
-from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig
+from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.memory.options import RECOMPUTED, MemoryOptions
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.parallelize import DispatcherName
+from moecore.pipeline.orders import ScheduleName
 from moecore.precision.roles import PrecisionName
 
-DEGREES = ("dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
+DEGREES = ("pp", "dp_shard", "dp_replicate", "tp", "ep", "etp", "edp_shard", "edp_replicate")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOMENT_DTYPES = {
     "float32": torch.float32,
@@ -92,6 +93,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=positive,
         help="of one device, for MFU (None = of an H100, H200 or A100 in bfloat16, else no MFU)",
     )
+    add("--layout", help="of pipeline stages, such as 'Et*3|(tt|)*29m|L' (None = even)")
+    add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
     add("--ranks", type=whole, help="processes (None = one per GPU, 2 on CPU, torchrun's)")
     for degree in DEGREES:
         flag, text = f"--{degree.replace('_', '-')}", "parallel degree (None = what fits)"
@@ -185,6 +188,16 @@ def check_arguments(args: argparse.Namespace, config: DecoderConfig) -> None:
             f"--eval-every ({args.eval_every}) must be 0 with --tokens random, which has no text "
             "to hold out: drop it"
         )
+    if args.sample_bytes and (args.pp or 1) > 1:
+        raise ValueError(
+            f"--sample-bytes ({args.sample_bytes}) must be 0 with --pp {args.pp}: sample from the "
+            "checkpoint, on ranks without stages"
+        )
+    if args.cuda_graph and (args.pp or 1) > 1:
+        raise ValueError(
+            f"--cuda-graph must not go with --pp {args.pp}, whose micro-batches wait for other "
+            "ranks: drop it"
+        )
     if args.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError(f"--wandb ({args.wandb}) must have wandb installed: pip install wandb")
 
@@ -207,7 +220,8 @@ def least_bytes(args: argparse.Namespace, config: DecoderConfig, device: torch.d
     """
     tokens = args.batch_size * args.seq_len
     rows = tokens // max(1, args.tp or 1)
-    kept = rows * config.num_layers * config.dim * compute_dtype(args, device).itemsize
+    layers = config.num_layers // max(1, args.pp or 1)
+    kept = rows * layers * config.dim * compute_dtype(args, device).itemsize
     return 2 * 8 * args.grad_accum * tokens + kept
 
 
@@ -239,6 +253,13 @@ def memory_options(args: argparse.Namespace) -> MemoryOptions:
     return MemoryOptions(recompute="gemm_last" if parts == ("gemm_last",) else parts)
 
 
+def pipeline_config(args: argparse.Namespace) -> PipelineConfig | None:
+    """Return the stages; None without --pp."""
+    if (args.pp or 1) == 1:
+        return None
+    return PipelineConfig(layout=args.layout, schedule=args.schedule)
+
+
 def nvlink_options(args: argparse.Namespace) -> NVLinkOptions | None:
     """Return the choices of the nvlink dispatcher; None = none is set."""
     chosen = (args.row_factor, args.exact_rows, args.no_overlap)
@@ -261,7 +282,9 @@ def parallel_config(
     given = {name: getattr(args, name, None) for name in DEGREES}
     given = {name: degree for name, degree in given.items() if degree is not None}
     if "ep" not in given:
-        taken = math.prod(max(given.get(d, 1), 1) for d in ("etp", "edp_shard", "edp_replicate"))
+        taken = math.prod(
+            max(given.get(d, 1), 1) for d in ("pp", "etp", "edp_shard", "edp_replicate")
+        )
         fits = [n for n in (1, 2, 4, 8) if world_size % (n * taken) == 0]
         given["ep"] = max((n for n in fits if num_experts % n == 0), default=1)
     return ParallelConfig(**given)

@@ -13,6 +13,8 @@ first step; docs/performance.md has what it reaches:
         --seq-len 4096 --batch-size 4 --lr 3e-4 --schedule-steps 40000 --dispatcher nvlink \
         --row-factor 1.5 --quantile --bias-per-micro-batch
 
+With --pp N a rank has a part of the layers, cut as --layout says: docs/pipeline.md.
+
 With --precision blockwise the products of experts and projections are in FP8, with --dtype float16
 losses are scaled: docs/precision.md.
 
@@ -84,6 +86,7 @@ from options import (
     nvlink_options,
     parallel_config,
     parse_arguments,
+    pipeline_config,
     prompt_bytes,
 )
 from report import Report, make_run_dir
@@ -171,10 +174,11 @@ def evaluate(job: Job) -> float:
     """Return the loss on held-out text, the same windows every time. Waits for the device."""
     shape = replace(job.shape, grad_accum=EVAL_BATCHES)
     where = {"seed": job.args.seed, "step": "eval", "data_rank": job.meshes.data_rank}
-    total = torch.zeros((), device=job.device)
+    names = "tokens_BT", "labels_BT"
+    batches = read_batches(job.held_out_N, shape, **where)
+    on_device = ((to_device(part, job.device) for part in batch) for batch in batches)
     job.model.eval()
-    for batch in read_batches(job.held_out_N, shape, **where):
-        total += job.model(*(to_device(part, job.device) for part in batch))
+    total = job.owner.losses([dict(zip(names, batch, strict=True)) for batch in on_device]).sum()
     job.model.train()
     dist.all_reduce(total)
     return float(total) / (EVAL_BATCHES * dist.get_world_size())
@@ -189,18 +193,15 @@ def make_forward_backward(
     """
 
     def forward_backward(num_labels: Tensor, *tensors: Tensor) -> Tensor:
-        total = torch.zeros((), device=num_labels.device)
-        for tokens_BT, labels_BT, *packed in zip(*tensors, strict=True):
-            documents = {}
-            if packed:
-                padding_BT, cu_seqlens = packed
-                documents = {"padding_mask_BT": padding_BT, "cu_seqlens": cu_seqlens}
-                documents["max_seqlen"] = args.seq_len
-            with owner.micro_batch():
-                loss = model(tokens_BT, labels_BT, num_tokens=num_labels, **documents)
-                owner.scale(loss).backward()
-            total += loss.detach()
-        return total
+        names = ["tokens_BT", "labels_BT"]
+        of_all = {"num_tokens": num_labels}
+        if len(tensors) > len(names):
+            names += ["padding_mask_BT", "cu_seqlens"]
+            of_all["max_seqlen"] = args.seq_len
+        rows = zip(*tensors, strict=True)
+        return owner.forward_backward(
+            [dict(zip(names, row, strict=True)) | of_all for row in rows]
+        ).sum()
 
     return GraphedForwardBackward(forward_backward, model) if args.cuda_graph else forward_backward
 
@@ -351,6 +352,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         compile_dense=args.compile,
         loss="sum",
         precision=args.precision,
+        pipeline=pipeline_config(args),
         fsdp=FSDPOptions(
             param_dtype=compute_dtype(args, device),
             dense_strategy="optim" if args.gather_once else "optim_grads_params",

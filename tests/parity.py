@@ -34,6 +34,7 @@ from moecore import (
     MoELayer,
     NVLinkOptions,
     ParallelConfig,
+    PipelineConfig,
     TrainStep,
     build_meshes,
     parallelize_moe,
@@ -142,6 +143,8 @@ class Case:
     packed: bool = False  # documents of different lengths in the rows
     precision: Precision | None = None
     tied: bool = False
+    pipeline: PipelineConfig | None = None
+    layers: int = 0  # all of MoE; 0 = as few as show what is to be shown
     meta: bool = False
     fsdp: FSDPOptions = field(default_factory=FSDPOptions)
     tamper: str = ""
@@ -165,6 +168,7 @@ class Case:
         extras += [f"accumulate_{self.accumulate}"] if self.accumulate > 1 else []
         extras += _choices(self.nvlink) if self.nvlink else []
         extras += [self.context.way] if self.context else []
+        extras += [self.pipeline.schedule, str(self.pipeline.layout)] if self.pipeline else []
         return "-".join([f"{self.world}r", degrees, options, *extras]) + self.tamper
 
 
@@ -194,6 +198,8 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
         model.to_empty(device=device)
         model.init_weights(seed=5)
         initial = {n: t.clone() for n, t in whole(model.state_dict()).items()}
+        if case.pipeline is not None:
+            initial = of_all_stages(initial)
         reference = Decoder(config).to(device)
         reference.init_weights(seed=5)
         assert all(torch.equal(initial[n], t) for n, t in reference.state_dict().items()), (
@@ -203,6 +209,8 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     batches = make_batches(case, meshes, device)
     with counted_copies() as copies:
         found = train(model, meshes, batches, case)
+    if case.pipeline is not None:
+        found = of_all_stages(found)
     if dist.get_rank() != 0:
         return {}
     expected = train_reference(config, initial, batches, case, device)
@@ -212,6 +220,18 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     plain = train_reference(config, initial, batches, case, device, is_rough=True)
     names = [n for n in expected if n.startswith(("loss/0", "norm/0", "grad/"))]
     return errors | {n: error_ratio(found[n], plain[n], expected[n]) for n in names}
+
+
+def of_all_stages(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what all ranks found; what several have must be the same bits."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    merged: dict[str, Any] = {}
+    for one in everyone:
+        for name, tensor in one.items():
+            same = torch.equal(merged.setdefault(name, tensor), tensor)
+            assert same or name.startswith("loss/"), f"{name} differs between stages"
+    return merged
 
 
 @contextmanager
@@ -246,7 +266,7 @@ def decoder_config(case: Case) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=61,
         dim=48,
-        num_layers=3 if has_dense else 2,
+        num_layers=case.layers or (3 if has_dense else 2),
         num_heads=24,
         num_kv_heads=12,
         head_dim=4,
@@ -293,6 +313,7 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
         context=case.context,
         precision=case.precision,
         fsdp=case.fsdp,
+        pipeline=case.pipeline,
     )
 
 
@@ -312,8 +333,10 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
     unit = 2 * p.cp if p.cp > 1 else 1  # documents are multiples of it
     parts = p.tp * unit
 
-    def batch(data_rank: int) -> Batch:
+    def batch(data_rank: int, micro: int) -> Batch:
         length = parts * (2 + data_rank % 3) + (0 if parts > 1 else data_rank % 2)
+        if case.pipeline is not None:  # micro-batches of a rank differ as well
+            length += parts * (micro % 3)
         if case.is_rough:  # sums long enough that one unlucky rounding does not decide
             length *= 10
         shape = (case.sequences * (1 + data_rank % 2), length)
@@ -328,7 +351,8 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
         return found
 
     ranks = range(meshes.data_ranks)
-    return [[[batch(r) for r in ranks] for _ in range(case.accumulate)] for _ in OPTIMIZERS]
+    micros = range(case.accumulate)
+    return [[[batch(r, i) for r in ranks] for i in micros] for _ in OPTIMIZERS]
 
 
 def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
@@ -354,7 +378,11 @@ def train(
     found: dict[str, Any] = {}
     for i, step in enumerate(batches):
         loss_of_rank = torch.zeros((), device=step[0][0]["tokens_BT"].device)
-        for micro in step:
+        if case.pipeline is not None:
+            scale = loss_scale(case, step)
+            losses = owner.forward_backward([micro[meshes.data_rank] | scale for micro in step])
+            loss_of_rank += losses.sum() / (case.accumulate if case.loss == "mean" else 1)
+        for micro in step if case.pipeline is None else ():
             with owner.micro_batch():
                 loss = model(**micro[meshes.data_rank], **loss_scale(case, step))
                 loss = loss / case.accumulate if case.loss == "mean" else loss
@@ -362,8 +390,8 @@ def train(
             loss_of_rank += loss.detach()
         every = [torch.empty_like(loss_of_rank) for _ in range(dist.get_world_size())]
         dist.all_gather(every, loss_of_rank)
-        stride = dist.get_world_size() // meshes.data_ranks
-        found[f"loss/{i}"] = torch.stack(every)[::stride]
+        of_stage = dist.get_world_size() // meshes.parallel.pp
+        found[f"loss/{i}"] = torch.stack(every)[: of_stage : of_stage // meshes.data_ranks]
         norm = owner.clip()
         found[f"norm/{i}"] = torch.tensor(norm.total)
         if i == 0:

@@ -20,6 +20,7 @@ from moecore.models import Decoder, preset
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.optim import assign_matrices
 from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
+from moecore.pipeline import Costs, LayoutCosts, Timeline, make_schedule
 from moecore.rl import RouterReplay
 from moecore.shard import ShardPlan
 from tests.test_api import SECTIONS
@@ -45,6 +46,7 @@ NO_CALLS = {
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
     *("RankBytes", "RoleBytes"),
+    *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
 # Without a rule in the annotations: optimizers of torch check these in their own words.
@@ -89,6 +91,10 @@ VALID: dict[str, Any] = {
     **dict(names="dcp", plan=PLAN),
     **dict(lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),
     **dict(documents=[[1]], costs=[1.0], cu_seqlens=torch.tensor([0, 2])),
+    **dict(pp=1, chunks=1, num_micro_batches=1, text="EtL", num_layers=1, num_stages=1),
+    "schedule": make_schedule("1f1b", pp=1, chunks=1, num_micro_batches=1),
+    "timeline": Timeline(spans=((),)),
+    "costs": [1.0],
     "batch": PackedCollator(row_tokens=4)([[1]]),
     "assignment": assign_matrices(META),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
@@ -97,15 +103,15 @@ VALID: dict[str, Any] = {
         world_size=1, balance=BalanceConfig(), max_new_tokens=1, indices=TOKENS, dim=1, hidden_dim=4
     ),
 }
-CONFIGS: dict[str, Any] = {
-    "MoELayer": LAYER,
-    "RoutedExperts": LAYER,
-    "adopt": LAYER,
-    "adopt_experts": LAYER,
-    "upcycle_mlp": LAYER,
-    "native_to_hf": {},
-    "dcp_to_native": {},
-    "native_to_dcp": {},
+# Those of one function alone.
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("MoELayer", "RoutedExperts", "adopt", "upcycle_mlp"), {"config": LAYER}),
+    "adopt_experts": {"config": LAYER, "layout": ExpertLayout()},
+    **dict.fromkeys(("native_to_hf", "dcp_to_native", "native_to_dcp"), {"config": {}}),
+    "make_schedule": {"name": "1f1b"},
+    "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
+    "simulate": {"costs": Costs.of_forward((1.0,))},
+    "StateOffload": {"optimizer": torch.optim.SGD(META.parameters())},
 }
 
 
@@ -124,12 +130,7 @@ def wrong_calls() -> Iterator[tuple[str, str, Callable[..., Any], dict[str, Any]
         parameters = inspect.signature(function).parameters.values()
         needed = [p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
         valid = {n: VALID[n] for n in needed} | ({"meshes": meshes} if "meshes" in needed else {})
-        if "config" in needed:
-            valid["config"] = CONFIGS.get(name, TINY)
-        if name == "StateOffload":
-            valid["optimizer"] = torch.optim.SGD(META.parameters())
-        if name == "adopt_experts":
-            valid["layout"] = ExpertLayout()
+        valid |= {n: value for n, value in OWN.get(name, {}).items() if n in needed}
         for parameter in parameters:
             allowed = str(parameter.annotation)
             if parameter.kind == parameter.VAR_KEYWORD or (name, parameter.name) in ELSEWHERE:

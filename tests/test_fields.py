@@ -20,6 +20,7 @@ from moecore import (
     MoEConfig,
     MoELayer,
     ParallelConfig,
+    PipelineConfig,
 )
 from moecore._fields import Bound, Count, OneOf, Rules, check_fields, check_value, shown
 from moecore.attention.context_parallel.group import ContextOptions
@@ -141,6 +142,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (NVLinkOptions, {}),
     (MemoryOptions, {}),
     (ContextOptions, {}),
+    (PipelineConfig, {}),
     (Cut, {"sizes": (2, 4)}),
     (MatrixLayout, dict(batch=1, rows=6, columns=4, cut=Cut(sizes=(2, 4)))),
     (YarnConfig, dict(factor=2.0, original_max_seq_len=64)),

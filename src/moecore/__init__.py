@@ -14,6 +14,8 @@ from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
 from moecore.parallelize import parallelize_moe, plan_sharding
+from moecore.pipeline.config import PipelineConfig
+from moecore.pipeline.transport import PipelineError
 from moecore.request import (
     ContextParallelModel,
     DispatcherName,
@@ -52,6 +54,8 @@ __all__ = [
     "MoEMetrics",
     "NVLinkOptions",
     "ParallelConfig",
+    "PipelineConfig",
+    "PipelineError",
     "Routing",
     "ShardPlan",
     "StepResult",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
@@ -48,6 +48,11 @@ from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import Dispatcher
 from moecore.moe.state import STATE_NAME, MoEState
 from moecore.pipeline.across import ALL_STAGES, make_all_stages
+from moecore.pipeline.config import PipelineConfig
+from moecore.pipeline.layout import PipelineLayout
+from moecore.pipeline.run import PIPELINE_NAME, Pipeline
+from moecore.pipeline.schedule import make_schedule
+from moecore.pipeline.stages import num_parts, take_stages
 from moecore.precision.apply import apply_precision
 from moecore.precision.linear import Fp8Products
 from moecore.precision.recipe import Recipe
@@ -88,6 +93,7 @@ def parallelize_moe(
     precision: Precision | Recipe | PrecisionName | None = None,
     fsdp: FSDPOptions | None = None,
     loss: LossConvention = "mean",
+    pipeline: PipelineConfig | None = None,
     adapters: Mapping[type, Adapter] | None = None,
 ) -> nn.Module:
     """Shard a model over both meshes, in place, and return it: see docs/parallelize.md.
@@ -112,22 +118,23 @@ def parallelize_moe(
             record; None = none. Routed experts then need expert_backend "auto" or "triton".
         fsdp: how parameters are sharded; None = the defaults.
         loss: each rank's is a "mean" over its tokens, or a "sum" over the global token count.
+        pipeline: the stages that pp ranks share; `TrainStep.forward_backward` runs them.
         adapters: block class -> `(block, model) -> MoELayer`, before moecore's own.
 
     Raises:
         ValueError: for what does not fit, before any collective (blocks may be swapped already); on
             every rank when ranks differ in model, arguments or versions.
-        NotImplementedError: for a model without tensor or context parallelism under tp > 1
-            or cp > 1, and customised blocks of transformers.
+        NotImplementedError: for a model without stages, tensor or context parallelism under pp > 1,
+            tp > 1 or cp > 1, and customised blocks of transformers.
     """
     arguments = locals()
     check_arguments(parallelize_moe, arguments)
     request = _request(arguments)
     root = adapted(model)
-    layers, plan = _plan(root, request, adapters or {}, in_place=True)
+    planned = _plan(root, request, adapters or {}, in_place=True)
     tell_layers(root)
-    _agree(root, layers, plan, request)
-    _apply(root, layers, plan, request)
+    _agree(root, planned, request)
+    _apply(root, planned, request)
     refuse_peft_methods(model)
     return model
 
@@ -163,8 +170,7 @@ def plan_sharding(*args: Any, **kwargs: Any) -> ShardPlan:
     arguments = bound.arguments
     check_arguments(parallelize_moe, arguments)
     request, root = _request(arguments), adapted(arguments["model"])
-    _, plan = _plan(root, request, arguments["adapters"] or {}, in_place=False)
-    return plan
+    return _plan(root, request, arguments["adapters"] or {}, in_place=False).plan
 
 
 def _request(arguments: Mapping[str, Any]) -> Request:
@@ -177,13 +183,32 @@ def _request(arguments: Mapping[str, Any]) -> Request:
     return Request(**asked)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planned:
+    """What one rank knows before ranks compare.
+
+    Attributes:
+        plan: of this rank's stages.
+        layers: their MoE layers by name.
+        entries: what is compared of the whole model.
+        dtype: of its first parameter.
+        layout: its pipeline stages; None without.
+    """
+
+    plan: ShardPlan
+    layers: Mapping[str, RoutedLayer]
+    entries: Mapping[str, Any]
+    dtype: torch.dtype
+    layout: PipelineLayout | None
+
+
 def _plan(
     model: nn.Module, request: Request, adapters: Mapping[type, Adapter], *, in_place: bool
-) -> tuple[dict[str, RoutedLayer], ShardPlan]:
-    """Raise what one rank can know; return MoE layers by name, and the plan.
+) -> _Planned:
+    """Raise what one rank can know; return the plan, and what it is about.
 
     Args:
-        model: its MoE blocks are swapped here.
+        model: its MoE blocks are swapped here, and other ranks' stages taken out.
         request: the call.
         adapters: for blocks.
         in_place: whether blocks of the model itself are swapped, or those of a copy on meta.
@@ -196,40 +221,58 @@ def _plan(
         layers = swap_blocks(model, adapters)
         adapt_experts(wrapped, layers)
     check_layers(model, layers, request)
+    entries = model_entries(model, layers)
+    dtype = next(model.parameters()).dtype
+    layout = _cut_stages(model, request)
+    kept = set(model.modules())
+    layers = {name: layer for name, layer in layers.items() if layer in kept}
     plan = make_plan(model, layers, request)
     precision = request.precision
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
     if not plan.is_in_fp8 and not may_be_wide:
         warnings.warn("precision is not used: the model has none of its roles", stacklevel=3)
-    return layers, plan
+    return _Planned(plan=plan, layers=layers, entries=entries, dtype=dtype, layout=layout)
 
 
-def _agree(
-    model: nn.Module, layers: Mapping[str, RoutedLayer], plan: ShardPlan, request: Request
-) -> None:
+def _cut_stages(model: nn.Module, request: Request) -> PipelineLayout | None:
+    """Leave this rank's stages of a model; return those of all ranks, None without stages."""
+    pp = request.meshes.parallel.pp
+    if pp == 1 or request.pipeline is None:
+        return None
+    layout = request.pipeline.stages(pp, *num_parts(model))
+    rank_of = make_schedule(
+        request.pipeline.schedule, pp=pp, chunks=layout.chunks(pp), num_micro_batches=1
+    ).rank_of
+    own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
+    take_stages(model, own)
+    return layout
+
+
+def _agree(model: nn.Module, planned: _Planned, request: Request) -> None:
     """Raise on every rank when ranks differ, before any other collective."""
     from moecore import __version__
 
     versions = {"torch.__version__": str(torch.__version__), "moecore.__version__": __version__}
     device_type = request.meshes.device_type
-    check_same(versions | request.entries(), device_type)
-    entries = model_entries(model, layers)
+    entries = versions | request.entries() | dict(planned.entries)
+    check_same(entries, device_type)
     # What else a plan has follows from these, and from what a rank's GPU can do ("auto") and how
     # the model cuts itself over tp.
+    plan = planned.plan
     decided = ((layer.name, *role) for layer in plan.layers for role in layer.recipes)
-    entries["recipes"] = {f"{role} of {name}": recipe for name, role, recipe in decided}
-    entries["placement"] = {param.name: param.placements for param in plan.params}
+    of_stages = {
+        "recipes": {f"{role} of {name}": recipe for name, role, recipe in decided},
+        "placement": {param.name: param.placements for param in plan.params},
+    }
     group = request.meshes.stage_group
-    check_same(entries, device_type, group=group)
+    check_same(of_stages, device_type, group=group)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     check_equal_weights(tensors, device_type, group=group)
 
 
-def _apply(
-    model: nn.Module, layers: Mapping[str, RoutedLayer], plan: ShardPlan, request: Request
-) -> None:
+def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
     """Shard the model as planned. Collective on GPUs where nvlink may be the dispatcher."""
-    meshes = request.meshes
+    meshes, plan, layers = request.meshes, planned.plan, planned.layers
     plan = _resolve_dispatcher(plan, request)
     exchanges = None
     if plan.dispatcher == "nvlink" and meshes.dispatch_group is not None:
@@ -241,8 +284,8 @@ def _apply(
     stream = torch.cuda.Stream() if request.overlap_shared else None
     if request.precision is not None:
         apply_precision(model, request.precision)
-    for (name, layer), planned in zip(layers.items(), plan.layers, strict=True):
-        recipes = dict(planned.recipes)
+    for (name, layer), of_layer in zip(layers.items(), plan.layers, strict=True):
+        recipes = dict(of_layer.recipes)
         layer.tracker.reset()  # what ran before is no part of a step
         layer.set_config(request.config_of(layer))
         _set_experts(name, layer, request, recipes["experts"])
@@ -279,8 +322,26 @@ def _apply(
     setattr(model, STATE_NAME, state)
     setattr(model, REQUEST_NAME, request)
     setattr(model, PLAN_NAME, plan)
-    if meshes.parallel.pp > 1:
-        setattr(model, ALL_STAGES, make_all_stages(model, meshes))
+    if planned.layout is not None:
+        _apply_pipeline(model, planned, planned.layout, request)
+
+
+def _apply_pipeline(
+    model: nn.Module, planned: _Planned, layout: PipelineLayout, request: Request
+) -> None:
+    """Give a model its place among the stages, and what it shares with them. Collective."""
+    meshes = request.meshes
+    assert request.pipeline is not None and meshes.pipeline_groups is not None
+    pipeline = Pipeline(
+        config=request.pipeline,
+        layout=layout,
+        rank=meshes.pp_rank,
+        groups=meshes.pipeline_groups,
+        dtype=request.fsdp.param_dtype or planned.dtype,
+        device=torch.device(meshes.device_type),
+    )
+    setattr(model, PIPELINE_NAME, pipeline)
+    setattr(model, ALL_STAGES, make_all_stages(model, meshes))
 
 
 def _apply_context(model: Any, request: Request) -> dict[int, dist.ProcessGroup]:

@@ -34,6 +34,7 @@ from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.moe.state import STATE_NAME
+from moecore.pipeline.config import PipelineConfig
 from moecore.precision.linear import why_not
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision, Role
@@ -105,6 +106,7 @@ class Request:
     precision: Precision | None
     fsdp: FSDPOptions
     loss: LossConvention
+    pipeline: PipelineConfig | None
 
     def recipe_of(self, layer_name: str, layer: RoutedLayer, role: Role) -> Recipe | None:
         """Return the recipe of a layer's "experts" or "shared_experts"; None = as they are."""
@@ -202,7 +204,7 @@ def check_request(model: nn.Module, request: Request) -> None:
     """
     _check_arguments(request)
     _check_fresh(model)
-    _check_degrees(model, request.meshes)
+    _check_degrees(model, request)
     _check_context(model, request)
 
 
@@ -297,8 +299,14 @@ def _check_fresh(model: nn.Module) -> None:
             )
 
 
-def _check_degrees(model: nn.Module, meshes: Meshes) -> None:
-    p = meshes.parallel
+def _check_degrees(model: nn.Module, request: Request) -> None:
+    p = request.meshes.parallel
+    if p.pp > 1 and request.pipeline is None:
+        raise ValueError(
+            f"ParallelConfig.pp ({p.pp}) must go with stages: pass pipeline=PipelineConfig(...)"
+        )
+    if p.pp == 1 and request.pipeline is not None:
+        warnings.warn("pipeline is not used: pp is 1", stacklevel=5)
     if p.tp > 1 and not is_cut(model) and not isinstance(model, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "

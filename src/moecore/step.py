@@ -1,6 +1,6 @@
 """TrainStep: the one owner of an optimizer step, from its first micro-batch to its metrics.
 
-    micro_batch() x n    forward and backward
+    micro_batch() x n    forward and backward; or forward_backward(), which runs all of them
     finish()             errors of transport -> clip -> optimizer -> zero_grad -> counts -> biases
                          (and the scales of delayed scaling, after zero_grad)
 
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +30,9 @@ from moecore.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import NumMicroBatches, moe_state
+from moecore.pipeline.across import sum_copies
+from moecore.pipeline.run import forward_pipeline, pipeline_of, run_pipeline
+from moecore.pipeline.stages import loss_of
 from moecore.precision.apply import advance_amax, has_history
 from moecore.request import request_of
 from moecore.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
@@ -164,6 +168,10 @@ class TrainStep:
     def micro_batch(self) -> Iterator[None]:
         """Return the context in which forward and backward of one micro-batch run."""
         self._progress.check_between("micro_batch()")
+        if pipeline_of(self._model) is not None:
+            raise ValueError(
+                "micro_batch() must not run a pipeline's stages one by one: call forward_backward()"
+            )
         if self._progress.done >= self.num_micro_batches:
             raise ValueError(
                 f"micro_batch() must come at most num_micro_batches ({self.num_micro_batches}) "
@@ -180,7 +188,7 @@ class TrainStep:
         Forwards and backwards run in any order in it, as a pipeline's schedule has them: on every
         rank in the same one. What stays whole is reduced once, by the last backward of each unit
         after the last forward has begun. Forwards may lack their backward. A global-batch balance
-        loss counts micro-batches whose backward has run, so it depends on the order.
+        loss counts micro-batches in the order of their forwards.
 
         Args:
             forwards: of each model with gradients in the step; None = num_micro_batches. More
@@ -208,7 +216,7 @@ class TrainStep:
         for engine in self._engines:
             engine.start_micro_batches(to_come=to_come)
         for state in self._states:
-            state.start_micro_batch(is_last=progress.is_last)
+            state.start_micro_batch(is_last=progress.is_last, in_flight=number > 1)
         progress.is_open = progress.has_failed = True
         self._is_scaled = self._scale is None
         try:
@@ -221,6 +229,65 @@ class TrainStep:
             progress.has_failed = False
         finally:
             progress.is_open = False
+
+    def forward_backward(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Run forward and backward of all micro-batches of a step; return their losses.
+
+        Over pipeline stages each rank runs its part of them, in the order of the schedule. Every
+        pipeline rank is given the same micro-batches. A whole model runs one after the other.
+        `finish` follows.
+
+        Args:
+            micro_batches: num_micro_batches of them: keyword arguments of the model, which returns
+                its loss. A "mean" loss is divided by their number here; a loss scale is applied.
+
+        Returns:
+            fp32 [num_micro_batches] on the device, detached, not divided: the same on all pipeline
+            ranks, each data rank's own. No host sync.
+
+        Raises:
+            ValueError: for another number of micro-batches, or after a micro_batch() of this step.
+            PipelineError: when a neighbouring stage is gone; it names stage and micro-batch.
+        """
+        if len(micro_batches) != self.num_micro_batches:
+            raise ValueError(
+                f"micro_batches ({len(micro_batches)}) must be num_micro_batches "
+                f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
+            )
+        pipeline = pipeline_of(self._model)
+        if pipeline is None:
+            return torch.stack([self._run_alone(inputs) for inputs in micro_batches])
+        with self.micro_batches(forwards=pipeline.num_chunks * self.num_micro_batches):
+            losses = run_pipeline(self._model, pipeline, micro_batches, self._divided)
+        sum_copies(self._model)
+        return losses
+
+    @torch.no_grad()
+    def losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Return the losses of any number of micro-batches without gradients, between steps.
+
+        Args:
+            micro_batches: as in `forward_backward`, for the model in its mode (`model.eval()`).
+
+        Returns:
+            As `forward_backward`.
+        """
+        self._progress.check_closed("losses()")
+        pipeline = pipeline_of(self._model)
+        if pipeline is not None:
+            return forward_pipeline(self._model, pipeline, micro_batches)
+        return torch.stack([loss_of(self._model(**inputs)).float() for inputs in micro_batches])
+
+    def _run_alone(self, inputs: Mapping[str, Any]) -> Tensor:
+        with self.micro_batch():
+            loss = loss_of(self._model(**inputs))
+            self._divided(loss).backward()
+        return loss.detach().float()
+
+    def _divided(self, loss: Tensor) -> Tensor:
+        """Return what a micro-batch's backward begins with."""
+        is_mean = self._states[0].loss == "mean"
+        return self.scale(loss / self.num_micro_batches if is_mean else loss)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale, for backward; without one the loss itself.

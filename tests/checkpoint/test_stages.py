@@ -1,7 +1,7 @@
 """What any pipeline stages save, any other load to the bit, and one process; and the other way.
 
 The oracle is a whole model of one process that takes the same steps: gradients are a function of
-a parameter's name, so no pipeline has to run. Each rank cuts what it must hold out of whole tensors.
+a parameter's name, so no pipeline has to run. Each rank cuts what it must hold of whole tensors.
 """
 
 from __future__ import annotations

@@ -150,6 +150,9 @@ class LoadTracker:
         """Forget the counts of this step."""
         self.num_micro_batches = 0
         self.num_in_flight = 0  # forwards that wait for their backward
+        self._seen_E: Tensor | None = None  # counts of forwards, where several are in flight
+        self._priors: list[Tensor] = []  # what those that wait for their backward had seen
+        self._repeated: Tensor | None = None  # of the forward that was computed again last
         for tensor in self.counts.tensors() if self.counts else ():
             tensor.zero_()
 
@@ -158,6 +161,15 @@ class LoadTracker:
         self.config = config
         self.counts = None
         self.reset()
+
+    def start_in_flight(self) -> None:
+        """Announce several forwards before their backwards, until `reset`.
+
+        A global-batch loss then counts those that began before, whether their backward has run or
+        not: in the order of forwards it is that of micro-batches that run one after the other.
+        """
+        if self.config.balance.global_batch_coef:
+            self._seen_E = torch.zeros(self.config.num_experts, dtype=torch.int64)
 
     def attach(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None
@@ -194,6 +206,7 @@ class LoadTracker:
             )
         self._check_recompute()
         config, counts, losses, best_TK = self.config, self.counts, None, None
+        seen_E: Tensor | None = None
         logits_TE = routing.logits_TE
         if config.balance.needs_loss:
             self._check_loss_scale(y)
@@ -203,6 +216,8 @@ class LoadTracker:
                 best_TK = best_ids(logits_TE, config, routing.padding_mask_T)
                 prior_E = None if counts is None else counts.best_E
             ids_TK = routing.chosen_ids_TK if best_TK is None else best_TK
+            if self._seen_E is not None:
+                prior_E = seen_E = self._see(ids_TK)
             num_sequences, sequences_T = micro_batch.sequences(ids_TK.shape[0])
             losses = balance_losses(
                 routing,
@@ -224,7 +239,22 @@ class LoadTracker:
             bias_E if quantile else None,
             routing.padding_mask_T,
         )
-        return _Attach.apply(y, losses, self, *observed)
+        return _Attach.apply(y, losses, self, seen_E, *observed)
+
+    def _see(self, ids_TK: Tensor) -> Tensor:
+        """Return the counts of the forwards before this one, and count it.
+
+        One that is computed again has seen what it saw at first. It is the oldest that waits.
+        """
+        if is_recomputing():
+            self._repeated = self._priors[0]
+            return self._repeated
+        assert self._seen_E is not None
+        prior_E = self._seen_E.to(ids_TK.device)
+        self._seen_E = prior_E.clone()
+        add_expert_counts(self._seen_E[None], ids_TK)
+        self._priors.append(prior_E)
+        return prior_E
 
     def losses_gradient(self, losses: Tensor) -> Tensor:
         """Return the gradient of the auxiliary losses; no host sync."""
@@ -249,11 +279,15 @@ class LoadTracker:
         """
         if not is_recomputing():
             self.num_in_flight += 1
-        elif self.num_in_flight > 1 and self.config.balance.global_batch_coef:
+        elif (
+            self.num_in_flight > 1
+            and self.config.balance.global_batch_coef
+            and self._seen_E is None
+        ):
             raise NotImplementedError(
                 f"BalanceConfig.global_batch_coef ({self.config.balance.global_batch_coef}) "
                 "must be 0 with activation checkpointing and several forwards before a backward: "
-                "use micro_batch_coef, or one backward per forward"
+                "use TrainStep.micro_batches(), or one backward per forward"
             )
 
     def _follow(self, device: torch.device) -> None:
@@ -265,17 +299,34 @@ class LoadTracker:
                 new.copy_(old)
             self.counts = moved
 
-    def commit(self, losses: Tensor | None, observed: tuple[Any, ...]) -> None:
+    def _end_in_flight(self, seen_E: Tensor | None) -> None:
+        """End a forward that has seen these counts; raise if another one was repeated for it."""
+        if seen_E is None:
+            return
+        repeated, self._repeated = self._repeated, None
+        self._priors = [prior_E for prior_E in self._priors if prior_E is not seen_E]
+        if repeated is not None and repeated is not seen_E:
+            raise NotImplementedError(
+                f"BalanceConfig.global_batch_coef ({self.config.balance.global_batch_coef}) must "
+                "be 0 with activation checkpointing where backwards run in another order than "
+                "forwards: use micro_batch_coef"
+            )
+
+    def commit(
+        self, losses: Tensor | None, seen_E: Tensor | None, observed: tuple[Any, ...]
+    ) -> None:
         """Add one micro-batch; called by backward. Two kernels, and one per option that counts.
 
         Args:
             losses: fp32, in the order of `LOSS_NAMES`; None = no auxiliary loss is on.
+            seen_E: counts of the forwards before it, where several are in flight.
             observed: chosen ids, kept ids, ids of the best scores where a global-batch loss
                 counts them (int32 [T, K]), the logits of moecore's router, for quantile balancing
                 the bias, and the padding mask; None = there is none.
         """
         chosen_TK, kept_TK, best_TK, logits_TE, bias_E, padding_mask_T = observed
         self.num_in_flight = max(0, self.num_in_flight - 1)
+        self._end_in_flight(seen_E)
         if _is_capturing(chosen_TK):  # what is captured has not run
             self.num_captured += 1
         else:
@@ -309,9 +360,14 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, losses: Tensor | None, tracker: LoadTracker, *observed: Any
+        ctx: Any,
+        y: Tensor,
+        losses: Tensor | None,
+        tracker: LoadTracker,
+        seen_E: Tensor | None,
+        *observed: Any,
     ) -> Tensor:
-        ctx.tracker, ctx.is_committed = tracker, False
+        ctx.tracker, ctx.seen_E, ctx.is_committed = tracker, seen_E, False
         ctx.save_for_backward(losses, *observed)
         # Not a view: units hook their outputs, and an in-place add to a view drops the hook.
         return y.detach()
@@ -331,12 +387,12 @@ class _Attach(torch.autograd.Function):
             )
         if not ctx.is_committed:
             with torch.no_grad():
-                ctx.tracker.commit(losses, tuple(observed))
+                ctx.tracker.commit(losses, ctx.seen_E, tuple(observed))
         ctx.is_committed = True
         dlosses = None
         if ctx.needs_input_grad[1]:
             dlosses = ctx.tracker.losses_gradient(losses)
-        return grads[0], dlosses, None, *(None for _ in observed)
+        return grads[0], dlosses, None, None, *(None for _ in observed)
 
 
 def balance_losses(

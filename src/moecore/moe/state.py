@@ -97,10 +97,12 @@ class MoEState:
         self.check_step()
         return self.reduce_step(skipped=skipped)
 
-    def start_micro_batch(self, *, is_last: bool) -> None:
-        """Announce a micro-batch: those of a step share casts of expert weights."""
+    def start_micro_batch(self, *, is_last: bool, in_flight: bool = False) -> None:
+        """Announce a micro-batch, or several in flight: those of a step share casts of weights."""
         for layer in self.layers.values():
             layer.part("experts").reader.start_micro_batch(is_last=is_last)
+            if in_flight:
+                layer.tracker.start_in_flight()
 
     def check_step(self) -> None:
         """Raise what is wrong with a step, as far as the host can see: see `TrainStep.finish`."""

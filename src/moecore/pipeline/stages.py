@@ -166,6 +166,18 @@ def hidden_shape(model: nn.Module, stage: Stage, inputs: Mapping[str, Any]) -> t
     return staged_model(model).hidden_shape(stage, inputs)
 
 
+def num_parts(model: nn.Module) -> tuple[int, int]:
+    """Return how many layers and multi-token prediction modules a model has."""
+    parts = staged_model(model).stage_parts()
+    return _length(model, parts.layers), 0 if parts.mtp is None else _length(model, parts.mtp)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a model's forward returns: itself, or transformers' `.loss`."""
+    loss = output if isinstance(output, Tensor) else output.loss
+    return cast(Tensor, loss)
+
+
 def staged_model(model: nn.Module) -> StagedModel:
     """Return what runs stages of a model: itself, unless it is of transformers.
 

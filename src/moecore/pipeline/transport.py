@@ -1,0 +1,201 @@
+"""Hidden states up and their gradients down, between the ranks of neighbouring stages.
+
+    forward of stage s, micro-batch m     its output   -> the rank of stage s + 1
+    backward of stage s, micro-batch m    its input's gradient -> the rank of stage s - 1
+
+Messages are sent as soon as they are there, and nobody waits for a send. A rank knows the whole
+schedule, so it knows in which order each other rank sends to it, and posts its receives in that
+order: what its next action needs, one action ahead of time. Messages that go up in rank and those
+that go down have a communicator each, so neither waits for the other.
+
+A stage whose neighbour is on the same rank (the turn of a V) hands its tensors over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore.pipeline.orders import Action, actions_of
+from moecore.pipeline.schedule import Schedule
+
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # of `Meshes.pipeline_groups`
+ShapeOf = Callable[[int, int], tuple[int, ...]]  # of what enters a stage, for a micro-batch
+
+
+class PipelineError(RuntimeError):
+    """A neighbour of this rank's stage is gone, or did not answer in time."""
+
+
+class _Message(NamedTuple):
+    """What leaves a stage: the output of its forward, or the gradient of its input."""
+
+    is_forward: bool
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        what = "output" if self.is_forward else "gradient"
+        return f"{what} of stage {self.stage} of micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    tensor: Tensor
+    work: dist.Work
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    tensor: Tensor  # until it has left
+    work: dist.Work
+    message: _Message
+    target: int
+
+
+@contextmanager
+def _reaching(what: str, rank: int) -> Iterator[None]:
+    """Say what has not come, and from whom, where another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PipelineError(
+            f"{what} pipeline rank {rank}, which is gone or did not answer: {error}"
+        ) from error
+
+
+class Transport:
+    """The messages of one run of a schedule, on one rank.
+
+    Args:
+        schedule: of all ranks.
+        rank: this one among the pipeline ranks.
+        groups: for messages up in rank, and for those down.
+        shape_of: shape of the hidden states that enter a stage.
+        dtype: of hidden states and their gradients.
+        device: of both.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        groups: Groups,
+        *,
+        shape_of: ShapeOf,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._schedule, self._rank, self._groups = schedule, rank, groups
+        self._shape_of, self._dtype, self._device = shape_of, dtype, device
+        self._to_come = {
+            source: deque(m for m in _sent(schedule, source) if self._target(m) == rank)
+            for source in set(schedule.rank_of) - {rank}
+        }
+        self._received: dict[_Message, _Received] = {}
+        self._here: dict[_Message, Tensor] = {}  # handed over on this rank
+        self._sends: deque[_Sent] = deque()
+
+    def expect(self, action: Action) -> None:
+        """Post the receive of what an action needs, and of all that its sender sends before."""
+        message = self._needed(action)
+        if message is None or self._source(message) == self._rank:
+            return
+        source = self._source(message)
+        waiting = self._to_come[source]
+        while message not in self._received:
+            self._post(waiting.popleft(), source)
+
+    def receive(self, action: Action) -> Tensor | None:
+        """Return what an action needs: hidden states or a gradient; None = nothing.
+
+        Raises:
+            PipelineError: when the sender is gone.
+        """
+        message = self._needed(action)
+        if message is None:
+            return None
+        if self._source(message) == self._rank:
+            return self._here.pop(message)
+        self.expect(action)
+        found = self._received.pop(message)
+        with _reaching(f"{message} from", self._source(message)):
+            found.work.wait()
+        return found.tensor
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Send what an action has made to who needs it.
+
+        Raises:
+            PipelineError: when the receiver is gone.
+        """
+        message = _Message(action.kind == "F", action.stage, action.micro_batch)
+        target = self._target(message)
+        assert target is not None, "the loss and the gradient of the tokens stay"
+        if target == self._rank:
+            self._here[message] = tensor
+            return
+        tensor = tensor.contiguous()
+        with _reaching(f"{message} for", target):
+            work = dist.isend(tensor, group=self._group(self._rank, target), group_dst=target)
+        assert work is not None
+        self._sends.append(_Sent(tensor, work, message, target))
+        while self._sends and self._sends[0].work.is_completed():
+            self._sends.popleft()
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left.
+
+        Raises:
+            PipelineError: when a receiver is gone.
+        """
+        while self._sends:
+            sent = self._sends.popleft()
+            with _reaching(f"{sent.message} for", sent.target):
+                sent.work.wait()
+
+    def _post(self, message: _Message, source: int) -> None:
+        stage = message.stage + 1 if message.is_forward else message.stage
+        shape = self._shape_of(stage, message.micro_batch)
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        with _reaching(f"{message} from", source):
+            work = dist.irecv(tensor, group=self._group(source, self._rank), group_src=source)
+        assert work is not None
+        self._received[message] = _Received(tensor, work)
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup:
+        up, down = self._groups
+        return up if source < target else down
+
+    def _source(self, message: _Message) -> int:
+        return self._schedule.rank_of[message.stage]
+
+    def _target(self, message: _Message) -> int | None:
+        """Return the rank that needs a message; None = nobody."""
+        stage = message.stage + (1 if message.is_forward else -1)
+        return self._rank_of(stage)
+
+    def _needed(self, action: Action) -> _Message | None:
+        """Return what an action needs from another stage; None = nothing."""
+        is_forward = action.kind == "F"
+        stage = action.stage + (-1 if is_forward else 1)
+        if action.kind == "W" or self._rank_of(stage) is None:
+            return None
+        return _Message(is_forward, stage, action.micro_batch)
+
+    def _rank_of(self, stage: int) -> int | None:
+        has_stage = 0 <= stage < self._schedule.num_stages
+        return self._schedule.rank_of[stage] if has_stage else None
+
+
+def _sent(schedule: Schedule, rank: int) -> list[_Message]:
+    """Return the results of a rank in the order in which they leave its stages."""
+    actions = [action for item in schedule.orders[rank] for action in actions_of(item)]
+    return [_Message(a.kind == "F", a.stage, a.micro_batch) for a in actions if a.kind != "W"]

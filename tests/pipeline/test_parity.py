@@ -1,0 +1,254 @@
+"""Pipelines equal one process: every schedule, over layouts and what shares their ranks.
+
+Cases, oracle and bounds are those of `tests/test_parity.py`: losses, gradients, their norm,
+auxiliary losses, counts and weights after three steps. Micro-batches of a step differ in length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecore import (
+    ContextOptions,
+    FSDPOptions,
+    MoEConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.models import Decoder, DecoderConfig
+from tests.parity import Case, of_all_stages, run_case, worst_error
+from tests.ranks import run_ranks
+from tests.test_parity import FP32_BOUND, case
+
+CASES_PER_SPAWN = 8
+
+
+def pipeline(schedule: Any, layout: str | None = None, chunks: int | None = None) -> PipelineConfig:
+    return PipelineConfig(schedule=schedule, layout=layout, chunks=chunks)
+
+
+GPIPE, ONE_F_ONE_B = pipeline("gpipe"), pipeline("1f1b")
+TWO, THREE = pipeline("interleaved", chunks=2), pipeline("interleaved", chunks=3)
+ALL = FSDPOptions(dense_strategy="optim", embedding_strategy="optim")
+GRADS = FSDPOptions(dense_strategy="optim_grads")
+RING = ContextOptions(way="p2p")
+CASES = [
+    case(
+        4, "pp=2 dp_shard=2", "pp=2 ep=1 edp_shard=2", pipeline=ONE_F_ONE_B, accumulate=3, meta=True
+    ),
+    case(
+        4, "pp=2 dp_shard=2", "pp=2 ep=2 edp_shard=1", model="sigmoid", pipeline=GPIPE, accumulate=2
+    ),
+    case(4, "pp=4 dp_shard=1", "pp=4 edp_shard=1", pipeline=ONE_F_ONE_B, accumulate=2, layers=4),
+    case(
+        4,
+        "pp=4 dp_shard=1",
+        "pp=4 edp_shard=1",
+        pipeline=ONE_F_ONE_B,
+        accumulate=6,
+        layers=5,
+        tied=True,
+    ),
+    case(
+        4,
+        "pp=2 dp_shard=2",
+        "pp=2 ep=2 edp_shard=1",
+        model="gated-shared",
+        pipeline=pipeline("interleaved", "Et|t|tt|L"),
+        accumulate=5,
+        layers=4,
+        fsdp=ALL,
+    ),
+    case(
+        4,
+        "pp=2 dp_shard=1 tp=2",
+        "pp=2 ep=2 edp_shard=1",
+        pipeline=TWO,
+        accumulate=4,
+        layers=4,
+        model="relu2",
+    ),
+    case(
+        8,
+        "pp=2 dp_shard=4",
+        "pp=2 ep=4 edp_shard=1",
+        model="sigmoid",
+        pipeline=ONE_F_ONE_B,
+        accumulate=3,
+    ),
+    case(
+        8,
+        "pp=2 dp_shard=2 tp=2",
+        "pp=2 ep=2 etp=2 edp_shard=1",
+        pipeline=TWO,
+        accumulate=2,
+        layers=4,
+        loss="sum",
+    ),
+    case(
+        8,
+        "pp=4 dp_shard=2",
+        "pp=4 ep=2 edp_shard=1",
+        model="relu2",
+        pipeline=TWO,
+        accumulate=4,
+        layers=8,
+    ),
+    case(
+        8,
+        "pp=4 dp_shard=2",
+        "pp=4 ep=1 edp_shard=2",
+        pipeline=ONE_F_ONE_B,
+        accumulate=7,
+        layers=4,
+        recompute=True,
+    ),
+    case(
+        8,
+        "pp=2 dp_shard=2 cp=2",
+        "pp=2 ep=4 edp_shard=1",
+        pipeline=ONE_F_ONE_B,
+        accumulate=3,
+        context=RING,
+        packed=True,
+    ),
+    case(
+        8,
+        "pp=2 dp_shard=1 cp=2 tp=2",
+        "pp=2 ep=2 edp_shard=2",
+        pipeline=TWO,
+        accumulate=2,
+        layers=4,
+        model="sigmoid",
+    ),
+    case(
+        8,
+        "pp=2 dp_replicate=2 dp_shard=2",
+        "pp=2 edp_replicate=2 ep=2 edp_shard=1",
+        pipeline=THREE,
+        accumulate=3,
+        layers=6,
+    ),
+    case(
+        8,
+        "pp=4 dp_shard=1 tp=2",
+        "pp=4 etp=2 edp_shard=1",
+        pipeline=TWO,
+        accumulate=5,
+        layers=8,
+        fsdp=GRADS,
+    ),
+]
+WORLDS = sorted({one.world for one in CASES})
+
+
+PREDICTS = DecoderConfig(
+    vocab_size=61,
+    dim=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=64,
+    num_mtp_layers=2,
+    mtp_loss_coef=0.3,
+    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
+)
+# Layouts of its modules on 4 ranks: apart, with the loss, in a V whose ends share a rank.
+PREDICTING = {
+    "apart": (pipeline("interleaved", "Ett||t|m|m|L"), dict(pp=2, ep=2), False),
+    "with the loss, tied": (pipeline("1f1b", "Ett|tmmL"), dict(pp=2), True),
+    "everywhere, tied": (pipeline("1f1b", "Et|tt|mm|L"), dict(pp=4), True),
+    "alone": (pipeline("gpipe", "Ett|t|mm|L"), dict(pp=4), False),
+}
+
+
+def predicts(rank: int, name: str) -> dict[str, float]:
+    """The worst errors of two steps of a model with multi-token prediction, on the first rank."""
+    config, degrees, tied = PREDICTING[name]
+    decoder = replace(PREDICTS, tie_embeddings=tied)
+    meshes = build_meshes(ParallelConfig(**degrees), "cpu")
+    model = Decoder(decoder, device="meta")
+    parallelize_moe(model, meshes, pipeline=config)
+    model.to_empty(device="cpu")
+    model.init_weights(3)
+    whole = Decoder(decoder, device="meta").to_empty(device="cpu")
+    whole.init_weights(3)
+    step = TrainStep(model, adamw(model), max_norm=0.5, num_micro_batches=3)
+    alone, found = adamw(whole), dict[str, Tensor]()
+    wanted = dict[str, Tensor]()
+    for i in range(2):
+        batches = [[batch(i, m, r) for r in range(meshes.data_ranks)] for m in range(3)]
+        losses = step.forward_backward([of_ranks[meshes.data_rank] for of_ranks in batches])
+        found[f"norm {i}"] = torch.tensor(step.finish().norm.total)  # type: ignore[union-attr]
+        means = losses.clone()
+        dist.all_reduce(means)
+        found[f"losses {i}"] = means / dist.get_world_size()
+        every = [torch.stack([whole(**b) for b in of_ranks]).mean() for of_ranks in batches]
+        wanted[f"losses {i}"] = torch.stack(every).detach()
+        (sum(every) / 3).backward()
+        wanted[f"norm {i}"] = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        alone.step()
+        alone.zero_grad()
+    found |= gathered(model)
+    found = of_all_stages(found)
+    wanted |= {n: p.detach() for n, p in whole.named_parameters()}
+    assert found.keys() == wanted.keys()
+    return {n: worst_error(found[n], wanted[n]) for n in wanted}
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def batch(step: int, micro: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    tokens = torch.randint(0, 61, (2, 9 + 2 * micro), generator=generator)
+    return {"tokens_BT": tokens[:, :-1], "labels_BT": tokens[:, 1:].contiguous()}
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, dict[str, float]]:
+    return {one.name: run_case(one, device) for one in cases}
+
+
+def worker_that_predicts(rank: int, device: torch.device) -> dict[str, dict[str, float]]:
+    return {name: predicts(rank, name) for name in PREDICTING}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for world in WORLDS:
+        cases = [one for one in CASES if one.world == world]
+        for i in range(0, len(cases), CASES_PER_SPAWN):
+            found |= run_ranks(world, worker, cases[i : i + CASES_PER_SPAWN])
+    return found | run_ranks(4, worker_that_predicts)
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_pipeline_is_one_process(one: Case, results: dict[str, dict[str, float]]) -> None:
+    errors = results[one.name]
+    assert any(name.startswith("grad/") for name in errors)
+    assert {n: e for n, e in errors.items() if not e < FP32_BOUND} == {}
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_prediction_modules_and_copies_of_the_table(
+    name: str, results: dict[str, dict[str, float]]
+) -> None:
+    errors = results[name]
+    assert any("mtp.1" in each for each in errors)
+    assert {n: e for n, e in errors.items() if not e < FP32_BOUND} == {}
