@@ -105,9 +105,9 @@ VALID: dict[str, Any] = {
 }
 # Those of one function alone.
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("MoELayer", "RoutedExperts", "adopt", "upcycle_mlp"), {"config": LAYER}),
+    **{n: {"config": LAYER} for n in ("MoELayer", "RoutedExperts", "adopt", "upcycle_mlp")},
     "adopt_experts": {"config": LAYER, "layout": ExpertLayout()},
-    **dict.fromkeys(("native_to_hf", "dcp_to_native", "native_to_dcp"), {"config": {}}),
+    **{n: {"config": {}} for n in ("native_to_hf", "dcp_to_native", "native_to_dcp")},
     "make_schedule": {"name": "1f1b"},
     "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
     "simulate": {"costs": Costs.of_forward((1.0,))},
