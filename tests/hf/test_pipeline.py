@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moecore.adapters.base import swap_blocks
-from moecore.hf import use_causal_attention
+from moecore.hf import init_hf, use_causal_attention
 from moecore.pipeline.stages import run_stage, take_stages
 from tests.hf.family_models import tiny_model
 from tests.hf.hf_models import batch, padding_mask, random_model
@@ -141,6 +141,21 @@ def test_a_rank_keeps_what_its_stages_need():
     ]
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "llama, tied"])
+def test_values_are_those_of_the_whole_model(family):
+    whole, held = FAMILIES[family](), set[str]()
+    init_hf(whole, seed=3)
+    expected = whole.state_dict()
+    for stage in stages_of("Et|t|L"):
+        model = FAMILIES[family]()
+        take_stages(model, [stage])
+        init_hf(model, seed=3)
+        state = model.state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
+        held |= state.keys()
+    assert held == expected.keys()
+
+
 REFUSED = {
     "switch_transformers": "has an encoder",
     "qwen3_vl_moe": "has its layers in",
@@ -177,6 +192,8 @@ WRONG = [
     (1, (2, 10, 32), {}, "hidden (2, 10, 32) (torch.float32) must be floating with the shape (2,"),
     (0, None, {"input_ids": None}, "input_ids (None) must be given to every pipeline stage"),
     (0, None, {"output_router_logits": True}, "output_router_logits must be left out of a pipe"),
+    (0, None, {"use_cache": True}, "use_cache must be left out of a pipeline stage"),
+    (0, None, {"inputs_embeds": torch.ones(2)}, "inputs_embeds must be left out of a pipeline"),
     (0, None, {"past_key_values": object()}, "past_key_values must be left out of a pipeline"),
     (2, (2, 11, 32), {}, "stage (2) must be one that this rank has, but model.norm is elsewhere"),
 ]

@@ -23,13 +23,20 @@ from torch import Tensor, nn
 from moecore._torch import version
 from moecore.hf.rows import READER, SEQUENCE, RowReader, tokens_of
 from moecore.pipeline.layout import Stage
-from moecore.pipeline.stages import Elsewhere, StageParts, check_held, runs_norm
+from moecore.pipeline.stages import Elsewhere, StageParts, check_held, check_hidden, runs_norm
 from moecore.shard.units import find_blocks
 
 PARTS = "_moecore_stage_parts"  # attribute of a model
 CHECKED = "_moecore_checked_stages"  # attribute of a model: stages that have run once
 LABELS = ("labels", "shift_labels")
-REFUSED = ("past_key_values", "inputs_embeds", "output_router_logits", "output_hidden_states")
+REFUSED = (
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "use_cache",
+)
 
 
 class StagedCausal:
@@ -100,7 +107,7 @@ class StagedCausal:
         return out
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        out = self.model(**inputs, use_cache=False, return_dict=True)
+        out = self.model(**{**inputs, "use_cache": False, "return_dict": True})
         found: Tensor = out.logits if getattr(out, "loss", None) is None else out.loss
         return found
 
@@ -117,18 +124,7 @@ class StagedCausal:
             )
         if inputs.get("input_ids") is None:
             raise ValueError("input_ids (None) must be given to every pipeline stage: pass them")
-        if (hidden is None) != stage.embedding:
-            shown = None if hidden is None else tuple(hidden.shape)
-            raise ValueError(
-                f"hidden ({shown}) must be None in the stage with the embedding and given in every "
-                f"other: stage {stage.index} {'has it' if stage.embedding else 'is another'}"
-            )
-        expected = self.hidden_shape(stage, inputs)
-        if hidden is not None and (hidden.shape != expected or not hidden.is_floating_point()):
-            raise ValueError(
-                f"hidden {tuple(hidden.shape)} ({hidden.dtype}) must be floating with the shape "
-                f"{expected}, which enters stage {stage.index}: pass what the stage before returns"
-            )
+        check_hidden(hidden, stage, self.hidden_shape(stage, inputs))
 
     @contextmanager
     def _alone(self, stage: Stage) -> Iterator[None]:

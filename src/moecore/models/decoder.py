@@ -40,7 +40,7 @@ from moecore.models.tensor_parallel import TensorParallel, apply_tensor_parallel
 from moecore.moe.layer import MoELayer
 from moecore.moe.params import clean_name, init_normal_, local_param
 from moecore.pipeline.layout import Stage
-from moecore.pipeline.stages import StageParts, check_held, runs_norm
+from moecore.pipeline.stages import StageParts, check_held, check_hidden, runs_norm
 
 INIT_STD = 0.02
 
@@ -345,8 +345,9 @@ class Decoder(nn.Module):
         check_arguments(Decoder.forward, locals())
         stage = self.model.whole if stage is None else stage
         self._check(tokens_BT, labels_BT, padding_mask_BT)
+        check_held(self, self.stage_parts(), stage, len(self.mtp))
         num_states = self._num_states(stage, predicts=self._predicts(labels_BT))
-        self._check_stage(stage, hidden, num_states, tokens_BT, cp)
+        check_hidden(hidden, stage, self._hidden_shape(num_states, tokens_BT, cp))
         sequence = self.model.sequence_of(tokens_BT, padding_mask_BT, cu_seqlens, max_seqlen, cp)
         if num_states:
             assert hidden is not None, "checked above"
@@ -435,15 +436,15 @@ class Decoder(nn.Module):
         """
         predicts = self._predicts(inputs.get("labels_BT"))
         num_states = self._num_states(stage, predicts=predicts)
-        states = (num_states,) if num_states else ()
-        return (*states, *self._stream_shape(inputs["tokens_BT"], inputs.get("cp")))
+        return self._hidden_shape(num_states, inputs["tokens_BT"], inputs.get("cp"))
 
-    def _stream_shape(self, tokens_BT: Tensor, cp: int | None) -> tuple[int, int, int]:
-        """Return the shape of the residual stream on this rank."""
+    def _hidden_shape(self, num_states: int, tokens_BT: Tensor, cp: int | None) -> tuple[int, ...]:
+        """Return the shape of so many normed states of own tokens, or of the residual stream."""
         B, T = tokens_BT.shape
         ranks, tp = self.model.ranks_of(cp), self.model.tp
         num_ranks = (1 if ranks is None else ranks.size) * (1 if tp is None else tp.size)
-        return B, T // num_ranks, self.config.dim
+        stack = (num_states,) if num_states else ()
+        return (*stack, B, T // num_ranks, self.config.dim)
 
     def _predicts(self, labels_BT: Tensor | None) -> bool:
         """Whether multi-token prediction modules run, in whichever stage they are."""
@@ -505,33 +506,6 @@ class Decoder(nn.Module):
         mask_BT = torch.arange(T + padding, device=window_BT.device).expand(len(window_BT), -1) >= T
         tokens_BT = F.pad(window_BT, (0, padding))
         return self(tokens_BT, padding_mask_BT=mask_BT if padding else None)[:, T - 1]
-
-    def _check_stage(
-        self,
-        stage: Stage,
-        hidden: Tensor | None,
-        num_states: int,
-        tokens_BT: Tensor,
-        cp: int | None,
-    ) -> None:
-        check_held(self, self.stage_parts(), stage, len(self.mtp))
-        if (hidden is None) != stage.embedding:
-            shown = None if hidden is None else tuple(hidden.shape)
-            raise ValueError(
-                f"hidden ({shown}) must be None in the stage with the embedding and given in every "
-                f"other: stage {stage.index} {'has it' if stage.embedding else 'is another'}"
-            )
-        if hidden is None:
-            return
-        shape = self._stream_shape(tokens_BT, cp)
-        is_empty = not (stage.layers or stage.mtp or stage.loss)
-        shape_of = hidden.shape[-3:] if is_empty else hidden.shape
-        expected = (num_states, *shape) if num_states else shape
-        if shape_of != expected or not hidden.is_floating_point():
-            raise ValueError(
-                f"hidden {tuple(hidden.shape)} ({hidden.dtype}) must be floating with the shape "
-                f"{expected}, which enters stage {stage.index}: pass what the stage before returns"
-            )
 
     def _check(
         self, tokens_BT: Tensor, labels_BT: Tensor | None, padding_mask_BT: Tensor | None

@@ -220,6 +220,31 @@ def check_held(model: nn.Module, parts: StageParts, stage: Stage, num_mtp: int) 
             )
 
 
+def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for hidden states that are not those that enter a stage.
+
+    Args:
+        hidden: given to the stage.
+        stage: to run; into an empty one may come a stack too.
+        shape: of what enters it.
+    """
+    if (hidden is None) != stage.embedding:
+        shown = None if hidden is None else tuple(hidden.shape)
+        raise ValueError(
+            f"hidden ({shown}) must be None in the stage with the embedding and given in every "
+            f"other: stage {stage.index} {'has it' if stage.embedding else 'is another'}"
+        )
+    if hidden is None:
+        return
+    is_empty = not (stage.layers or stage.mtp or stage.loss)
+    found = hidden.shape[-len(shape) :] if is_empty else hidden.shape
+    if found != shape or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} ({hidden.dtype}) must be floating with the shape "
+            f"{shape}, which enters stage {stage.index}: pass what the stage before returns"
+        )
+
+
 def _names(parts: StageParts, stage: Stage, num_mtp: int) -> Iterator[str]:
     """Yield the names of the modules that a stage needs."""
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
