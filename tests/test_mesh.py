@@ -96,6 +96,13 @@ def check_joined(meshes: Meshes, dense: Table, expert: Table, rank: int) -> None
     stage = members(dense, rank, ("dp_replicate", "dp_shard", "cp", "tp"))
     assert ranks_of(meshes.stage_group) == stage
     assert stage == members(expert, rank, ("edp_replicate", "edp_shard", "ep", "etp"))
+    assert meshes.pp_rank == dense[rank]["pp"]
+    if meshes.parallel.pp == 1:
+        assert meshes.pipeline_groups is None
+    else:
+        up, down = meshes.pipeline_groups
+        assert ranks_of(up) == ranks_of(down) == members(dense, rank, ("pp",))
+        assert up is not down
     for mesh, table, replicate, shard in (
         (meshes.dense_fsdp, dense, "dp_replicate", ("dp_shard", "cp")),
         (meshes.expert_fsdp, expert, "edp_replicate", ("edp_shard",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from typing import Any
 
@@ -68,8 +69,6 @@ def train(layout: str, degrees: dict[str, int]) -> dict[str, Any]:
             count = 1 - sum(range(1, len(holders))) if place == len(holders) - 1 else place + 1
             local(part).copy_(shard_of(count * grad, table))
             table.grad = part
-            if step == 2 and count == 1:  # a holder without a gradient adds zeros
-                pass
         sum_copies(model)
         found, wanted = (clip_grad_norm_(m, math.inf) for m in (model, reference))
         norms.append((found.total, wanted.total, found.non_finite))
@@ -237,9 +236,10 @@ def test_stages_that_do_not_fit_are_refused_on_every_rank(results: dict[str, Any
     ):
         stages = {"weights": (2, 3), "shapes": (0, 1)}[name]
         for rank, error in enumerate(found[name]):
-            pytest.raises(ValueError, match=message if rank in stages else elsewhere)
-            assert ("of a pipeline stage" in error) == (rank in stages)
-            assert (elsewhere in error) == (rank not in stages)
+            if rank in stages:
+                assert re.match(message, error), error
+            else:
+                assert elsewhere in error
 
 
 def test_a_model_without_stages_has_nothing_to_sum() -> None:

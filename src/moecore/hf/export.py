@@ -41,6 +41,7 @@ from moecore.hf.lora_merge import refuse_unmerged
 from moecore.hf.names import HEAD, MIXTRAL_TYPES, HFLayout, Recipe
 from moecore.hf.target import model_copies, model_plan, model_tensors
 from moecore.hf.upcycled import shared_of_no_size
+from moecore.pipeline.across import find_stages
 
 ExportLayout = Literal["per_expert", "fused"]
 KEPT_FP32 = ("e_score_correction_bias", "expert_bias")  # small steps need fp32, whatever the model
@@ -102,13 +103,19 @@ def export_hf(
             transformers model without all parameters of its class or with others (a part of one,
             one that was upcycled into what no class computes), adapters that are not merged;
             before anything is written.
-        NotImplementedError: when the layout has no name for a tensor.
+        NotImplementedError: when the layout has no name for a tensor, or for pipeline stages.
         OSError: on every rank, when one could not write; nothing is left behind.
     """
     check_arguments(export_hf, locals())
     started, path, meter = time.monotonic(), Path(path), Meter(progress)
 
     def planned() -> tuple[dict[str, Tensor], dict[str, Recipe], list[list[Item]], dict[str, Any]]:
+        stages = find_stages(model)[1]
+        if stages is not None:
+            raise NotImplementedError(
+                f"ParallelConfig.pp ({stages.pp}) must be 1 to export: save a checkpoint, and use "
+                "`moecore checkpoint convert`"
+            )
         check_target(path, dtype)
         refuse_unmerged(model)
         base = adapted(model)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from moecore._fields import check_arguments
 from moecore.checkpoint.buffers import fresh_buffers
 from moecore.checkpoint.config_differences import own_config
-from moecore.checkpoint.ranks import on_every_rank, on_first_rank
+from moecore.checkpoint.ranks import gather, on_every_rank, on_first_rank
 from moecore.hf.config_problems import config_problems
 from moecore.hf.files import (
     CONFIG,
@@ -48,6 +48,7 @@ from moecore.hf.target import (
 from moecore.hf.verify import copy_problems
 from moecore.models.decoder import Decoder
 from moecore.moe.params import global_indices
+from moecore.pipeline.across import find_stages
 from moecore.step import drop_step
 
 CHUNK_BYTES = 64 << 20
@@ -109,7 +110,8 @@ def load_hf(
     the copies that `modules_to_save` trains; its adapters stay. Buffers that are in no file, such
     as transformers' rotary frequencies, are worked out anew, because `to_empty` leaves them
     undefined.
-    What a half-done step has left is dropped (`TrainStep.drop`).
+    What a half-done step has left is dropped (`TrainStep.drop`). Of pipeline stages each takes its
+    own tensors.
 
     Args:
         path: a directory that every rank sees, with config.json and model.safetensors, or shards
@@ -139,7 +141,11 @@ def load_hf(
     with HFFiles(path, table) as files:
         sources, problems = find_sources(files, config.get("quantization_config"))
         problems += _config_problems(path, model, config, strict=strict)
-        plan = on_every_rank(lambda: _fitting_plan(path, model, sources, problems, options, files))
+        plan = on_every_rank(lambda: _make_plan(path, model, sources, problems, options, files))
+        if find_stages(model)[1] is not None:  # what other stages take is not left over
+            kept = set.intersection(*map(set, gather(plan.left_over)))
+            plan.left_over = [name for name in plan.left_over if name in kept]
+        on_every_rank(lambda: _check_plan(path, model, plan, options))
         compared = files.bytes_read
         drop_step(whole)
         on_every_rank(lambda: _fill_all(model, plan, sources, files))
@@ -201,7 +207,20 @@ def _as_model_writes(values: Mapping[str, Any], model: nn.Module) -> Mapping[str
     return written
 
 
-def _fitting_plan(
+def _check_plan(path: Path, model: nn.Module, plan: _Plan, options: _Options) -> None:
+    """Raise ValueError with all that does not fit; else complete the plan."""
+    if options.strict:
+        objected = _objected(plan.left_over, first_ignored_layer(model))
+        plan.problems += [f"{name} is no tensor of the model" for name in objected]
+    if plan.problems:
+        raise ValueError(
+            f"path ({path}) must fit the model: {listed(plan.problems)}: correct the model's "
+            "config or the files"
+        )
+    plan.buffers += fresh_buffers(model)
+
+
+def _make_plan(
     path: Path,
     model: nn.Module,
     sources: Mapping[str, Source],
@@ -209,30 +228,15 @@ def _fitting_plan(
     options: _Options,
     files: HFFiles,
 ) -> _Plan:
-    """Return what goes where; raise ValueError with all that does not fit."""
+    """Return what goes where, and what speaks against it."""
     if not (path / CONFIG).is_file():
         raise ValueError(f"path ({path}) must be visible to every rank: use a shared file system")
-    plan = _make_plan(model, sources, problems, options, files)
-    if plan.problems:
-        raise ValueError(
-            f"path ({path}) must fit the model: {listed(plan.problems)}: correct the model's "
-            "config or the files"
-        )
-    plan.buffers += fresh_buffers(model)
-    return plan
-
-
-def _make_plan(
-    model: nn.Module,
-    sources: Mapping[str, Source],
-    problems: list[str],
-    options: _Options,
-    files: HFFiles,
-) -> _Plan:
     targets = without_adapters(model, model_tensors(model))
     copies = model_copies(model)
     shapes = {name: tuple(t.shape) for name, t in targets.items()}
     recipes = model_plan(model, shapes, find_layout(sources.keys()))
+    if find_stages(model)[1] is not None:
+        recipes = {name: recipe for name, recipe in recipes.items() if name in targets}
     _drop_copies(targets, recipes, copies)
     wanted = {piece.name for recipe in recipes.values() for piece in recipe.pieces}
     left_over = [name for name in sources if name not in wanted and name not in copies]
@@ -245,9 +249,6 @@ def _make_plan(
         plan.problems += [f"{hf_name} is missing" for hf_name in absent]
         plan.problems += _tensor_problems(targets[name], recipe, sources, options.cast)
         plan.recipes[name] = recipe
-    if options.strict:
-        objected = _objected(left_over, first_ignored_layer(model))
-        plan.problems += [f"{name} is no tensor of the model" for name in objected]
     if not plan.problems:
         plan.problems += copy_problems(files, sources, copies)
     return plan
@@ -259,7 +260,7 @@ def _drop_copies(
     """Read a tied head once; where `to_empty` cut it loose once sharded, from its original."""
     if HEAD in copies and HEAD in recipes:
         original = copies[HEAD]
-        if targets[HEAD] is targets[original] or not isinstance(targets[HEAD], DTensor):
+        if targets[HEAD] is targets.get(original) or not isinstance(targets[HEAD], DTensor):
             del recipes[HEAD]  # is tied again below
         else:
             recipes[HEAD] = recipes[original]
