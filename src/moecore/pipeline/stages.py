@@ -102,13 +102,13 @@ def take_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
     check_arguments(take_stages, locals())
     parts = staged_model(model).stage_parts()
     num_mtp = 0 if parts.mtp is None else _length(model, parts.mtp)
-    kept = set[str]()
+    kept: dict[str, nn.Module] = {}
     for stage in stages:
         _check_range(stage, "layers", stage.layers, _length(model, parts.layers))
         _check_range(stage, "mtp", stage.mtp, num_mtp)
-        kept |= set(_names(parts, stage, num_mtp))
-    for name in kept:
-        if isinstance(model.get_submodule(name), Elsewhere):
+        kept |= dict(_needed(model, parts, stage, num_mtp))
+    for name, module in kept.items():
+        if isinstance(module, Elsewhere):
             raise ValueError(
                 f"stages ({[stage.index for stage in stages]}) must be of a model that has {name}: "
                 "take them of the whole model, once"
@@ -212,8 +212,8 @@ def check_held(model: nn.Module, parts: StageParts, stage: Stage, num_mtp: int) 
     """
     if torch.compiler.is_compiling():
         return
-    for name in _names(parts, stage, num_mtp):
-        if isinstance(model.get_submodule(name), Elsewhere):
+    for name, module in _needed(model, parts, stage, num_mtp):
+        if isinstance(module, Elsewhere):
             raise ValueError(
                 f"stage ({stage.index}) must be one that this rank has, but {name} is elsewhere: "
                 "pass one of those given to take_stages"
@@ -245,18 +245,20 @@ def check_hidden(hidden: Tensor | None, stage: Stage, shape: tuple[int, ...]) ->
         )
 
 
-def _names(parts: StageParts, stage: Stage, num_mtp: int) -> Iterator[str]:
-    """Yield the names of the modules that a stage needs."""
+def _needed(
+    model: nn.Module, parts: StageParts, stage: Stage, num_mtp: int
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a stage needs, with their names."""
     if stage.embedding or stage.mtp or (stage.loss and parts.tied):
-        yield parts.embedding
-    for index in stage.layers:
-        yield f"{parts.layers}.{index}"
-    for index in stage.mtp:
-        yield f"{parts.mtp}.{index}"
+        yield parts.embedding, model.get_submodule(parts.embedding)
+    for name, indices in ((parts.layers, stage.layers), (parts.mtp, stage.mtp)):
+        if name is not None and indices:
+            entries = list(cast(nn.ModuleList, model.get_submodule(name)))
+            yield from ((f"{name}.{index}", entries[index]) for index in indices)
     if runs_norm(stage, num_mtp):
-        yield parts.norm
+        yield parts.norm, model.get_submodule(parts.norm)
     if stage.loss:
-        yield parts.head
+        yield parts.head, model.get_submodule(parts.head)
 
 
 def _check_range(stage: Stage, field: str, indices: Sequence[int], count: int) -> None:
