@@ -130,12 +130,12 @@ class StagedCausal:
     def _alone(self, stage: Stage) -> Iterator[None]:
         """Put `Elsewhere` in the place of what no part of a stage is."""
         parts = self.stage_parts()
-        layers = self.model.get_submodule(parts.layers)
-        names = [f"{parts.layers}.{i}" for i in range(len(layers)) if i not in stage.layers]
-        names += [] if runs_norm(stage, 0) else [parts.norm]
+        layers = enumerate(self.model.get_submodule(parts.layers))
+        others = {f"{parts.layers}.{i}": layer for i, layer in layers if i not in stage.layers}
+        names = [] if runs_norm(stage, 0) else [parts.norm]
         names += [] if stage.loss else [parts.head]
-        own = {name: self.model.get_submodule(name) for name in names}
-        own = {name: m for name, m in own.items() if not isinstance(m, Elsewhere)}
+        others |= {name: self.model.get_submodule(name) for name in names}
+        own = {name: m for name, m in others.items() if not isinstance(m, Elsewhere)}
         try:
             for name in own:
                 self.model.set_submodule(name, Elsewhere(own[name]))
