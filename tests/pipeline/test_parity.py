@@ -128,7 +128,7 @@ CASES = [
         pipeline=TWO,
         accumulate=2,
         layers=4,
-        model="sigmoid",
+        model="relu2",
     ),
     case(
         8,

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
+from moecore._torch import mark
 from moecore.pipeline.orders import Action, Overlap, ScheduleName
 from moecore.pipeline.schedule import make_schedule
 from moecore.pipeline.simulate import Costs, simulate
-from moecore.pipeline.timeline import Timeline, boxes, draw
+from moecore.pipeline.timeline import Timeline, boxes, draw, mark_name
 
 
 def timeline_of(name: Any) -> Timeline:
@@ -81,3 +83,16 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ImportError, match=r"pip install 'moecore\[bench\]'"):
         draw(timeline_of("1f1b"), tmp_path / "no.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_is_a_timeline(tmp_path: Path) -> None:
+    order = [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for action in order:
+            with mark(mark_name(action)):
+                torch.ones(300, 300) @ torch.ones(300, 300)
+    profile.export_chrome_trace(str(tmp_path / "0.json"))
+    (spans,) = Timeline.from_traces([tmp_path / "0.json"]).spans
+    assert [span.item for span in spans] == order
+    with pytest.raises(ValueError, match=r"spans \(\(\)\) must have"):
+        Timeline.from_traces([])

@@ -24,6 +24,7 @@ from moecore.pipeline.layout import PipelineLayout, Stage
 from moecore.pipeline.orders import Action, actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.pipeline.stages import hidden_shape, run_stage
+from moecore.pipeline.timeline import mark_name
 from moecore.pipeline.transport import Groups, Transport
 
 PIPELINE_NAME = "_moecore_pipeline"  # attribute of a model that is cut into stages
@@ -150,7 +151,7 @@ class _Run:
     def all(self, actions: Sequence[Action]) -> None:
         """Run a rank's actions in order."""
         for action, following in zip(actions, [*actions[1:], None], strict=True):
-            with mark(f"moecore::{action.kind} stage {action.stage} of {action.micro_batch}"):
+            with mark(mark_name(action)):
                 self._transport.expect(action)
                 if following is not None:
                     self._transport.expect(following)

@@ -1,18 +1,22 @@
 """When each rank ran what: a `Timeline`, simulated (`simulate.py`) or measured, and its picture.
 
-simulate(schedule, costs) -> Timeline              Timeline.from_spans(measured) -> Timeline
-                                  draw(timeline, "step.png")
+    simulate(schedule, costs) ------------------\
+    torch.profiler's trace of each rank          > Timeline -> draw(timeline, "step.png")
+      Timeline.from_traces(["rank0.json", ..]) -/
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 from moecore._fields import check_arguments
-from moecore.pipeline.orders import Action, Item, actions_of
+from moecore.pipeline.orders import Action, Item, Kind, actions_of
 
 COLOURS = {"F": "#4477aa", "B": "#228833", "D": "#66ccaa", "W": "#ee8866"}
 NAMES = {"F": "forward", "B": "backward", "D": "gradient of inputs", "W": "gradients of weights"}
@@ -65,6 +69,26 @@ class Timeline:
             ranks[rank].append(Span(start - origin, end - origin, item))
         return cls(spans=tuple(map(tuple, ranks)))
 
+    @classmethod
+    def from_traces(cls, paths: Sequence[str | os.PathLike[str]]) -> Timeline:
+        """Return what a profile shows of one step, in microseconds.
+
+        On a GPU an action lasts from its first kernel to its last, else as long as its host code.
+
+        Args:
+            paths: Chrome traces of torch.profiler, of each pipeline rank in order, of one host.
+
+        Raises:
+            ValueError: when they have no action of a pipeline, or an action twice.
+        """
+        check_arguments(Timeline.from_traces, locals())
+        spans = [
+            (rank, *span)
+            for rank, path in enumerate(paths)
+            for span in _traced(json.loads(Path(path).read_bytes()))
+        ]
+        return cls.from_spans(spans)
+
     @property
     def makespan(self) -> float:
         """Return the time from the first start to the last end."""
@@ -80,6 +104,24 @@ class Timeline:
         """Return the time of all ranks in which they wait, over the time in which they run."""
         busy = sum(self.busy)
         return (len(self.spans) * self.makespan - busy) / busy
+
+
+def mark_name(action: Action) -> str:
+    """Return the name under which a profile shows an action."""
+    return f"moecore::{action.kind} stage {action.stage} micro-batch {action.micro_batch}"
+
+
+MARK = re.compile(r"moecore::([FBDW]) stage (\d+) micro-batch (\d+)")
+
+
+def _traced(trace: Mapping[str, Any]) -> Iterator[tuple[Action, float, float]]:
+    """Yield the actions of a Chrome trace, with start and end in microseconds."""
+    events = [e for e in trace["traceEvents"] if MARK.fullmatch(str(e.get("name")))]
+    on_gpu = [e for e in events if e.get("cat") == "gpu_user_annotation"]
+    for event in on_gpu or [e for e in events if e.get("cat") == "user_annotation"]:
+        kind, stage, micro_batch = MARK.fullmatch(event["name"]).groups()  # type: ignore[union-attr]
+        action = Action(cast(Kind, kind), int(stage), int(micro_batch))
+        yield action, event["ts"], event["ts"] + event["dur"]
 
 
 class Box(NamedTuple):
