@@ -270,8 +270,8 @@ def unlike_ranks(root: Path, rank: int, model: torch.nn.Module) -> Iterator[tupl
     """Saves in which ranks differ; nothing may be written."""
     for name, value in (("json", {"seen": rank}), ("tensor", {"at": torch.arange(rank, rank + 3)})):
         yield f"extra {name}", message_of(lambda v=value: save(root, 1, model, None, v))
-    stage = torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(2, 2)})
-    yield "stages", message_of(lambda: save(root, 1, stage, None))
+    other = torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(2, 2)})
+    yield "other model", message_of(lambda: save(root, 1, other, None))
     yield from unlike_values(root, rank, model)
     with Saver(root, model, None) as saver:
         yield "saver", message_of(lambda: saver.save(1, {"seen": rank}, wait=False))
@@ -364,7 +364,7 @@ def test_two_ranks_learn_of_one_rank_s_error(tmp_path: Path) -> None:
         ("step count, saver", "optimizer.step.weight of rank 1 must equal that of rank 0"),
         ("scheduler", "scheduler best of rank 1 must equal that of rank 0"),
         ("buffer", "model.seen of rank 1 must equal that of rank 0"),
-        ("stages", "model.layer0.bias must be in the model of every rank to be saved, but is on"),
+        ("other model", "model.layer0.weight must be on every rank, but is on only one of rank 0"),
         ("second saver", f"must be written to by one job, but 'pid {os.getpid()} on"),
         ("second save", f"must be written to by one job, but 'pid {os.getpid()} on"),
         ("resume", "latest) must be '<checkpoint> <sha256 of its manifest>' but is 'damaged'"),

@@ -1,7 +1,8 @@
 """What any pipeline stages save, any other load to the bit, and one process; and the other way.
 
 The oracle is a whole model of one process that takes the same steps: gradients are a function of
-a parameter's name, so no pipeline has to run. Each rank cuts what it must hold of whole tensors.
+a parameter's name, so no pipeline has to run. Each rank cuts what it must hold out of whole
+tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore.checkpoint import Saver, load, read_manifest, save
-from tests.pipeline.stages import build, cut, local, plain, set_gradients, shard_of, values_of
+from tests.pipeline.stages import (
+    TABLE,
+    build,
+    cut,
+    local,
+    plain,
+    set_gradients,
+    shard_of,
+    values_of,
+)
 from tests.ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
@@ -203,6 +213,20 @@ def test_each_tensor_is_written_once(results: dict[Any, Any], root: Path, source
     assert shapes(found) == shapes(wanted)
     for ours, theirs in zip(found.facts.optimizer, wanted.facts.optimizer, strict=True):
         assert sorted(ours.pop("params")) == sorted(theirs.pop("params")) and ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("source", "writers"), [("pp2", {0, 1}), ("pp2-ep2", {0, 1}), ("pp4", {0})]
+)
+def test_the_first_stage_writes_copies(
+    results: dict[Any, Any], root: Path, source: str, writers: set[int]
+) -> None:
+    tensors = read_manifest(root / source / "step-000002").tensors
+    for name in (f"model.{TABLE}", f"optimizer.exp_avg.{TABLE}"):
+        files = {chunk.file for chunk in tensors[name].chunks}
+        assert files == {f"rank-{rank:05d}.safetensors" for rank in writers}
+    files = {chunk.file for chunk in tensors[f"optimizer.step.{TABLE}"].chunks}
+    assert files <= {f"rank-{rank:05d}.safetensors" for rank in writers}
 
 
 @pytest.mark.parametrize(
