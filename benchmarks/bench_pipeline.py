@@ -1,8 +1,8 @@
 r"""A step over two pipeline ranks beside the same step over data ranks, taking turns in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_pipeline --layers 12 --layouts "Et*8|t*4L"
-    torchrun --nproc-per-node 2 -m benchmarks.bench_pipeline --layouts "Et*8|t*4L" "Et*3|t*3|t*3|t*3L" \
-        --schedules 1f1b interleaved --trace traces
+    torchrun --nproc-per-node 2 -m benchmarks.bench_pipeline --trace traces \
+        --layouts "Et*8|t*4L" "Et*4|t*3|t*4|tL" --schedules 1f1b interleaved
 
 The baseline shards every layer over all ranks, and each computes all micro-batches of its own
 tokens. A pipeline's ranks compute the same micro-batches, so its step has 1 / pp of the tokens.

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moecore import ParallelConfig, build_meshes, parallelize_moe
+from moecore import ParallelConfig, PipelineConfig, build_meshes, parallelize_moe
 from moecore.hf.config import decoder_config_from_hf
 from moecore.hf.export import export_hf
 from moecore.hf.load import load_hf
 from moecore.models import Decoder
+from moecore.pipeline.across import ALL_STAGES, make_all_stages
 from tests.hf.hf_models import transformers
 from tests.models.hf_pairs import make_pair
-from tests.pipeline.stages import Away, local
+from tests.pipeline.stages import local
 from tests.ranks import run_ranks
 
 KINDS = ("native", "transformers")
@@ -34,13 +35,12 @@ def make(kind: str, path: Path, device: str) -> Any:
 def stage_of(kind: str, path: Path, rank: int, *, lost: int | None = None) -> nn.Module:
     """Return the first layer and the embedding, or the rest; `lost` is a layer of neither."""
     model = make(kind, path, "meta")
-    for i in range(len(model.model.layers)):
-        if (i == 0) != (rank == 0) or i == lost:
-            model.model.layers[i] = Away()
-    names = ("model.norm", "lm_head") if rank == 0 else ("model.embed_tokens",)
-    for name in names:
-        model.set_submodule(name, Away())
-    parallelize_moe(model, build_meshes(ParallelConfig(pp=2), "cpu"))
+    layout = f"Et|{'t' * (len(model.model.layers) - 1)}L"
+    meshes = build_meshes(ParallelConfig(pp=2), "cpu")
+    parallelize_moe(model, meshes, pipeline=PipelineConfig(layout=layout))
+    if lost is not None:
+        model.model.layers[lost] = nn.Identity()
+        setattr(model, ALL_STAGES, make_all_stages(model, meshes))
     return model.to_empty(device="cpu")
 
 

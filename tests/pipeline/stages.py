@@ -1,4 +1,4 @@
-"""Models that are cut by hand: what belongs to other stages is a module without parameters.
+"""Stages whose parameters are given by hand, of a model with copies of its embedding table.
 
 The model has 4 layers (dense, MoE, MoE, MoE), a multi-token prediction module and a tied head, so
 up to three stages hold the embedding table.
@@ -6,13 +6,18 @@ up to three stages hold the embedding table.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecore import BalanceConfig, MoEConfig, ParallelConfig, build_meshes, parallelize_moe
+from moecore import (
+    BalanceConfig,
+    MoEConfig,
+    ParallelConfig,
+    PipelineConfig,
+    build_meshes,
+    parallelize_moe,
+)
 from moecore.models import Decoder, DecoderConfig
 from moecore.moe.params import global_indices
 
@@ -38,39 +43,21 @@ CONFIG = DecoderConfig(
         balance=BalanceConfig(bias_update_rate=1e-3),
     ),
 )
-# What each pp rank has: layers by number, and other parts by name.
-PARTS = {
-    "whole": ("e0123nmh",),
-    "halves": ("e01", "e23nmh"),
-    "turns": ("e02", "e13nmh"),
-    "quarters": ("e0", "12", "e3nm", "eh"),
-    "crossed": ("1", "e0", "e3nm", "e2h"),
+# Pipelines, and which of their ranks hold the table; "whole" is none.
+LAYOUTS = {
+    "whole": (None, (0,)),
+    "halves": (PipelineConfig(layout="Ett|ttmL"), (0, 1)),
+    "turns": (PipelineConfig(layout="Et|t|t|tmL", schedule="interleaved"), (0, 1)),
+    "quarters": (PipelineConfig(layout="Et|tt|tm|L"), (0, 2, 3)),
 }
-NAMES = {"e": "model.embed_tokens", "n": "model.norm", "m": "mtp.0", "h": "lm_head"}
-
-
-class Away(nn.Module):
-    """Stands where a module of another stage would."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x
-
-
-def cut(model: Decoder, parts: str) -> Decoder:
-    """Take out what is not among the parts, in place."""
-    names = NAMES | {str(i): f"model.layers.{i}" for i in range(CONFIG.num_layers)}
-    for part, name in names.items():
-        if part not in parts:
-            model.set_submodule(name, Away())
-    return model
+PP = {"whole": 1, "halves": 2, "turns": 2, "quarters": 4}
 
 
 def build(layout: str, *, seed: int = 7, **degrees: int) -> Decoder:
     """Return this rank's stage, sharded over the other ranks of its stage, with equal copies."""
-    stages = PARTS[layout]
-    meshes = build_meshes(ParallelConfig(pp=len(stages), **degrees), "cpu")
-    model = cut(Decoder(CONFIG, device="meta"), stages[meshes.pp_rank])
-    parallelize_moe(model, meshes)
+    meshes = build_meshes(ParallelConfig(pp=PP[layout], **degrees), "cpu")
+    model = Decoder(CONFIG, device="meta")
+    parallelize_moe(model, meshes, pipeline=LAYOUTS[layout][0])
     model.to_empty(device="cpu")
     model.init_weights(seed)
     return model

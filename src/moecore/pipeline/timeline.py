@@ -1,8 +1,7 @@
 """When each rank ran what: a `Timeline`, simulated (`simulate.py`) or measured, and its picture.
 
-    simulate(schedule, costs) ------------------\
-    torch.profiler's trace of each rank          > Timeline -> draw(timeline, "step.png")
-      Timeline.from_traces(["rank0.json", ..]) -/
+simulate(schedule, costs) -> Timeline        torch.profiler's traces -> Timeline.from_traces(paths)
+                                     draw(timeline, "step.png")
 """
 
 from __future__ import annotations
