@@ -276,11 +276,8 @@ class Sink:
     def __init__(self, add_to: torch.Tensor) -> None:
         self.add_to = add_to
 
-    def open(self) -> contract.GradTarget:
-        return contract.GradTarget(self.add_to, adds=True)
-
-    def close(self, grad: torch.Tensor) -> None:
-        pass
+    def put(self, compute: contract.ComputeGrad, *operands: Any) -> None:
+        compute(*operands, contract.GradTarget(self.add_to, adds=True))
 
 
 def run_experts(kind: str, add_to: torch.dtype | None, D: int = D, F: int = F) -> None:

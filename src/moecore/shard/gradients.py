@@ -11,6 +11,7 @@ a unit, and no micro-batch is waited for, kernels write or add to `.grad` of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from moecore._torch import (
     will_run,
     wrapped_like,
 )
-from moecore.kernels.experts.contract import GradSink, GradTarget
+from moecore.kernels.experts.contract import ComputeGrad, GradSink, GradTarget
 from moecore.shard.buffers import Buffer
 from moecore.shard.params import UnitParam
 from moecore.shard.plan import FlatLayout
@@ -95,7 +96,26 @@ class Gradients:
             return None
         return _Sink(self, index, whole, shape)
 
-    def target(self, index: int, shape: torch.Size) -> GradTarget | None:
+    def put(
+        self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any
+    ) -> Tensor | None:
+        """Let a kernel put the gradient of a parameter where it is summed; else return it.
+
+        Args:
+            index: of the parameter.
+            shape: of the gradient, in the parameter's order.
+            compute: as of `GradSink.put`.
+            operands: too.
+        """
+        target = self._target(index, shape)
+        if target is None:
+            return compute(*operands, GradTarget())
+        if target.out is not None:
+            torch.autograd.graph.increment_version(target.out)
+        self._take(index, compute(*operands, target))
+        return None
+
+    def _target(self, index: int, shape: torch.Size) -> GradTarget | None:
         """Return where a kernel puts the gradient of a parameter; None = to autograd."""
         if self._is_direct:
             return self._shard_target(self._params[index], shape)
@@ -106,7 +126,7 @@ class Gradients:
         scale = 1.0 if adds and index not in self._divided else 1.0 / self.divisor
         return GradTarget(sums.parameters[index].view(shape), adds=adds, scale=scale)
 
-    def take(self, index: int, grad: Tensor) -> None:
+    def _take(self, index: int, grad: Tensor) -> None:
         """Take the gradient that a kernel has put there."""
         self._taken.add(index)
         param = self._params[index]
@@ -282,15 +302,11 @@ class _Sink:
         self._gradients, self._index, self._param, self._shape = gradients, index, param, shape
         self._node = get_gradient_edge(param).node
 
-    def open(self) -> GradTarget | None:
+    def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
         """As of `GradSink`."""
         if torch.is_grad_enabled() or has_gradient_hooks(self._param) or not will_run(self._node):
-            return None
-        return self._gradients.target(self._index, self._shape)
-
-    def close(self, grad: Tensor) -> None:
-        """As of `GradSink`."""
-        self._gradients.take(self._index, grad)
+            return compute(*operands, GradTarget())
+        return self._gradients.put(self._index, self._shape, compute, *operands)
 
 
 def _sizes(layout: FlatLayout) -> list[int]:

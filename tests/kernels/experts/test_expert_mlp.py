@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecore.kernels.experts.contract import (
+    ComputeGrad,
     ExpertMLPOptions,
     ExpertWeights,
     GradTarget,
@@ -208,14 +209,11 @@ class Sink:
     """Adds a weight's gradient to a tensor of its own, as `.grad` of another dtype would."""
 
     def __init__(self, add_to: Tensor) -> None:
-        self.add_to, self.closed = add_to, 0
+        self.add_to, self.taken = add_to, 0
 
-    def open(self) -> GradTarget:
-        return GradTarget(self.add_to, adds=True)
-
-    def close(self, grad: Tensor) -> None:
-        assert grad is self.add_to
-        self.closed += 1
+    def put(self, compute: ComputeGrad, *operands: Any) -> None:
+        assert compute(*operands, GradTarget(self.add_to, adds=True)) is self.add_to
+        self.taken += 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,7 +231,7 @@ def test_sinks_take_the_gradients_of_the_weights(dtype: torch.dtype) -> None:
     assert leaves["w1"].grad is None and leaves["w2"].grad is None
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for sink, name, version in zip(sinks, ("w1", "w2"), versions, strict=True):
-        assert sink.closed == 2 and sink.add_to._version > version
+        assert sink.taken == 2 and sink.add_to._version > version
         expected = 1 + 2 * whole[name]
         torch.testing.assert_close(sink.add_to.float(), expected, rtol=tolerance, atol=tolerance)
 

@@ -251,7 +251,7 @@ def test_sinks_and_sender() -> None:
 
     class Sender:
         def start(self, *args: Any) -> None:
-            assert not any(sink.closed for sink in sinks)
+            assert not any(sink.taken for sink in sinks)
             sent.append(args)
 
     part = UnsummedInput(handle_RD, Sender())
@@ -261,7 +261,7 @@ def test_sinks_and_sender() -> None:
     where = (index.row_ids_R, index.slots_SK, index.num_rows)
     assert torch.equal(sum_rows(sent[0][0], *where), expected["x"])
     for sink, name in zip(sinks, ("w1", "w2"), strict=True):
-        assert sink.closed == 1 and leaves[name].grad is None
+        assert sink.taken == 1 and leaves[name].grad is None
         torch.testing.assert_close(sink.add_to, 1 + expected[name], rtol=1e-6, atol=1e-6)
 
 

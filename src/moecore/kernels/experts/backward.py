@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.kernels.experts.contract import ExpertWeights, GradientSender, GradTarget
+from moecore.kernels.experts.contract import (
+    ComputeGrad,
+    ExpertWeights,
+    GradientSender,
+    GradSink,
+    GradTarget,
+)
 from moecore.kernels.experts.products import Products
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.move import sum_rows_plain
@@ -95,7 +101,7 @@ def differentiate(
     wants: Wants,
     *,
     unsummed: bool,
-    targets: tuple[GradTarget, GradTarget] = (GradTarget(), GradTarget()),
+    sinks: tuple[GradSink | None, GradSink | None] = (None, None),
     sender: GradientSender | None = None,
 ) -> Grads:
     """Return the gradients of an output.
@@ -106,7 +112,7 @@ def differentiate(
         dy: contiguous [S, D], or [R, D] when unsummed; dx comes back alike.
         wants: which gradients.
         unsummed: whether dy and dx are those of expert rows.
-        targets: where the gradients of w1 and w2 go.
+        sinks: of w1 and w2: what may take their gradients; those that it takes come back as None.
         sender: gets dx and dweights before those of w1 and w2 are computed.
     """
     gradient = products.dy(dy, unsummed=unsummed)
@@ -124,15 +130,19 @@ def differentiate(
         dx = products.fc1_bwd(dh)
         sender.start(dx, dweights_R, *products.where)
     if wants.w2:
-        dw2 = products.fc2_wgrad(gradient, a, targets[1])
+        dw2 = _put(sinks[1], products.fc2_wgrad, gradient, a)
     del a, gradient
     if wants.w1:
-        dw1 = products.fc1_wgrad(products.as_kept(_present(saved.rows)), dh, targets[0])
+        dw1 = _put(sinks[0], products.fc1_wgrad, products.as_kept(_present(saved.rows)), dh)
     if wants.x and sender is None:
         dx = products.fc1_bwd(dh)
         if not unsummed:
             dx = sum_rows_plain(dx, *products.where)
     return Grads(dx, dw1, dw2, dweights_R)
+
+
+def _put(sink: GradSink | None, compute: ComputeGrad, *operands: Any) -> Tensor | None:
+    return compute(*operands, GradTarget()) if sink is None else sink.put(compute, *operands)
 
 
 def _present(rows: Rows | None) -> Rows:

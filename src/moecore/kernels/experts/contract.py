@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.precision.recipe import Recipe
 
 ProductsName = Literal["auto", "triton", "torch"]
+ComputeGrad = Callable[..., Tensor]  # (*operands, GradTarget) -> the gradient
 LEAVE_OUT = "leave them out of Precision.roles, or by an override"
 
 
@@ -46,12 +47,16 @@ SINK = "_moecore_sink"  # attribute of a parameter: shape of a view of it -> Gra
 class GradSink(Protocol):
     """Takes a weight's gradient past autograd, where a backward allows that."""
 
-    def open(self) -> GradTarget | None:
-        """Return where the running backward puts the gradient; None = to autograd."""
-        ...
+    def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
+        """Let a gradient be computed, by compute(*operands, target).
 
-    def close(self, grad: Tensor) -> None:
-        """Take the gradient that went there."""
+        Args:
+            compute: puts the gradient at the target and returns it.
+            operands: what it reads: tensors, tuples and records of them.
+
+        Returns:
+            The gradient where it goes to autograd; None where the sink has taken it.
+        """
         ...
 
 

@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from moecore._torch import have_tangents, is_plain_eager, will_run
-from moecore.kernels.experts.backward import Grads, Saved, Wants, differentiate
+from moecore.kernels.experts.backward import Saved, Wants, differentiate
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
     ExpertSpec,
     ExpertWeights,
-    GradTarget,
     UnsummedInput,
 )
 from moecore.kernels.experts.products import choose_products, make_products
@@ -106,36 +105,19 @@ class _ExpertMLP(torch.autograd.Function):
         if ctx.fetch is not None and (wants.w1 or saved.h is None):
             saved = replace(saved, rows=ctx.fetch(*tensors[ctx.num_saved :]))
         if is_plain_eager() and not torch.is_grad_enabled():
-            found = _backward(ctx, saved, grads[0].contiguous(), wants)
+            found = differentiate(
+                make_products(ctx.options, saved.index, saved.weights),
+                saved,
+                grads[0].contiguous(),
+                wants,
+                unsummed=ctx.is_unsummed,
+                sinks=ctx.sinks,
+                sender=ctx.sender if wants.x and will_run(ctx.handle_node) else None,
+            )
         else:  # the custom op is what tracers see, and what refuses a second derivative
             found = traced_backward(grads[0], saved, ctx.options, ctx.is_unsummed, wants)
         dx, dhandle = (None, found.x) if ctx.is_unsummed else (found.x, None)
         return dx, found.w1, found.w2, found.weights, dhandle, None, None, None, None, None
-
-
-def _backward(ctx: Any, saved: Saved, dy: Tensor, wants: Wants) -> Grads:
-    """Return the gradients that autograd takes; those of weights may go to sinks instead."""
-    opened = [
-        sink.open() if sink is not None and want else None
-        for sink, want in zip(ctx.sinks, (wants.w1, wants.w2), strict=True)
-    ]
-    written = [t.out for t in opened if t is not None and t.out is not None]
-    if written:
-        torch.autograd.graph.increment_version(written)
-    found = differentiate(
-        make_products(ctx.options, saved.index, saved.weights),
-        saved,
-        dy,
-        wants,
-        unsummed=ctx.is_unsummed,
-        targets=(opened[0] or GradTarget(), opened[1] or GradTarget()),
-        sender=ctx.sender if wants.x and will_run(ctx.handle_node) else None,
-    )
-    for role, sink, target in zip(("w1", "w2"), ctx.sinks, opened, strict=True):
-        if target is not None:
-            sink.close(getattr(found, role))
-            found = found._replace(**{role: None})
-    return found
 
 
 _ExpertMLP.__name__ = "moecore::expert_mlp"  # in profiles, as the custom op
