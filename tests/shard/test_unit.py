@@ -360,7 +360,8 @@ def freed_is_nan() -> Iterator[None]:
         free(unit)
         if was_held and unit.buffer is not None:
             with torch.no_grad():
-                unit.buffer.flat(unit.device).fill_(torch.nan)
+                flat = unit.buffer.flat(unit.device)
+                flat.fill_(torch.nan if flat.is_floating_point() else 0x7F)  # nan in e4m3
 
     with patch.object(Unit, "free", free_and_fill):
         yield

@@ -29,7 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from moecore._torch import autocast_dtype, unsafe_view, version
+from moecore._torch import autocast_dtype, is_plain_eager, unsafe_view, version
+from moecore.kernels.experts.contract import GradTarget, sink_of
+from moecore.kernels.grouped.wgrad import put_grad
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import Both, amax, cast, operand
 from moecore.kernels.rows.scaling import ALIGNED, KINDS, Operand
@@ -82,6 +84,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.how = inputs[12:16]
     ctx.dtypes = (x_TK.dtype, weight_NK.dtype, None if bias_N is None else bias_N.dtype)
     ctx.num_inputs = len(inputs)
+    ctx.sink = None
 
 
 def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,10 +108,18 @@ def _linear_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         dx_TK = product(dy.rows, weight, x_dtype)[: dy_TN.shape[0]]
     if dy.columns is not None:
         x = operand(columns, column_scales, activation_kind, "e4m3")
-        dweight_NK = product(dy.columns, x, weight_dtype)
+        operands = (dy.columns, x, weight_dtype)
+        if ctx.sink is None or not ctx.sink.defer(_weight_grad, *operands):
+            dweight_NK = product(*operands)
     if wants_bias:
         dbias_N = dy_TN.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx_TK, dweight_NK, dbias_N, *[None] * (ctx.num_inputs - 3)
+
+
+def _weight_grad(dy: Operand, x: Operand, dtype: torch.dtype, target: GradTarget) -> Tensor:
+    """Put the gradient of the weight, [N, K], at the target; return it."""
+    grad_NK = product(dy, x, dtype)
+    return put_grad(grad_NK, target.out, target.adds, target.dtype, target.scale)
 
 
 def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Operand:
@@ -123,6 +134,25 @@ def _weight_columns(ctx: Any, weight_NK: Tensor, amax: Tensor | None) -> Operand
 
 
 _linear_op = Op("fp8_linear", _linear, _linear_fake, setup_context=_save, backward=_linear_backward)
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """The same operation with a sink, its last input, which may defer the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *of_op, sink = inputs
+        y_TN = _linear(*of_op)
+        _save(ctx, inputs, y_TN)
+        ctx.sink = sink
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _linear_backward(ctx, *grads)
+
+
+_DeferredLinear.__name__ = "moecore::fp8_linear"  # in profiles
 
 
 class InputCast:
@@ -187,11 +217,13 @@ class Fp8Products:
 
     Attributes:
         history: of delayed scaling; None without it.
+        defers: whether the weight's sink may compute its gradient later: see `GradSink.defer`.
     """
 
     def __init__(self, recipe: Recipe, inputs: InputCast | None = None) -> None:
         self.recipe = recipe
         self.inputs = inputs or InputCast()
+        self.defers = False
         self.history = AmaxHistory(recipe.amax_history) if recipe.amax_history else None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -229,7 +261,10 @@ class Fp8Products:
             ).rows
         else:
             weight_rows = _gathered_rows(weight, weight_NK, kinds[1])
-        y_TN = _linear_op(
+        sink = None
+        if self.defers and columns and is_plain_eager():
+            sink = sink_of(weight, weight_NK.shape)
+        inputs = (
             x.reshape(-1, x.shape[-1]),
             weight_NK,
             bias_N,
@@ -244,6 +279,7 @@ class Fp8Products:
             self.recipe.power_of_two,
             _output_dtype(x),
         )
+        y_TN = _linear_op(*inputs) if sink is None else _DeferredLinear.apply(*inputs, sink)
         # No view, as of `nn.Linear`: what follows may change it in place.
         y: Tensor = unsafe_view(y_TN, [*x.shape[:-1], y_TN.shape[-1]])
         return y

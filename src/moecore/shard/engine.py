@@ -15,11 +15,23 @@ All ranks free and reduce these by rules that they share, which are counts:
 A step's micro-batches share what stays whole, and run in any order: a unit is reduced and freed
 when nothing is to come and nothing of it waits, or at the end of the micro-batches. A forward that
 is not announced is a step of its own: it gathers anew, and any backward reduces and frees all.
+
+A backward in two parts (`deferring`) leaves products of weight gradients for later:
+
+    D           backward: gradients of inputs, and what weight gradients autograd computes
+    W           `WeightGradients.run`: the products, unit by unit from the last to the first
+
+Each part reduces the gradients that it has computed: D as any backward does, W a unit behind its
+last product. So a unit that micro-batches reduce one by one is reduced twice, and holds nothing
+between D and W. One that accumulates is reduced once, when also no product of it is left. W reads
+no weight, so D frees a unit as any backward does. Products that are left at the end of a step's
+micro-batches are run there, in the order of their D's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,6 +49,7 @@ from moecore._torch import (
 from moecore.shard.progress import Progress
 from moecore.shard.streams import Streams
 from moecore.shard.unit import State, Unit
+from moecore.shard.weight_gradients import WeightGradients
 
 ENGINE = "_moecore_engine"
 BORDER = "_moecore_border"
@@ -64,6 +77,7 @@ class Engine:
         self._step = 0  # how many have ended or were dropped
         self._active: list[_Run] = []  # whose backward has begun
         self._in_backward = False  # or in one that has failed
+        self._left: list[WeightGradients] = []  # in the order of their D's
         self.progress: Callable[[], Progress | None] = lambda: None
         for unit in units:
             for module in unit.modules:
@@ -92,11 +106,14 @@ class Engine:
         self._in_step, self._to_come = True, to_come
 
     def end_micro_batches(self) -> None:
-        """End a step's micro-batches: reduce what waits for a backward that did not come, free all.
+        """End a step's micro-batches: run and reduce what is left of them, free all.
 
-        Collective, where such a forward is.
+        Collective where weight gradients are left, and for a forward whose backward did not come.
         """
-        self._in_step, self._to_come = False, 0
+        self._to_come = 0
+        for later in self._left.copy():
+            self._run(later)
+        self._in_step = False
         for unit in reversed(self.units):
             self._reduce(unit)
         self._streams.join()
@@ -114,8 +131,49 @@ class Engine:
         if progress is not None:
             progress.restart()
         self.end_step()
+        for later in self._left:
+            later.drop()
+        self._left.clear()
         for unit in self.units:
             unit.gradients.drop()
+
+    @contextmanager
+    def deferring(self, later: WeightGradients) -> Iterator[None]:
+        """Return the context of backwards that leave products of weight gradients.
+
+        The backwards run as of any loss, without `inputs`: gradients go to parameters.
+
+        Args:
+            later: takes them, of this engine alone.
+        """
+        later.bind(partial(self._run_within_step, later))
+        if later not in self._left:
+            self._left.append(later)
+        for unit in self.units:
+            unit.gradients.later = later
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.gradients.later = None
+
+    def _run_within_step(self, later: WeightGradients) -> None:
+        if later in self._left:
+            self._check_open("WeightGradients.run()")
+            self._run(later)
+
+    def _run(self, later: WeightGradients) -> None:
+        """Compute what backwards have left, and reduce its units."""
+        self._check_whole()
+        self._in_backward = True
+        for unit in reversed(self.units):
+            products = later.take(unit.gradients)
+            if products:
+                unit.gradients.compute(products)
+                self._reduce(unit)
+        self._streams.join()
+        self._left.remove(later)
+        self._in_backward = False
 
     @torch.compiler.disable
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -160,11 +218,7 @@ class Engine:
 
     def _start(self, module: nn.Module) -> None:
         """Begin a forward that is in no other: an optimizer, or the caller, may have written."""
-        if self._in_backward:
-            raise RuntimeError(
-                "the last backward ended in an exception: gradients, counts and gathered weights "
-                "are those of half a step, so start again from a checkpoint, in new processes"
-            )
+        self._check_whole()
         if not self._in_step:
             self.free()
         with torch.no_grad():  # in which it costs a fifth to look at a DTensor's part
@@ -175,6 +229,21 @@ class Engine:
         self._streams.start()
         if module is self._root and torch.is_grad_enabled():
             self._to_come = max(0, self._to_come - 1)
+
+    def _check_whole(self) -> None:
+        if self._in_backward:
+            raise RuntimeError(
+                "the last backward ended in an exception: gradients, counts and gathered weights "
+                "are those of half a step, so start again from a checkpoint, in new processes"
+            )
+
+    def _check_open(self, what: str) -> None:
+        progress = self.progress()
+        if progress is not None and not progress.is_open:
+            raise ValueError(
+                f"{what} must run within `with step.micro_batch():` of the model's TrainStep: "
+                "finish() counts micro-batches and ends their communication"
+            )
 
     def _end(self, *, has_failed: bool) -> None:
         """End a forward that is in no other: what stays whole is not for the caller to see."""
@@ -212,12 +281,7 @@ class Engine:
                 "weights are freed after backward: take second derivatives of a plain model, or "
                 "of what follows from its output alone"
             )
-        progress = self.progress()
-        if progress is not None and not progress.is_open:
-            raise ValueError(
-                "backward must run within `with step.micro_batch():` of the model's TrainStep: "
-                "finish() counts micro-batches and ends their communication"
-            )
+        self._check_open("backward")
         if run.step != self._step:
             raise RuntimeError(
                 "backward must come before finish() or drop() of its forward's step, which change "
@@ -272,8 +336,15 @@ class Engine:
 
     def _reduce(self, unit: Unit) -> None:
         """Reduce gradients, or add them to those of the step where it will bring more."""
-        unit.gradients.reduces = not (unit.options.accumulates and self._gets_more(unit))
+        accumulates = unit.options.accumulates and self._shares(unit)
+        unit.gradients.reduces = not (
+            accumulates and (self._gets_more(unit) or self._is_left(unit))
+        )
         unit.gradients.reduce()
+
+    def _is_left(self, unit: Unit) -> bool:
+        """Whether backwards have left weight gradients of a unit."""
+        return any(later.holds(unit.gradients) for later in self._left)
 
     def _gets_more(self, unit: Unit) -> bool:
         """Whether later backwards of a step need a unit as it is."""

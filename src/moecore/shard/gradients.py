@@ -10,6 +10,7 @@ a unit, and no micro-batch is waited for, kernels write or add to `.grad` of the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from moecore.shard.plan import FlatLayout
 from moecore.shard.streams import Streams
 from moecore.shard.transport import Transport
 from moecore.shard.views import Views, copy_all, cut_views
+from moecore.shard.weight_gradients import Product, WeightGradients
 
 
 class Gradients:
@@ -53,6 +55,7 @@ class Gradients:
         reduces: whether the next `reduce` moves sums to the shards; else they wait for more.
         buffer: memory of the sums, in which units take turns; None = new ones each time, which
             become the gradients where nothing is scattered.
+        later: takes products of weight gradients; None = each is computed as it comes.
     """
 
     def __init__(
@@ -69,10 +72,12 @@ class Gradients:
     ) -> None:
         self.reduces, self._accumulates = True, accumulates
         self.buffer: Buffer[Gradients] | None = None
+        self.later: WeightGradients | None = None
         self._params, self._layout, self._streams = list(params), layout, streams
         self._transport, self._replicas = transport, list(replicas)
         self.dtype, self.divisor = dtype, divisor
         self._taken: set[int] = set()  # parameters whose gradients kernels have put
+        self._left: set[int] = set()  # those whose gradients this backward has left for later
         self._filled: set[int] = set()  # those whose sums hold something
         self._divided: set[int] = set()  # of which a kernel has divided it
         self._sums: Views | None = None  # while any do
@@ -107,6 +112,8 @@ class Gradients:
             compute: as of `GradSink.put`.
             operands: too.
         """
+        if self.defer(index, shape, compute, *operands):
+            return None
         target = self._target(index, shape)
         if target is None:
             return compute(*operands, GradTarget())
@@ -114,6 +121,33 @@ class Gradients:
             torch.autograd.graph.increment_version(target.out)
         self._take(index, compute(*operands, target))
         return None
+
+    def defer(self, index: int, shape: torch.Size, compute: ComputeGrad, *operands: Any) -> bool:
+        """Leave a gradient for later, as of `put`; return whether this backward does."""
+        if self.later is None:
+            return False
+        self.later.keep(self, Product.of(index, shape, compute, operands))
+        self._left.add(index)
+        return True
+
+    @torch.no_grad()
+    def compute(self, products: deque[Product]) -> None:
+        """Compute what a backward has left, in order; each frees what it held. May communicate.
+
+        Over tensor parallel ranks gradients are summed by `reduce`, as those of autograd are.
+        """
+        while products:
+            index, shape, compute, operands, _ = product = products.popleft()
+            product.join()
+            del product
+            param = self._params[index]
+            grad: Tensor | None
+            if param.is_partial:
+                grad = compute(*operands, GradTarget())
+            else:
+                grad = self.put(index, shape, compute, *operands)
+            if grad is not None:
+                param.add_grad(grad)
 
     def _target(self, index: int, shape: torch.Size) -> GradTarget | None:
         """Return where a kernel puts the gradient of a parameter; None = to autograd."""
@@ -141,6 +175,7 @@ class Gradients:
         """Whether this backward has reached every parameter that is trained."""
         return all(
             i in self._taken
+            or i in self._left
             or param.whole is None
             or not param.whole.requires_grad
             or param.whole.grad is not None
@@ -152,6 +187,7 @@ class Gradients:
         """Move what backward has computed to the shards, or wait for more. Collective."""
         found = {i: grad for i, p in enumerate(self._params) if (grad := p.take_grad()) is not None}
         taken, self._taken = self._taken, set()
+        self._left.clear()
         if self._is_direct:
             self._put(found, taken)
             return
@@ -166,6 +202,7 @@ class Gradients:
     def drop(self) -> None:
         """Drop all that is not in the shards yet."""
         self._taken.clear()
+        self._left.clear()
         for param in self._params:
             if param.whole is not None:
                 param.whole.grad = None
@@ -304,9 +341,21 @@ class _Sink:
 
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
         """As of `GradSink`."""
-        if torch.is_grad_enabled() or has_gradient_hooks(self._param) or not will_run(self._node):
+        if not self._may_take():
             return compute(*operands, GradTarget())
         return self._gradients.put(self._index, self._shape, compute, *operands)
+
+    def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
+        """As of `GradSink`."""
+        if not self._may_take():
+            return False
+        return self._gradients.defer(self._index, self._shape, compute, *operands)
+
+    def _may_take(self) -> bool:
+        """Whether nobody else wants to see the gradient of the running backward."""
+        return not (
+            torch.is_grad_enabled() or has_gradient_hooks(self._param) or not will_run(self._node)
+        )
 
 
 def _sizes(layout: FlatLayout) -> list[int]:

@@ -10,6 +10,8 @@ another dim are gathered beside it and copied.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moecore._torch import StridedShard, call_accumulate_hooks, local_of, wrapped_like
 from moecore.mesh import concatenate
+from moecore.moe.params import grad_placements
 from moecore.shard.plan import FlatSlot
 
 Owners = list[tuple[nn.Module, str]]  # modules, and their attributes that are one parameter
@@ -84,6 +87,11 @@ class UnitParam:
         return self.slot.dim > 0 and self.num_ranks > 1
 
     @property
+    def is_partial(self) -> bool:
+        """Whether tensor parallel ranks have it alike, so that gradients are summed over them."""
+        return self._inner is not None and any(p.is_replicate() for p in self._inner[1])
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the sharded parameter."""
         return self.shard.dtype
@@ -141,6 +149,21 @@ class UnitParam:
         if grad.placements != self._inner[1]:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=self._inner[1])  # type: ignore[attr-defined]
         return local_of(grad)
+
+    def add_grad(self, grad: Tensor) -> None:
+        """Make, or add to, the gradient of the whole parameter, as autograd does.
+
+        Args:
+            grad: of this rank's part of it and tokens, any view; kept.
+        """
+        whole = self.whole
+        assert whole is not None, "a forward has made it"
+        grad = grad.view(self.shape)
+        if self._inner is not None:
+            how: dict[str, Any] = dict(shape=self._inner_shape, stride=self._inner_stride)
+            places = grad_placements(whole)
+            grad = DTensor.from_local(grad, self._inner[0], places, run_check=False, **how)
+        whole.grad = grad if whole.grad is None else whole.grad + grad
 
     def put_grad(self, grad: Tensor) -> None:
         """Make, or add to, the gradient of the sharded parameter.

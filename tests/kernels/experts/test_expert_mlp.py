@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from moecore.kernels.rows.activation import KINDS, ActivationOptions
 from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows
 from moecore.kernels.rows.record import Rows
+from moecore.precision.recipe import Recipe
 
 NAMES = ("x", "w1", "w2", "weights")
 
@@ -234,6 +236,38 @@ def test_sinks_take_the_gradients_of_the_weights(dtype: torch.dtype) -> None:
         assert sink.taken == 2 and sink.add_to._version > version
         expected = 1 + 2 * whole[name]
         torch.testing.assert_close(sink.add_to.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+class LaterSink:
+    """Keeps the computation of a gradient."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[ComputeGrad, tuple[Any, ...]]] = []
+
+    def put(self, compute: ComputeGrad, *operands: Any) -> None:
+        self.kept.append((compute, operands))
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe(), Recipe(scaling="rowwise")])
+def test_a_gradient_that_is_computed_later_holds_no_weight(recipe: Recipe | None) -> None:
+    leaves, ids = make("swiglu", D=128, F=128)
+    products = "torch" if recipe is None else "triton"
+    activation = ActivationOptions(kind="swiglu")
+    options = ExpertMLPOptions(activation=activation, products=products, recipe=recipe)
+    whole = run(leaves, ids, options)
+    index = rows_of(ids, leaves["weights"], leaves["w1"].shape[0])
+    sinks = (LaterSink(), LaterSink())
+    matrices = [leaves.pop(name).detach().clone().requires_grad_() for name in ("w1", "w2")]
+    weights = ExpertWeights(w1_eCD=matrices[0], w2_eDF=matrices[1], sinks=sinks)  # type: ignore[arg-type]
+    y = expert_mlp(Rows(leaves["x"]), weights, index, options)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    assert torch.equal(leaves["x"].grad, whole["x"])
+    freed = [weakref.ref(matrix) for matrix in matrices]
+    del y, weights, matrices
+    assert [matrix() for matrix in freed] == [None, None]
+    for sink, name in zip(sinks, ("w1", "w2"), strict=True):
+        ((compute, operands),) = sink.kept
+        assert torch.equal(compute(*operands, GradTarget()), whole[name])
 
 
 def test_compiles_without_graph_breaks() -> None:

@@ -138,6 +138,7 @@ def differentiate(
         dx = products.fc1_bwd(dh)
         if not unsummed:
             dx = sum_rows_plain(dx, *products.where)
+    products.drop_weights()  # sinks may keep the products for later
     return Grads(dx, dw1, dw2, dweights_R)
 
 

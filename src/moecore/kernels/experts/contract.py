@@ -48,14 +48,22 @@ class GradSink(Protocol):
     """Takes a weight's gradient past autograd, where a backward allows that."""
 
     def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """Let a gradient be computed, by compute(*operands, target).
+        """Let a gradient be computed, by compute(*operands, target): now, or once later.
 
         Args:
             compute: puts the gradient at the target and returns it.
             operands: what it reads: tensors, tuples and records of them.
 
         Returns:
-            The gradient where it goes to autograd; None where the sink has taken it.
+            The gradient where it goes to autograd; None where the sink has taken it, or will.
+        """
+        ...
+
+    def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
+        """Let a gradient be computed later, as of `put`, where the running backward defers.
+
+        Returns:
+            Whether it does; else the caller gives the gradient to autograd.
         """
         ...
 

@@ -82,6 +82,7 @@ class BlockwiseProducts:
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
         self.tiles = map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
         self.weights = weights
+        self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
 
     @staticmethod
     def quantise(w_eNK: Tensor, recipe: Recipe) -> WeightBlocks:
@@ -147,13 +148,19 @@ class BlockwiseProducts:
     def fc1_wgrad(self, rows: Rows, dh: _Blocks, target: GradTarget) -> Tensor:
         """Put the gradient of w1 at the target; return it."""
         x = tile_tokens(rows, self.where[0], self.tiles)
-        return self._wgrad(dh.rows, x, target, self.weights.w1_eCD.dtype)
+        return self._wgrad(dh.rows, x, target, self.dtypes[0])
 
     def fc2_wgrad(self, dy: _OutputGrads, a: _Blocks, target: GradTarget) -> Tensor:
         """Put the gradient of w2 at the target; return it."""
         row_ids_R = None if dy.is_unsummed else self.where[0]
         dy_tiles = tile_tokens(dy.rows, row_ids_R, self.tiles)
-        return self._wgrad(dy_tiles, a.rows, target, self.weights.w2_eDF.dtype)
+        return self._wgrad(dy_tiles, a.rows, target, self.dtypes[1])
+
+    def drop_weights(self) -> None:
+        """Drop the matrices, and what they were quantised to."""
+        del self.weights
+        for name in ("_w1", "_w2"):
+            vars(self).pop(name, None)
 
     @cached_property
     def _w1(self) -> WeightBlocks:

@@ -87,6 +87,10 @@ class Products(Protocol):
         """Put the gradient of w2 at the target; return it."""
         ...
 
+    def drop_weights(self) -> None:
+        """Drop the matrices: gradients of weights alone are computed from here on."""
+        ...
+
 
 OF_SCALING: dict[Scaling, type[BlockwiseProducts | ScaledProducts]] = {
     "blockwise": BlockwiseProducts,

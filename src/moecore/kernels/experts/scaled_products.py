@@ -55,6 +55,7 @@ class ScaledProducts:
         recipe: Recipe,
     ) -> None:
         self.activation, self.recipe, self.weights = activation, recipe, weights
+        self.dtypes = weights.w1_eCD.dtype, weights.w2_eDF.dtype
         self.how = {"per_row": recipe.scaling == "rowwise", "power_of_two": recipe.power_of_two}
         self.where = (index.row_ids_R, index.slots_SK, index.num_rows)
         self.weights_R, self.offsets_e = index.weights_R, index.offsets_e
@@ -125,11 +126,17 @@ class ScaledProducts:
 
     def fc1_wgrad(self, rows: Rows, dh_RC: Tensor, target: GradTarget) -> Tensor:
         """Put the gradient of w1 at the target; return it."""
-        return self._wgrad(dh_RC, self._gathered(rows), target, self.weights.w1_eCD)
+        return self._wgrad(dh_RC, self._gathered(rows), target, self.dtypes[0])
 
     def fc2_wgrad(self, dy_RD: Tensor, a_RF: Tensor, target: GradTarget) -> Tensor:
         """Put the gradient of w2 at the target; return it."""
-        return self._wgrad(dy_RD, a_RF, target, self.weights.w2_eDF)
+        return self._wgrad(dy_RD, a_RF, target, self.dtypes[1])
+
+    def drop_weights(self) -> None:
+        """Drop the matrices, and what they were quantised to."""
+        del self.weights
+        for name in ("_w1", "_w2"):
+            vars(self).pop(name, None)
 
     @cached_property
     def _w1(self) -> ScaledWeights:
@@ -155,8 +162,8 @@ class ScaledProducts:
         rows = scaled_rows(a_RK, **self.how)
         return scaled_gemm(rows, b_eNK, scales_eN, self.offsets_e, a_RK.dtype)
 
-    def _wgrad(self, x_RM: Tensor, y_RN: Tensor, target: GradTarget, weight: Tensor) -> Tensor:
+    def _wgrad(self, x_RM: Tensor, y_RN: Tensor, target: GradTarget, dtype: torch.dtype) -> Tensor:
         padded = pad_rows(self.offsets_e, x_RM.shape[0])
         x, y = (scaled_columns(rows, padded, **self.how) for rows in (x_RM, y_RN))
         grad = scaled_wgrad(x, y, padded.offsets_e, x_RM.dtype)
-        return put_grad(grad, target.out, target.adds, target.dtype or weight.dtype, target.scale)
+        return put_grad(grad, target.out, target.adds, target.dtype or dtype, target.scale)

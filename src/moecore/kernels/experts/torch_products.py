@@ -101,6 +101,10 @@ class TorchProducts:
         """Put the gradient of w2 at the target; return it."""
         return self._weight_grad(dy, a_RF, False, target)
 
+    def drop_weights(self) -> None:
+        """Drop the matrices."""
+        del self.w1_eCD, self.w2_eDF
+
     def _source(self, rows: Rows, use: Use) -> Source:
         """Return rows for a product, gathered here; quantised ones come out wide."""
         return Source(gather_rows_plain(rows.widen(), *self.where), None)

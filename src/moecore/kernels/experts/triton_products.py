@@ -115,6 +115,7 @@ class HopperProducts(TritonProducts):
         self, index: ExpertIndex, activation: ActivationOptions, weights: ExpertWeights
     ) -> None:
         super().__init__(index, activation, weights)
+        self.hidden_dim = weights.w2_eDF.shape[2]
         self.tiles = map_row_tiles(index.offsets_e, index.row_ids_R.shape[0])
 
     def activation_bwd(self, dy: Source, h: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,8 +132,7 @@ class HopperProducts(TritonProducts):
         if rows.scales is not None:
             wide = (rows.values, rows.scales, rows.dtype)
             return Source(gather_packed_rows(*wide, *self.where), None)
-        hidden_dim = self.w2_eDF.shape[2]
-        gathers = hidden_dim >= GATHER_FIRST.get(use, hidden_dim + 1)
+        gathers = self.hidden_dim >= GATHER_FIRST.get(use, self.hidden_dim + 1)
         if gathers and (self.activation.gated or use == "wgrad") and rows.values.shape[0]:
             return Source(gather_used_rows(rows.values, *self.where), None)
         return Source(rows.values, self.where[0])
