@@ -33,14 +33,16 @@ def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
         weight: parameter [N, K], or this rank's part of a DTensor.
         bias: parameter [N].
     """
-    y: Tensor = as_product(_multiply, x, weight, bias)
-    return y
+    if is_plain_eager():
+        y: Tensor = as_product(_multiply, x, weight, bias)
+        return y
+    return F.linear(x, local_param(weight), None if bias is None else local_param(bias))
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     weight_NK = local_param(weight)
     bias_N = None if bias is None else local_param(bias)
-    sink = sink_of(weight, weight_NK.shape) if is_plain_eager() else None
+    sink = sink_of(weight, weight_NK.shape)
     if sink is None:
         return F.linear(x, weight_NK, bias_N)
     dtype = autocast_dtype(x)

@@ -25,7 +25,7 @@ def defer_linears(model: nn.Module) -> None:
     """Let linears, those in FP8 too, and moecore's shared experts defer, in place.
 
     Forwards, gradients and names stay. Linears with a forward of their own stay as they are. Call
-    it after `apply_precision` and before sharding.
+    it after `apply_precision`, and before `shard_model`, `compile_blocks` and `apply_memory`.
 
     Args:
         model: any module.

@@ -141,7 +141,8 @@ class Engine:
     def deferring(self, later: WeightGradients) -> Iterator[None]:
         """Return the context of backwards that leave products of weight gradients.
 
-        The backwards run as of any loss, without `inputs`: gradients go to parameters.
+        The backwards run as of any loss, without `inputs`: gradients go to parameters. Any backward
+        within defers.
 
         Args:
             later: takes them, of this engine alone.
