@@ -59,7 +59,7 @@ CONFIG = DecoderConfig(
     moe=MoEConfig(dim=128, hidden_dim=128, num_experts=4, top_k=2, shared_hidden_dim=48),
 )
 PRODUCTS = 2 * 4 + 3 + 2 + 2  # of two attentions, a dense MLP, the shared and the routed experts
-EP1, EP2 = ParallelConfig(), ParallelConfig(ep=2)
+EP1, EP2, TP2 = ParallelConfig(), ParallelConfig(ep=2), ParallelConfig(tp=2, ep=2)
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 REGIONS = MemoryOptions(recompute=("norm", "activation", "qkv_proj", "mlp", "expert_fc1"))
 STRATEGIES: tuple[Any, ...] = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -72,11 +72,14 @@ CASES |= {
     "embeddings too": (EP2, dict(fsdp=FSDPOptions(embedding_strategy="optim_grads_params"))),
     "experts whole": (ParallelConfig(ep=4), {}),
     "replicas": (ParallelConfig(dp_replicate=2, dp_shard=2, edp_shard=4), {}),
-    "tp": (ParallelConfig(tp=2, ep=2), {}),
-    "tp, optim": (ParallelConfig(tp=2, ep=2), dict(fsdp=FSDPOptions(dense_strategy="optim"))),
+    "tp": (TP2, {}),
+    "tp, optim": (TP2, dict(fsdp=FSDPOptions(dense_strategy="optim"))),
     "bf16": (EP2, dict(fsdp=BF16)),
     "fp8": (EP1, dict(fsdp=replace(BF16, dense_strategy="optim"), precision="blockwise")),
-    "fp8 gathers": (EP2, dict(fsdp=replace(BF16, fp8_param_gather=True), precision="blockwise")),
+    "fp8 gathers, tp": (
+        TP2,
+        dict(fsdp=replace(BF16, fp8_param_gather=True), precision="blockwise"),
+    ),
     "checkpoints": (EP2, dict(fsdp=BF16)),
     "reentrant checkpoints": (EP2, dict(fsdp=BF16)),
     "regions": (EP2, dict(fsdp=BF16, memory=REGIONS)),
@@ -87,7 +90,7 @@ APART = tuple(zip("FFDFDDWWW", (0, 1, 0, 2, 1, 2, 0, 1, 2), strict=True))
 LEFT = APART[:-2]  # two W's never come
 SHUFFLED = (*APART[:-3], ("W", 1), ("W", 2), ("W", 0))
 MIXED = tuple(zip("FFDBFDWW", (0, 1, 0, 1, 2, 2, 0, 2), strict=True))
-FEW = ("optim, ep 2", "optim_grads_params, ep 1", "tp", "fp8 gathers")
+FEW = ("optim, ep 2", "optim_grads_params, ep 1", "tp", "fp8 gathers, tp")
 WAYS: list[tuple[str, str, Turns]] = [(case, "apart", APART) for case in CASES]
 WAYS += [(case, "left", LEFT) for case in FEW]
 OTHER_ORDERS: list[tuple[str, str, Turns]] = [
