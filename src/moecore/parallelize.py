@@ -50,6 +50,7 @@ from moecore.moe.state import STATE_NAME, MoEState
 from moecore.pipeline.across import ALL_STAGES, make_all_stages
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.layout import PipelineLayout
+from moecore.pipeline.orders import DEFERRING
 from moecore.pipeline.run import PIPELINE_NAME, Pipeline
 from moecore.pipeline.schedule import make_schedule
 from moecore.pipeline.stages import num_parts, take_stages
@@ -67,6 +68,7 @@ from moecore.request import (
     model_entries,
 )
 from moecore.shard.apply import shard_model
+from moecore.shard.deferred_linears import defer_linears
 from moecore.shard.late_parameters import refuse_added
 from moecore.shard.make import cut_model, make_plan
 from moecore.shard.options import FSDPOptions
@@ -240,9 +242,8 @@ def _cut_stages(model: nn.Module, request: Request) -> PipelineLayout | None:
     if pp == 1 or request.pipeline is None:
         return None
     layout = request.pipeline.stages(pp, *num_parts(model))
-    rank_of = make_schedule(
-        request.pipeline.schedule, pp=pp, chunks=layout.chunks(pp), num_micro_batches=1
-    ).rank_of
+    how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
+    rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
     own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
     take_stages(model, own)
     return layout
@@ -295,6 +296,10 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
             recipe = recipes.get("shared_experts")
             if recipe is not None:
                 layer.part("shared").multiply = (Fp8Products(recipe), Fp8Products(recipe))
+    if planned.layout is not None:
+        assert request.pipeline is not None
+        if request.pipeline.schedule in DEFERRING:
+            defer_linears(model)
     blocks = [model.get_submodule(name) for name in plan.blocks]
     shard_model(model, plan, meshes)
     refuse_save_pretrained(model)

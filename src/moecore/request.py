@@ -35,6 +35,7 @@ from moecore.moe.params import clean_name
 from moecore.moe.shared import SharedExpert
 from moecore.moe.state import STATE_NAME
 from moecore.pipeline.config import PipelineConfig
+from moecore.pipeline.orders import DEFERRING
 from moecore.precision.linear import why_not
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision, Role
@@ -307,6 +308,16 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
         )
     if p.pp == 1 and request.pipeline is not None:
         warnings.warn("pipeline is not used: pp is 1", stacklevel=5)
+    if p.pp > 1 and request.is_dynamic:
+        raise ValueError(
+            f"ContextOptions.dynamic (True) must go with ParallelConfig.pp ({p.pp}) = 1: use cp"
+        )
+    schedule = None if request.pipeline is None else request.pipeline.schedule
+    if p.pp > 1 and schedule in DEFERRING and request.compile_dense:
+        raise ValueError(
+            f"PipelineConfig.schedule ({schedule!r}) must go with compile_dense "
+            "(True) = False, which computes weight gradients at once: use '1f1b' or 'interleaved'"
+        )
     if p.tp > 1 and not is_cut(model) and not isinstance(model, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "

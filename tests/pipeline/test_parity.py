@@ -25,6 +25,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.models import Decoder, DecoderConfig
+from tests.hf.hf_models import random_model
 from tests.parity import Case, of_all_stages, run_case, worst_error
 from tests.ranks import run_ranks
 from tests.test_parity import FP32_BOUND, case
@@ -38,6 +39,7 @@ def pipeline(schedule: Any, layout: str | None = None, chunks: int | None = None
 
 GPIPE, ONE_F_ONE_B = pipeline("gpipe"), pipeline("1f1b")
 TWO, THREE = pipeline("interleaved", chunks=2), pipeline("interleaved", chunks=3)
+ZERO_BUBBLE, V, DUAL = pipeline("zero-bubble"), pipeline("zbv"), pipeline("dualpipe-v")
 ALL = FSDPOptions(dense_strategy="optim", embedding_strategy="optim")
 GRADS = FSDPOptions(dense_strategy="optim_grads")
 RING = ContextOptions(way="p2p")
@@ -147,6 +149,40 @@ CASES = [
         layers=8,
         fsdp=GRADS,
     ),
+    case(
+        4,
+        "pp=2 dp_shard=2",
+        "pp=2 ep=2 edp_shard=1",
+        model="gated-shared",
+        pipeline=ZERO_BUBBLE,
+        accumulate=4,
+        layers=3,
+        fsdp=ALL,
+    ),
+    case(
+        4, "pp=2 dp_shard=2", "pp=2 ep=1 edp_shard=2", pipeline=V, accumulate=3, layers=4, meta=True
+    ),
+    case(
+        4,
+        "pp=4 dp_shard=1",
+        "pp=4 edp_shard=1",
+        pipeline=DUAL,
+        accumulate=5,
+        layers=8,
+        tied=True,
+        model="relu2",
+    ),
+    case(
+        8,
+        "pp=2 dp_shard=2 tp=2",
+        "pp=2 ep=4 edp_shard=1",
+        pipeline=pipeline("zbv", "Et|tt|t|L"),
+        accumulate=6,
+        layers=4,
+        fsdp=GRADS,
+        recompute=True,
+    ),
+    case(8, "pp=4 dp_shard=2", "pp=4 ep=2 edp_shard=1", pipeline=DUAL, accumulate=2, layers=8),
 ]
 WORLDS = sorted({one.world for one in CASES})
 
@@ -220,12 +256,39 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 
+def transformers_models(rank: int) -> dict[str, dict[str, float]]:
+    """The worst errors of a step of transformers models, of which a rank has some layers."""
+    found = {}
+    for name, config in (("qwen3-moe", ONE_F_ONE_B), ("deepseek-v3", V)):
+        meshes = build_meshes(ParallelConfig(pp=2), "cpu")
+        whole, model = random_model(name), random_model(name)
+        parallelize_moe(model, meshes, pipeline=config)
+        step = TrainStep(model, adamw(model), num_micro_batches=3)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(0, 61, (3, meshes.data_ranks, 2, 9), generator=generator)
+        losses = step.forward_backward(
+            [{"input_ids": ids, "labels": ids} for ids in rows[:, meshes.data_rank]]
+        )
+        step.finish()
+        every = [[whole(input_ids=ids, labels=ids).loss for ids in micro] for micro in rows]
+        (sum(map(sum, every)) / rows[:, :, 0, 0].numel()).backward()
+        adamw(whole).step()
+        mine = [micro[meshes.data_rank].detach() for micro in every]
+        assert worst_error(losses, torch.stack(mine)) < FP32_BOUND
+        ours = of_all_stages(gathered(model))
+        wanted = {n: p.detach() for n, p in whole.named_parameters()}
+        assert ours.keys() == wanted.keys()
+        found[name] = {n: worst_error(ours[n], wanted[n]) for n in wanted}
+    return found
+
+
 def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, dict[str, float]]:
     return {one.name: run_case(one, device) for one in cases}
 
 
 def worker_that_predicts(rank: int, device: torch.device) -> dict[str, dict[str, float]]:
-    return {name: predicts(rank, name) for name in PREDICTING}
+    found = {name: predicts(rank, name) for name in PREDICTING}
+    return found | transformers_models(rank)
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +315,8 @@ def test_prediction_modules_and_copies_of_the_table(
     errors = results[name]
     assert any("mtp.1" in each for each in errors)
     assert {n: e for n, e in errors.items() if not e < FP32_BOUND} == {}
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_models_of_transformers(name: str, results: dict[str, dict[str, float]]) -> None:
+    assert {n: e for n, e in results[name].items() if not e < FP32_BOUND} == {}

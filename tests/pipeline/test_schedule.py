@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from moecore.pipeline.orders import Action, Item, Overlap, ScheduleName, actions_of
+from moecore.pipeline.orders import (
+    DEFERRING,
+    RULES,
+    Action,
+    Item,
+    Overlap,
+    ScheduleName,
+    actions_of,
+)
 from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.pipeline.simulate import Costs, simulate
 
@@ -239,3 +247,11 @@ def test_a_v_is_that_of_torch_but_for_its_weight_gradients(
     assert schedule.peak_in_flight == other.peak_in_flight
     costs = Costs.of_forward((1.0,) * schedule.num_stages)
     assert simulate(schedule, costs).makespan <= simulate(other, costs).makespan
+
+
+@pytest.mark.parametrize("name", get_args(ScheduleName))
+def test_which_schedules_have_weight_gradients_apart(name: ScheduleName) -> None:
+    chunks = RULES[name].chunks or 2
+    schedule = make_schedule(name, pp=2, chunks=chunks, num_micro_batches=4)
+    actions = [a for order in schedule.orders for item in order for a in actions_of(item)]
+    assert any(action.kind == "W" for action in actions) == (name in DEFERRING)

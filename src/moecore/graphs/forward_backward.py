@@ -36,6 +36,7 @@ from moecore._fields import Bound, check_arguments
 from moecore.graphs.facts import Facts, facts_of
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.state import MoEState, moe_state
+from moecore.pipeline.run import pipeline_of
 from moecore.shard.engine import free_units, progress_of
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
@@ -89,6 +90,7 @@ class GraphedForwardBackward:
     ) -> None:
         check_arguments(GraphedForwardBackward.__init__, locals())
         self._state = moe_state(model)
+        _check_whole(model)
         _check_dispatchers(self._state)
         self._device = _gpu_of(model)
         self._forward_backward = forward_backward
@@ -346,6 +348,14 @@ def _check_dispatchers(state: MoEState) -> None:
         raise ValueError(
             "NVLinkOptions.exact_rows (True) must be False for a CUDA graph, because it waits for "
             "sizes on the host: set a row_factor"
+        )
+
+
+def _check_whole(model: nn.Module) -> None:
+    if pipeline_of(model) is not None:
+        raise ValueError(
+            f"model ({type(model).__name__}) must have no pipeline stages for a CUDA graph, "
+            "because they wait for each other: call forward_backward itself"
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moecore._fields import Count, Rules, check_fields
 from moecore.pipeline.layout import PipelineLayout, even_layout, parse_layout
-from moecore.pipeline.orders import ScheduleName
+from moecore.pipeline.orders import RULES, ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,5 +45,5 @@ class PipelineConfig:
         """
         if self.layout is not None:
             return parse_layout(self.layout, num_layers=num_layers, num_mtp_layers=num_mtp_layers)
-        chunks = self.chunks or (2 if self.schedule in ("zbv", "dualpipe-v") else 1)
+        chunks = self.chunks or RULES[self.schedule].chunks or 1
         return even_layout(num_layers, num_stages=pp * chunks, num_mtp_layers=num_mtp_layers)

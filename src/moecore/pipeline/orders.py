@@ -199,3 +199,4 @@ RULES: dict[str, Rule] = {
         ),
     ),
 }
+DEFERRING = ("zero-bubble", "zbv", "dualpipe-v")  # have weight gradients apart

@@ -2,6 +2,8 @@
 
     F   receive hidden states -> forward of the stage -> send its output; keep input and graph
     B   receive the gradient of that output -> backward -> send the gradient of the input
+    D   the same, but products that weight gradients are made of are kept
+    W   these products
 
 What is kept of a forward is its input and the edge of its graph: the output itself is freed when it
 has left. A loss is divided as `TrainStep` says before its backward.
@@ -26,6 +28,8 @@ from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.pipeline.stages import hidden_shape, run_stage
 from moecore.pipeline.timeline import mark_name
 from moecore.pipeline.transport import Groups, Transport
+from moecore.shard.engine import engines_of
+from moecore.shard.weight_gradients import WeightGradients
 
 PIPELINE_NAME = "_moecore_pipeline"  # attribute of a model that is cut into stages
 Inputs = Mapping[str, Any]  # keyword arguments of the model
@@ -145,8 +149,15 @@ class _Run:
             device=pipeline.device,
         )
         self._waiting: dict[tuple[int, int], _Forward] = {}
+        (self._engine,) = engines_of(model)
+        self._later: dict[tuple[int, int], WeightGradients] = {}
         self._losses = torch.zeros(len(micro_batches), dtype=torch.float32, device=pipeline.device)
-        self._do = {"F": self._forward, "B": self._backward}
+        self._do = {
+            "F": self._forward,
+            "B": self._backward,
+            "D": self._backward_of_inputs,
+            "W": self._backward_of_weights,
+        }
 
     def all(self, actions: Sequence[Action]) -> None:
         """Run a rank's actions in order."""
@@ -185,6 +196,14 @@ class _Run:
         if found.hidden is not None:
             assert found.hidden.grad is not None, "every stage passes its hidden states on"
             self._transport.send(action, found.hidden.grad)
+
+    def _backward_of_inputs(self, action: Action) -> None:
+        later = self._later[action.stage, action.micro_batch] = WeightGradients()
+        with self._engine.deferring(later):
+            self._backward(action)
+
+    def _backward_of_weights(self, action: Action) -> None:
+        self._later.pop((action.stage, action.micro_batch)).run()
 
     def _shape_of(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of what enters a stage; what enters an empty one enters the next."""
