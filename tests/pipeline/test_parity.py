@@ -27,7 +27,7 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from tests.hf.hf_models import random_model
 from tests.parity import Case, of_all_stages, run_case, worst_error
-from tests.ranks import run_ranks
+from tests.ranks import num_gpu_ranks, run_ranks
 from tests.test_parity import FP32_BOUND, case
 
 CASES_PER_SPAWN = 8
@@ -184,6 +184,12 @@ CASES = [
     ),
     case(8, "pp=4 dp_shard=2", "pp=4 ep=2 edp_shard=1", pipeline=DUAL, accumulate=2, layers=8),
 ]
+NARROW = dict(pp=2, dp_shard=1, edp_shard=1)
+ON_GPUS = [
+    Case(world=2, parallel=NARROW, pipeline=ONE_F_ONE_B, accumulate=3, tied=True),
+    Case(world=2, parallel=NARROW, pipeline=TWO, accumulate=3, layers=4),
+    Case(world=2, parallel=NARROW, pipeline=V, accumulate=4, layers=4, model="gated-shared"),
+]
 WORLDS = sorted({one.world for one in CASES})
 
 
@@ -320,3 +326,12 @@ def test_prediction_modules_and_copies_of_the_table(
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
 def test_models_of_transformers(name: str, results: dict[str, dict[str, float]]) -> None:
     assert {n: e for n, e in results[name].items() if not e < FP32_BOUND} == {}
+
+
+@pytest.mark.gpu
+def test_on_gpus() -> None:
+    """Messages in both directions between one pair of ranks, over NCCL."""
+    if num_gpu_ranks() < 2:
+        pytest.skip("needs two GPUs")
+    for name, errors in run_ranks(2, worker, ON_GPUS, device_type="cuda").items():
+        assert {n: e for n, e in errors.items() if not e < FP32_BOUND} == {}, name
