@@ -1,8 +1,8 @@
 r"""A step over two pipeline ranks beside the same step over data ranks, taking turns in one run.
 
-    torchrun --nproc-per-node 2 -m benchmarks.bench_pipeline --layers 12 --layouts "Et*8|t*4L"
+    torchrun --nproc-per-node 2 -m benchmarks.bench_pipeline --layers 4 --layouts "Et*3|tL"
     torchrun --nproc-per-node 2 -m benchmarks.bench_pipeline --trace traces \
-        --layouts "Et*8|t*4L" "Et*4|t*3|t*4|tL" --schedules 1f1b interleaved
+        --layers 6 --layouts "Et*4|ttL" "Ett|tt|tt|L" --schedules 1f1b interleaved
 
 The baseline shards every layer over all ranks, and each computes all micro-batches of its own
 tokens. A pipeline's ranks compute the same micro-batches, so its step has 1 / pp of the tokens.
@@ -141,8 +141,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")
-    add("--layers", type=int, default=12)
-    add("--layouts", nargs="+", default=["Et*8|t*4L"], help="of the stages of all ranks")
+    add("--layers", type=int, default=4)
+    add("--layouts", nargs="+", default=["Et*3|tL"], help="of the stages of all ranks")
     add("--schedules", nargs="+", default=["1f1b"], help="of each layout")
     add("--micro-batches", type=int, default=16)
     add("--batch-size", type=int, default=1)

@@ -54,6 +54,7 @@ from moecore.pipeline.orders import DEFERRING
 from moecore.pipeline.run import PIPELINE_NAME, Pipeline
 from moecore.pipeline.schedule import make_schedule
 from moecore.pipeline.stages import num_parts, take_stages
+from moecore.pipeline.transport import connect
 from moecore.precision.apply import apply_precision
 from moecore.precision.linear import Fp8Products
 from moecore.precision.recipe import Recipe
@@ -345,6 +346,7 @@ def _apply_pipeline(
         dtype=request.fsdp.param_dtype or planned.dtype,
         device=torch.device(meshes.device_type),
     )
+    connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)
     setattr(model, PIPELINE_NAME, pipeline)
     setattr(model, ALL_STAGES, make_all_stages(model, meshes))
 

@@ -342,14 +342,13 @@ def gpu_worker(rank: int, device: torch.device) -> dict[str, Any]:
 
 @pytest.mark.gpu
 def test_on_gpus() -> None:
-    """NCCL gathers bytes beside compute; atomics of attention may change bits."""
+    """NCCL gathers bytes beside compute. One step's loss is noisy: bf16's mean is compared."""
     if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     results = run_ranks(2, gpu_worker, device_type="cuda")
     assert results["wrong"] == []
-    for name in ("bf16", "kept"):
-        pairs = zip(results["fp8"], results[name], strict=True)
-        assert max(abs(a / b - 1) for a, b in pairs) < BOUND, name
+    assert results["kept"] == results["fp8"]
+    assert abs(sum(results["fp8"]) / sum(results["bf16"]) - 1) < BOUND
 
 
 @pytest.fixture(scope="module")

@@ -161,11 +161,8 @@ class _Run:
 
     def all(self, actions: Sequence[Action]) -> None:
         """Run a rank's actions in order."""
-        for action, following in zip(actions, [*actions[1:], None], strict=True):
+        for action in actions:
             with mark(mark_name(action)):
-                self._transport.expect(action)
-                if following is not None:
-                    self._transport.expect(following)
                 self._do[action.kind](action)
         self._transport.finish()
 

@@ -5,8 +5,13 @@
 
 Messages are sent as soon as they are there, and nobody waits for a send. A rank knows the whole
 schedule, so it knows in which order each other rank sends to it, and posts its receives in that
-order: what its next action needs, one action ahead of time. Messages that go up in rank and those
-that go down have a communicator each, so neither waits for the other.
+order, when an action needs one. Messages that go up in rank and those that go down have a
+communicator each, so neither waits for the other.
+
+Note "early receives": NCCL's kernels occupy a GPU until both sides are there. What waits for the
+whole GPU meanwhile (a new communicator, a kernel that is loaded) waits for the other rank. So
+communicators are made before the first message (`connect`), and no receive is posted before all
+that its sender may wait for has been launched. The host runs ahead of the GPU, so nothing is lost.
 
 A stage whose neighbour is on the same rank (the turn of a V) hands its tensors over.
 """
@@ -14,9 +19,10 @@ A stage whose neighbour is on the same rank (the turn of a V) hands its tensors 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -103,16 +109,6 @@ class Transport:
         self._here: dict[_Message, Tensor] = {}  # handed over on this rank
         self._sends: deque[_Sent] = deque()
 
-    def expect(self, action: Action) -> None:
-        """Post the receive of what an action needs, and of all that its sender sends before."""
-        message = self._needed(action)
-        if message is None or self._source(message) == self._rank:
-            return
-        source = self._source(message)
-        waiting = self._to_come[source]
-        while message not in self._received:
-            self._post(waiting.popleft(), source)
-
     def receive(self, action: Action) -> Tensor | None:
         """Return what an action needs: hidden states or a gradient; None = nothing.
 
@@ -122,11 +118,13 @@ class Transport:
         message = self._needed(action)
         if message is None:
             return None
-        if self._source(message) == self._rank:
+        source = self._source(message)
+        if source == self._rank:
             return self._here.pop(message)
-        self.expect(action)
+        while message not in self._received:
+            self._post(self._to_come[source].popleft(), source)
         found = self._received.pop(message)
-        with _reaching(f"{message} from", self._source(message)):
+        with _reaching(f"{message} from", source):
             found.work.wait()
         return found.tensor
 
@@ -171,8 +169,7 @@ class Transport:
         self._received[message] = _Received(tensor, work)
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup:
-        up, down = self._groups
-        return up if source < target else down
+        return _group_of(self._groups, source, target)
 
     def _source(self, message: _Message) -> int:
         return self._schedule.rank_of[message.stage]
@@ -193,6 +190,31 @@ class Transport:
     def _rank_of(self, stage: int) -> int | None:
         has_stage = 0 <= stage < self._schedule.num_stages
         return self._schedule.rank_of[stage] if has_stage else None
+
+
+def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.device) -> None:
+    """Send one number over each way that messages take. Collective: see the note above.
+
+    Args:
+        groups: as of `Transport`.
+        rank_of: the rank of each stage.
+        rank: this one.
+        device: of messages.
+    """
+    neighbours = {pair for pair in pairwise(rank_of) if pair[0] != pair[1]}
+    number = torch.zeros(1, device=device)
+    for source, target in sorted(neighbours | {(b, a) for a, b in neighbours}):
+        group = _group_of(groups, source, target)
+        if rank == source:
+            dist.send(number, group=group, group_dst=target)
+        elif rank == target:
+            dist.recv(number, group=group, group_src=source)
+        number.item()  # on a GPU it has come when this returns
+
+
+def _group_of(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
+    up, down = groups
+    return up if source < target else down
 
 
 def _sent(schedule: Schedule, rank: int) -> list[_Message]:
