@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import EqualSizes, gather_ranks, sum_ranks
+from moecore.moe.dispatch.collectives import EqualSizes, gather_all, gather_ranks, sum_ranks
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
@@ -59,9 +59,12 @@ class AllGatherDispatcher:
             sizes = T, p.balanced_rows(*routing.expert_ids_TK.shape)
             C, num_rows = sizes if x_TD.is_meta else _exchange_counts(T, pairs_P, p)
         pad = (0, 0, 0, C - T)
-        rows_SD = gather_ranks(F.pad(x_TD, pad), p.group)
-        weights_SK = gather_ranks(F.pad(routing.weights_TK, pad), p.group)
-        ids_SK = gather_ranks(F.pad(routing.expert_ids_TK, pad, value=-1), p.group)
+        sent = (
+            F.pad(x_TD, pad),
+            F.pad(routing.weights_TK, pad),
+            F.pad(routing.expert_ids_TK, pad, value=-1),
+        )
+        rows_SD, weights_SK, ids_SK = gather_all(sent, p.group)
         index = build_index(
             ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, length=num_rows
         )

@@ -12,7 +12,10 @@ forward, none in backward: the split sizes (`_exchange_counts`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from torch import Tensor
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import EqualSizes
+from moecore.moe.dispatch.collectives import EqualSizes, exchange, spread, unneeded
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
@@ -84,12 +87,12 @@ class AllToAllDispatcher:
             used_M = None
         plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
 
-        rows_SD = self._send(gather_rows(x_TD, token_ids_M, slots_TG), plan)
+        rows_MD = gather_rows(x_TD, token_ids_M, slots_TG)
         weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
         ids_MK = routing.expert_ids_TK.index_select(0, token_ids_M)
         if used_M is not None:
             ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
-        ids_SK, weights_SK = _SendChoices.apply(ids_MK, weights_MK, plan, p.group)
+        rows_SD, ids_SK, weights_SK = _Send.apply(rows_MD, ids_MK, weights_MK, plan, p.group)
         index = build_index(
             ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, length=num_rows
         )
@@ -98,12 +101,8 @@ class AllToAllDispatcher:
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync; 1 collective."""
         splits = (plan.send_splits, plan.receive_splits)
-        y_MD = _AllToAll.apply(y_SD, *splits, self.placement.group)
+        (y_MD,) = _AllToAll.apply(*splits, self.placement.group, y_SD)
         return sum_rows(y_MD, plan.token_ids_M, plan.slots_TG)
-
-    def _send(self, x_MD: Tensor, plan: AllToAllPlan) -> Tensor:
-        splits = (plan.receive_splits, plan.send_splits)
-        return _AllToAll.apply(x_MD, *splits, self.placement.group)
 
 
 def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
@@ -179,46 +178,67 @@ def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int],
 
 
 def _all_to_all(
-    x: Tensor, receive_splits: list[int], send_splits: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    out = x.new_empty((sum(receive_splits), *x.shape[1:]))
-    if not out.is_meta:
-        dist.all_to_all_single(out, x.contiguous(), receive_splits, send_splits, group=group)
-    return out
+    xs: Sequence[Tensor],
+    receive_splits: list[int],
+    send_splits: list[int],
+    group: dist.ProcessGroup,
+) -> list[Tensor]:
+    """Return what came for each tensor; they travel at one time."""
+    outs = [x.new_empty((sum(receive_splits), *x.shape[1:])) for x in xs]
+    if not outs[0].is_meta:
+        how: dict[str, Any] = dict(
+            output_split_sizes=receive_splits, input_split_sizes=send_splits, group=group
+        )
+        exchange(
+            [
+                partial(dist.all_to_all_single, out, x.contiguous(), **how)
+                for out, x in zip(outs, xs, strict=True)
+            ]
+        )
+    return outs
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
         receive_splits: list[int],
         send_splits: list[int],
         group: dist.ProcessGroup,
-    ) -> Tensor:
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.args = (send_splits, receive_splits, group)
-        return _all_to_all(x, receive_splits, send_splits, group)
+        return tuple(_all_to_all(xs, receive_splits, send_splits, group))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(grads[0], *ctx.args), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_AllToAll.apply(*ctx.args, *grads)
 
 
-class _SendChoices(torch.autograd.Function):
-    """ids and weights of the sent rows in one collective; the weights' gradient comes back."""
+class _Send(torch.autograd.Function):
+    """Rows, and in one collective beside theirs ids and weights; gradients come back."""
 
     @staticmethod
     def forward(
-        ctx: Any, ids_MK: Tensor, weights_MK: Tensor, plan: AllToAllPlan, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        rows_MD: Tensor,
+        ids_MK: Tensor,
+        weights_MK: Tensor,
+        plan: AllToAllPlan,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.args = (plan.send_splits, plan.receive_splits, group)
         packed = torch.cat([ids_MK, weights_MK.view(torch.int32)], dim=1)
-        received = _all_to_all(packed, plan.receive_splits, plan.send_splits, group)
-        ids_SK, weights_SK = received.chunk(2, dim=1)
-        ids_SK = ids_SK.contiguous()
-        ctx.mark_non_differentiable(ids_SK)
-        return ids_SK, weights_SK.contiguous().view(torch.float32)
+        rows_SD, received = _all_to_all(
+            (rows_MD, packed), plan.receive_splits, plan.send_splits, group
+        )
+        ids_SK, weights_SK = (x.contiguous() for x in received.chunk(2, dim=1))
+        outs = rows_SD, ids_SK, weights_SK.view(torch.float32)
+        ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad))
+        return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, _AllToAll.apply(grads[1], *ctx.args), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:3]
+        came = _AllToAll.apply(*ctx.args, *compress(grads, needs))
+        return *spread(came, needs), None, None

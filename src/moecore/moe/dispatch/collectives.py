@@ -7,6 +7,9 @@ Legend: C rows of each rank, G ranks of the group, S = G * C rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -40,7 +43,7 @@ class EqualSizes:
         if device.type == "meta":
             return
         mine = torch.full((1,), num_tokens, device=device)
-        numbers_G = _gather_from_ranks(mine, self.group)
+        (numbers_G,) = _gather_from_ranks((mine,), self.group)
         fix = "with CapacityConfig.pad (True): pad the batches, or set pad=False"
         if self._is_first:
             numbers = numbers_G.tolist()
@@ -59,40 +62,84 @@ class EqualSizes:
 
 class _GatherRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, group: dist.ProcessGroup, *xs_C: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return _gather_from_ranks(x_C, group)
+        outs = tuple(_gather_from_ranks(xs_C, group))
+        ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad[1:]))
+        return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _SumRanks.apply(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1:]
+        return None, *spread(_SumRanks.apply(ctx.group, *compress(grads, needs)), needs)
 
 
 class _SumRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_S: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, group: dist.ProcessGroup, *ys_S: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return _sum_over_ranks(y_S, group)
+        return tuple(_sum_over_ranks(ys_S, group))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _GatherRanks.apply(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_GatherRanks.apply(ctx.group, *grads)
 
 
-def _gather_from_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
-    if not out.is_meta:
-        all_gather_single(out, x_C.contiguous(), group=group)
-    return out
+def exchange(starts: Sequence[Callable[..., Any]]) -> None:
+    """Run collectives that do not depend on each other.
+
+    Args:
+        starts: they start one each.
+    """
+    for start in starts:
+        start()
 
 
-def _sum_over_ranks(y_S: Tensor, group: dist.ProcessGroup) -> Tensor:
-    received = torch.empty_like(y_S, memory_format=torch.contiguous_format)
-    if not received.is_meta:
-        dist.all_to_all_single(received, y_S.contiguous(), group=group)
-    parts_GC = received.unflatten(0, (group.size(), y_S.shape[0] // group.size()))
-    dtype = torch.promote_types(y_S.dtype, torch.float32)
-    return parts_GC.sum(0, dtype=dtype).to(y_S.dtype)
+def unneeded(outs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    """Return the outputs of a function whose inputs need no gradient."""
+    return [out for out, needed in zip(outs, needs, strict=False) if not needed]
+
+
+def spread(grads: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Tensor | None]:
+    """Yield a gradient, in order, for each input that needs one, and None for the others."""
+    found = iter(grads)
+    return (next(found) if needed else None for needed in needs)
+
+
+def _gather_from_ranks(xs_C: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    outs = [x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:])) for x_C in xs_C]
+    if not outs[0].is_meta:
+        exchange(
+            [
+                partial(all_gather_single, out, x_C.contiguous(), group=group)
+                for out, x_C in zip(outs, xs_C, strict=True)
+            ]
+        )
+    return outs
+
+
+def _sum_over_ranks(ys_S: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    received = [torch.empty_like(y_S, memory_format=torch.contiguous_format) for y_S in ys_S]
+    if not received[0].is_meta:
+        exchange(
+            [
+                partial(dist.all_to_all_single, out, y_S.contiguous(), group=group)
+                for out, y_S in zip(received, ys_S, strict=True)
+            ]
+        )
+    return [_sum_of_parts(x_S, group.size()) for x_S in received]
+
+
+def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
+    """Return the sum of the parts of dim 0, added in fp32 and in their order."""
+    parts_GC = x_S.unflatten(0, (num_parts, x_S.shape[0] // num_parts))
+    dtype = torch.promote_types(x_S.dtype, torch.float32)
+    return parts_GC.sum(0, dtype=dtype).to(x_S.dtype)
+
+
+def gather_all(xs_C: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Return `gather_ranks` of each tensor; they travel at one time."""
+    return _GatherRanks.apply(group, *xs_C)
 
 
 def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -100,7 +147,7 @@ def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Collective; every rank must bring the same number of rows.
     """
-    return _GatherRanks.apply(x_C, group)
+    return gather_all((x_C,), group)[0]
 
 
 def sum_ranks(y_S: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -109,4 +156,4 @@ def sum_ranks(y_S: Tensor, group: dist.ProcessGroup) -> Tensor:
     Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter, which
     would round after every addition of a 16-bit dtype. Collective.
     """
-    return _SumRanks.apply(y_S, group)
+    return _SumRanks.apply(group, y_S)[0]
