@@ -113,8 +113,8 @@ def break_down(
         total, count = names.get(kernel.name, (0.0, 0))
         names[kernel.name] = (total + took * scale, count + 1)
     wall = max(k.end for k in kernels) - min(k.start for k in kernels)
-    busy = _covered(kernels)
-    computing = _covered(k for k in kernels if category_of(k.name) not in COMMUNICATION)
+    busy = covered(kernels)
+    computing = covered(k for k in kernels if category_of(k.name) not in COMMUNICATION)
     longest = sorted(names.items(), key=lambda item: -item[1][0])[:num_longest]
     return Breakdown(
         wall=wall * scale,
@@ -126,7 +126,7 @@ def break_down(
     )
 
 
-def _covered(kernels: Iterable[Kernel]) -> float:
+def covered(kernels: Iterable[Kernel]) -> float:
     """Return the microseconds in which at least one of the kernels runs."""
     covered, reached = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda k: k.start):

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from moecore._fields import Count, MaxNorm, check_arguments
 from moecore._torch import mark
 from moecore.agreement import check_same
 from moecore.loss_scale import DynamicLossScale, LossScale, check_loss_scale
+from moecore.moe.lanes import Lanes
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import NumMicroBatches, moe_state
@@ -39,6 +40,8 @@ from moecore.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.shard.engine import engines_of
 from moecore.shard.late_parameters import refuse_earlier
 from moecore.shard.progress import Progress
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +142,7 @@ class TrainStep:
         self._engines = engines_of(self._model)
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
+        self._lanes = Lanes([engine.resume for engine in self._engines])
         self._scale: LossScale | None = None
         self._is_scaled = True  # the running micro-batch's loss
         if loss_scale is not None:
@@ -205,8 +209,51 @@ class TrainStep:
                 f"micro_batches() must be all of a step, of which {self._progress.done} "
                 "micro-batches are done: call finish()"
             )
-        with self._running(self.num_micro_batches, to_come=forwards or self.num_micro_batches):
-            yield
+        for state in self._states:
+            for layer in state.layers.values():
+                layer.dispatcher.lanes = self._lanes
+        self._progress.is_several = True
+        try:
+            with self._running(self.num_micro_batches, to_come=forwards or self.num_micro_batches):
+                yield
+        finally:
+            self._progress.is_several = False
+
+    def side_by_side(self, forward: Callable[[], T], backward: Callable[[], None]) -> T:
+        """Return what a forward returns, run beside the backward of another micro-batch.
+
+        Both take turns where tokens travel between ranks: while an exchange of one runs, the other
+        computes. Dispatchers "alltoall" and "allgather" have such places; without any the backward
+        follows the forward. Every rank runs the same pairs. Gradients have the bits of the forward
+        and then the backward, but for a global-batch balance loss, which reads earlier counts.
+
+        Units that are freed after each use ("optim_grads_params") are gathered again whenever both
+        want the same buffer.
+
+        Args:
+            forward: of a micro-batch, in this thread.
+            backward: of an earlier one, in another thread.
+
+        Raises:
+            ValueError: outside of `micro_batches`.
+            RuntimeError: within another pair, or after a backward that has failed.
+            Exception: that of the forward or of the backward, which ends both.
+
+        Example:
+            with step.micro_batches():
+                loss = loss_of(0)
+                for i in range(1, step.num_micro_batches):
+                    loss = step.side_by_side(partial(loss_of, i), loss.backward)
+                loss.backward()
+        """
+        if not (self._progress.is_open and self._progress.is_several):
+            raise ValueError(
+                "side_by_side() must be within micro_batches(): open it around the step"
+            )
+        with ExitStack() as stack:
+            for engine in self._engines:
+                stack.enter_context(engine.paired())
+            return self._lanes.run(forward, backward)
 
     @contextmanager
     def _running(self, number: int, *, to_come: float) -> Iterator[None]:

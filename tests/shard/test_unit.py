@@ -154,7 +154,7 @@ class Pair:
             assert grad is None or torch.equal(p.grad.to_local(), grad), name
         held = [unit for unit in units(self.model) if unit.state is not State.SHARDED]
         assert all(unit.buffer is not None and unit.buffer.holder is unit for unit in held)
-        assert not any(unit.in_use or unit.runs for unit in units(self.model))
+        assert not any(unit.in_use or any(unit.runs) for unit in units(self.model))
 
 
 class Flight:

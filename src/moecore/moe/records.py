@@ -24,6 +24,7 @@ from moecore._torch import register_dataclass
 from moecore.kernels.experts.contract import UnsummedInput
 from moecore.kernels.rows.index import ExpertIndex
 from moecore.kernels.rows.record import Rows
+from moecore.moe.lanes import Lanes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +121,12 @@ class Dispatcher(Protocol):
     Attributes:
         waits_on_host: every forward waits for sizes on the host, unless each expert's rows are
             padded to a capacity; such a forward cannot be in a CUDA graph.
+        lanes: that take turns while tokens travel; None = none. Exchanges that the host does not
+            start and wait for ("nvlink") give no turn.
     """
 
     waits_on_host: bool
+    lanes: Lanes | None
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring every token to each rank that owns at least one of its experts, once."""

@@ -9,7 +9,7 @@ Outside of forward and backward modules hold their sharded parameters, so one ra
 them. Units that stay from forward to backward (`UnitOptions.stays`) keep their values meanwhile.
 All ranks free and reduce these by rules that they share, which are counts:
 
-    to come     forwards with gradients that a step has announced and that have not begun
+    to come     forwards with gradients that a step has announced and that have not ended
     waiting     forwards of a unit's modules whose backward has not ended
 
 A step's micro-batches share what stays whole, and run in any order: a unit is reduced and freed
@@ -26,6 +26,13 @@ last product. So a unit that micro-batches reduce one by one is reduced twice, a
 between D and W. One that accumulates is reduced once, when also no product of it is left. W reads
 no weight, so D frees a unit as any backward does. Products that are left at the end of a step's
 micro-batches are run there, in the order of their D's.
+
+Note "pairs": within `paired` one announced forward takes turns with one backward, which begins
+after it. What is of a forward (`_depth`, `_outer`, `runs[False]`, `forwards`) and of a backward
+(`_active`, `_in_backward`, `runs[True]`, `backwards`) is kept apart, and both see `waiting` and
+`_to_come`: a forward is to come until it has ended, for until then units do not wait for all of its
+backward. Who goes on finds its units whole again (`resume`), because the other may have taken
+their buffers; units that stay have their own. A backward frees no unit of a forward that runs.
 """
 
 from __future__ import annotations
@@ -73,7 +80,8 @@ class Engine:
         self._depth = 0  # forwards of hooked modules that run, one in the other
         self._outer: _Run | None = None  # of the outermost of these
         self._in_step = False  # announced micro-batches share what stays whole
-        self._to_come = 0.0  # their forwards with gradients that have not begun
+        self._to_come = 0.0  # their forwards with gradients that have not ended
+        self._is_paired = False  # a forward and a backward take turns
         self._step = 0  # how many have ended or were dropped
         self._active: list[_Run] = []  # whose backward has begun
         self._in_backward = False  # or in one that has failed
@@ -91,7 +99,8 @@ class Engine:
         for unit in self.units:
             unit.forwards = unit.backwards = 0
             unit.waiting.clear()
-            unit.runs.clear()
+            for runs in unit.runs:
+                runs.clear()
             unit.free()
 
     def start_micro_batches(self, *, to_come: float) -> None:
@@ -176,22 +185,40 @@ class Engine:
         self._left.remove(later)
         self._in_backward = False
 
+    @contextmanager
+    def paired(self) -> Iterator[None]:
+        """Within, a forward and a backward of announced micro-batches take turns."""
+        self._check_whole()
+        self._is_paired = True
+        try:
+            yield
+        finally:
+            self._is_paired = False
+
+    def resume(self, is_backward: bool) -> None:
+        """Let what runs of a pair's forward, or of its backward, have its units again."""
+        for unit in self.units:
+            if unit.runs[is_backward] or (is_backward and unit.backwards):
+                self._use(unit, ())
+
     @torch.compiler.disable
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._depth and not is_recomputing():
-            self._start(module)
+        is_again = is_recomputing()
+        if not self._depth and not is_again:
+            self._start()
             args, kwargs = self._streams.on_device((args, kwargs))
         run = _Run(unit, module, self._step) if torch.is_grad_enabled() else None
-        if not self._depth:
-            self._outer = run
-        self._depth += 1
+        if not is_again:
+            if not self._depth:
+                self._outer = run
+            self._depth += 1
         unit.forwards += 1
-        unit.runs.append(run)  # from here on `_after` ends what has begun
-        is_first = module is unit.modules[0] and not is_recomputing()
+        unit.runs[is_again].append(run)  # from here on `_after` ends what has begun
+        is_first = module is unit.modules[0] and not is_again
         self._use(unit, unit.ahead_in_forward if is_first else ())
         # A recomputed forward is of a backward that runs. Reentrant checkpoints have no gradients
         # in forward: there the whole forward waits.
-        waits = None if is_recomputing() else run or self._outer
+        waits = None if is_again else run or self._outer
         if waits is not None:
             waits.wait_in(unit)
         if run is not None:
@@ -203,33 +230,36 @@ class Engine:
 
     @torch.compiler.disable
     def _after(self, unit: Unit, module: nn.Module, _args: Any, output: Any) -> None:
-        if not unit.runs:  # the forward failed before its own hook
+        is_again = is_recomputing()
+        if not unit.runs[is_again]:  # the forward failed before its own hook
             return
-        run = unit.runs.pop()
+        run = unit.runs[is_again].pop()
         unit.forwards -= 1
-        self._depth -= 1
         if run is not None:
             for leaf in _leaves(output):
                 if _has_grad(leaf):
                     self._border(leaf).begins.append(run)
-        if not (unit.in_use or unit.options.stays or is_recomputing()):
-            unit.free()  # behind a recomputed forward comes its backward
-        if not self._depth and not is_recomputing():
-            self._end(has_failed=output is None)
+        if is_again:  # behind a recomputed forward comes its backward
+            return
+        if not (unit.in_use or unit.options.stays):
+            unit.free()
+        self._depth -= 1
+        if not self._depth:
+            self._end(module, has_failed=output is None)
 
-    def _start(self, module: nn.Module) -> None:
+    def _start(self) -> None:
         """Begin a forward that is in no other: an optimizer, or the caller, may have written."""
-        self._check_whole()
+        if not self._is_paired:
+            self._check_whole()
         if not self._in_step:
             self.free()
         with torch.no_grad():  # in which it costs a fifth to look at a DTensor's part
             for unit in self.units:
-                unit.drop_marks()  # the end of backward has waited for all of them
+                if not self._in_backward:
+                    unit.drop_marks()  # the end of backward has waited for all of them
                 if unit.state is State.SHARDED:
                     unit.refresh()
         self._streams.start()
-        if module is self._root and torch.is_grad_enabled():
-            self._to_come = max(0, self._to_come - 1)
 
     def _check_whole(self) -> None:
         if self._in_backward:
@@ -246,9 +276,11 @@ class Engine:
                 "finish() counts micro-batches and ends their communication"
             )
 
-    def _end(self, *, has_failed: bool) -> None:
+    def _end(self, module: nn.Module, *, has_failed: bool) -> None:
         """End a forward that is in no other: what stays whole is not for the caller to see."""
         self._outer = None
+        if module is self._root and torch.is_grad_enabled():
+            self._to_come = max(0, self._to_come - 1)
         if not self._in_step and (has_failed or not torch.is_grad_enabled()):
             self.free()
             return
@@ -307,12 +339,13 @@ class Engine:
         unit = run.unit
         self._active.remove(run)
         self._close(run)
-        if unit.in_use:
+        if unit.backwards or unit.runs[True]:
             return
         if not unit.options.stays:
             if unit.gradients.are_complete():
                 self._reduce(unit)
-            unit.free()
+            if not unit.in_use:
+                unit.free()
         elif not (unit.waiting or self._to_come) and unit.gradients.are_complete():
             self._reduce(unit)
             unit.free()
@@ -328,6 +361,8 @@ class Engine:
         self._active.clear()
         for unit in reversed(self.units):
             self._reduce(unit)
+            if unit.forwards:  # of a pair: its end comes
+                continue
             if self._gets_more(unit):
                 unit.register(whole=False)
             else:

@@ -12,12 +12,14 @@ class Progress:
     Attributes:
         done: micro-batches whose forward and backward have run.
         is_open: one runs.
+        is_several: all of the step do, in any order.
         is_last: it is the last of its step.
         has_failed: one, or the end of the step, has raised.
     """
 
     done: int = 0
     is_open: bool = False
+    is_several: bool = False
     is_last: bool = False
     has_failed: bool = False
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moecore._torch import no_dispatch_modes, set_versions, version
+from moecore._torch import is_recomputing, no_dispatch_modes, set_versions, version
 from moecore.kernels.experts.contract import SINK
 from moecore.shard.buffers import Buffer
 from moecore.shard.formats import Format
@@ -99,7 +99,8 @@ class Unit:
         self.ahead_in_backward: list[Unit] = []
         self._layout, self._format = layout, format
         self.state = State.SHARDED
-        self.runs: list[Any] = []  # of the forwards that run, the innermost last
+        # Of the forwards that run, the innermost last; recomputed ones, of a backward, apart.
+        self.runs: tuple[list[Any], list[Any]] = ([], [])
         self.forwards = 0  # of its modules that run
         self.backwards = 0
         self.waiting: set[Any] = set()  # runs whose backward has not ended
@@ -223,7 +224,8 @@ class Unit:
             return
         holder = self.buffer.holder
         if holder is not None and holder is not self:
-            if holder.forwards:
+            # A forward that takes turns with this backward, or the other way, gathers again.
+            if holder.runs[is_recomputing()]:
                 raise RuntimeError(
                     f"{self.options.name} and {holder.options.name} must not run at one time, "
                     "because they share memory: set a strategy of FSDPOptions to 'optim_grads'"

@@ -18,6 +18,7 @@ from torch import Tensor
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import EqualSizes, gather_all, gather_ranks, sum_ranks
+from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
@@ -42,6 +43,7 @@ class AllGatherDispatcher:
 
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
+        self.lanes: Lanes | None = None
         self._sizes = EqualSizes(placement.group)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
@@ -64,7 +66,7 @@ class AllGatherDispatcher:
             F.pad(routing.weights_TK, pad),
             F.pad(routing.expert_ids_TK, pad, value=-1),
         )
-        rows_SD, weights_SK, ids_SK = gather_all(sent, p.group)
+        rows_SD, weights_SK, ids_SK = gather_all(sent, p.group, self.lanes)
         index = build_index(
             ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, length=num_rows
         )
@@ -72,7 +74,7 @@ class AllGatherDispatcher:
 
     def combine(self, y_SD: Tensor, plan: AllGatherPlan) -> Tensor:
         """Send every rank its tokens' partial sums and add them in fp32. 1 collective."""
-        return sum_ranks(y_SD, self.placement.group)[: plan.num_tokens]
+        return sum_ranks(y_SD, self.placement.group, self.lanes)[: plan.num_tokens]
 
 
 def _exchange_counts(num_tokens: int, pairs_P: Tensor, p: ExpertPlacement) -> tuple[int, int]:

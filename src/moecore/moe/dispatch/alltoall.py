@@ -25,7 +25,8 @@ from torch import Tensor
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import EqualSizes, exchange, spread, unneeded
+from moecore.moe.dispatch.collectives import EqualSizes, spread, unneeded
+from moecore.moe.lanes import Lanes, exchange
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
@@ -58,6 +59,7 @@ class AllToAllDispatcher:
 
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
+        self.lanes: Lanes | None = None
         self._sizes = EqualSizes(placement.group)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
@@ -92,7 +94,9 @@ class AllToAllDispatcher:
         ids_MK = routing.expert_ids_TK.index_select(0, token_ids_M)
         if used_M is not None:
             ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
-        rows_SD, ids_SK, weights_SK = _Send.apply(rows_MD, ids_MK, weights_MK, plan, p.group)
+        rows_SD, ids_SK, weights_SK = _Send.apply(
+            rows_MD, ids_MK, weights_MK, plan, p.group, self.lanes
+        )
         index = build_index(
             ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, length=num_rows
         )
@@ -101,7 +105,7 @@ class AllToAllDispatcher:
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync; 1 collective."""
         splits = (plan.send_splits, plan.receive_splits)
-        (y_MD,) = _AllToAll.apply(*splits, self.placement.group, y_SD)
+        (y_MD,) = _AllToAll.apply(*splits, self.placement.group, self.lanes, y_SD)
         return sum_rows(y_MD, plan.token_ids_M, plan.slots_TG)
 
 
@@ -182,6 +186,7 @@ def _all_to_all(
     receive_splits: list[int],
     send_splits: list[int],
     group: dist.ProcessGroup,
+    lanes: Lanes | None,
 ) -> list[Tensor]:
     """Return what came for each tensor; they travel at one time."""
     outs = [x.new_empty((sum(receive_splits), *x.shape[1:])) for x in xs]
@@ -193,7 +198,8 @@ def _all_to_all(
             [
                 partial(dist.all_to_all_single, out, x.contiguous(), **how)
                 for out, x in zip(outs, xs, strict=True)
-            ]
+            ],
+            lanes,
         )
     return outs
 
@@ -205,14 +211,15 @@ class _AllToAll(torch.autograd.Function):
         receive_splits: list[int],
         send_splits: list[int],
         group: dist.ProcessGroup,
+        lanes: Lanes | None,
         *xs: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.args = (send_splits, receive_splits, group)
-        return tuple(_all_to_all(xs, receive_splits, send_splits, group))
+        ctx.args = (send_splits, receive_splits, group, lanes)
+        return tuple(_all_to_all(xs, receive_splits, send_splits, group, lanes))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_AllToAll.apply(*ctx.args, *grads)
+        return None, None, None, None, *_AllToAll.apply(*ctx.args, *grads)
 
 
 class _Send(torch.autograd.Function):
@@ -226,11 +233,12 @@ class _Send(torch.autograd.Function):
         weights_MK: Tensor,
         plan: AllToAllPlan,
         group: dist.ProcessGroup,
+        lanes: Lanes | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.args = (plan.send_splits, plan.receive_splits, group)
+        ctx.args = (plan.send_splits, plan.receive_splits, group, lanes)
         packed = torch.cat([ids_MK, weights_MK.view(torch.int32)], dim=1)
         rows_SD, received = _all_to_all(
-            (rows_MD, packed), plan.receive_splits, plan.send_splits, group
+            (rows_MD, packed), plan.receive_splits, plan.send_splits, group, lanes
         )
         ids_SK, weights_SK = (x.contiguous() for x in received.chunk(2, dim=1))
         outs = rows_SD, ids_SK, weights_SK.view(torch.float32)
@@ -241,4 +249,4 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
         came = _AllToAll.apply(*ctx.args, *compress(grads, needs))
-        return *spread(came, needs), None, None
+        return *spread(came, needs), None, None, None

@@ -7,7 +7,7 @@ Legend: C rows of each rank, G ranks of the group, S = G * C rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore._torch import all_gather_single, assert_async
+from moecore.moe.lanes import Lanes, exchange
 
 
 class EqualSizes:
@@ -62,37 +63,32 @@ class EqualSizes:
 
 class _GatherRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *xs_C: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        outs = tuple(_gather_from_ranks(xs_C, group))
-        ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad[1:]))
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, lanes: Lanes | None, *xs_C: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.args = (group, lanes)
+        outs = tuple(_gather_from_ranks(xs_C, group, lanes))
+        ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad[2:]))
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        return None, *spread(_SumRanks.apply(ctx.group, *compress(grads, needs)), needs)
+        needs = ctx.needs_input_grad[2:]
+        came = _SumRanks.apply(*ctx.args, *compress(grads, needs))
+        return None, None, *spread(came, needs)
 
 
 class _SumRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *ys_S: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(_sum_over_ranks(ys_S, group))
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, lanes: Lanes | None, *ys_S: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.args = (group, lanes)
+        return tuple(_sum_over_ranks(ys_S, group, lanes))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_GatherRanks.apply(ctx.group, *grads)
-
-
-def exchange(starts: Sequence[Callable[..., Any]]) -> None:
-    """Run collectives that do not depend on each other.
-
-    Args:
-        starts: they start one each.
-    """
-    for start in starts:
-        start()
+        return None, None, *_GatherRanks.apply(*ctx.args, *grads)
 
 
 def unneeded(outs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
@@ -106,26 +102,32 @@ def spread(grads: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Tensor | 
     return (next(found) if needed else None for needed in needs)
 
 
-def _gather_from_ranks(xs_C: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _gather_from_ranks(
+    xs_C: Sequence[Tensor], group: dist.ProcessGroup, lanes: Lanes | None = None
+) -> list[Tensor]:
     outs = [x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:])) for x_C in xs_C]
     if not outs[0].is_meta:
         exchange(
             [
                 partial(all_gather_single, out, x_C.contiguous(), group=group)
                 for out, x_C in zip(outs, xs_C, strict=True)
-            ]
+            ],
+            lanes,
         )
     return outs
 
 
-def _sum_over_ranks(ys_S: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _sum_over_ranks(
+    ys_S: Sequence[Tensor], group: dist.ProcessGroup, lanes: Lanes | None
+) -> list[Tensor]:
     received = [torch.empty_like(y_S, memory_format=torch.contiguous_format) for y_S in ys_S]
     if not received[0].is_meta:
         exchange(
             [
                 partial(dist.all_to_all_single, out, y_S.contiguous(), group=group)
                 for out, y_S in zip(received, ys_S, strict=True)
-            ]
+            ],
+            lanes,
         )
     return [_sum_of_parts(x_S, group.size()) for x_S in received]
 
@@ -137,9 +139,11 @@ def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
     return parts_GC.sum(0, dtype=dtype).to(x_S.dtype)
 
 
-def gather_all(xs_C: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Return `gather_ranks` of each tensor; they travel at one time."""
-    return _GatherRanks.apply(group, *xs_C)
+def gather_all(
+    xs_C: Sequence[Tensor], group: dist.ProcessGroup, lanes: Lanes | None = None
+) -> tuple[Tensor, ...]:
+    """Return `gather_ranks` of each tensor; they travel at one time, and lanes take turns."""
+    return _GatherRanks.apply(group, lanes, *xs_C)
 
 
 def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -150,10 +154,10 @@ def gather_ranks(x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gather_all((x_C,), group)[0]
 
 
-def sum_ranks(y_S: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_ranks(y_S: Tensor, group: dist.ProcessGroup, lanes: Lanes | None = None) -> Tensor:
     """Return the sum over ranks of the g-th C rows to rank g: [S / G, ...]. Backward is a gather.
 
     Added in fp32 and in rank order. An all-to-all carries as many bytes as a reduce-scatter, which
-    would round after every addition of a 16-bit dtype. Collective.
+    would round after every addition of a 16-bit dtype. Collective; lanes take turns.
     """
-    return _SumRanks.apply(group, y_S)[0]
+    return _SumRanks.apply(group, lanes, y_S)[0]

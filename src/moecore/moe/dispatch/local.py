@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
+from moecore.moe.lanes import Lanes
 from moecore.moe.records import ExpertInput, Routing
 
 
@@ -20,6 +21,7 @@ class LocalDispatcher:
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
+        self.lanes: Lanes | None = None
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return x_TD itself as source rows (S = T, R at most T * K), without a copy."""

@@ -36,6 +36,7 @@ from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.packed import PACKED_COLUMNS, pack_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.exchange import Exchange, ExchangePool
+from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing, UnsummedRows
 
@@ -72,6 +73,7 @@ class NVLinkDispatcher:
     def __init__(self, placement: ExpertPlacement, exchanges: ExchangePool) -> None:
         self.placement = placement
         self.exchanges = exchanges
+        self.lanes: Lanes | None = None
 
     @property
     def keeps_rows(self) -> bool:

@@ -1,0 +1,49 @@
+"""The benchmark of lanes on two CPU ranks, as its users start it, and its sums."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.bench_lanes import beside
+from benchmarks.trace import Kernel
+
+REPO = Path(__file__).parents[2]
+ARGUMENTS = "--model tiny-qwen3 --layers 2 --seq-len 32 --warm-up 1 --steps 1 --rounds 2"
+
+
+def kernel(start: float, end: float) -> Kernel:
+    return Kernel(name="", start=start, end=end)
+
+
+def test_the_share_beside_compute() -> None:
+    products = [kernel(0, 3), kernel(5, 8)]
+    assert beside([kernel(2, 6)], products) == 0.5
+    assert beside([kernel(3, 5)], products) == 0
+    assert beside([kernel(0, 1), kernel(6, 7)], products) == 1
+    assert beside([], products) == 0
+
+
+@pytest.mark.slow
+def test_variants_compute_the_same(tmp_path: Path) -> None:
+    command = f"-m torch.distributed.run --nproc-per-node 2 -m benchmarks.bench_lanes {ARGUMENTS}"
+    here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    here |= {"PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO)])}
+    done = subprocess.run(
+        [sys.executable, *command.split(), "--results", str(tmp_path)],
+        env=os.environ | here,
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["provider"] for row in rows] == ["in turn", "lanes"] * 2
+    assert [row["batch_size"] for row in rows] == [1, 1, 2, 2]
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        assert ours["loss"] == theirs["loss"]

@@ -1,0 +1,398 @@
+"""Lanes: pairs of a forward and a backward have the bits of one after the other, on 4 ranks.
+
+The oracle is the same step without lanes: each pair is the forward, and then the backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moecore import (
+    CapacityConfig,
+    FSDPOptions,
+    MemoryOptions,
+    MoEConfig,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore._torch import is_recomputing
+from moecore.models import Decoder, DecoderConfig
+from moecore.moe.state import moe_state
+from moecore.pipeline.layout import parse_layout
+from moecore.shard.transport import Packed
+from tests.ranks import num_gpu_ranks, run_ranks
+
+WORLD, N = 4, 4
+CONFIG = DecoderConfig(
+    vocab_size=61,
+    dim=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=32,
+    moe=MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2),
+)
+FREED = FSDPOptions(param_dtype=torch.bfloat16)
+STAYING = replace(FREED, dense_strategy="optim")
+Run = Callable[[Callable[[], Any], Callable[[], None]], Any]
+
+
+def moe(**fields: Any) -> dict[str, Any]:
+    assert CONFIG.moe is not None
+    return {"config": replace(CONFIG, moe=replace(CONFIG.moe, **fields))}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "staying": {"fsdp": STAYING},
+    "freed": {"fsdp": FREED},
+    "freed, blocks ahead": {"fsdp": replace(FREED, prefetch_blocks=2)},
+    "allgather": {"dispatcher": "allgather", "fsdp": STAYING},
+    "shared experts": moe(shared_hidden_dim=16, shared_gate=True),
+    "capacity": moe(capacity=CapacityConfig(factor=1.0)),
+    "static capacity": moe(capacity=CapacityConfig(factor=1.0, pad=True)),
+    "moe computed again": {"memory": MemoryOptions(recompute=("moe",))},
+    "parts computed again": {"memory": MemoryOptions(recompute=("norm", "rope", "qkv_proj"))},
+    "blocks computed again": {"checkpoint": True, "fsdp": STAYING} | moe(router_jitter=0.2),
+    "freed blocks computed again": {"checkpoint": True, "fsdp": FREED},
+    "transformers": {"family": "qwen3-moe", "fsdp": STAYING},
+    "transformers, computed again": {"family": "qwen2-moe", "checkpoint": True, "fsdp": FREED},
+    "no experts": {"config": replace(CONFIG, moe=None, mlp_hidden_dim=48)},
+    "two chunks": {"layout": "Et|ttL", "fsdp": STAYING},
+    "two freed chunks": {"layout": "Ett|tL", "fsdp": FREED},
+}
+
+
+def make(
+    device: torch.device,
+    *,
+    config: DecoderConfig = CONFIG,
+    checkpoint: bool = False,
+    layout: str = "",
+    family: str = "",
+    **options: Any,
+) -> tuple[Any, TrainStep]:
+    options = {"dispatcher": "alltoall"} | options
+    meshes = build_meshes(ParallelConfig(ep=1 if config.moe is None else 2), device.type)
+    if family:
+        return make_family(family, device, checkpoint=checkpoint, meshes=meshes, **options)
+    model = Decoder(config, device="meta")
+    parallelize_moe(model, meshes, **options)
+    model.to_empty(device=device)
+    model.init_weights()
+    if checkpoint:
+        for block in model.model.layers:
+            block.forward = partial(_again, block.forward)  # type: ignore[method-assign]
+    return model, TrainStep(model, num_micro_batches=N)
+
+
+def make_family(
+    family: str, device: torch.device, *, checkpoint: bool, **options: Any
+) -> tuple[Any, TrainStep]:
+    from tests.hf.hf_models import enable_checkpointing, random_model
+
+    model = random_model(family).to(device)
+    parallelize_moe(model, **options)
+    if checkpoint:
+        enable_checkpointing(model)
+    return model, TrainStep(model, num_micro_batches=N)
+
+
+def _again(forward: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False)
+
+
+class MicroBatch:
+    """Forwards and backwards of the stages of one.
+
+    Attributes:
+        loss: when it is known.
+    """
+
+    def __init__(self, model: nn.Module, number: int, layout: str) -> None:
+        g = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        self.tokens = torch.randint(0, CONFIG.vocab_size, (2, 9 + number), generator=g)
+        self.model, self.loss = model, torch.zeros(())
+        num_layers = CONFIG.num_layers
+        self.stages: tuple[Any, ...] = (None,)
+        if layout:
+            self.stages = parse_layout(layout, num_layers=num_layers).stages
+        self._edges: list[tuple[Tensor | None, Tensor]] = []
+        self._grad: Tensor | None = None
+
+    def forward(self, index: int) -> None:
+        before = self._edges[-1][1].detach().requires_grad_() if self._edges else None
+        how = {} if len(self.stages) == 1 else {"hidden": before, "stage": self.stages[index]}
+        if hasattr(self.model, "generate"):  # of transformers
+            out = self.model(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+        else:
+            out = self.model(self.tokens[:, :-1], self.tokens[:, 1:].contiguous(), **how)
+        if index == len(self.stages) - 1:
+            out = out / N
+            self.loss = out.detach()
+        self._edges.append((before, out))
+
+    def backward(self) -> None:
+        before, out = self._edges.pop()
+        out.backward(self._grad)
+        self._grad = None if before is None else before.grad
+
+
+def run(device: torch.device, *, beside: bool, **case: Any) -> dict[str, Tensor]:
+    """Return losses, gradients and counts of a step whose forwards come one pair ahead."""
+    torch.manual_seed(dist.get_rank())
+    model, step = make(device, **case)
+    micro_batches = [MicroBatch(model, n, case.get("layout", "")) for n in range(N)]
+    forwards = [partial(b.forward, i) for b in micro_batches for i in range(len(b.stages))]
+    backwards = [b.backward for b in micro_batches for _ in b.stages]
+    ahead = len(micro_batches[0].stages)
+    with step.micro_batches(forwards=len(forwards)):
+        pair: Run = step.side_by_side if beside else _one_by_one
+        for forward in forwards[:ahead]:
+            forward()
+        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+            pair(forward, backward)
+        for backward in backwards[-ahead:]:
+            backward()
+    return found_in(model) | {f"loss {n}": b.loss for n, b in enumerate(micro_batches)}
+
+
+def found_in(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, layer in moe_state(model).layers.items():
+        found[f"counts {name}"] = layer.tracker.counts.chosen_E
+    return found | {n: p.grad.to_local() for n, p in model.named_parameters()}  # type: ignore[union-attr, operator]
+
+
+def _one_by_one(forward: Callable[[], Any], backward: Callable[[], None]) -> Any:
+    found = forward()
+    backward()
+    return found
+
+
+def difference(device: torch.device, **case: Any) -> list[str]:
+    """Return what has other bits with lanes."""
+    ours, wanted = run(device, beside=True, **case), run(device, beside=False, **case)
+    assert ours.keys() == wanted.keys() and len(ours) > 10
+    return [name for name, value in wanted.items() if not torch.equal(ours[name], value)]
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
+    """Record collectives: who ("forward" or "backward"), what, and the shape that comes."""
+    events: list[tuple[str, str, tuple[int, ...]]] = []
+    all_to_all, gather, reduce = dist.all_to_all_single, Packed.gather, Packed.reduce
+
+    def note(what: str, out: Tensor) -> None:
+        events.append(("backward" if is_recomputing() else "forward", what, tuple(out.shape)))
+
+    def exchange(out: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_async = kwargs.get("async_op", False)
+        note("start" if is_async else "exchange", out)
+        work = all_to_all(out, *args, **kwargs)
+        return _Work(work, partial(note, "wait", out)) if is_async else work
+
+    def units(what: str, original: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Packed, outs: list[Tensor], ins: list[Tensor]) -> None:
+            note(what, outs[0])
+            original(self, outs, ins)
+
+        return call
+
+    with (
+        patch.object(dist, "all_to_all_single", exchange),
+        patch.object(Packed, "gather", units("gather", gather)),
+        patch.object(Packed, "reduce", units("reduce", reduce)),
+    ):
+        yield events
+
+
+class _Work:
+    def __init__(self, work: Any, waited: Callable[[], None]) -> None:
+        self._work, self._waited = work, waited
+
+    def wait(self) -> None:
+        self._waited()
+        self._work.wait()
+
+
+def order(device: torch.device) -> dict[str, Any]:
+    """Return whether ranks agree on the order, and exchanges beside which the other one runs."""
+    found: dict[str, Any] = {}
+    for name in ("staying", "freed", "freed blocks computed again"):
+        with recorded() as events:
+            run(device, beside=True, **CASES[name])
+        # Ranks send other numbers of rows; what units communicate is the same.
+        kinds = [(who, what) for who, what, _ in events]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, kinds)
+        found[name] = every
+    with recorded() as events:
+        run(device, beside=False, **CASES["staying"])
+    found["none"] = [what for _, what, _ in events]
+    return found
+
+
+def hidden(kinds: list[tuple[str, str]], who: str) -> list[bool]:
+    """Return, for each exchange that one side starts and waits for, if the other one ran."""
+    found, open_at = [], list[int]()
+    for at, (side, what) in enumerate(kinds):
+        if side == who and what == "start":
+            open_at.append(at)
+        elif side == who and what == "wait":
+            first = open_at.pop(0)
+            found.append(any(other != who for other, _ in kinds[first:at]))
+    return found
+
+
+class _Planned(Exception):
+    """What a test raises."""
+
+
+def _fail(*_: Any) -> None:
+    raise _Planned
+
+
+def _fail_in_backward(*args: Any) -> None:
+    args[-1].register_hook(_fail)
+
+
+def fail(device: torch.device, where: str) -> dict[str, Any]:
+    """Return what a pair raises one side of which fails, and what the next forward does."""
+    found: dict[str, Any] = {}
+    model, step = make(device, **CASES["staying"])
+    layers, threads = model.model.layers, threading.active_count()
+    first, second = (MicroBatch(model, n, "") for n in range(2))
+    hooks = []
+    if where == "backward":
+        hooks.append(layers[1].register_forward_hook(_fail_in_backward))
+    try:
+        with step.micro_batches():
+            first.forward(0)
+            while hooks:
+                hooks.pop().remove()
+            if where != "backward":
+                layer = layers[2 if where == "late forward" else 0]
+                hooks.append(layer.register_forward_pre_hook(_fail))
+            step.side_by_side(partial(second.forward, 0), first.backward)
+    except Exception as error:
+        found["raised"] = type(error).__name__
+    found["threads"] = threading.active_count() - threads
+    for hook in hooks:
+        hook.remove()
+    step.drop()
+    try:
+        with step.micro_batches():
+            first.forward(0)
+        found["next"] = "runs"
+    except RuntimeError as error:
+        found["next"] = str(error)
+    return found
+
+
+def refused(device: torch.device) -> list[str]:
+    """Return the errors of pairs where there can be none."""
+    _, step = make(device, **CASES["staying"])
+    found = []
+
+    def nested() -> None:
+        step.side_by_side(lambda: None, lambda: None)
+
+    for within in (False, True):
+        try:
+            if within:
+                with step.micro_batches():
+                    step.side_by_side(nested, lambda: None)
+            else:
+                with step.micro_batch():
+                    nested()
+        except (RuntimeError, ValueError) as error:
+            found.append(str(error))
+        step.drop()
+    return found
+
+
+FAILURES = ("late forward", "early forward", "backward")
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    differences: list[Any] = [None] * WORLD
+    dist.all_gather_object(differences, {n: difference(device, **c) for n, c in CASES.items()})
+    return {
+        "differences": differences,
+        "order": order(device),
+        "failures": {where: fail(device, where) for where in FAILURES},
+        "refused": refused(device),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    result: dict[str, Any] = run_ranks(WORLD, worker)
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pairs_have_the_bits_of_one_after_the_other(case: str, found: dict[str, Any]) -> None:
+    assert [one[case] for one in found["differences"]] == [[]] * WORLD
+
+
+@pytest.mark.parametrize("case", ["staying", "freed", "freed blocks computed again"])
+def test_the_order_of_collectives_is_that_of_all_ranks(case: str, found: dict[str, Any]) -> None:
+    first, *others = found["order"][case]
+    assert others == [first] * (WORLD - 1)
+
+
+def test_exchanges_run_beside_the_other_side(found: dict[str, Any]) -> None:
+    kinds = found["order"]["staying"][0]
+    for side in ("forward", "backward"):
+        beside = hidden(kinds, side)
+        # Of each layer and pair those of rows, of choices and of sums.
+        assert beside == [True] * 3 * CONFIG.num_layers * (N - 1)
+
+
+def test_without_pairs_exchanges_are_in_line(found: dict[str, Any]) -> None:
+    assert {"start", "wait"}.isdisjoint(found["order"]["none"])
+
+
+def test_an_exception_ends_both(found: dict[str, Any]) -> None:
+    """A forward that fails before the backward began can be dropped, as without lanes."""
+    failures = found["failures"]
+    assert {where: one["raised"] for where, one in failures.items()} == dict.fromkeys(
+        FAILURES, "_Planned"
+    )
+    assert all(one["threads"] == 0 for one in failures.values())
+    assert failures["early forward"]["next"] == "runs"
+    for where in ("late forward", "backward"):
+        assert "the last backward ended in an exception" in failures[where]["next"]
+
+
+def test_where_pairs_are_refused(found: dict[str, Any]) -> None:
+    outside, within = found["refused"]
+    assert "side_by_side() must be within micro_batches()" in outside
+    assert "must not run within another one" in within
+
+
+def gpu_worker(rank: int, device: torch.device) -> dict[str, list[str]]:
+    return {name: difference(device, **case) for name, case in CASES.items()}
+
+
+@pytest.mark.gpu
+def test_pairs_on_gpus() -> None:
+    if num_gpu_ranks() < 2:
+        pytest.skip("needs two GPUs")
+    assert run_ranks(2, gpu_worker, device_type="cuda") == {name: [] for name in CASES}
