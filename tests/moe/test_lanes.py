@@ -137,10 +137,10 @@ class MicroBatch:
     def forward(self, index: int) -> None:
         before = self._edges[-1][1].detach().requires_grad_() if self._edges else None
         how = {} if len(self.stages) == 1 else {"hidden": before, "stage": self.stages[index]}
-        if hasattr(self.model, "generate"):  # of transformers
-            out = self.model(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
-        else:
+        if isinstance(self.model, Decoder):
             out = self.model(self.tokens[:, :-1], self.tokens[:, 1:].contiguous(), **how)
+        else:
+            out = self.model(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
         if index == len(self.stages) - 1:
             out = out / N
             self.loss = out.detach()
