@@ -306,7 +306,7 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
         raise ValueError(
             f"ParallelConfig.pp ({p.pp}) must go with stages: pass pipeline=PipelineConfig(...)"
         )
-    if p.pp == 1 and request.pipeline is not None:
+    if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":
         warnings.warn("pipeline is not used: pp is 1", stacklevel=5)
     if p.pp > 1 and request.is_dynamic:
         raise ValueError(

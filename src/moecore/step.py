@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -142,6 +143,9 @@ class TrainStep:
         self._engines = engines_of(self._model)
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
+        request = request_of(models[0])
+        asked = None if request is None else request.pipeline
+        self._is_overlapped = asked is not None and asked.schedule == "overlapped"
         self._lanes = Lanes([engine.resume for engine in self._engines])
         self._scale: LossScale | None = None
         self._is_scaled = True  # the running micro-batch's loss
@@ -225,7 +229,7 @@ class TrainStep:
         Both take turns where tokens travel between ranks: while an exchange of one runs, the other
         computes. Dispatchers "alltoall" and "allgather" have such places; without any the backward
         follows the forward. Every rank runs the same pairs. Gradients have the bits of the forward
-        and then the backward, but for a global-batch balance loss, which reads earlier counts.
+        and then the backward.
 
         Units that are freed after each use ("optim_grads_params") are gathered again whenever both
         want the same buffer.
@@ -281,7 +285,8 @@ class TrainStep:
         """Run forward and backward of all micro-batches of a step; return their losses.
 
         Over pipeline stages each rank runs its part of them, in the order of the schedule. Every
-        pipeline rank is given the same micro-batches. A whole model runs one after the other.
+        pipeline rank is given the same micro-batches. A whole model runs one after the other, or
+        with schedule "overlapped" each forward beside the backward before it.
         `finish` follows.
 
         Args:
@@ -302,10 +307,14 @@ class TrainStep:
                 f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
             )
         pipeline = pipeline_of(self._model)
+        if pipeline is None and self._is_overlapped:
+            return torch.stack(self._run_in_pairs(micro_batches))
         if pipeline is None:
             return torch.stack([self._run_alone(inputs) for inputs in micro_batches])
         with self.micro_batches(forwards=pipeline.num_chunks * self.num_micro_batches):
-            losses = run_pipeline(self._model, pipeline, micro_batches, self._divided)
+            losses = run_pipeline(
+                self._model, pipeline, micro_batches, self._divided, self.side_by_side
+            )
         sum_copies(self._model)
         return losses
 
@@ -324,6 +333,22 @@ class TrainStep:
         if pipeline is not None:
             return forward_pipeline(self._model, pipeline, micro_batches)
         return torch.stack([loss_of(self._model(**inputs)).float() for inputs in micro_batches])
+
+    def _run_in_pairs(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        """Run each forward beside the backward before it; return the losses."""
+        losses: list[Tensor] = []
+
+        def forward(inputs: Mapping[str, Any]) -> Tensor:
+            loss = loss_of(self._model(**inputs))
+            losses.append(loss.detach().float())
+            return self._divided(loss)
+
+        with self.micro_batches():
+            loss = forward(micro_batches[0])
+            for inputs in micro_batches[1:]:
+                loss = self.side_by_side(partial(forward, inputs), loss.backward)
+            loss.backward()
+        return losses
 
     def _run_alone(self, inputs: Mapping[str, Any]) -> Tensor:
         with self.micro_batch():

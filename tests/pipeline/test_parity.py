@@ -40,6 +40,7 @@ def pipeline(schedule: Any, layout: str | None = None, chunks: int | None = None
 GPIPE, ONE_F_ONE_B = pipeline("gpipe"), pipeline("1f1b")
 TWO, THREE = pipeline("interleaved", chunks=2), pipeline("interleaved", chunks=3)
 ZERO_BUBBLE, V, DUAL = pipeline("zero-bubble"), pipeline("zbv"), pipeline("dualpipe-v")
+MERGED = pipeline("overlapped", chunks=2)
 ALL = FSDPOptions(dense_strategy="optim", embedding_strategy="optim")
 GRADS = FSDPOptions(dense_strategy="optim_grads")
 RING = ContextOptions(way="p2p")
@@ -183,6 +184,38 @@ CASES = [
         recompute=True,
     ),
     case(8, "pp=4 dp_shard=2", "pp=4 ep=2 edp_shard=1", pipeline=DUAL, accumulate=2, layers=8),
+]
+CASES += [
+    case(
+        4,
+        "pp=2 dp_shard=2",
+        "pp=2 ep=2 edp_shard=1",
+        pipeline=MERGED,
+        accumulate=5,
+        layers=4,
+        model="gated-shared",
+        fsdp=ALL,
+    ),
+    case(
+        8,
+        "pp=2 dp_shard=2 tp=2",
+        "pp=2 ep=2 etp=2 edp_shard=1",
+        pipeline=pipeline("overlapped", "Ett|tL"),
+        accumulate=4,
+        layers=3,
+        recompute=True,
+    ),
+]
+# Without stages: the micro-batches of a step beside each other.
+CASES += [
+    case(
+        4,
+        "dp_shard=4",
+        "ep=2 edp_shard=2",
+        model="sigmoid",
+        pipeline=PipelineConfig(schedule="overlapped"),
+        accumulate=4,
+    )
 ]
 NARROW = dict(pp=2, dp_shard=1, edp_shard=1)
 ON_GPUS = [

@@ -86,10 +86,11 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_profile_is_a_timeline(tmp_path: Path) -> None:
-    order = [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)]
+    beside = Overlap(Action("F", 0, 1), Action("B", 0, 0))
+    order = [Action("F", 0, 0), beside, Action("D", 0, 1), Action("W", 0, 1)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for action in order:
-            with mark(mark_name(action)):
+        for item in order:
+            with mark(mark_name(item)):
                 torch.ones(300, 300) @ torch.ones(300, 300)
     profile.export_chrome_trace(str(tmp_path / "0.json"))
     (spans,) = Timeline.from_traces([tmp_path / "0.json"]).spans

@@ -5,6 +5,9 @@
     D   the same, but products that weight gradients are made of are kept
     W   these products
 
+An `Overlap` is a forward beside a backward (`TrainStep.side_by_side`). What both have made leaves
+when both have ended, the output first: the order of messages is that of the schedule.
+
 What is kept of a forward is its input and the edge of its graph: the output itself is freed when it
 has left. A loss is divided as `TrainStep` says before its backward.
 """
@@ -23,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from moecore._torch import mark
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.layout import PipelineLayout, Stage
-from moecore.pipeline.orders import Action, actions_of
+from moecore.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.pipeline.stages import hidden_shape, run_stage
 from moecore.pipeline.timeline import mark_name
@@ -33,6 +36,7 @@ from moecore.shard.weight_gradients import WeightGradients
 
 PIPELINE_NAME = "_moecore_pipeline"  # attribute of a model that is cut into stages
 Inputs = Mapping[str, Any]  # keyword arguments of the model
+SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +89,7 @@ def run_pipeline(
     pipeline: Pipeline,
     micro_batches: Sequence[Inputs],
     scale: Callable[[Tensor], Tensor],
+    side_by_side: SideBySide,
 ) -> Tensor:
     """Run forward and backward of all micro-batches; return their losses, fp32 [n], on every rank.
 
@@ -93,10 +98,11 @@ def run_pipeline(
         pipeline: its place.
         micro_batches: arguments of the whole model's forward, the same on all pipeline ranks.
         scale: of a loss, before its backward.
+        side_by_side: as of `TrainStep`.
     """
     schedule = pipeline.schedule(len(micro_batches))
-    run = _Run(model, pipeline, schedule, micro_batches, scale)
-    run.all(_actions(schedule, pipeline.rank))
+    run = _Run(model, pipeline, schedule, micro_batches, scale, side_by_side)
+    run.all(schedule.orders[pipeline.rank])
     return run.losses()
 
 
@@ -106,16 +112,11 @@ def forward_pipeline(
 ) -> Tensor:
     """Return the losses of micro-batches without gradients, fp32 [n], on every rank."""
     schedule = pipeline.schedule(len(micro_batches))
-    forwards = [[a for a in _actions(schedule, r) if a.kind == "F"] for r in range(pipeline.size)]
-    schedule = replace(schedule, orders=tuple(map(tuple, forwards)))
-    run = _Run(model, pipeline, schedule, micro_batches, lambda loss: loss)
+    actions = ([a for item in order for a in actions_of(item)] for order in schedule.orders)
+    forwards = tuple(tuple(a for a in order if a.kind == "F") for order in actions)
+    run = _Run(model, pipeline, replace(schedule, orders=forwards), micro_batches)
     run.all(forwards[pipeline.rank])
     return run.losses()
-
-
-def _actions(schedule: Schedule, rank: int) -> list[Action]:
-    """Return what a rank does, in order."""
-    return [action for item in schedule.orders[rank] for action in actions_of(item)]
 
 
 @dataclass(slots=True)
@@ -135,10 +136,11 @@ class _Run:
         pipeline: Pipeline,
         schedule: Schedule,
         micro_batches: Sequence[Inputs],
-        scale: Callable[[Tensor], Tensor],
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        side_by_side: SideBySide | None = None,
     ) -> None:
         self._model, self._pipeline, self._micro_batches = model, pipeline, micro_batches
-        self._scale = scale
+        self._scale, self._side_by_side = scale, side_by_side
         self._stages: tuple[Stage, ...] = pipeline.layout.stages
         self._transport = Transport(
             schedule,
@@ -152,52 +154,64 @@ class _Run:
         (self._engine,) = engines_of(model)
         self._later: dict[tuple[int, int], WeightGradients] = {}
         self._losses = torch.zeros(len(micro_batches), dtype=torch.float32, device=pipeline.device)
-        self._do = {
+        self._do: dict[str, Callable[[Action], Tensor | None]] = {
             "F": self._forward,
             "B": self._backward,
             "D": self._backward_of_inputs,
             "W": self._backward_of_weights,
         }
 
-    def all(self, actions: Sequence[Action]) -> None:
-        """Run a rank's actions in order."""
-        for action in actions:
-            with mark(mark_name(action)):
-                self._do[action.kind](action)
+    def all(self, items: Sequence[Item]) -> None:
+        """Run a rank's part of the schedule, in order."""
+        for item in items:
+            with mark(mark_name(item)):
+                for action, result in self._run(item):
+                    if result is not None:
+                        self._transport.send(action, result)
         self._transport.finish()
+
+    def _run(self, item: Item) -> list[tuple[Action, Tensor | None]]:
+        """Return what leaves this rank's stages."""
+        if not isinstance(item, Overlap):
+            return [(item, self._do[item.kind](item))]
+        gradient: list[Tensor | None] = []
+        assert self._side_by_side is not None, "forwards alone are beside nothing"
+        output = self._side_by_side(
+            lambda: self._forward(item.forward),
+            lambda: gradient.append(self._do[item.backward.kind](item.backward)),
+        )
+        return [(item.forward, output), (item.backward, gradient[0])]
 
     def losses(self) -> Tensor:
         """Return the losses of the micro-batches. Collective over the pipeline ranks."""
         dist.all_reduce(self._losses, group=self._pipeline.groups[0])  # zeros elsewhere
         return self._losses
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action) -> Tensor | None:
         stage, inputs = self._stages[action.stage], self._micro_batches[action.micro_batch]
         hidden = self._transport.receive(action)
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         out = run_stage(self._model, stage, hidden, inputs)
+        sent = None if stage.loss else out.detach()
         if stage.loss:
             self._losses[action.micro_batch] = out.detach()
             out = self._scale(out)
-        else:
-            self._transport.send(action, out.detach())
         if torch.is_grad_enabled():
             place = action.stage, action.micro_batch
             self._waiting[place] = _Forward(hidden, get_gradient_edge(out))
+        return sent
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action) -> Tensor | None:
         grad = self._transport.receive(action)
         found = self._waiting.pop((action.stage, action.micro_batch))
         torch.autograd.backward([found.edge], [grad])
-        if found.hidden is not None:
-            assert found.hidden.grad is not None, "every stage passes its hidden states on"
-            self._transport.send(action, found.hidden.grad)
+        return None if found.hidden is None else found.hidden.grad
 
-    def _backward_of_inputs(self, action: Action) -> None:
+    def _backward_of_inputs(self, action: Action) -> Tensor | None:
         later = self._later[action.stage, action.micro_batch] = WeightGradients()
         with self._engine.deferring(later):
-            self._backward(action)
+            return self._backward(action)
 
     def _backward_of_weights(self, action: Action) -> None:
         self._later.pop((action.stage, action.micro_batch)).run()

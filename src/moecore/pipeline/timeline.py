@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from moecore._fields import check_arguments
-from moecore.pipeline.orders import Action, Item, Kind, actions_of
+from moecore.pipeline.orders import Action, Item, Kind, Overlap, actions_of
 
 COLOURS = {"F": "#4477aa", "B": "#228833", "D": "#66ccaa", "W": "#ee8866"}
 NAMES = {"F": "forward", "B": "backward", "D": "gradient of inputs", "W": "gradients of weights"}
@@ -105,22 +105,26 @@ class Timeline:
         return (len(self.spans) * self.makespan - busy) / busy
 
 
-def mark_name(action: Action) -> str:
-    """Return the name under which a profile shows an action."""
-    return f"moecore::{action.kind} stage {action.stage} micro-batch {action.micro_batch}"
+def mark_name(item: Item) -> str:
+    """Return the name under which a profile shows an item of an order."""
+    return "moecore::" + " beside ".join(
+        f"{a.kind} stage {a.stage} micro-batch {a.micro_batch}" for a in actions_of(item)
+    )
 
 
-MARK = re.compile(r"moecore::([FBDW]) stage (\d+) micro-batch (\d+)")
+ACTION = re.compile(r"([FBDW]) stage (\d+) micro-batch (\d+)")
 
 
-def _traced(trace: Mapping[str, Any]) -> Iterator[tuple[Action, float, float]]:
-    """Yield the actions of a Chrome trace, with start and end in microseconds."""
-    events = [e for e in trace["traceEvents"] if MARK.fullmatch(str(e.get("name")))]
-    on_gpu = [e for e in events if e.get("cat") == "gpu_user_annotation"]
-    for event in on_gpu or [e for e in events if e.get("cat") == "user_annotation"]:
-        kind, stage, micro_batch = MARK.fullmatch(event["name"]).groups()  # type: ignore[union-attr]
-        action = Action(cast(Kind, kind), int(stage), int(micro_batch))
-        yield action, event["ts"], event["ts"] + event["dur"]
+def _traced(trace: Mapping[str, Any]) -> Iterator[tuple[Item, float, float]]:
+    """Yield the items of a Chrome trace, with start and end in microseconds."""
+    found = [(e, list(ACTION.finditer(str(e.get("name"))))) for e in trace["traceEvents"]]
+    events = [(e, matches) for e, matches in found if matches]
+    on_gpu = [each for each in events if each[0].get("cat") == "gpu_user_annotation"]
+    on_host = [each for each in events if each[0].get("cat") == "user_annotation"]
+    for event, matches in on_gpu or on_host:
+        actions = [Action(cast(Kind, m[1]), int(m[2]), int(m[3])) for m in matches]
+        item = actions[0] if len(actions) == 1 else Overlap(*actions)
+        yield item, event["ts"], event["ts"] + event["dur"]
 
 
 class Box(NamedTuple):
