@@ -40,7 +40,7 @@ WORLD, N = 4, 4
 CONFIG = DecoderConfig(
     vocab_size=61,
     dim=32,
-    num_layers=3,
+    num_layers=4,  # even: both sides are in the same block at one time
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -72,8 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
     "transformers": {"family": "qwen3-moe", "fsdp": STAYING},
     "transformers, computed again": {"family": "qwen2-moe", "checkpoint": True, "fsdp": FREED},
     "no experts": {"config": replace(CONFIG, moe=None, mlp_hidden_dim=48)},
-    "two chunks": {"layout": "Et|ttL", "fsdp": STAYING},
-    "two freed chunks": {"layout": "Ett|tL", "fsdp": FREED},
+    "two chunks": {"layout": "Et|tttL", "fsdp": STAYING},
+    "two freed chunks": {"layout": "Ettt|tL", "fsdp": FREED},
 }
 
 

@@ -103,7 +103,7 @@ class _Side:
         self.turn.acquire()
 
 
-class _OtherFailed(BaseException):
+class _OtherFailed(Exception):  # behind which modules call their hooks
     """Ends one side of a pair because of an exception in the other one."""
 
 

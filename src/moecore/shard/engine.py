@@ -31,8 +31,8 @@ Note "pairs": within `paired` one announced forward takes turns with one backwar
 after it. What is of a forward (`_depth`, `_outer`, `runs[False]`, `forwards`) and of a backward
 (`_active`, `_in_backward`, `runs[True]`, `backwards`) is kept apart, and both see `waiting` and
 `_to_come`: a forward is to come until it has ended, for until then units do not wait for all of its
-backward. Who goes on finds its units whole again (`resume`), because the other may have taken
-their buffers; units that stay have their own. A backward frees no unit of a forward that runs.
+backward. Who goes on finds its units whole again (`resume`): the other may have freed them, or
+taken their buffers; units that stay have their own.
 """
 
 from __future__ import annotations
@@ -361,8 +361,6 @@ class Engine:
         self._active.clear()
         for unit in reversed(self.units):
             self._reduce(unit)
-            if unit.forwards:  # of a pair: its end comes
-                continue
             if self._gets_more(unit):
                 unit.register(whole=False)
             else:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.collectives import EqualSizes, spread, unneeded
+from moecore.moe.dispatch.collectives import EqualSizes, needed, unneeded
 from moecore.moe.lanes import Lanes, exchange
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
@@ -105,7 +104,7 @@ class AllToAllDispatcher:
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync; 1 collective."""
         splits = (plan.send_splits, plan.receive_splits)
-        (y_MD,) = _AllToAll.apply(*splits, self.placement.group, self.lanes, y_SD)
+        y_MD, _ = _AllToAll.apply(y_SD, None, *splits, self.placement.group, self.lanes)
         return sum_rows(y_MD, plan.token_ids_M, plan.slots_TG)
 
 
@@ -182,25 +181,25 @@ def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int],
 
 
 def _all_to_all(
-    xs: Sequence[Tensor],
+    xs: Sequence[Tensor | None],
     receive_splits: list[int],
     send_splits: list[int],
     group: dist.ProcessGroup,
     lanes: Lanes | None,
-) -> list[Tensor]:
+) -> list[Any]:
     """Return what came for each tensor; they travel at one time."""
-    outs = [x.new_empty((sum(receive_splits), *x.shape[1:])) for x in xs]
-    if not outs[0].is_meta:
-        how: dict[str, Any] = dict(
-            output_split_sizes=receive_splits, input_split_sizes=send_splits, group=group
-        )
-        exchange(
-            [
-                partial(dist.all_to_all_single, out, x.contiguous(), **how)
-                for out, x in zip(outs, xs, strict=True)
-            ],
-            lanes,
-        )
+    outs = [None if x is None else x.new_empty((sum(receive_splits), *x.shape[1:])) for x in xs]
+    how: dict[str, Any] = dict(
+        output_split_sizes=receive_splits, input_split_sizes=send_splits, group=group
+    )
+    exchange(
+        [
+            partial(dist.all_to_all_single, out, x.contiguous(), **how)
+            for out, x in zip(outs, xs, strict=True)
+            if out is not None and x is not None and not out.is_meta
+        ],
+        lanes,
+    )
     return outs
 
 
@@ -208,18 +207,19 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        x: Tensor | None,
+        y: Tensor | None,
         receive_splits: list[int],
         send_splits: list[int],
         group: dist.ProcessGroup,
         lanes: Lanes | None,
-        *xs: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         ctx.args = (send_splits, receive_splits, group, lanes)
-        return tuple(_all_to_all(xs, receive_splits, send_splits, group, lanes))
+        return tuple(_all_to_all((x, y), receive_splits, send_splits, group, lanes))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *_AllToAll.apply(*ctx.args, *grads)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_AllToAll.apply(*grads, *ctx.args), None, None, None, None
 
 
 class _Send(torch.autograd.Function):
@@ -247,6 +247,6 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:3]
-        came = _AllToAll.apply(*ctx.args, *compress(grads, needs))
-        return *spread(came, needs), None, None, None
+        drows_SD, _, dweights_SK = needed(grads, ctx.needs_input_grad)
+        drows_MD, dweights_MK = _AllToAll.apply(drows_SD, dweights_SK, *ctx.args)
+        return drows_MD, None, dweights_MK, None, None, None

@@ -7,9 +7,8 @@ Legend: C rows of each rank, G ranks of the group, S = G * C rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -64,8 +63,8 @@ class EqualSizes:
 class _GatherRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, lanes: Lanes | None, *xs_C: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, group: dist.ProcessGroup, lanes: Lanes | None, *xs_C: Tensor | None
+    ) -> tuple[Any, ...]:
         ctx.args = (group, lanes)
         outs = tuple(_gather_from_ranks(xs_C, group, lanes))
         ctx.mark_non_differentiable(*unneeded(outs, ctx.needs_input_grad[2:]))
@@ -73,63 +72,67 @@ class _GatherRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[2:]
-        came = _SumRanks.apply(*ctx.args, *compress(grads, needs))
-        return None, None, *spread(came, needs)
+        wanted = needed(grads, ctx.needs_input_grad[2:])
+        return None, None, *_SumRanks.apply(*ctx.args, *wanted)
 
 
 class _SumRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, lanes: Lanes | None, *ys_S: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, group: dist.ProcessGroup, lanes: Lanes | None, *ys_S: Tensor | None
+    ) -> tuple[Any, ...]:
         ctx.args = (group, lanes)
         return tuple(_sum_over_ranks(ys_S, group, lanes))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *_GatherRanks.apply(*ctx.args, *grads)
 
 
-def unneeded(outs: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+def unneeded(outs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     """Return the outputs of a function whose inputs need no gradient."""
-    return [out for out, needed in zip(outs, needs, strict=False) if not needed]
+    return [out for out, need in zip(outs, needs, strict=False) if out is not None and not need]
 
 
-def spread(grads: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Tensor | None]:
-    """Yield a gradient, in order, for each input that needs one, and None for the others."""
-    found = iter(grads)
-    return (next(found) if needed else None for needed in needs)
+def needed(grads: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients, and None for inputs of a function that need none."""
+    return [grad if need else None for grad, need in zip(grads, needs, strict=False)]
 
 
 def _gather_from_ranks(
-    xs_C: Sequence[Tensor], group: dist.ProcessGroup, lanes: Lanes | None = None
-) -> list[Tensor]:
-    outs = [x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:])) for x_C in xs_C]
-    if not outs[0].is_meta:
-        exchange(
-            [
-                partial(all_gather_single, out, x_C.contiguous(), group=group)
-                for out, x_C in zip(outs, xs_C, strict=True)
-            ],
-            lanes,
-        )
+    xs_C: Sequence[Tensor | None], group: dist.ProcessGroup, lanes: Lanes | None = None
+) -> list[Any]:
+    outs = [
+        None if x_C is None else x_C.new_empty((group.size() * x_C.shape[0], *x_C.shape[1:]))
+        for x_C in xs_C
+    ]
+    exchange(
+        [
+            partial(all_gather_single, out, x_C.contiguous(), group=group)
+            for out, x_C in zip(outs, xs_C, strict=True)
+            if out is not None and x_C is not None and not out.is_meta
+        ],
+        lanes,
+    )
     return outs
 
 
 def _sum_over_ranks(
-    ys_S: Sequence[Tensor], group: dist.ProcessGroup, lanes: Lanes | None
-) -> list[Tensor]:
-    received = [torch.empty_like(y_S, memory_format=torch.contiguous_format) for y_S in ys_S]
-    if not received[0].is_meta:
-        exchange(
-            [
-                partial(dist.all_to_all_single, out, y_S.contiguous(), group=group)
-                for out, y_S in zip(received, ys_S, strict=True)
-            ],
-            lanes,
-        )
-    return [_sum_of_parts(x_S, group.size()) for x_S in received]
+    ys_S: Sequence[Tensor | None], group: dist.ProcessGroup, lanes: Lanes | None
+) -> list[Any]:
+    received = [
+        None if y_S is None else torch.empty_like(y_S, memory_format=torch.contiguous_format)
+        for y_S in ys_S
+    ]
+    exchange(
+        [
+            partial(dist.all_to_all_single, out, y_S.contiguous(), group=group)
+            for out, y_S in zip(received, ys_S, strict=True)
+            if out is not None and y_S is not None and not out.is_meta
+        ],
+        lanes,
+    )
+    return [None if x_S is None else _sum_of_parts(x_S, group.size()) for x_S in received]
 
 
 def _sum_of_parts(x_S: Tensor, num_parts: int) -> Tensor:
