@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore import BalanceConfig, MoEConfig, MoELayer, ParallelConfig, build_meshes
+from moecore import (
+    BalanceConfig,
+    CapacityConfig,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+)
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
@@ -274,8 +281,31 @@ def traffic() -> dict[str, Any]:
     return {folding: all(c[folding] for c in found) for folding in FOLDINGS}
 
 
+def compiled(name: str) -> tuple[bool, list[str]]:
+    """Return if a compiled layer with static shapes has the eager bits, and where it breaks."""
+    capacity = CapacityConfig(factor=1.0, pad=True)
+    config = replace(CONFIG, fc1_bias=False, fc2_bias=False, capacity=capacity)
+    meshes, place = placement("ep2-edp2")
+    layer = make_layer(config)
+    layer.part("experts").shard(meshes.expert["ep", "etp"])
+    layer.dispatcher = DISPATCHERS[name](place)
+    x_TD = tokens_of((8, 8, 8, 8), torch.float32)[dist.get_rank()].requires_grad_()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    grads = []
+    for run in (layer, torch.compile(layer, backend="aot_eager")):
+        y_TD = run(x_TD)
+        grads.append(torch.autograd.grad(y_TD, x_TD, weights_of(y_TD))[0])
+    return torch.equal(*grads), list(torch._dynamo.utils.counters["graph_break"])
+
+
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    return {"fp32": fp32_errors(), "bf16": bf16_ratios(), "traffic": traffic()}
+    return {
+        "fp32": fp32_errors(),
+        "bf16": bf16_ratios(),
+        "traffic": traffic(),
+        "compiled": {name: compiled(name) for name in DISPATCHERS},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -299,3 +329,10 @@ def test_each_token_travels_once_per_rank_in_three_collectives(
     folding: str, results: dict[str, Any]
 ) -> None:
     assert results["traffic"][folding]
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_compilers_break_once_where_counts_are_kept(name: str, results: dict[str, Any]) -> None:
+    is_equal, breaks = results["compiled"][name]
+    assert is_equal
+    assert len(breaks) == 1 and "LoadTracker" in breaks[0]

@@ -67,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "static capacity": moe(capacity=CapacityConfig(factor=1.0, pad=True)),
     "moe computed again": {"memory": MemoryOptions(recompute=("moe",))},
     "parts computed again": {"memory": MemoryOptions(recompute=("norm", "rope", "qkv_proj"))},
+    "offloaded": {"memory": MemoryOptions(offload=("norm", "attention", "experts", "rest"))},
     "blocks computed again": {"checkpoint": True, "fsdp": STAYING} | moe(router_jitter=0.2),
     "freed blocks computed again": {"checkpoint": True, "fsdp": FREED},
     "transformers": {"family": "qwen3-moe", "fsdp": STAYING},
