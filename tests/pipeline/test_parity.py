@@ -6,6 +6,7 @@ auxiliary losses, counts and weights after three steps. Micro-batches of a step 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from moecore import (
     build_meshes,
     parallelize_moe,
 )
+from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, DecoderConfig
 from tests.hf.hf_models import random_model
 from tests.parity import Case, of_all_stages, run_case, worst_error
@@ -295,6 +297,46 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 
+def refusals(rank: int) -> dict[str, str]:
+    """What a rank is told; nothing communicates before."""
+    meshes = build_meshes(ParallelConfig(pp=2), "cpu")
+
+    def parallelized(**how: Any) -> Decoder:
+        return parallelize_moe(Decoder(PREDICTS, device="meta"), meshes, **how)
+
+    model = parallelized(pipeline=ONE_F_ONE_B).to_empty(device="cpu")
+    step = TrainStep(model, num_micro_batches=2)
+    calls = {
+        "number": lambda: step.forward_backward([{}]),
+        "alone": lambda: step.micro_batch().__enter__(),
+        "graph": lambda: GraphedForwardBackward(print, model),
+        "no stages": parallelized,
+        "layout": lambda: parallelized(pipeline=pipeline("1f1b", "Ettt|tmmL")),
+        "chunks": lambda: parallelized(pipeline=pipeline("interleaved", "Et|tt|mmL")),
+        "too many": lambda: parallelized(pipeline=pipeline("1f1b", chunks=2)),
+        "compiled": lambda: parallelized(pipeline=V, compile_dense=True),
+    }
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            errors[name] = str(error)
+    return errors
+
+
+REFUSED = {
+    "number": r"micro_batches \(1\) must be num_micro_batches \(2\)",
+    "alone": r"micro_batch\(\) must not run a pipeline's stages",
+    "graph": r"model \(Decoder\) must have no pipeline stages for a CUDA graph",
+    "no stages": r"ParallelConfig.pp \(2\) must go with stages",
+    "layout": r"layout \('Ettt\|tmmL'\) must",
+    "chunks": r"layout \(.*\) must have a number of stages that pp \(2\) divides, found 3",
+    "too many": r"chunks \(2\) must be 1 for schedule '1f1b'",
+    "compiled": r"PipelineConfig.schedule \('zbv'\) must go with compile_dense",
+}
+
+
 def transformers_models(rank: int) -> dict[str, dict[str, float]]:
     """The worst errors of a step of transformers models, of which a rank has some layers."""
     found = {}
@@ -326,7 +368,8 @@ def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, dict
 
 
 def worker_that_predicts(rank: int, device: torch.device) -> dict[str, dict[str, float]]:
-    found = {name: predicts(rank, name) for name in PREDICTING}
+    found: dict[str, Any] = {name: predicts(rank, name) for name in PREDICTING}
+    found["refused"] = refusals(rank)
     return found | transformers_models(rank)
 
 
@@ -359,6 +402,12 @@ def test_prediction_modules_and_copies_of_the_table(
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
 def test_models_of_transformers(name: str, results: dict[str, dict[str, float]]) -> None:
     assert {n: e for n, e in results[name].items() if not e < FP32_BOUND} == {}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_one_line(name: str, results: dict[str, Any]) -> None:
+    error = results["refused"][name]
+    assert re.match(REFUSED[name], error) and "\n" not in error, error
 
 
 @pytest.mark.gpu

@@ -193,14 +193,30 @@ class _Run:
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         out = run_stage(self._model, stage, hidden, inputs)
-        sent = None if stage.loss else out.detach()
+        sent = None if stage.loss else self._checked(out.detach(), action)
         if stage.loss:
+            if out.ndim:
+                raise ValueError(
+                    f"micro_batches[{action.micro_batch}] must have labels, so that the model "
+                    f"returns its loss, found {tuple(out.shape)}: pass them on all ranks"
+                )
             self._losses[action.micro_batch] = out.detach()
             out = self._scale(out)
         if torch.is_grad_enabled():
             place = action.stage, action.micro_batch
             self._waiting[place] = _Forward(hidden, get_gradient_edge(out))
         return sent
+
+    def _checked(self, out: Tensor, action: Action) -> Tensor:
+        """Return hidden states that are what the next stage waits for."""
+        shape = self._shape_of(action.stage + 1, action.micro_batch)
+        if out.dtype != self._pipeline.dtype or tuple(out.shape) != shape:
+            raise ValueError(
+                f"hidden states of stage {action.stage} ({out.dtype} {tuple(out.shape)}) must be "
+                f"{self._pipeline.dtype} {shape}: keep the model, or FSDPOptions.param_dtype, in "
+                "one dtype"
+            )
+        return out
 
     def _backward(self, action: Action) -> Tensor | None:
         grad = self._transport.receive(action)
