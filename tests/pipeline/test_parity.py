@@ -30,7 +30,7 @@ from moecore.models import Decoder, DecoderConfig
 from tests.hf.hf_models import random_model
 from tests.parity import Case, of_all_stages, run_case, worst_error
 from tests.ranks import num_gpu_ranks, run_ranks
-from tests.test_parity import FP32_BOUND, case
+from tests.test_parity import BF16, FP8, FP32_BOUND, case
 
 CASES_PER_SPAWN = 8
 
@@ -219,6 +219,29 @@ CASES += [
         accumulate=4,
     )
 ]
+ROUGH = [
+    case(
+        4,
+        "pp=2 dp_shard=2",
+        "pp=2 ep=2 edp_shard=1",
+        model="balanced",
+        pipeline=ZERO_BUBBLE,
+        accumulate=2,
+        layers=3,
+        precision=FP8,
+    ),
+    case(
+        4,
+        "pp=2 dp_shard=2",
+        "pp=2 ep=2 edp_shard=1",
+        model="balanced",
+        pipeline=MERGED,
+        accumulate=3,
+        layers=4,
+        bf16=True,
+        fsdp=BF16,
+    ),
+]
 NARROW = dict(pp=2, dp_shard=1, edp_shard=1)
 ON_GPUS = [
     Case(world=2, parallel=NARROW, pipeline=ONE_F_ONE_B, accumulate=3, tied=True),
@@ -377,7 +400,7 @@ def worker_that_predicts(rank: int, device: torch.device) -> dict[str, dict[str,
 def results() -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for world in WORLDS:
-        cases = [one for one in CASES if one.world == world]
+        cases = [one for one in [*CASES, *ROUGH] if one.world == world]
         for i in range(0, len(cases), CASES_PER_SPAWN):
             found |= run_ranks(world, worker, cases[i : i + CASES_PER_SPAWN])
     return found | run_ranks(4, worker_that_predicts)
@@ -388,6 +411,15 @@ def test_pipeline_is_one_process(one: Case, results: dict[str, dict[str, float]]
     errors = results[one.name]
     assert any(name.startswith("grad/") for name in errors)
     assert {n: e for n, e in errors.items() if not e < FP32_BOUND} == {}
+
+
+@pytest.mark.parametrize("one", ROUGH, ids=lambda one: one.name)
+def test_rounded_pipeline_is_at_most_twice_as_wrong(
+    one: Case, results: dict[str, dict[str, float]]
+) -> None:
+    ratios = results[one.name]
+    assert any(name.startswith("grad/") for name in ratios)
+    assert {n: ratio for n, ratio in ratios.items() if not ratio < 2} == {}
 
 
 @pytest.mark.parametrize("name", PREDICTING)
