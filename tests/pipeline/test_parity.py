@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -348,6 +349,25 @@ def refusals(rank: int) -> dict[str, str]:
     return errors
 
 
+def run_the_page() -> float:
+    """Run the code of docs/pipeline.md on a small model; return its last loss."""
+    page = Path(__file__).parents[2] / "docs" / "pipeline.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    small = {
+        "pp=8, ep=8": "pp=2, ep=2",
+        'preset("deepseek-v3")': "config",
+        "Et*3|(tt|)*29m|L": "Et|t|tmm|L",
+        "num_micro_batches=32": "num_micro_batches=3",
+    }
+    for large, other in small.items():
+        assert code.count(large) == 1, large
+        code = code.replace(large, other)
+    batches = [tuple(batch(0, i, 0).values()) for i in range(3)]
+    names: dict[str, Any] = {"config": PREDICTS, "batches": batches}
+    exec(code, names)
+    return float(names["losses"][-1])
+
+
 REFUSED = {
     "number": r"micro_batches \(1\) must be num_micro_batches \(2\)",
     "alone": r"micro_batch\(\) must not run a pipeline's stages",
@@ -393,6 +413,7 @@ def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, dict
 def worker_that_predicts(rank: int, device: torch.device) -> dict[str, dict[str, float]]:
     found: dict[str, Any] = {name: predicts(rank, name) for name in PREDICTING}
     found["refused"] = refusals(rank)
+    found["page"] = run_the_page()
     return found | transformers_models(rank)
 
 
@@ -440,6 +461,10 @@ def test_models_of_transformers(name: str, results: dict[str, dict[str, float]])
 def test_what_does_not_fit_is_one_line(name: str, results: dict[str, Any]) -> None:
     error = results["refused"][name]
     assert re.match(REFUSED[name], error) and "\n" not in error, error
+
+
+def test_the_code_of_the_page_runs(results: dict[str, Any]) -> None:
+    assert 3.5 < results["page"] < 6  # log(61) is 4.1, and of three tokens the loss is more
 
 
 @pytest.mark.gpu
