@@ -231,20 +231,26 @@ class _Work:
         self._work.wait()
 
 
-def order(device: torch.device) -> dict[str, Any]:
-    """Return whether ranks agree on the order, and exchanges beside which the other one runs."""
+ORDERED = ("staying", "freed", "blocks computed again", "freed blocks computed again")
+
+
+def order(device: torch.device, case: str) -> dict[str, Any]:
+    """Return the order of all ranks, and what each side does with lanes and without."""
     found: dict[str, Any] = {}
-    for name in ("staying", "freed", "freed blocks computed again"):
+    for beside in (True, False):
         with recorded() as events:
-            run(device, beside=True, **CASES[name])
+            run(device, beside=beside, **CASES[case])
         # Ranks send other numbers of rows; what units communicate is the same.
         kinds = [(who, what) for who, what, _ in events]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, kinds)
-        found[name] = every
-    with recorded() as events:
-        run(device, beside=False, **CASES["staying"])
-    found["none"] = [what for _, what, _ in events]
+        for who in ("forward", "backward"):
+            found[who, beside] = [
+                (what.replace("start", "exchange"), shape)
+                for side, what, shape in events
+                if side == who and what not in ("wait", "gather")
+            ]
+        found[beside] = every
     return found
 
 
@@ -335,7 +341,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     dist.all_gather_object(differences, {n: difference(device, **c) for n, c in CASES.items()})
     return {
         "differences": differences,
-        "order": order(device),
+        "order": {case: order(device, case) for case in ORDERED},
         "failures": {where: fail(device, where) for where in FAILURES},
         "refused": refused(device),
     }
@@ -352,22 +358,27 @@ def test_pairs_have_the_bits_of_one_after_the_other(case: str, found: dict[str, 
     assert [one[case] for one in found["differences"]] == [[]] * WORLD
 
 
-@pytest.mark.parametrize("case", ["staying", "freed", "freed blocks computed again"])
+@pytest.mark.parametrize("case", ORDERED)
 def test_the_order_of_collectives_is_that_of_all_ranks(case: str, found: dict[str, Any]) -> None:
-    first, *others = found["order"][case]
+    first, *others = found["order"][case][True]
     assert others == [first] * (WORLD - 1)
 
 
+@pytest.mark.parametrize("case", ORDERED)
+def test_each_side_communicates_as_without_lanes(case: str, found: dict[str, Any]) -> None:
+    """But for gathers, of which pairs of freed units need more."""
+    ordered = found["order"][case]
+    for who in ("forward", "backward"):
+        assert ordered[who, True] == ordered[who, False] != []
+    assert {"start", "wait"}.isdisjoint(what for _, what in ordered[False][0])
+
+
 def test_exchanges_run_beside_the_other_side(found: dict[str, Any]) -> None:
-    kinds = found["order"]["staying"][0]
+    kinds = found["order"]["staying"][True][0]
     for side in ("forward", "backward"):
         beside = hidden(kinds, side)
         # Of each layer and pair those of rows, of choices and of sums.
         assert beside == [True] * 3 * CONFIG.num_layers * (N - 1)
-
-
-def test_without_pairs_exchanges_are_in_line(found: dict[str, Any]) -> None:
-    assert {"start", "wait"}.isdisjoint(found["order"]["none"])
 
 
 def test_an_exception_ends_both(found: dict[str, Any]) -> None:
