@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore._fields import Count, OneOf, Rules, check_arguments, check_fields
-from moecore._torch import inherit_timeout
+from moecore._torch import default_timeout, inherit_timeout
 from moecore.agreement import check_same, fields_of
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -336,7 +336,10 @@ def _stages(
     if p.pp == 1:
         return world.get_group(), None
     view = _fold(world.device_type, (p.pp, world.size() // p.pp), ("pp", "stage"))
-    return view.get_group("stage"), (dense.get_group("pp"), view.get_group("pp"))
+    up, down = dense.get_group("pp"), view.get_group("pp")
+    if up is down:  # both are the default group, where each stage is one rank
+        down = dist.new_group(timeout=default_timeout())
+    return view.get_group("stage"), (up, down)
 
 
 def _dim(mesh: DeviceMesh, name: str) -> int:
