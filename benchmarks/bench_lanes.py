@@ -1,12 +1,16 @@
 r"""A step whose forwards run beside backwards, with and without lanes, taking turns in one run.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_lanes --results
+    python -m benchmarks.bench_lanes --link-gbps 100 --results    one GPU, delayed copies
 
 Both variants run the same micro-batches of one model in the same order, each forward one ahead of
 its backward: "in turn" the forward and then the backward, "lanes" both layer by layer. There is no
 optimizer. A step's time is that of the slowest rank, over the steps of a turn, the median of all
 rounds. `exchange_ms` sums the kernels that move tokens between ranks in one profiled step;
 `beside` is the part of their time in which a kernel that computes runs too, on this rank.
+
+On one GPU an exchange is a copy of the same bytes on a stream of its own, and a kernel that waits
+as long as a link of that bandwidth would take.
 """
 
 from __future__ import annotations
@@ -31,15 +35,19 @@ from benchmarks.records import RESULTS, append_rows
 from benchmarks.trace import COMMUNICATION, Kernel, break_down, category_of, covered, kernels_of
 from moecore import FSDPOptions, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, preset
+from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.placement import ExpertPlacement
+from moecore.moe.state import moe_state
 
 EXCHANGE = "SendRecv"  # NCCL's kernel of an all-to-all
+WAITING = "spin_kernel"  # that of `DelayedLink`
 Pair = Callable[[TrainStep, Callable[[], Tensor], Callable[[], None]], Tensor]
 
 
 def main() -> int:
     """Print and record a row per batch size and variant; on each rank of torchrun."""
     args = _arguments()
-    if "WORLD_SIZE" not in os.environ:
+    if "WORLD_SIZE" not in os.environ and args.link_gbps is None:
         print("bench_lanes: error: start it with torchrun --nproc-per-node 2 -m", file=sys.stderr)
         return 2
     device = _start()
@@ -55,6 +63,52 @@ def main() -> int:
                 append_rows(args.results, "benchmarks.bench_lanes", rows, num_gpus=world)
     dist.barrier()
     return 0
+
+
+class DelayedLink:
+    """Stands for `dist.all_to_all_single` on one GPU; the exchanges of a group wait in line.
+
+    Args:
+        gbps: 1e9 bytes per second.
+    """
+
+    def __init__(self, gbps: float) -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(2):  # the first one warms up
+            start.record()
+            torch.cuda._sleep(10_000_000)
+            end.record()
+        end.synchronize()
+        self._cycles_per_byte = 1e10 / start.elapsed_time(end) / (gbps * 1e9)
+        self._streams: dict[Any, torch.cuda.Stream] = {}
+
+    def __call__(
+        self, out: Tensor, sent: Tensor, *, group: Any, async_op: bool = False, **_splits: Any
+    ) -> torch.cuda.Event | None:
+        stream = self._streams.setdefault(group, torch.cuda.Stream())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            out.copy_(sent)
+            torch.cuda._sleep(int(sent.nbytes * self._cycles_per_byte))
+        for tensor in (out, sent):
+            tensor.record_stream(stream)
+        done = stream.record_event()
+        if async_op:
+            return done  # `wait` is that of a work
+        done.wait()
+        return None
+
+    def connect(self, model: nn.Module) -> None:
+        """Let tokens of each layer travel from this rank to itself, for the rest of the process."""
+        dist.all_to_all_single = self
+        world, counts = dist.group.WORLD, dist.new_group([0])
+        assert world is not None and counts is not None
+        for layer in moe_state(model).layers.values():
+            experts = layer.config.num_experts
+            place = ExpertPlacement(
+                group=world, counts_group=counts, num_experts=experts, ep=1, etp=1
+            )
+            layer.dispatcher = AllToAllDispatcher(place)
 
 
 def _in_turn(
@@ -103,6 +157,7 @@ def measure(
             "layers": args.layers,
             "ep": args.ep,
             "dispatcher": args.dispatcher,
+            "link_gbps": args.link_gbps,
             "micro_batches": args.micro_batches,
             "batch_size": tokens[0].shape[0],
             "seq_len": args.seq_len,
@@ -135,7 +190,9 @@ def _traced(one: Callable[[], Tensor], device: torch.device) -> dict[str, float]
         one()
         return {}
     torch.cuda.reset_peak_memory_stats()
-    kernels = kernels_of(one)
+    kernels = [
+        replace(k, name="nccl " + EXCHANGE) if WAITING in k.name else k for k in kernels_of(one)
+    ]
     found = break_down(kernels)
     exchanges = [k for k in kernels if EXCHANGE in k.name]
     computing = [k for k in kernels if category_of(k.name) not in COMMUNICATION]
@@ -166,6 +223,8 @@ def _model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     parallelize_moe(model, meshes, dispatcher=args.dispatcher, fsdp=options)
     model.to_empty(device=device)
     model.init_weights()
+    if args.link_gbps is not None:
+        DelayedLink(args.link_gbps).connect(model)
     return model
 
 
@@ -181,9 +240,10 @@ def _start() -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    alone = dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", **({} if "RANK" in os.environ else alone))
     return device
 
 
@@ -199,6 +259,7 @@ def _arguments() -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--ep", type=int, default=2)
     add("--dispatcher", default="alltoall", choices=["alltoall", "allgather"])
+    add("--link-gbps", type=float, help="one GPU: exchanges take as long as over such a link")
     add("--seq-len", type=int, default=4096)
     add("--batch-sizes", type=int, nargs="+", default=[1, 2], help="rows per rank")
     add("--micro-batches", type=int, default=4)
@@ -206,7 +267,10 @@ def _arguments() -> argparse.Namespace:
     add("--steps", type=int, default=3, help="of a turn")
     add("--rounds", type=int, default=5, help="turns of each variant")
     add("--results", type=Path, nargs="?", const=RESULTS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.link_gbps is not None:
+        args.ep, args.dispatcher = 1, "alltoall"
+    return args
 
 
 if __name__ == "__main__":

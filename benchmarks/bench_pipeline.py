@@ -67,6 +67,7 @@ def main() -> None:
                 "provider": name,
                 **{n: getattr(args, n) for n in ("preset", "layers", "micro_batches")},
                 "batch_size": args.batch_size,
+                "vocab_size": args.vocab_size or preset(args.preset).vocab_size,
                 "seq_len": args.seq_len,
                 "step_ms": 1e3 * median,
                 "fastest_ms": 1e3 * min(seconds),
@@ -90,6 +91,8 @@ def make(pipeline: PipelineConfig | None, args: argparse.Namespace) -> Step:
     parallel = ParallelConfig() if pipeline is None else ParallelConfig(pp=pp)
     meshes = build_meshes(parallel, args.device)
     config = replace(preset(args.preset), num_layers=args.layers)
+    if args.vocab_size is not None:
+        config = replace(config, vocab_size=args.vocab_size)
     model = Decoder(config, device="meta")
     force_even_load(model)
     fsdp = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
@@ -142,6 +145,7 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--preset", default="qwen3-30b-a3b")
     add("--layers", type=int, default=4)
+    add("--vocab-size", type=int, help="which weighs the head; default: the preset's")
     add("--layouts", nargs="+", default=["Et*3|tL"], help="of the stages of all ranks")
     add("--schedules", nargs="+", default=["1f1b"], help="of each layout")
     add("--micro-batches", type=int, default=16)

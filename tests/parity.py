@@ -53,6 +53,7 @@ from moecore.precision.roles import Precision
 from tests.moe.reference import ReferenceOutput, moe_reference
 from tests.shard.units import unit_of
 
+CPU = torch.device("cpu")
 OPTIMIZERS = ("sgd", "adamw", "adamw")  # one per step
 ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
@@ -199,7 +200,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
         model.init_weights(seed=5)
         initial = {n: t.clone() for n, t in whole(model.state_dict()).items()}
         if case.pipeline is not None:
-            initial = of_all_stages(initial)
+            initial = of_all_stages(initial, device)
         reference = Decoder(config).to(device)
         reference.init_weights(seed=5)
         assert all(torch.equal(initial[n], t) for n, t in reference.state_dict().items()), (
@@ -210,7 +211,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     with counted_copies() as copies:
         found = train(model, meshes, batches, case)
     if case.pipeline is not None:
-        found = of_all_stages(found)
+        found = of_all_stages(found, device)
     if dist.get_rank() != 0:
         return {}
     expected = train_reference(config, initial, batches, case, device)
@@ -222,16 +223,16 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     return errors | {n: error_ratio(found[n], plain[n], expected[n]) for n in names}
 
 
-def of_all_stages(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what all ranks found; what several have must be the same bits."""
+def of_all_stages(found: dict[str, Any], device: torch.device = CPU) -> dict[str, Any]:
+    """Return what all ranks found, on one device; what several have must be the same bits."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, {name: t.cpu() for name, t in found.items()})
     merged: dict[str, Any] = {}
     for one in everyone:
         for name, tensor in one.items():
             same = torch.equal(merged.setdefault(name, tensor), tensor)
             assert same or name.startswith("loss/"), f"{name} differs between stages"
-    return merged
+    return {name: t.to(device) for name, t in merged.items()}
 
 
 @contextmanager

@@ -91,7 +91,9 @@ def make(layout: str, device_type: str) -> tuple[nn.Module, list[MicroBatch]]:
     parallel, options = LAYOUTS[layout]
     meshes = build_meshes(parallel, device_type)
     if layout.endswith("parts"):
-        staged = parallelize_moe(test_unit.Model(), meshes, fsdp=options)
+        with torch.device(device_type):  # where wide weights are made and compared quickly
+            staged = test_unit.Model()
+        parallelize_moe(staged, meshes, fsdp=options)
         return staged, [MicroBatch(stages_of(staged, n)) for n in range(N)]
     model = Decoder(CONFIG, device="meta")
     parallelize_moe(model, meshes, fsdp=options)
