@@ -101,13 +101,11 @@ class DelayedLink:
     def connect(self, model: nn.Module) -> None:
         """Let tokens of each layer travel from this rank to itself, for the rest of the process."""
         dist.all_to_all_single = self
-        world, counts = dist.group.WORLD, dist.new_group([0])
-        assert world is not None and counts is not None
+        world = dist.group.WORLD
+        assert world is not None
         for layer in moe_state(model).layers.values():
             experts = layer.config.num_experts
-            place = ExpertPlacement(
-                group=world, counts_group=counts, num_experts=experts, ep=1, etp=1
-            )
+            place = ExpertPlacement(group=world, num_experts=experts, ep=1, etp=1)
             layer.dispatcher = AllToAllDispatcher(place)
 
 

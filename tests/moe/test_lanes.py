@@ -5,6 +5,7 @@ The oracle is the same step without lanes: each pair is the forward, and then th
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -202,6 +203,9 @@ def recorded() -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
         events.append(("backward" if is_recomputing() else "forward", what, tuple(out.shape)))
 
     def exchange(out: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if out.dtype == torch.int64:  # counts, which the host reads
+            note("counts", out)
+            return all_to_all(out, *args, **kwargs)
         is_async = kwargs.get("async_op", False)
         note("start" if is_async else "exchange", out)
         work = all_to_all(out, *args, **kwargs)
@@ -379,6 +383,14 @@ def test_exchanges_run_beside_the_other_side(found: dict[str, Any]) -> None:
         beside = hidden(kinds, side)
         # Of each layer and pair those of rows, of choices and of sums.
         assert beside == [True] * 3 * CONFIG.num_layers * (N - 1)
+
+
+def test_what_was_counted_starts_before_the_other_side_exchanges(found: dict[str, Any]) -> None:
+    """The host waits for counts behind a part of the other side, which has started nothing."""
+    kinds = [event for event in found["order"]["staying"][True][0] if event[1] != "wait"]
+    after = [now for before, now in itertools.pairwise(kinds) if before == ("forward", "counts")]
+    assert after.count(("forward", "start")) == CONFIG.num_layers * (N - 1)
+    assert set(after) == {("forward", "start"), ("forward", "exchange")}
 
 
 def test_an_exception_ends_both(found: dict[str, Any]) -> None:

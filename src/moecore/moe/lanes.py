@@ -8,8 +8,12 @@ the baton over where it has started an exchange of tokens (`exchange`), so that 
 beside what the other one computes, and waits for the exchange when the baton has come back. When
 one ends, the other one keeps the baton.
 
-Note "order": the baton goes over at exchanges alone. So the order of all collectives follows from
-the two calls, never from time: ranks that run the same pairs have the same order.
+Where the host needs numbers of other ranks (`numbers_of`), it hands the baton over, too, and gets
+it back before the other one starts its next exchange. So the device has work while the host waits,
+and what is sent then starts beside that work: on a stream that has not waited for it (`ahead`).
+
+Note "order": the baton goes over at exchanges and numbers alone. So the order of all collectives
+follows from the two calls, never from time: ranks that run the same pairs have the same order.
 
 Note "streams": both compute on the stream of the caller. Exchanges run on the stream of their
 communicator, one after the other. A second stream of compute would not end earlier, because what
@@ -23,7 +27,7 @@ them as it has left them, and the forward decides their state at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
@@ -43,6 +47,7 @@ class Lanes:
     def __init__(self, resume: Sequence[Callable[[bool], None]]) -> None:
         self._resume = resume
         self._pair: _Pair | None = None
+        self._ahead: torch.cuda.Stream | None = None
 
     @property
     def are_open(self) -> bool:
@@ -81,10 +86,32 @@ class Lanes:
         _set_generators(numbers)
         return value
 
-    def hand_over(self) -> None:
-        """Let the other one run until it hands the baton over, or ends."""
+    def hand_over(self, *, is_early: bool = False) -> None:
+        """Let the other one run until it hands the baton over, or ends.
+
+        Args:
+            is_early: get the baton back before the other one starts an exchange.
+        """
         assert self._pair is not None
-        self._pair.hand_over()
+        self._pair.hand_over(is_early=is_early)
+
+    def give_back(self) -> None:
+        """Let the other one run first if it has handed over early. Before an exchange."""
+        assert self._pair is not None
+        self._pair.give_back()
+
+    @contextmanager
+    def ahead(self, *, waits: bool = False) -> Iterator[None]:
+        """Within, collectives wait for what was queued when it was last opened with `waits`."""
+        if not torch.cuda.is_initialized():
+            yield
+            return
+        if self._ahead is None:
+            self._ahead = torch.cuda.Stream()
+        if waits:
+            self._ahead.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._ahead):
+            yield
 
 
 class _Side:
@@ -92,14 +119,16 @@ class _Side:
 
     Attributes:
         is_backward: which one.
+        is_early: whether it wants the baton before the other one starts an exchange.
         is_running: whether it has not ended.
         turn: is free when its turn comes.
     """
 
-    __slots__ = ("is_backward", "is_running", "turn")
+    __slots__ = ("is_backward", "is_early", "is_running", "turn")
 
     def __init__(self, *, is_backward: bool) -> None:
         self.is_backward, self.is_running, self.turn = is_backward, True, Lock()
+        self.is_early = False
         self.turn.acquire()
 
 
@@ -144,7 +173,12 @@ class _Pair:
         finally:
             self._end(side)
 
-    def hand_over(self) -> None:
+    def give_back(self) -> None:
+        """As of `Lanes`."""
+        if self._other(self._holder).is_early:
+            self.hand_over()
+
+    def hand_over(self, *, is_early: bool = False) -> None:
         """As of `Lanes`. Whoever calls it holds the baton."""
         side = self._holder
         other = self._other(side)
@@ -153,9 +187,11 @@ class _Pair:
             if not other.is_running:
                 return
             numbers = _generators()
+            side.is_early = is_early
             self._holder = other
             other.turn.release()
         side.turn.acquire()
+        side.is_early = False
         self._check()
         _set_generators(numbers)
         for resume in self._resume:
@@ -181,21 +217,50 @@ class _Pair:
                 other.turn.release()
 
 
-def exchange(starts: Sequence[Callable[..., Any]], lanes: Lanes | None = None) -> None:
+def exchange(
+    starts: Sequence[Callable[..., Any]], lanes: Lanes | None = None, *, is_ahead: bool = False
+) -> None:
     """Run collectives that do not depend on each other.
 
     Args:
         starts: they start one each, take `async_op` and return its work.
         lanes: who runs until they are waited for; None = nobody.
+        is_ahead: they read nothing that was queued after the last `numbers_of`, and write memory
+            of `Lanes.ahead`.
     """
     if lanes is None or not lanes.are_open:
         for start in starts:
             start()
         return
-    works = [start(async_op=True) for start in starts]
+    lanes.give_back()
+    with lanes.ahead() if is_ahead else nullcontext():
+        works = [start(async_op=True) for start in starts]
     lanes.hand_over()
     for work in works:
         work.wait()
+
+
+def numbers_of(start: Callable[..., Any], numbers: Tensor, lanes: Lanes | None = None) -> Any:
+    """Return numbers that a collective writes, as a list on the host.
+
+    Args:
+        start: as of `exchange`.
+        numbers: of the device.
+        lanes: who runs until the host has them; None = nobody.
+    """
+    if lanes is None or not lanes.are_open:
+        start()
+        return numbers.tolist()
+    work = start(async_op=True)
+    with lanes.ahead(waits=True):
+        work.wait()
+        on_host = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
+        on_host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+    lanes.hand_over(is_early=True)
+    if arrived is not None:
+        arrived.synchronize()
+    return on_host.tolist()
 
 
 @contextmanager

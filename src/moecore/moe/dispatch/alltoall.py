@@ -13,9 +13,10 @@ forward, none in backward: the split sizes (`_exchange_counts`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import EqualSizes, needed, unneeded
-from moecore.moe.lanes import Lanes, exchange
+from moecore.moe.lanes import Lanes, exchange, numbers_of
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
@@ -67,6 +68,7 @@ class AllToAllDispatcher:
         One host sync; 3 collectives. With `routing.pad` none after the first; 3, of equal splits.
         """
         p, T = self.placement, x_TD.shape[0]
+        sent: _Sent | None = None
         block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")
         owned_PTK = block_TK == torch.arange(p.ep, device=x_TD.device)[:, None, None]
         needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
@@ -77,25 +79,26 @@ class AllToAllDispatcher:
             token_ids_M, slots_TG, used_M = static_send_order(needs_GT, num_sent)
             send_splits = receive_splits = [num_sent] * G
             num_rows = p.most_rows(routing)
+            sent = _rows_of(x_TD, routing, token_ids_M, slots_TG, used_M)
         else:
             pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
             counts = (needs_GT.sum(1), pairs_G)
             if x_TD.is_meta:
-                send_splits, receive_splits, num_rows = _balanced(p, *routing.expert_ids_TK.shape)
-            else:
-                send_splits, receive_splits, num_rows = _exchange_counts(*counts, p.group)
-            token_ids_M, slots_TG = send_order(needs_GT, sum(send_splits))
-            used_M = None
+                splits = _balanced(p, *routing.expert_ids_TK.shape)
+            elif self.lanes is None:
+                splits = _exchange_counts(*counts, p.group)
+            else:  # what is sent is queued before the other micro-batch computes
+                most = T * min(p.ep, routing.expert_ids_TK.shape[1]) * p.etp
+                token_ids_M, slots_TG = send_order(needs_GT, most)
+                sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
+                splits = _exchange_counts(*counts, p.group, self.lanes)
+            send_splits, receive_splits, num_rows = splits
+            if sent is None:
+                token_ids_M, slots_TG = send_order(needs_GT, sum(send_splits))
+                sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
         plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
-
-        rows_MD = gather_rows(x_TD, token_ids_M, slots_TG)
-        weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
-        ids_MK = routing.expert_ids_TK.index_select(0, token_ids_M)
-        if used_M is not None:
-            ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
-        rows_SD, ids_SK, weights_SK = _Send.apply(
-            rows_MD, ids_MK, weights_MK, plan, p.group, self.lanes
-        )
+        is_ahead = not routing.pad
+        rows_SD, ids_SK, weights_SK = _Send.apply(*sent, plan, p.group, self.lanes, is_ahead)
         index = build_index(
             ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, length=num_rows
         )
@@ -104,7 +107,8 @@ class AllToAllDispatcher:
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync; 1 collective."""
         splits = (plan.send_splits, plan.receive_splits)
-        y_MD, _ = _AllToAll.apply(y_SD, None, *splits, self.placement.group, self.lanes)
+        M, S = plan.token_ids_M.shape[0], y_SD.shape[0]
+        y_MD, _ = _AllToAll.apply(y_SD, None, (M, S), *splits, self.placement.group, self.lanes)
         return sum_rows(y_MD, plan.token_ids_M, plan.slots_TG)
 
 
@@ -113,11 +117,11 @@ def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
 
     Args:
         needs_GT: bool, whether rank g needs token t.
-        num_sent: M, the number of true entries.
+        num_sent: M, at least the number of true entries.
 
     Returns:
-        token_ids_M int32, ordered by destination and then by token; slots_TG int32, -1 where not
-        needed.
+        token_ids_M int32, ordered by destination and then by token, 0 behind them; slots_TG int32,
+        -1 where not needed.
 
     Example, three tokens, two ranks, needs [[1, 0, 1], [0, 1, 1]]: token_ids_M [0, 2, 1, 2],
     slots_TG [[0, -1], [-1, 2], [1, 3]].
@@ -126,7 +130,7 @@ def send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor]:
     slots_GT = (needs_GT.flatten().cumsum(0) - 1).view(G, T)
     tokens_T = torch.arange(T, dtype=torch.int32, device=needs_GT.device)
     # What is not sent lands in one spare row past the end.
-    token_ids = tokens_T.new_empty(num_sent + 1)
+    token_ids = tokens_T.new_zeros(num_sent + 1)
     spare_GT = torch.where(needs_GT, slots_GT, num_sent)
     token_ids.scatter_(0, spare_GT.flatten(), tokens_T.repeat(G))
     slots_TG = torch.where(needs_GT, slots_GT, -1).T.to(torch.int32).contiguous()
@@ -160,17 +164,42 @@ def static_send_order(needs_GT: Tensor, num_sent: int) -> tuple[Tensor, Tensor, 
     return token_ids_M.clamp(min=0), slots_TG, token_ids_M >= 0
 
 
+class _Sent(NamedTuple):
+    """What travels to the experts: rows, and packed beside them ids and weights."""
+
+    rows_MD: Tensor
+    packed: Tensor
+    weights_MK: Tensor
+
+
+def _rows_of(
+    x_TD: Tensor,
+    routing: Routing,
+    token_ids_M: Tensor,
+    slots_TG: Tensor,
+    used_M: Tensor | None = None,
+) -> _Sent:
+    """Return M rows in the order of their tokens; `used_M` = which have a token, None = all."""
+    rows_MD = gather_rows(x_TD, token_ids_M, slots_TG)
+    weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
+    ids_MK = routing.expert_ids_TK.index_select(0, token_ids_M)
+    if used_M is not None:
+        ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
+    packed = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)
+    return _Sent(rows_MD, packed, weights_MK)
+
+
 def _exchange_counts(
-    tokens_G: Tensor, pairs_G: Tensor, group: dist.ProcessGroup
+    tokens_G: Tensor, pairs_G: Tensor, group: dist.ProcessGroup, lanes: Lanes | None = None
 ) -> tuple[list[int], list[int], int]:
     """Return send splits, receive splits and R. The one host sync of this dispatcher.
 
     Collectives with uneven splits take them from the host, so the counts must come over.
     """
-    sent_G2 = torch.stack([tokens_G, pairs_G], dim=1)
-    received_G2 = torch.empty_like(sent_G2)
-    dist.all_to_all_single(received_G2, sent_G2, group=group)
-    sent, received = torch.stack([sent_G2, received_G2]).tolist()
+    both_2G2 = torch.stack([tokens_G, pairs_G], dim=1).repeat(2, 1, 1)
+    sent_G2, received_G2 = both_2G2
+    start = partial(dist.all_to_all_single, received_G2, sent_G2, group=group)
+    sent, received = numbers_of(start, both_2G2, lanes)
     return [n for n, _ in sent], [n for n, _ in received], sum(n for _, n in received)
 
 
@@ -182,44 +211,60 @@ def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int],
 
 def _all_to_all(
     xs: Sequence[Tensor | None],
+    length: int,
     receive_splits: list[int],
     send_splits: list[int],
     group: dist.ProcessGroup,
     lanes: Lanes | None,
+    *,
+    is_ahead: bool = False,
 ) -> list[Any]:
-    """Return what came for each tensor; they travel at one time."""
-    outs = [None if x is None else x.new_empty((sum(receive_splits), *x.shape[1:])) for x in xs]
+    """Return `length` rows for each tensor, the first of which came; they travel at one time.
+
+    The first rows of each are sent, as many as the splits have. `is_ahead` is that of `exchange`.
+    """
+    is_ahead = is_ahead and lanes is not None and lanes.are_open
+    with lanes.ahead() if is_ahead and lanes is not None else nullcontext():
+        outs = [None if x is None else x.new_empty((length, *x.shape[1:])) for x in xs]
     how: dict[str, Any] = dict(
         output_split_sizes=receive_splits, input_split_sizes=send_splits, group=group
     )
+    num_sent, num_received = sum(send_splits), sum(receive_splits)
     exchange(
         [
-            partial(dist.all_to_all_single, out, x.contiguous(), **how)
+            partial(dist.all_to_all_single, out[:num_received], x[:num_sent].contiguous(), **how)
             for out, x in zip(outs, xs, strict=True)
             if out is not None and x is not None and not out.is_meta
         ],
         lanes,
+        is_ahead=is_ahead,
     )
+    for out in outs:
+        if is_ahead and out is not None and out.is_cuda:
+            out.record_stream(torch.cuda.current_stream())
     return outs
 
 
 class _AllToAll(torch.autograd.Function):
+    """Two tensors of as many rows; `lengths` are those of what comes, and of what is given."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor | None,
         y: Tensor | None,
+        lengths: tuple[int, int],
         receive_splits: list[int],
         send_splits: list[int],
         group: dist.ProcessGroup,
         lanes: Lanes | None,
     ) -> tuple[Any, ...]:
-        ctx.args = (send_splits, receive_splits, group, lanes)
-        return tuple(_all_to_all((x, y), receive_splits, send_splits, group, lanes))
+        ctx.args = (lengths[::-1], send_splits, receive_splits, group, lanes)
+        return tuple(_all_to_all((x, y), lengths[0], receive_splits, send_splits, group, lanes))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_AllToAll.apply(*grads, *ctx.args), None, None, None, None
+        return *_AllToAll.apply(*grads, *ctx.args), None, None, None, None, None
 
 
 class _Send(torch.autograd.Function):
@@ -229,16 +274,17 @@ class _Send(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows_MD: Tensor,
-        ids_MK: Tensor,
+        packed: Tensor,
         weights_MK: Tensor,
         plan: AllToAllPlan,
         group: dist.ProcessGroup,
         lanes: Lanes | None,
+        is_ahead: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.args = (plan.send_splits, plan.receive_splits, group, lanes)
-        packed = torch.cat([ids_MK, weights_MK.view(torch.int32)], dim=1)
+        splits, length = (plan.receive_splits, plan.send_splits), sum(plan.receive_splits)
+        ctx.args = ((rows_MD.shape[0], length), *splits[::-1], group, lanes)
         rows_SD, received = _all_to_all(
-            (rows_MD, packed), plan.receive_splits, plan.send_splits, group, lanes
+            (rows_MD, packed), length, *splits, group, lanes, is_ahead=is_ahead
         )
         ids_SK, weights_SK = (x.contiguous() for x in received.chunk(2, dim=1))
         outs = rows_SD, ids_SK, weights_SK.view(torch.float32)
@@ -249,4 +295,4 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         drows_SD, _, dweights_SK = needed(grads, ctx.needs_input_grad)
         drows_MD, dweights_MK = _AllToAll.apply(drows_SD, dweights_SK, *ctx.args)
-        return drows_MD, None, dweights_MK, None, None, None
+        return drows_MD, None, dweights_MK, None, None, None, None
