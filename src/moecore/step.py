@@ -33,6 +33,7 @@ from moecore.moe.layer import RoutedLayer
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.state import NumMicroBatches, moe_state
 from moecore.pipeline.across import sum_copies
+from moecore.pipeline.orders import PAIRING
 from moecore.pipeline.run import forward_pipeline, pipeline_of, run_pipeline
 from moecore.pipeline.stages import loss_of
 from moecore.precision.apply import advance_amax, has_history
@@ -190,7 +191,7 @@ class TrainStep:
             yield
 
     @contextmanager
-    def micro_batches(self, *, forwards: Count | None = None) -> Iterator[None]:
+    def micro_batches(self, *, forwards: Count | None = None, pairs: bool = True) -> Iterator[None]:
         """Return the context of all micro-batches of a step, several of them in flight.
 
         Forwards and backwards run in any order in it, as a pipeline's schedule has them: on every
@@ -202,6 +203,9 @@ class TrainStep:
             forwards: of each model with gradients in the step; None = num_micro_batches. More
                 where parts of a model run one by one. Other numbers than come cost overlap, or
                 further reductions.
+
+            pairs: whether `side_by_side` is for overlap here. For it dispatcher "alltoall" gathers
+                rows before it knows how many travel: min(ep, top_k) * etp of each token.
 
         Raises:
             ValueError: after a micro_batch() of this step.
@@ -215,7 +219,7 @@ class TrainStep:
             )
         for state in self._states:
             for layer in state.layers.values():
-                layer.dispatcher.lanes = self._lanes
+                layer.dispatcher.lanes = self._lanes if pairs else None
         self._progress.is_several = True
         try:
             with self._running(self.num_micro_batches, to_come=forwards or self.num_micro_batches):
@@ -311,7 +315,8 @@ class TrainStep:
             return torch.stack(self._run_in_pairs(micro_batches))
         if pipeline is None:
             return torch.stack([self._run_alone(inputs) for inputs in micro_batches])
-        with self.micro_batches(forwards=pipeline.num_chunks * self.num_micro_batches):
+        forwards = pipeline.num_chunks * self.num_micro_batches
+        with self.micro_batches(forwards=forwards, pairs=pipeline.config.schedule in PAIRING):
             losses = run_pipeline(
                 self._model, pipeline, micro_batches, self._divided, self.side_by_side
             )

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from moecore.pipeline.orders import (
     DEFERRING,
+    PAIRING,
     RULES,
     Action,
     Item,
@@ -250,8 +251,10 @@ def test_a_v_is_that_of_torch_but_for_its_weight_gradients(
 
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))
-def test_which_schedules_have_weight_gradients_apart(name: ScheduleName) -> None:
+def test_which_schedules_have_weight_gradients_apart_and_pairs(name: ScheduleName) -> None:
     chunks = RULES[name].chunks or 2
     schedule = make_schedule(name, pp=2, chunks=chunks, num_micro_batches=4)
     actions = [a for order in schedule.orders for item in order for a in actions_of(item)]
     assert any(action.kind == "W" for action in actions) == (name in DEFERRING)
+    pairs = [item for order in schedule.orders for item in order if isinstance(item, Overlap)]
+    assert bool(pairs) == (name in PAIRING)

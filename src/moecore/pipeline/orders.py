@@ -200,3 +200,4 @@ RULES: dict[str, Rule] = {
     ),
 }
 DEFERRING = ("zero-bubble", "zbv", "dualpipe-v")  # have weight gradients apart
+PAIRING = ("overlapped", "dualpipe-v")  # have `Overlap`s
