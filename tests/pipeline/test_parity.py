@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ from moecore import (
 )
 from moecore.graphs import GraphedForwardBackward
 from moecore.models import Decoder, DecoderConfig
+from moecore.pipeline.orders import Action
+from moecore.pipeline.run import _Run, pipeline_of
+from moecore.pipeline.schedule import make_schedule
 from tests.hf.hf_models import random_model
 from tests.parity import Case, of_all_stages, run_case, worst_error
 from tests.ranks import run_ranks
@@ -406,6 +410,34 @@ def transformers_models(rank: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def held_for_weights(config: PipelineConfig, *, layers: int) -> tuple[int, int]:
+    """Return the most bytes that weight gradients of a rank wait for, as planned and as found."""
+    meshes, steps = build_meshes(ParallelConfig(pp=4), "cpu"), 6
+    decoder = replace(PREDICTS, num_layers=layers, num_mtp_layers=0, mtp_loss_coef=0.0)
+    model = Decoder(decoder, device="meta")
+    parallelize_moe(model, meshes, pipeline=config)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    one = [0] * len(pipeline_of(model).layout.stages)
+    found = 0
+    original = _Run._backward_of_inputs
+
+    def measured(self: _Run, action: Action) -> Tensor | None:
+        nonlocal found
+        result = original(self, action)
+        one[action.stage] = self._later[action.stage, action.micro_batch].nbytes
+        found = max(found, sum(later.nbytes for later in self._later.values()))
+        return result
+
+    step = TrainStep(model, num_micro_batches=steps)
+    with patch.object(_Run, "_backward_of_inputs", measured):
+        step.forward_backward([batch(0, 0, 0)] * steps)
+    step.drop()
+    chunks = len(one) // 4
+    schedule = make_schedule(config.schedule, pp=4, chunks=chunks, num_micro_batches=steps)
+    return schedule.peak_held([0] * len(one), waiting=one)[meshes.pp_rank], found
+
+
 def worker(rank: int, device: torch.device, cases: list[Case]) -> dict[str, dict[str, float]]:
     return {one.name: run_case(one, device) for one in cases}
 
@@ -414,6 +446,10 @@ def worker_that_predicts(rank: int, device: torch.device) -> dict[str, dict[str,
     found: dict[str, Any] = {name: predicts(rank, name) for name in PREDICTING}
     found["refused"] = refusals(rank)
     found["page"] = run_the_page()
+    held = [held_for_weights(ZERO_BUBBLE, layers=4), held_for_weights(V, layers=8)]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held)
+    found["held"] = everyone
     return found | transformers_models(rank)
 
 
@@ -461,6 +497,12 @@ def test_models_of_transformers(name: str, results: dict[str, dict[str, float]])
 def test_what_does_not_fit_is_one_line(name: str, results: dict[str, Any]) -> None:
     error = results["refused"][name]
     assert re.match(REFUSED[name], error) and "\n" not in error, error
+
+
+def test_memory_of_weight_gradients_is_as_planned(results: dict[str, Any]) -> None:
+    for held in results["held"]:
+        for planned, found in held:
+            assert planned == found > 0
 
 
 def test_the_code_of_the_page_runs(results: dict[str, Any]) -> None:

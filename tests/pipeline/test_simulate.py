@@ -199,6 +199,8 @@ def test_bytes_that_a_rank_holds() -> None:
     assert (
         make_schedule("zbv", pp=4, chunks=2, num_micro_batches=16).peak_held([3] * 8) == (24,) * 4
     )
+    zero_bubble = make_schedule("zero-bubble", pp=4, chunks=1, num_micro_batches=16)
+    assert zero_bubble.peak_held([0] * 4, waiting=[5] * 4) == (5, 10, 15, 20)
 
 
 KEYS = ("forward", "backward_inputs", "backward_weights")

@@ -110,19 +110,24 @@ class Schedule:
         """Return the most (stage, micro-batch) that each rank holds at once, see `peak_held`."""
         return self.peak_held([1] * self.num_stages)
 
-    def peak_held(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def peak_held(
+        self, sizes: Sequence[int], waiting: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
         """Return the most that each rank holds at once, from each forward to the end of its B or W.
 
         In an overlap the forward's are there before the backward's are freed.
 
         Args:
             sizes: what a micro-batch leaves on each stage for its backward, in bytes for example.
+            waiting: what its D leaves there for its W (`WeightGradients.nbytes`); None = `sizes`.
         """
+        waiting = sizes if waiting is None else waiting
         peaks = []
         for order in self.orders:
             held = peak = 0
             for kind, stage, _ in chain.from_iterable(map(actions_of, order)):
-                held += sizes[stage] * ((kind == "F") - (kind in "BW"))
+                first, second = sizes[stage], waiting[stage]
+                held += {"F": first, "B": -first, "D": second - first, "W": -second}[kind]
                 peak = max(peak, held)
             peaks.append(peak)
         return tuple(peaks)
