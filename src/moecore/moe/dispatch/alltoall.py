@@ -8,6 +8,9 @@ group (ep * etp), M rows sent, S rows received, R expert rows.
 
 Sums run over the ranks in order, so the same bits come out in every run. One host sync per
 forward, none in backward: the split sizes (`_exchange_counts`).
+
+With lanes, rows are gathered before the host knows the split sizes, into as many as could be sent:
+then M is that number, and rows behind those that are sent have any value and are not read.
 """
 
 from __future__ import annotations
