@@ -1,6 +1,11 @@
 """Which rank owns which experts: a function of the mesh alone.
 
-Legend: E experts, e experts of a rank (E / ep), T tokens of a rank, K experts per token.
+Tokens go to physical experts. Each rank has its own experts first, and behind them room for clones
+of other ranks' (`moe/clones.py`): rank p's physical ids begin at p * (e + c). Dispatchers and
+indices know physical ids alone. Without clones they are expert ids.
+
+Legend: E experts, e experts of a rank (E / ep), c clones of a rank at most, T tokens of a rank, K
+experts per token.
 """
 
 from __future__ import annotations
@@ -8,7 +13,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moecore.moe.records import Routing
 
@@ -25,12 +32,14 @@ class ExpertPlacement:
         num_experts: E of the whole layer.
         ep: number of expert blocks.
         etp: number of ranks that share a block.
+        num_clones: c.
     """
 
     group: dist.ProcessGroup
     num_experts: int
     ep: int
     etp: int
+    num_clones: int = 0
 
     @property
     def num_local(self) -> int:
@@ -41,6 +50,27 @@ class ExpertPlacement:
     def first_local(self) -> int:
         """Global id of this rank's first expert."""
         return dist.get_rank(self.group) // self.etp * self.num_local
+
+    @property
+    def num_physical(self) -> int:
+        """Physical experts on each rank, e + c."""
+        return self.num_local + self.num_clones
+
+    @property
+    def first_physical(self) -> int:
+        """Physical id of this rank's first expert."""
+        return dist.get_rank(self.group) // self.etp * self.num_physical
+
+    def physical_ids(self, ids_TK: Tensor) -> Tensor:
+        """Return the physical id of each expert on the rank that owns it; -1 stays.
+
+        Example, two ranks of two experts with room for one clone: [0, 1, 2, 3, -1] give
+        [0, 1, 3, 4, -1].
+        """
+        if not self.num_clones:
+            return ids_TK
+        block_TK = torch.div(ids_TK, self.num_local, rounding_mode="floor")
+        return torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * self.num_clones)
 
     def balanced_rows(self, num_tokens: int, top_k: int) -> int:
         """Return the expert rows of a rank when all experts get as many of T tokens per rank."""
@@ -56,5 +86,6 @@ class ExpertPlacement:
 
     def most_rows(self, routing: Routing) -> int:
         """Most expert rows of one rank, when every rank brings as many tokens as this one."""
-        (T, K), e = routing.expert_ids_TK.shape, self.num_local
-        return self.group.size() * min(T * min(K, e), e * routing.most_rows_per_expert)
+        (T, K), num_physical = routing.destinations_TK.shape, self.num_physical
+        most = min(T * min(K, num_physical), num_physical * routing.most_rows_per_expert)
+        return self.group.size() * most

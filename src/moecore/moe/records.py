@@ -36,6 +36,8 @@ class Routing:
             except where the experts choose: there column e holds e or -1.
         weights_TK: fp32, factor on the expert's output; differentiable.
         chosen_ids_TK: the same before capacity dropped any; what is counted.
+        physical_TK: int32, the physical expert of each choice (`moe/placement.py`) where experts
+            have clones; None = the expert id.
         logits_TE: router dtype, differentiable; for the balance losses. None where the model's own
             router chose.
         padding_mask_T: bool, True = padding, whose ids are all -1; None = no padding.
@@ -46,10 +48,16 @@ class Routing:
     expert_ids_TK: Tensor
     weights_TK: Tensor
     chosen_ids_TK: Tensor
+    physical_TK: Tensor | None = None
     logits_TE: Tensor | None = None
     padding_mask_T: Tensor | None = None
     capacity: int | None = None
     pad: bool = False
+
+    @property
+    def destinations_TK(self) -> Tensor:
+        """Return the physical expert of each choice, int32; -1 = nowhere."""
+        return self.expert_ids_TK if self.physical_TK is None else self.physical_TK
 
     @property
     def most_rows_per_expert(self) -> int:

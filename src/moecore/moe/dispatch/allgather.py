@@ -56,19 +56,19 @@ class AllGatherDispatcher:
             self._sizes.check(T, x_TD.device)
             C, num_rows = T, p.most_rows(routing)
         else:
-            block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")
+            block_TK = torch.div(routing.destinations_TK, p.num_physical, rounding_mode="floor")
             pairs_P = (block_TK.flatten() == torch.arange(p.ep, device=x_TD.device)[:, None]).sum(1)
-            sizes = T, p.balanced_rows(*routing.expert_ids_TK.shape)
+            sizes = T, p.balanced_rows(*routing.destinations_TK.shape)
             C, num_rows = sizes if x_TD.is_meta else _exchange_counts(T, pairs_P, p)
         pad = (0, 0, 0, C - T)
         sent = (
             F.pad(x_TD, pad),
             F.pad(routing.weights_TK, pad),
-            F.pad(routing.expert_ids_TK, pad, value=-1),
+            F.pad(routing.destinations_TK, pad, value=-1),
         )
         rows_SD, weights_SK, ids_SK = gather_all(sent, p.group, self.lanes)
         index = build_index(
-            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, length=num_rows
+            ids_SK, weights_SK, first=p.first_physical, num_local=p.num_physical, length=num_rows
         )
         return ExpertInput(Rows(rows_SD), index, AllGatherPlan(T))
 
@@ -81,5 +81,5 @@ def _exchange_counts(num_tokens: int, pairs_P: Tensor, p: ExpertPlacement) -> tu
     """Return C and R. The one host sync of this dispatcher: both size a buffer."""
     mine = F.pad(pairs_P, (1, 0), value=num_tokens)
     counts = gather_ranks(mine[None], p.group).tolist()
-    block = p.first_local // p.num_local
+    block = p.first_physical // p.num_physical
     return max(row[0] for row in counts), sum(row[1 + block] for row in counts)

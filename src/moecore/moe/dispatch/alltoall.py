@@ -72,13 +72,13 @@ class AllToAllDispatcher:
         """
         p, T = self.placement, x_TD.shape[0]
         sent: _Sent | None = None
-        block_TK = torch.div(routing.expert_ids_TK, p.num_local, rounding_mode="floor")
+        block_TK = torch.div(routing.destinations_TK, p.num_physical, rounding_mode="floor")
         owned_PTK = block_TK == torch.arange(p.ep, device=x_TD.device)[:, None, None]
         needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
         if routing.pad:
             self._sizes.check(T, x_TD.device)
             G = p.group.size()
-            num_sent = min(T, p.num_local * routing.most_rows_per_expert)
+            num_sent = min(T, p.num_physical * routing.most_rows_per_expert)
             token_ids_M, slots_TG, used_M = static_send_order(needs_GT, num_sent)
             send_splits = receive_splits = [num_sent] * G
             num_rows = p.most_rows(routing)
@@ -87,11 +87,11 @@ class AllToAllDispatcher:
             pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
             counts = (needs_GT.sum(1), pairs_G)
             if x_TD.is_meta:
-                splits = _balanced(p, *routing.expert_ids_TK.shape)
+                splits = _balanced(p, *routing.destinations_TK.shape)
             elif self.lanes is None:
                 splits = _exchange_counts(*counts, p.group)
             else:  # what is sent is queued before the other micro-batch computes
-                most = T * min(p.ep, routing.expert_ids_TK.shape[1]) * p.etp
+                most = T * min(p.ep, routing.destinations_TK.shape[1]) * p.etp
                 token_ids_M, slots_TG = send_order(needs_GT, most)
                 sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
                 splits = _exchange_counts(*counts, p.group, self.lanes)
@@ -103,7 +103,7 @@ class AllToAllDispatcher:
         is_ahead = not routing.pad
         rows_SD, ids_SK, weights_SK = _Send.apply(*sent, plan, p.group, self.lanes, is_ahead)
         index = build_index(
-            ids_SK, weights_SK, first=p.first_local, num_local=p.num_local, length=num_rows
+            ids_SK, weights_SK, first=p.first_physical, num_local=p.num_physical, length=num_rows
         )
         return ExpertInput(Rows(rows_SD), index, plan)
 
@@ -185,7 +185,7 @@ def _rows_of(
     """Return M rows in the order of their tokens; `used_M` = which have a token, None = all."""
     rows_MD = gather_rows(x_TD, token_ids_M, slots_TG)
     weights_MK = gather_rows(routing.weights_TK, token_ids_M, slots_TG)
-    ids_MK = routing.expert_ids_TK.index_select(0, token_ids_M)
+    ids_MK = routing.destinations_TK.index_select(0, token_ids_M)
     if used_M is not None:
         ids_MK = ids_MK.masked_fill(~used_M[:, None], -1)
     packed = torch.cat([ids_MK, weights_MK.detach().view(torch.int32)], dim=1)

@@ -97,13 +97,13 @@ class NVLinkDispatcher:
                 f"weights_TK ({routing.weights_TK.dtype}) must be torch.float32 for dispatcher "
                 "('nvlink'): use 'alltoall'"
             )
-        exchange = self.exchanges.get(x_TD, routing.expert_ids_TK.shape[1])
+        exchange = self.exchanges.get(x_TD, routing.destinations_TK.shape[1])
         if exchange.options.fp8_dispatch and x_TD.shape[1] % PACKED_COLUMNS:
             raise ValueError(
                 f"model dim ({x_TD.shape[1]}) must be a multiple of {PACKED_COLUMNS} with "
                 "NVLinkOptions.fp8_dispatch (True): pad it, or let rows travel as they are"
             )
-        tokens = (x_TD, routing.weights_TK, routing.expert_ids_TK)
+        tokens = (x_TD, routing.weights_TK, routing.destinations_TK)
         sender = _Sender(exchange) if exchange.layout.sums_slot else None
         came = _Outputs(*_Dispatch.apply(*tokens, exchange, self.placement, sender))
         plan = NVLinkPlan(exchange, x_TD.dtype, came.peers_T, came.places_S, came.slots_SK)
@@ -141,8 +141,8 @@ class NVLinkDispatcher:
 
 def _index_of(came: SpreadChoices, exchange: Exchange, place: ExpertPlacement) -> ExpertIndex:
     """Return the index of the rows that came: room for any routing, or less if asked for."""
-    owned = dict(first=place.first_local, num_local=place.num_local)
-    num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_local)
+    owned = dict(first=place.first_physical, num_local=place.num_physical)
+    num_rows = exchange.layout.source_rows * min(exchange.layout.top_k, place.num_physical)
     factor = exchange.options.row_factor
     if exchange.options.exact_rows:
         num_rows = _count_rows(exchange, came.ids_SK, **owned)
@@ -302,7 +302,7 @@ class _Dispatch(torch.autograd.Function):
         sender: _Sender | None,
     ) -> tuple[Tensor, ...]:
         sent = (_pack(exchange, x_TD), ids_TK, weights_TK)
-        sizes: dict[str, Any] = dict(num_local=place.num_local, etp=place.etp)
+        sizes: dict[str, Any] = dict(num_local=place.num_physical, etp=place.etp)
         came = exchange.spread_choices(*sent, **sizes)
         index = _index_of(came, exchange, place)
         handle_RD = x_TD.new_empty(1).expand(index.row_ids_R.shape[0], x_TD.shape[1])
