@@ -24,6 +24,7 @@ from moecore.kernels.experts.contract import ExpertMLPOptions, ExpertWeights
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.grouped.row_tiles import map_row_tiles
 from moecore.kernels.momentum import momentum_
+from moecore.kernels.routing.clones import physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.kernels.routing.margins import NUM_BINS, add_margins_, even_bias
 from moecore.kernels.routing.route import RouteOptions
@@ -121,6 +122,9 @@ def run_pieces(device: str) -> None:
     gather_rows(x_TD, index.row_ids_R, index.slots_SK, index.offsets_e[-1])
     run_quantised(device, index)
     add_expert_counts(torch.zeros(1, E, dtype=torch.int64, device=device), ids_TK)
+    loads_E = torch.arange(E, device=device, dtype=torch.int32)
+    plan = plan_clones(loads_E, num_ranks=2, num_clones=1)
+    physical_ids(ids_TK, loads_E, plan, num_local=E // 2, num_clones=1)
     options = RouteOptions(
         top_k=K,
         score_function="sigmoid",

@@ -25,6 +25,7 @@ from moecore.kernels.grouped import row_tiles, wgrad
 from moecore.kernels.routing import (
     balance,
     balance_loss,
+    clones,
     counts,
     entropy,
     margins,
@@ -211,6 +212,11 @@ def run_margins(E: int, K: int) -> None:
     margins.even_bias(histogram, where[1], K)
 
 
+def run_clones(P: int, c: int) -> None:
+    plan = clones.plan_clones(ints(E), num_ranks=P, num_clones=c, least=0.02)
+    clones.physical_ids(ints(T, K), ints(E), plan, num_local=E // P, num_clones=c)
+
+
 def run_entropy(E: int) -> None:
     for function in ("softmax", "sqrtsoftplus"):
         total = torch.zeros(2, dtype=torch.int64)
@@ -348,6 +354,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "weight gradients in fp32": (run_wide_wgrad, 4),
     "margins": (lambda: run_margins(128, 8), 3),
     "margins of many experts": (lambda: run_margins(1536, 24), 3),
+    "clones over 8 ranks": (lambda: run_clones(8, 2), 6),
+    "clones over 64 ranks": (lambda: run_clones(64, 2), 6),
     "entropy": (lambda: run_entropy(128), 4),
     "entropy of many experts": (lambda: run_entropy(1536), 4),
     "rows as FP8": (lambda: run_fp8_rows(7168), 2),

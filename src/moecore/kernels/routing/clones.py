@@ -1,0 +1,242 @@
+"""Which experts are cloned on which rank, and which of their tokens go to the clone.
+
+    plan_clones      loads of the experts -> the expert of each clone, and its part of the tokens
+    physical_ids     ids -> physical ids: the expert on its own rank, or one of its clones
+
+Letters: P ranks, E experts, e experts of a rank (E / P), c clones of a rank at most, N = P c,
+T tokens, K experts per token.
+
+The tokens of an expert have an order: by rank, and there by choice. The rank that owns the expert
+computes the first of them, and each clone a range of the others. Again and again the busiest rank
+gives tokens of its busiest expert to the rank with the fewest: as many as bring the first down, or
+the second up, to the mean. Each step fills the place of one clone and ends the matter for one rank,
+so there are few clones. Ties go to the lower number, so every rank finds the same plan.
+
+One launch of one program, and one launch over the choices; no host sync.
+
+Source: ECHO, https://arxiv.org/abs/2603.07685, section 4.3.7 (the idea; the rule is simpler).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
+from moecore.kernels.rows.index import build_index
+
+BLOCK = 1024  # choices of one program
+
+
+class ClonePlan(NamedTuple):
+    """What each place for a clone holds; place n is the (n % c)-th of rank n // c.
+
+    Attributes:
+        experts_N: int32, the expert; -1 = the place is empty.
+        starts_N: int32, the first of the expert's tokens that it computes.
+        stops_N: int32, behind the last.
+    """
+
+    experts_N: Tensor
+    starts_N: Tensor
+    stops_N: Tensor
+
+
+def plan_clones_ref(loads_E: Tensor, num_ranks: int, num_clones: int, least: float) -> ClonePlan:
+    """Return the plan, step by step on the host."""
+    loads, e = loads_E.tolist(), loads_E.numel() // num_ranks
+    ranks = [sum(loads[p * e : (p + 1) * e]) for p in range(num_ranks)]
+    mean = -(-sum(loads) // num_ranks)
+    at_least = max(1, mean * _share(least) >> 16)
+    used = [0] * num_ranks
+    found = [(-1, 0, 0)] * (num_ranks * num_clones)
+    for _ in found:
+        p = max(range(num_ranks), key=lambda p: ranks[p])
+        x = max(range(p * e, (p + 1) * e), key=lambda x: loads[x])
+        free = [q for q in range(num_ranks) if used[q] < num_clones]
+        q = min(free, key=lambda q: ranks[q])
+        moved = min(ranks[p] - mean, mean - ranks[q], loads[x])
+        if moved < at_least:
+            break
+        found[q * num_clones + used[q]] = x, loads[x] - moved, loads[x]
+        used[q] += 1
+        loads[x] -= moved
+        ranks[p] -= moved
+        ranks[q] += moved
+    columns = zip(*found, strict=True)
+    how = dict(dtype=torch.int32, device=loads_E.device)
+    return ClonePlan(*(torch.tensor(column, **how) for column in columns))
+
+
+def _share(least: float) -> int:
+    """Return a share in units of 2^-16, so that host and device round alike."""
+    return round(least * 2**16)
+
+
+@triton.jit
+def _plan_clones_kernel(
+    loads_ptr,  # [E] int32
+    experts_ptr,  # [N] int32, out
+    starts_ptr,  # [N] int32, out
+    stops_ptr,  # [N] int32, out
+    SHARE: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,  # e
+    P: tl.constexpr,
+    CLONES: tl.constexpr,
+    EXPERTS: tl.constexpr,  # power of two >= e
+    RANKS: tl.constexpr,  # power of two >= P
+    PLACES: tl.constexpr,  # power of two >= N
+):
+    experts = tl.arange(0, EXPERTS)
+    ranks = tl.arange(0, RANKS)
+    inside = (ranks < P)[:, None] & (experts < NUM_LOCAL)[None, :]
+    at = ranks[:, None] * NUM_LOCAL + experts[None, :]
+    kept = tl.load(loads_ptr + at, mask=inside, other=0)  # tokens that stay at home
+    loads = tl.sum(kept, axis=1)
+    mean = (tl.sum(loads, axis=0) + P - 1) // P
+    at_least = tl.maximum((mean.to(tl.int64) * SHARE >> 16).to(tl.int32), 1)
+    used = tl.where(ranks < P, 0, CLONES)
+    places = tl.arange(0, PLACES)
+    of = tl.full([PLACES], -1, tl.int32)
+    starts = tl.zeros([PLACES], tl.int32)
+    stops = tl.zeros([PLACES], tl.int32)
+    for _ in range(P * CLONES):
+        p = tl.argmax(tl.where(ranks < P, loads, -1), axis=0)
+        q = tl.argmin(tl.where(used < CLONES, loads, 2147483647), axis=0)
+        of_p = tl.sum(tl.where(ranks[:, None] == p, kept, 0), axis=0)
+        x = tl.argmax(tl.where(experts < NUM_LOCAL, of_p, -1), axis=0)
+        at_home = tl.max(of_p, axis=0)
+        over = tl.max(loads, axis=0) - mean
+        room = mean - tl.sum(tl.where(ranks == q, loads, 0), axis=0)
+        place = q * CLONES + tl.sum(tl.where(ranks == q, used, 0), axis=0)
+        moved = tl.minimum(tl.minimum(over, room), at_home)
+        moved = tl.where(moved < at_least, 0, moved)  # and so in all later steps
+        here = (places == place) & (moved > 0)
+        of = tl.where(here, p * NUM_LOCAL + x, of)
+        starts = tl.where(here, at_home - moved, starts)
+        stops = tl.where(here, at_home, stops)
+        kept -= tl.where((ranks[:, None] == p) & (experts[None, :] == x), moved, 0)
+        loads += tl.where(ranks == q, moved, 0) - tl.where(ranks == p, moved, 0)
+        used += ((ranks == q) & (moved > 0)).to(tl.int32)
+    tl.store(experts_ptr + places, of, mask=places < P * CLONES)
+    tl.store(starts_ptr + places, starts, mask=places < P * CLONES)
+    tl.store(stops_ptr + places, stops, mask=places < P * CLONES)
+
+
+def plan_clones(
+    loads_E: Tensor, *, num_ranks: int, num_clones: int, least: float = 0.0
+) -> ClonePlan:
+    """Return which experts to clone where, and their parts. No host sync.
+
+    Args:
+        loads_E: int32, tokens of each expert, over all ranks; expert x is on rank x // (E / P).
+        num_ranks: P, of which E is a multiple.
+        num_clones: c.
+        least: no clone gets fewer tokens than this share of a rank's mean.
+
+    Example, two ranks of two experts, one clone each, loads [6, 2, 1, 1]: the mean is 5, so rank 1
+    clones expert 0 for its last 3 tokens: experts_N [-1, 0], starts_N [0, 3], stops_N [0, 6].
+    """
+    if not use_kernel(loads_E):
+        return plan_clones_ref(loads_E, num_ranks, num_clones, least)
+    E, N = loads_E.numel(), num_ranks * num_clones
+    plan = ClonePlan(*(torch.empty(N, dtype=torch.int32, device=loads_E.device) for _ in range(3)))
+    with on_device(loads_E):
+        _plan_clones_kernel[(1,)](
+            loads_E.contiguous(),
+            *plan,
+            SHARE=_share(least),
+            NUM_LOCAL=E // num_ranks,
+            P=num_ranks,
+            CLONES=num_clones,
+            EXPERTS=next_power_of_2(E // num_ranks),
+            RANKS=next_power_of_2(num_ranks),
+            PLACES=next_power_of_2(N),
+        )
+    return plan
+
+
+def physical_ids_ref(
+    ids_TK: Tensor, places_TK: Tensor, plan: ClonePlan, num_local: int, num_clones: int
+) -> Tensor:
+    """Return the physical ids; `places_TK` = which of its expert's tokens each choice is."""
+    block_TK = torch.div(ids_TK, num_local, rounding_mode="floor")
+    found_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + block_TK * num_clones)
+    for place, (x, start, stop) in enumerate(zip(*(t.tolist() for t in plan), strict=True)):
+        rank, number = divmod(place, num_clones)
+        physical = rank * (num_local + num_clones) + num_local + number
+        is_here_TK = (ids_TK == x) & (places_TK >= start) & (places_TK < stop) & (x >= 0)
+        found_TK = found_TK.masked_fill(is_here_TK, physical)
+    return found_TK
+
+
+@partial(triton.jit, do_not_specialize=["num_choices"])
+def _physical_ids_kernel(
+    ids_ptr,  # [T K] int32
+    rows_ptr,  # [T K] int32, each choice's row in the order of experts
+    offsets_ptr,  # [E] int32, running sum of this rank's rows
+    before_ptr,  # [E] int32, tokens of ranks before this one
+    experts_ptr,  # [N] int32
+    starts_ptr,  # [N] int32
+    stops_ptr,  # [N] int32
+    out_ptr,  # [T K] int32, out
+    num_choices,  # T K
+    NUM_LOCAL: tl.constexpr,
+    CLONES: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    choices = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = choices < num_choices
+    ids = tl.load(ids_ptr + choices, mask=inside, other=-1)
+    chosen = ids >= 0
+    rows = tl.load(rows_ptr + choices, mask=inside, other=0)
+    first = tl.load(offsets_ptr + ids - 1, mask=ids > 0, other=0)
+    places = rows - first + tl.load(before_ptr + ids, mask=chosen, other=0)
+    out = tl.where(chosen, ids + ids // NUM_LOCAL * CLONES, ids)
+    for n in range(N):
+        x = tl.load(experts_ptr + n)
+        here = (ids == x) & (places >= tl.load(starts_ptr + n)) & (places < tl.load(stops_ptr + n))
+        physical = n // CLONES * (NUM_LOCAL + CLONES) + NUM_LOCAL + n % CLONES
+        out = tl.where(here & (x >= 0), physical, out)
+    tl.store(out_ptr + choices, out, mask=inside)
+
+
+def physical_ids(
+    ids_TK: Tensor, before_E: Tensor, plan: ClonePlan, *, num_local: int, num_clones: int
+) -> Tensor:
+    """Return where each choice is computed, int32 [T, K]. No host sync.
+
+    Args:
+        ids_TK: int32, expert ids; -1 = dropped, and stays.
+        before_E: int32, how many tokens of each expert are on ranks before this one.
+        plan: the same on every rank.
+        num_local: e.
+        num_clones: c.
+
+    Example, the plan of `plan_clones`, all ten choices on one rank: of expert 0's six tokens the
+    first three go to physical expert 0, the others to 5; expert 1 is 1, experts 2 and 3 are 3, 4.
+    """
+    E = before_E.numel()
+    index = build_index(ids_TK, torch.zeros_like(ids_TK, dtype=torch.float32), first=0, num_local=E)
+    offsets_E, rows_TK = index.offsets_e, index.slots_SK
+    if not use_kernel(ids_TK):
+        starts_E = offsets_E - offsets_E.diff(prepend=offsets_E.new_zeros(1))
+        base_E = before_E - starts_E
+        places_TK = rows_TK + base_E[ids_TK.clamp(min=0).long()]
+        return physical_ids_ref(ids_TK, places_TK, plan, num_local, num_clones)
+    out_TK, num_choices = torch.empty_like(rows_TK), ids_TK.numel()
+    if num_choices:
+        with on_device(ids_TK):
+            _physical_ids_kernel[(cdiv(num_choices, BLOCK),)](
+                *(ids_TK.contiguous(), rows_TK, offsets_E, before_E.contiguous(), *plan, out_TK),
+                num_choices,
+                NUM_LOCAL=num_local,
+                CLONES=num_clones,
+                N=plan.experts_N.numel(),
+                BLOCK=BLOCK,
+            )
+    return out_TK
