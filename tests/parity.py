@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from moecore import (
     BalanceConfig,
     CapacityConfig,
+    CloneOptions,
     ContextOptions,
     FSDPOptions,
     Meshes,
@@ -44,6 +45,7 @@ from moecore.kernels.zigzag import held_tokens, row_borders
 from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES
+from moecore.moe.clones import Clones
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.forced import force_even_load
@@ -136,6 +138,7 @@ class Case:
     model: str = "softmax"
     dispatcher: str = "alltoall"
     nvlink: NVLinkOptions | None = None  # with dispatcher "nvlink"
+    clones: CloneOptions | None = None
     expert_backend: str = "torch"
     loss: str = "mean"
     accumulate: int = 1
@@ -168,6 +171,7 @@ class Case:
         extras += [self.expert_backend] if self.expert_backend != "torch" else []
         extras += [f"accumulate_{self.accumulate}"] if self.accumulate > 1 else []
         extras += _choices(self.nvlink) if self.nvlink else []
+        extras += [f"clones_{self.clones.per_rank}"] if self.clones else []
         extras += [self.context.way] if self.context else []
         extras += [self.pipeline.schedule, str(self.pipeline.layout)] if self.pipeline else []
         return "-".join([f"{self.world}r", degrees, options, *extras]) + self.tamper
@@ -237,8 +241,13 @@ def of_all_stages(found: dict[str, Any], device: torch.device = CPU) -> dict[str
 
 @contextmanager
 def counted_copies() -> Iterator[Counter[str]]:
-    """Count what dispatcher "nvlink" sends beside the experts' products."""
+    """Count what dispatcher "nvlink" sends beside the experts' products, and forwards' clones."""
     counts: Counter[str] = Counter()
+    make = Clones.of
+
+    def counting_clones(*args: Any) -> Clones:
+        counts["clones"] += 1
+        return make(*args)
 
     def counting(name: str, method: Callable[..., None]) -> Callable[..., None]:
         def run(self: Exchange, sent: Tensor) -> None:
@@ -249,16 +258,21 @@ def counted_copies() -> Iterator[Counter[str]]:
 
     with (
         patch.object(Exchange, "start_copies", counting("sums", Exchange.start_copies)),
+        patch.object(Clones, "of", counting_clones),
     ):
         yield counts
 
 
 def overlap_errors(case: Case, copies: Counter[str]) -> dict[str, float]:
-    """Return 0 for what was sent beside products exactly if the case asks for it, else inf."""
-    if case.nvlink is None:
-        return {}
-    wanted = case.nvlink.overlap_weight_grads and not MODELS[case.model].fc1_bias
-    return {"overlap": 0.0 if (copies["sums"] > 0) == wanted else float("inf")}
+    """Return 0 for what was sent beside products exactly if the case asks for it, else inf.
+
+    And for clones, which are there if the case has them.
+    """
+    are_right = {"clones": (copies["clones"] > 0) == (case.clones is not None)}
+    if case.nvlink is not None:
+        wanted = case.nvlink.overlap_weight_grads and not MODELS[case.model].fc1_bias
+        are_right["overlap"] = (copies["sums"] > 0) == wanted
+    return {name: 0.0 if is_right else float("inf") for name, is_right in are_right.items()}
 
 
 def decoder_config(case: Case) -> DecoderConfig:
@@ -309,6 +323,7 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
         meshes,
         dispatcher=case.dispatcher if meshes.dispatch_group else "auto",  # type: ignore[arg-type]
         nvlink=case.nvlink,
+        clones=case.clones,
         expert_backend=case.expert_backend,  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
         context=case.context,

@@ -31,6 +31,7 @@ from moecore.kernels.experts.contract import ExpertMLPOptions
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.memory.options import MemoryOptions
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
+from moecore.moe.clones import CloneOptions
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
@@ -139,6 +140,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (ParallelConfig, {}),
     (FSDPOptions, {}),
     (DynamicLossScale, {}),
+    (CloneOptions, {}),
     (NVLinkOptions, {}),
     (MemoryOptions, {}),
     (ContextOptions, {}),

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import ContextOptions, FSDPOptions, NVLinkOptions
+from moecore import CloneOptions, ContextOptions, FSDPOptions, NVLinkOptions
 from moecore.kernels.common import has_hopper_kernels
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
@@ -34,6 +34,7 @@ FP32_BOUND = 1e-5
 CASES_PER_SPAWN = 8
 GATHERED = FSDPOptions(dense_strategy="optim", prefetch_blocks=0)
 TOGETHER = FSDPOptions(blocks_per_unit=2)  # of three blocks
+ONE, TWO = (CloneOptions(per_rank=n, least=0.0) for n in (1, 2))
 
 
 def case(world: int, dense: str, expert: str, **options: Any) -> Case:
@@ -45,8 +46,8 @@ def case(world: int, dense: str, expert: str, **options: Any) -> Case:
 
 CASES = [
     case(8, "dp_shard=8", "ep=1 edp_shard=8", model="sigmoid", meta=True),
-    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="sigmoid", accumulate=2),
-    case(8, "dp_shard=8", "ep=2 etp=4 edp_shard=1", model="relu2", loss="sum"),
+    case(8, "dp_shard=8", "ep=4 edp_shard=2", model="sigmoid", accumulate=2, clones=TWO),
+    case(8, "dp_shard=8", "ep=2 etp=4 edp_shard=1", model="relu2", loss="sum", clones=TWO),
     case(8, "dp_shard=8", "ep=2 etp=2 edp_shard=2", model="softmax", meta=True),
     case(8, "dp_shard=8", "etp=2 edp_shard=4", model="gated-shared", dispatcher="allgather"),
     case(8, "dp_replicate=2 dp_shard=4", "ep=8 edp_shard=1", loss="sum", fsdp=TOGETHER),
@@ -54,7 +55,15 @@ CASES = [
     case(8, "dp_replicate=8 dp_shard=1", "edp_replicate=4 edp_shard=1 ep=2", frozen=True),
     case(8, "dp_shard=4 tp=2", "ep=8 edp_shard=1", model="gated-shared", recompute=True),
     case(8, "dp_shard=4 tp=2", "ep=4 etp=2 edp_shard=1", model="biases", tied=True),
-    case(8, "dp_shard=2 tp=4", "ep=8 edp_shard=1", model="relu2", dispatcher="allgather"),
+    case(
+        8,
+        "dp_shard=2 tp=4",
+        "ep=8 edp_shard=1",
+        model="relu2",
+        dispatcher="allgather",
+        recompute=True,
+        clones=ONE,
+    ),
     case(8, "dp_shard=2 tp=4", "ep=4 edp_shard=2", loss="sum", fsdp=GATHERED),
     case(8, "dp_replicate=2 dp_shard=2 tp=2", "edp_replicate=2 edp_shard=2 ep=2", loss="sum"),
     case(8, "dp_replicate=4 dp_shard=1 tp=2", "edp_replicate=2 edp_shard=1 ep=4", model="relu2"),
@@ -68,8 +77,15 @@ CASES = [
         fsdp=TOGETHER,
     ),
     case(6, "dp_shard=2 tp=3", "ep=3 edp_shard=2", model="expert-choice", dispatcher="allgather"),
-    case(6, "dp_shard=3 tp=2", "ep=6 edp_shard=1", model="top-1", loss="sum"),
-    case(6, "dp_shard=6", "ep=6 edp_shard=1", model="biases", expert_backend="sequential"),
+    case(6, "dp_shard=3 tp=2", "ep=6 edp_shard=1", model="top-1", loss="sum", clones=ONE),
+    case(
+        6,
+        "dp_shard=6",
+        "ep=6 edp_shard=1",
+        model="biases",
+        expert_backend="sequential",
+        clones=TWO,
+    ),
     case(6, "dp_shard=2 tp=3", "ep=6 edp_shard=1", model="sigmoid", meta=True),
     case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather"),
     case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),

@@ -7,6 +7,7 @@ from moecore.loss_scale import DynamicLossScale
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.backends import ExpertBackend
+from moecore.moe.clones import CloneOptions
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.expert_layout import ExpertLayout
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BalanceConfig",
     "CapacityConfig",
+    "CloneOptions",
     "ContextOptions",
     "ContextParallelModel",
     "Dispatcher",

@@ -36,6 +36,7 @@ from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes, context_groups, split_context
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.balance import BalanceGroups
+from moecore.moe.clones import CloneOptions, Cloner
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange import ExchangePool
@@ -88,6 +89,7 @@ def parallelize_moe(
     nvlink: NVLinkOptions | None = None,
     expert_backend: ExpertBackend = "auto",
     memory: MemoryOptions | None = None,
+    clones: CloneOptions | None = None,
     overlap_shared: bool = False,
     compile_dense: bool = False,
     balance: BalanceConfig | None = None,
@@ -111,6 +113,7 @@ def parallelize_moe(
         nvlink: sizes and times of the nvlink dispatcher, for "nvlink" and "auto".
         expert_backend: which kernels multiply the experts' matrices; see `moe/backends.py`.
         memory: what backward computes again or host memory holds; None = nothing.
+        clones: of hot experts, on ranks with few tokens; None = none. See docs/balancing.md.
         overlap_shared: on GPUs, run shared experts on a stream of their own. Experimental.
         compile_dense: run attention, norms and residual adds through torch.compile.
         balance: of every MoE layer; None keeps each one's own.
@@ -291,7 +294,10 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
         layer.tracker.reset()  # what ran before is no part of a step
         layer.set_config(request.config_of(layer))
         _set_experts(name, layer, request, recipes["experts"])
-        layer.dispatcher = _dispatcher(layer.config.num_experts, plan, meshes, exchanges)
+        placement = _placement(layer.config.num_experts, request)
+        layer.dispatcher = _dispatcher(layer.config.num_experts, placement, plan, exchanges)
+        if placement is not None and request.clones is not None and placement.num_clones:
+            layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), request.clones)
         if isinstance(layer, MoELayer) and layer.part("shared") is not None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
@@ -395,14 +401,26 @@ def _set_experts(name: str, layer: RoutedLayer, request: Request, recipe: Recipe
         logger.info("precision leaves the experts of %r as they are: %s", name, why_wide)
 
 
+def _placement(num_experts: int, request: Request) -> ExpertPlacement | None:
+    """Return which ranks own the experts of a layer; None = this rank owns all."""
+    group, p, clones = request.meshes.dispatch_group, request.meshes.parallel, request.clones
+    if group is None:
+        return None
+    num_clones = 0 if clones is None or p.ep == 1 else clones.per_rank
+    return ExpertPlacement(
+        group=group, num_experts=num_experts, ep=p.ep, etp=p.etp, num_clones=num_clones
+    )
+
+
 def _dispatcher(
-    num_experts: int, plan: ShardPlan, meshes: Meshes, exchanges: ExchangePool | None
+    num_experts: int,
+    placement: ExpertPlacement | None,
+    plan: ShardPlan,
+    exchanges: ExchangePool | None,
 ) -> Dispatcher:
     """Return what brings the tokens of a layer to its experts."""
-    group, p = meshes.dispatch_group, meshes.parallel
-    if group is None:
+    if placement is None:
         return LocalDispatcher(num_experts)
-    placement = ExpertPlacement(group=group, num_experts=num_experts, ep=p.ep, etp=p.etp)
     if exchanges is not None:
         return NVLinkDispatcher(placement, exchanges)
     if plan.dispatcher == "allgather":

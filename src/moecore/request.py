@@ -27,6 +27,7 @@ from moecore.kernels.experts.fp8_products import why_not_faster
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes
 from moecore.moe.backends import ExpertBackend, check_backend
+from moecore.moe.clones import CloneOptions
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.expert_layout import expert_shapes
 from moecore.moe.experts import Experts
@@ -99,6 +100,7 @@ class Request:
     nvlink: NVLinkOptions | None
     expert_backend: ExpertBackend
     memory: MemoryOptions
+    clones: CloneOptions | None
     overlap_shared: bool
     compile_dense: bool
     balance: BalanceConfig | None
@@ -261,6 +263,8 @@ def _check_arguments(request: Request) -> None:
         raise ValueError(
             f"dispatcher ('local') must go with ep * etp ({p.ep * p.etp}) = 1: use 'alltoall'"
         )
+    if request.clones is not None and p.ep == 1:
+        warnings.warn(f"clones ({request.clones}) are not used: ep is 1", stacklevel=5)
     device_type = request.meshes.device_type
     if request.overlap_shared and device_type != "cuda":
         raise ValueError(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecore import (
+    CloneOptions,
     FSDPOptions,
     MoEConfig,
     MoELayer,
@@ -54,6 +55,9 @@ FOLDINGS = {
 }
 CASES = [("ep6", "alltoall"), ("ep3-edp2", "allgather"), ("ep3-etp2", "nvlink")]
 CASES += [("edp6", "local"), ("ep6", "nvlink-fp8")]
+# Which rank computes a row moves no bit of it, but a token's rows are added by rank.
+CLONED = [("ep6", "alltoall"), ("ep3-etp2", "allgather"), ("ep3-edp2", "nvlink")]
+CLONES = CloneOptions(per_rank=1, least=0.0)
 # Rows are added while they travel; they travel as FP8, and once more in backward.
 NVLINK = {
     "nvlink": NVLinkOptions(max_tokens=80),
@@ -91,11 +95,13 @@ def one_process(ranks: tuple[int, ...]) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
 
 
-def on_ranks(folding: str, dispatcher: str, rank: int) -> dict[str, Tensor]:
+def on_ranks(
+    folding: str, dispatcher: str, rank: int, clones: CloneOptions | None = None
+) -> dict[str, Tensor]:
     model = nn.Sequential(make_layer())
     meshes = build_meshes(ParallelConfig(**FOLDINGS[folding]), "cpu")
     chosen: Any = "alltoall" if dispatcher in NVLINK else dispatcher
-    parallelize(model, meshes, precision="blockwise", dispatcher=chosen, loss="sum")
+    parallelize(model, meshes, precision="blockwise", dispatcher=chosen, loss="sum", clones=clones)
     if dispatcher in NVLINK:
         place = model[0].dispatcher.placement
         pool = EmulatedExchangePool(place.group, ep=place.ep, options=NVLINK[dispatcher])
@@ -107,9 +113,11 @@ def on_ranks(folding: str, dispatcher: str, rank: int) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
 
 
-def compared(folding: str, dispatcher: str, rank: int) -> dict[str, tuple[bool, float]]:
+def compared(
+    folding: str, dispatcher: str, rank: int, clones: CloneOptions | None = None
+) -> dict[str, tuple[bool, float]]:
     """Quantity -> whether its bits are those of one process on every rank, and the worst error."""
-    found = on_ranks(folding, dispatcher, rank)
+    found = on_ranks(folding, dispatcher, rank, clones)
     alone, together = one_process((rank,)), one_process(tuple(range(WORLD)))
     errors = {}
     for name, ours in found.items():
@@ -185,6 +193,7 @@ def training(folding: str, rank: int) -> list[float]:
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"-".join(case): compared(*case, rank) for case in CASES}
+    found["cloned"] = {"-".join(case): compared(*case, rank, CLONES) for case in CLONED}
     found["kept"], found["freed"] = (quantisations(fsdp, rank) for fsdp in (KEPT, FREED))
     found["training"] = {name: training(name, rank) for name in ("ep6", "edp6", "ep3-etp2")}
     return found
@@ -208,6 +217,15 @@ def test_equals_one_process(case: tuple[str, str], results: dict[str, Any]) -> N
         assert set(weights) <= bits
     assert max(found[name][1] for name in weights) < 1e-5
     assert found["router.weight"][1] < 1e-5
+
+
+@pytest.mark.parametrize("case", CLONED, ids="-".join)
+def test_clones_of_hot_experts_change_no_row(
+    case: tuple[str, str], results: dict[str, Any]
+) -> None:
+    errors = {name: error for name, (_, error) in results["cloned"]["-".join(case)].items()}
+    assert max(errors.pop(name) for name in ("y", "x")) < 1e-6
+    assert max(errors.values()) < 1e-5
 
 
 def test_gathered_experts_are_quantised_once_per_step_unless_they_are_freed(

@@ -339,6 +339,11 @@ def _check_dispatchers(state: MoEState) -> None:
     for name, layer in state.layers.items():
         capacity = layer.config.capacity
         pads = capacity is not None and capacity.pad
+        if layer.cloner is not None:
+            raise ValueError(
+                f"clones of {name} ({layer.cloner.options}) must be None for a CUDA graph, because "
+                "their plan is read on the host: leave them out"
+            )
         if layer.dispatcher.waits_on_host and not pads:
             raise ValueError(
                 f"dispatcher of {name} ({type(layer.dispatcher).__name__}) must be 'nvlink' or pad "

@@ -35,6 +35,7 @@ from moecore.kernels.experts.products import quantise_matrices
 from moecore.memory.saved import counting_rows
 from moecore.moe.activation import activation_options
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
+from moecore.moe.clones import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import ParamReader, check_values, init_normal_, shard_parameter
@@ -253,8 +254,10 @@ class Experts(nn.Module):
         activation = activation_options(
             self.config, interleaved=self._is_interleaved, function=self.own_activation
         )
-        with self.reader.reading():
-            weights = self._weights(inp.rows.dtype)
+        with (
+            self.reader.reading(),
+            with_clones(self._weights(inp.rows.dtype), inp.clones) as weights,
+        ):
             in_use = any(update.in_use for update in self.updates.values())
             compute = separate_computation(self.backend, has_more=self._has_own or in_use)
             if compute is not None:

@@ -21,6 +21,7 @@ from moecore._fields import PositiveOrZero, Seed, check_arguments, check_fields
 from moecore._torch import autocast_dtype, mark
 from moecore.config import BalanceConfig, MoEConfig
 from moecore.moe.balance import LoadTracker
+from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.experts import Experts
@@ -61,11 +62,13 @@ class RoutedLayer(nn.Module):
     Attributes:
         config: the layer.
         dispatcher: how tokens travel; `parallelize_moe` sets another.
+        cloner: clones hot experts on other ranks; None = nobody does.
         tracker: counts loads, and has the auxiliary losses.
     """
 
     config: MoEConfig
     dispatcher: Dispatcher
+    cloner: Cloner | None = None
     tracker: LoadTracker
 
     def name_of(self, role: str) -> str:
@@ -113,7 +116,7 @@ class RoutedLayer(nn.Module):
             is_kept: whether backward keeps `rows_TL` anyway.
         """
         with mark("moecore::dispatch"):
-            expert_input = self.dispatcher.dispatch(rows_TL, routing)
+            expert_input = self._dispatched(rows_TL, routing)
         rows = expert_input.rows
         if is_kept and rows.values is rows_TL:
             expert_input = replace(expert_input, rows=replace(rows, is_kept=True))
@@ -121,6 +124,13 @@ class RoutedLayer(nn.Module):
             y_SL = self._compute(expert_input)
         with mark("moecore::combine"):
             return self.dispatcher.combine(y_SL, expert_input.plan)
+
+    def _dispatched(self, rows_TL: Tensor, routing: Routing) -> ExpertInput:
+        """Return what the experts of this rank need, clones of others included."""
+        if self.cloner is None:
+            return self.dispatcher.dispatch(rows_TL, routing)
+        routing, clones = self.cloner.place(routing, self.dispatcher.lanes)
+        return self.cloner.cut(self.dispatcher.dispatch(rows_TL, routing), clones)
 
     def _counted(
         self, y: Tensor, routing: Routing, micro_batch: MicroBatch, bias_E: Tensor | None

@@ -98,6 +98,8 @@ class ExpertInput:
         unsummed: None, or the part of a dispatcher that adds expert rows itself. Experts then give
             each expert row's gradient to its handle and return `UnsummedRows`; those that add their
             rows themselves start with `summed_input`.
+        clones: None, or other ranks' experts that this forward computes behind its own
+            (`moe/clones.py`); the index has them too.
 
     Example, two experts, K=2, routing [[0, 1], [1, -1]]: row_ids_R [0, 0, 1, 0],
     slots_SK [[0, 1], [2, -1]], offsets_e [1, 3], num_rows 3: expert 0 reads row 0, expert 1 rows 0
@@ -108,6 +110,7 @@ class ExpertInput:
     index: ExpertIndex
     plan: Any
     unsummed: UnsummedInput | None = None
+    clones: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,9 +66,8 @@ def plan_clones_ref(loads_E: Tensor, num_ranks: int, num_clones: int, least: flo
         loads[x] -= moved
         ranks[p] -= moved
         ranks[q] += moved
-    columns = zip(*found, strict=True)
-    how = dict(dtype=torch.int32, device=loads_E.device)
-    return ClonePlan(*(torch.tensor(column, **how) for column in columns))
+    columns = torch.tensor(found, dtype=torch.int32, device=loads_E.device).T
+    return ClonePlan(*columns.contiguous())
 
 
 def _share(least: float) -> int:
