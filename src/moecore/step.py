@@ -36,8 +36,9 @@ from moecore.pipeline.across import sum_copies
 from moecore.pipeline.orders import PAIRING
 from moecore.pipeline.run import forward_pipeline, pipeline_of, run_pipeline
 from moecore.pipeline.stages import loss_of
-from moecore.precision.apply import advance_amax, has_history
+from moecore.precision.apply import advance_amax, drop_amax, has_history
 from moecore.request import request_of
+from moecore.rerun import run_until_rows_fit
 from moecore.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.shard.engine import engines_of
 from moecore.shard.late_parameters import refuse_earlier
@@ -299,7 +300,8 @@ class TrainStep:
 
         Returns:
             fp32 [num_micro_batches] on the device, detached, not divided: the same on all pipeline
-            ranks, each data rank's own. No host sync.
+            ranks, each data rank's own. No host sync, but one where `NVLinkOptions.row_factor` may
+            be too small: then all of it runs again, with the same random numbers.
 
         Raises:
             ValueError: for another number of micro-batches, or after a micro_batch() of this step.
@@ -310,6 +312,11 @@ class TrainStep:
                 f"micro_batches ({len(micro_batches)}) must be num_micro_batches "
                 f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
             )
+        run = partial(self._run_all, micro_batches)
+        return run_until_rows_fit(run, self._states, self.drop)
+
+    def _run_all(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Run forward and backward of all micro-batches once; return their losses."""
         pipeline = pipeline_of(self._model)
         if pipeline is None and self._is_overlapped:
             return torch.stack(self._run_in_pairs(micro_batches))
@@ -523,6 +530,7 @@ def drop_step(model: nn.Module) -> None:
     """
     for engine in engines_of(model):
         engine.drop_step()
+    drop_amax(model)
     for module in model.modules():
         if isinstance(module, RoutedLayer):
             module.drop_step()

@@ -5,6 +5,10 @@ Holes are NaN in floats: who reads one shows it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -118,6 +122,17 @@ class EmulatedExchange(Exchange):
         out = tensor.new_empty(self.layout.num_ranks, *tensor.shape)
         all_gather_single(out.flatten(0, 1), tensor.contiguous(), group=self.group)
         return out
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Within, `parallelize_moe` takes dispatcher "nvlink" on CPUs, with `max_tokens`."""
+    with (
+        patch("moecore.parallelize.ExchangePool", EmulatedExchangePool),
+        patch("moecore.parallelize.find_problem", lambda group, device_type: None),
+        patch("moecore.shard.dispatcher.find_known_problem", lambda ranks, device_type: None),
+    ):
+        yield
 
 
 class EmulatedExchangePool(ExchangePool):

@@ -83,7 +83,7 @@ class Lanes:
         if pair.error is not None:
             raise pair.error
         value, numbers = found
-        _set_generators(numbers)
+        set_generators(numbers)
         return value
 
     def hand_over(self, *, is_early: bool = False) -> None:
@@ -153,7 +153,7 @@ class _Pair:
     def run_forward(self, forward: Callable[[], T]) -> Any:
         """Return what the forward returns and the generators behind it; None where it fails."""
         try:
-            return forward(), _generators()
+            return forward(), generators()
         except BaseException as error:
             self._fail(error)
             return None
@@ -186,14 +186,14 @@ class _Pair:
             self._check()
             if not other.is_running:
                 return
-            numbers = _generators()
+            numbers = generators()
             side.is_early = is_early
             self._holder = other
             other.turn.release()
         side.turn.acquire()
         side.is_early = False
         self._check()
-        _set_generators(numbers)
+        set_generators(numbers)
         for resume in self._resume:
             resume(side.is_backward)
 
@@ -273,7 +273,7 @@ def _queueing_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
-def _generators() -> list[Tensor]:
+def generators() -> list[Tensor]:
     """Return the states of the random number generators of the host and of the device."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
@@ -281,7 +281,8 @@ def _generators() -> list[Tensor]:
     return states
 
 
-def _set_generators(states: Sequence[Tensor]) -> None:
+def set_generators(states: Sequence[Tensor]) -> None:
+    """Set the states that `generators` has returned."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state)

@@ -125,6 +125,12 @@ class MoEState:
         self._reset()
         return metrics
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a tape gives or takes the choices of one forward after the other."""
+        routers = (layer.part("router") for layer in self.layers.values())
+        return any(router is not None and router.tape is not None for router in routers)
+
     def check(self) -> None:
         """Raise what went wrong on this rank while tokens traveled; waits for the device."""
         if self.exchanges is not None:

@@ -130,6 +130,13 @@ def advance_amax(model: nn.Module) -> None:
             module.products.history.advance(module.weight)
 
 
+def drop_amax(model: nn.Module) -> None:
+    """Drop what delayed scaling has seen since the last step."""
+    for module in model.modules():
+        if isinstance(module, Fp8Linear) and module.products.history is not None:
+            module.products.history.drop()
+
+
 def has_history(model: nn.Module) -> bool:
     """Return whether `advance_amax` has something to do."""
     fp8 = (module for module in model.modules() if isinstance(module, Fp8Linear))

@@ -72,6 +72,11 @@ class AmaxHistory:
             self.seen[operand] = torch.zeros(1, device=device)
             self.steps[operand] = torch.zeros(self.num_steps, device=device)
 
+    def drop(self) -> None:
+        """Drop the magnitudes of this step. No host sync."""
+        for seen in self.seen.values():
+            seen.zero_()
+
     @torch.no_grad()
     def advance(self, weight: Tensor) -> None:
         """Start the next step; operands that this one had not are left out. No host sync.

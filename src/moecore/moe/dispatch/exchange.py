@@ -10,6 +10,10 @@ with `NVLinkOptions.overlap_weight_grads`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -60,6 +64,9 @@ class Exchange:
         group: the ranks.
         options: of the dispatcher.
         balanced_rows: expert rows of a rank with balanced routing and C tokens on every rank.
+
+    Attributes:
+        asks_later: whether too many rows are no error, because `needed_factor` is asked.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Exchange:
         self.group = group
         self.options = options
         self.balanced_rows = balanced_rows
+        self.asks_later = False
         self._stream: torch.cuda.Stream | None = None  # of copies
         self._slot = SlotState.FREE
 
@@ -186,10 +194,18 @@ class Exchange:
         error, needed = words[ERROR_WORD], words[NEEDED_WORD]
         if error:
             raise ExchangeError(self._late(error - 1))
-        if needed:
-            self.buffer.report[NEEDED_WORD] = 0
-            self.buffer.state[NEEDED_WORD].zero_()
+        if needed and not self.asks_later:
+            self.clear_needed()
             raise ExchangeError(self._overflow(needed), needed / self.balanced_rows)
+
+    def needed_factor(self) -> Tensor:
+        """Return the least row factor that had held all rows so far; 0 = they fit. No host sync."""
+        return self.buffer.state[NEEDED_WORD] / self.balanced_rows
+
+    def clear_needed(self) -> None:
+        """Let later rows be counted anew; the device has come to here."""
+        self.buffer.report[NEEDED_WORD] = 0
+        self.buffer.state[NEEDED_WORD].zero_()
 
     def check(self) -> None:
         """Raise what has gone wrong in all operations so far. One host sync.
@@ -267,6 +283,31 @@ class ExchangePool:
         self.ep = ep
         self.options = options or NVLinkOptions()
         self._entries: dict[tuple[int, int, int], Exchange] = {}
+        self._asks_later = False
+
+    @property
+    def may_rerun(self) -> bool:
+        """Whether a step that had too many rows runs again; a CUDA graph waits for nothing."""
+        is_asked = self.options.row_factor is not None and self.options.overflow == "rerun"
+        return is_asked and not any(exchange.is_capturing() for exchange in self.entries)
+
+    @contextmanager
+    def asked_later(self) -> Iterator[None]:
+        """Within, too many rows are no error: `Exchange.needed_factor` has them."""
+        self._asks_later = True
+        try:
+            yield
+        finally:
+            self._asks_later = False
+            for exchange in self.entries:
+                exchange.asks_later = False
+
+    def grow(self, row_factor: float) -> None:
+        """Give later dispatches more room, and clear what was needed."""
+        self.options = replace(self.options, row_factor=row_factor)
+        for exchange in self.entries:
+            exchange.options = self.options
+            exchange.clear_needed()
 
     def get(self, x_TD: Tensor, top_k: int, *, lane: int = 0) -> Exchange:
         """Return the exchange for these tokens; made, by all ranks together, at first use.
@@ -295,6 +336,7 @@ class ExchangePool:
         exchange = self._entries.get(key)
         if exchange is None:
             exchange = self._entries[key] = self._make(x_TD, top_k)
+        exchange.asks_later = self._asks_later
         exchange.poll()
         max_tokens = exchange.layout.max_tokens
         if max_tokens < T:

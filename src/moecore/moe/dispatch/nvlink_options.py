@@ -1,7 +1,7 @@
 """Options of the `nvlink` dispatcher; docs/dispatchers.md has what they cost."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from moecore._fields import Bound, Count, Positive, Rules, check_fields
 
@@ -13,7 +13,11 @@ class NVLinkOptions:
     Attributes:
         max_tokens: most tokens of any rank in one forward; None = the most of the first forward.
         row_factor: expert rows per rank over what a balanced routing of `max_tokens` on every
-            rank would give; more rows than that are an error. None = room for every routing.
+            rank would give. None = room for every routing.
+        overflow: what more rows than that are. "rerun": `TrainStep.forward_backward` runs the step
+            again with the factor that was needed, which stays; it waits for the device once per
+            step. Loops of their own, CUDA graphs and replayed routes have an error. "error": an
+            error everywhere.
         exact_rows: room for exactly the expert rows that come, so that nothing overflows, at one
             host sync per dispatch; not with a row_factor, not in CUDA graphs.
         num_sms: programs of one operation, of which half push and half receive; None = one per
@@ -30,6 +34,7 @@ class NVLinkOptions:
 
     max_tokens: Count | None = None
     row_factor: Positive | None = None
+    overflow: Literal["rerun", "error"] = "rerun"
     exact_rows: bool = False
     num_sms: Annotated[int, Bound(">=", 2)] | None = None
     overlap_weight_grads: bool = True

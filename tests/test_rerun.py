@@ -1,0 +1,143 @@
+"""A step whose expert rows did not fit runs again: the bits of a step that had room.
+
+Four ranks are spawned once, with an exchange that is emulated on CPUs. Routers draw random numbers,
+balance counts over micro-batches and biases move, so whatever a second run does not restore shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moecore import (
+    BalanceConfig,
+    ExchangeError,
+    MoEConfig,
+    NVLinkOptions,
+    ParallelConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.models import Decoder, DecoderConfig
+from moecore.moe.state import moe_state
+from moecore.optim import AdamW
+from moecore.rl import RouterReplay
+from tests.moe.emulated_exchange import emulated
+from tests.ranks import run_ranks
+
+WORLD, TOKENS = 4, 12
+BALANCE = BalanceConfig(
+    global_batch_coef=0.05, bias_update_rate=0.5, bias_update="quantile", z_loss_coef=0.01
+)
+CONFIG = DecoderConfig(
+    vocab_size=31,
+    dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=32,
+    moe=MoEConfig(
+        dim=32,
+        hidden_dim=32,
+        num_experts=8,
+        top_k=2,
+        score_function="sigmoid",
+        expert_bias=True,
+        router_jitter=0.1,
+        balance=BALANCE,
+    ),
+)
+
+
+def build(**options: Any) -> tuple[Any, TrainStep]:
+    torch.manual_seed(0)
+    model = Decoder(CONFIG)
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.mlp.router.expert_bias[:2] = 0.3  # of one rank
+    how = NVLinkOptions(max_tokens=TOKENS, **options)
+    meshes = build_meshes(ParallelConfig(ep=WORLD), "cpu")
+    with emulated():
+        parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=how)
+    step = TrainStep(model, AdamW(model.parameters()), max_norm=1.0, num_micro_batches=2)
+    return model, step
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(0, 31, (2, 1, TOKENS + 1), generator=generator)
+    return [{"tokens_BT": one[:, :-1], "labels_BT": one[:, 1:]} for one in tokens]
+
+
+def trained(**options: Any) -> dict[str, Any]:
+    """Return what two steps are and leave."""
+    model, step = build(**options)
+    torch.manual_seed(7 + dist.get_rank())
+    found: dict[str, Any] = {}
+    for i in range(2):
+        found[f"losses/{i}"] = step.forward_backward(batches())
+        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        found |= {f"grad/{i}/{n}": grad.clone() for n, grad in grads.items()}
+        done = step.finish()
+        found |= {f"loads/{i}/{n}": t for n, t in done.metrics.tokens_per_expert.items()}
+        found |= {f"aux/{i}/{n}": t for n, t in done.metrics.aux_losses.items()}
+    found |= {f"after/{n}": t.clone() for n, t in model.state_dict().items()}
+    factor = moe_state(model).exchanges.options.row_factor
+    return {"values": found, "factor": factor}
+
+
+def compared() -> dict[str, Any]:
+    room, tight = trained(), trained(row_factor=0.5)
+    names = list(room["values"])
+    assert names == list(tight["values"])
+    others = [n for n in names if not torch.equal(_local(room, n), _local(tight, n))]
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, (others, tight["factor"]))
+    return {"others": everyone, "number": len(names)}
+
+
+def _local(found: dict[str, Any], name: str) -> Tensor:
+    value = found["values"][name]
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def error_of_recorded() -> str:
+    """Return the error of a step that has too few rows and whose routes are recorded."""
+    model, step = build(row_factor=0.5)
+    try:
+        with RouterReplay(model).record():
+            step.forward_backward(batches())
+    except ExchangeError as error:
+        return str(error)
+    return ""
+
+
+def worker(rank: int, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = compared()
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, error_of_recorded())
+    return found | {"errors": everyone}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return run_ranks(WORLD, worker)
+
+
+def test_a_step_that_runs_again_has_the_bits_of_one_with_room(results: dict[str, Any]) -> None:
+    assert results["number"] > 40
+    assert [others for others, _ in results["others"]] == [[]] * WORLD
+    factors = {factor for _, factor in results["others"]}
+    assert len(factors) == 1 and factors.pop() > 0.5
+
+
+def test_recorded_routes_end_the_step_on_every_rank(results: dict[str, Any]) -> None:
+    (error,) = set(results["errors"])
+    assert error.startswith("NVLinkOptions.row_factor (0.5) must be >= ")
+    assert "recorded or replayed" in error
