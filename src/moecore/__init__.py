@@ -13,6 +13,7 @@ from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout, MoELayer
 from moecore.moe.metrics import MoEMetrics
+from moecore.moe.order import place_experts, reorder_experts
 from moecore.moe.records import Dispatcher, ExpertInput, Routing
 from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.pipeline.config import PipelineConfig
@@ -67,5 +68,7 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "parallelize_moe",
+    "place_experts",
     "plan_sharding",
+    "reorder_experts",
 ]
