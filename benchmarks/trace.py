@@ -24,7 +24,8 @@ CATEGORIES = {
     "experts": r"_gg_|cooperative|pingpong|grouped|wgrad|_mlp|activation|gather_(packed_)?rows"
     r"|sum_rows|gather_used|map_row_tiles|_finish_bwd_kernel|sum_parts",
     "routing": r"route|router|_index|expert_counts|balance|scores|weights_kernel|_counts"
-    r"|add_margins|even_bias|add_entropy|^_(split|product|sum_splits)_kernel",
+    r"|add_margins|even_bias|add_entropy|^_(split|product|sum_splits)_kernel"
+    r"|plan_clones|physical_ids",
     "loss": r"cross_entropy",
     "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
