@@ -15,9 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore import CloneOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.experts.contract import ExpertWeights
+from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner, Clones, with_clones
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.placement import ExpertPlacement
+from moecore.moe.state import MoEState
 from tests.ranks import run_ranks
 
 EP, ETP, E, D = 3, 2, 6, 16
@@ -70,8 +72,8 @@ def kept() -> bool:
     return is_gone and w1.grad is not None and torch.equal(w1.grad, expected)
 
 
-def skewed(options: CloneOptions | None) -> list[int]:
-    """Return rows that each rank computes, of tokens that all choose experts 0 and 1 first."""
+def skewed(options: CloneOptions | None) -> list[float]:
+    """Return rows that each block computes, most of experts 0 and 1, and clones per rank."""
     meshes, place = placed(0 if options is None else options.per_rank)
     torch.manual_seed(0)
     config = MoEConfig(dim=D, hidden_dim=D, num_experts=E, top_k=2, expert_bias=True)
@@ -87,7 +89,10 @@ def skewed(options: CloneOptions | None) -> list[int]:
     torch.manual_seed(dist.get_rank())
     y = layer(torch.randn(64, D))
     y.sum().backward()
-    return of_blocks(rows[0])
+    metrics = MoEState({"layer": layer}, BalanceGroups(global_batch=dist.group.WORLD)).finish_step()
+    numbers = metrics.to_dict(per_expert=False)
+    assert (options is None) == ("clones_per_rank" not in numbers)
+    return [*of_blocks(rows[0]), numbers.get("clones_per_rank", 0.0)]
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
@@ -115,7 +120,9 @@ def test_backward_keeps_the_clones_alone(results: dict[str, Any]) -> None:
 
 
 def test_busy_ranks_give_tokens_away(results: dict[str, Any]) -> None:
-    plain, cloned = results["plain"], results["cloned"]
+    *plain, none = results["plain"]
+    *cloned, per_rank = results["cloned"]
+    assert none == 0 and per_rank * EP in (1, 2)
     assert sum(plain) == sum(cloned)
     assert max(plain) > 1.4 * sum(plain) / EP
     assert max(cloned) <= 1.01 * sum(plain) / EP + 1

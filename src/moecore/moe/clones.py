@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore._fields import Bound, Count, check_fields
-from moecore._torch import all_gather_single, storage_key
+from moecore._torch import all_gather_single, is_recomputing, storage_key
 from moecore.kernels.experts.contract import (
     ComputeGrad,
     ExpertWeights,
@@ -69,12 +69,16 @@ class Cloner:
         placement: of the layer's experts, with room for clones.
         group: ranks of the dispatch group that have this rank's part of their experts, in order.
         options: how many clones, and when.
+
+    Attributes:
+        counted: clones on this rank, and forwards, since the last optimizer step.
     """
 
     def __init__(
         self, placement: ExpertPlacement, group: dist.ProcessGroup, options: CloneOptions
     ) -> None:
         self.options = options
+        self.counted = (0, 0)
         self._placement, self._group = placement, group
 
     @torch.compiler.disable
@@ -105,9 +109,11 @@ class Cloner:
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
         routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
         experts = plan.experts_N.tolist()
-        if max(experts) < 0:
-            return routing, None
-        return routing, Clones.of(experts, p, self._group, lanes)
+        clones = None if max(experts) < 0 else Clones.of(experts, p, self._group, lanes)
+        if torch.is_grad_enabled() and not is_recomputing():
+            number, forwards = self.counted
+            self.counted = number + (0 if clones is None else clones.num_here), forwards + 1
+        return routing, clones
 
     def _counts(self, ids_TK: Tensor, lanes: Lanes | None) -> Tensor:
         """Return the tokens of each rank for each expert, int64 [G, E]."""

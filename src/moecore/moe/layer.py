@@ -102,6 +102,8 @@ class RoutedLayer(nn.Module):
         """Drop the counts since the last optimizer step, and weights that were cast for it."""
         self.tracker.reset()
         self.part("experts").reader.drop_copies()
+        if self.cloner is not None:
+            self.cloner.counted = (0, 0)
 
     def _compute(self, expert_input: ExpertInput) -> Any:
         """Return what `Experts` do, in their unit."""

@@ -25,12 +25,15 @@ class MoEMetrics:
         router_entropy: layer name -> fp64 scalar in nats, the mean over tokens of the entropy of
             each one's probabilities: the scores over their sum, before any bias. 0 is certain,
             log(E) undecided. Only layers whose router is moecore's.
+        clones_per_rank: layer name -> fp64 scalar, other ranks' experts that a rank computed too,
+            the mean over ranks and forwards. Only layers with `CloneOptions`.
     """
 
     tokens_per_expert: dict[str, Tensor] = field(default_factory=dict)
     dropped_per_expert: dict[str, Tensor] = field(default_factory=dict)
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
     router_entropy: dict[str, Tensor] = field(default_factory=dict)
+    clones_per_rank: dict[str, Tensor] = field(default_factory=dict)
 
     def to_dict(self, *, per_expert: bool = True) -> dict[str, float]:
         """Return name -> number, for any logger. One copy from the device, one host sync.
@@ -42,6 +45,7 @@ class MoEMetrics:
             balance_loss, /<layer>      auxiliary losses of all scopes; sum over layers
             z_loss, /<layer>            sum over layers
             router_entropy, /<layer>    see the attribute; mean over layers
+            clones_per_rank, /<layer>   likewise
 
         Args:
             per_expert: with the load of each expert: thousands of numbers in large models.
@@ -63,8 +67,8 @@ class MoEMetrics:
                 for layer, losses in found["aux_losses"].items()
             }
             numbers |= {name: sum(of_layers.values()), **_named(name, of_layers)}
-        entropies = {layer: entropy for layer, (entropy,) in found["router_entropy"].items()}
-        numbers |= _with_mean("router_entropy", entropies)
+        for name in ("router_entropy", "clones_per_rank"):
+            numbers |= _with_mean(name, {layer: value for layer, (value,) in found[name].items()})
         if per_expert:
             for layer, of_E in loads.items():
                 numbers |= {f"expert_load/{layer}/{e}": load for e, load in enumerate(of_E)}

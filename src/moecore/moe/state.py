@@ -160,15 +160,18 @@ class MoEState:
         losses = {name: c.losses for name, c in counts.items()}
         entropies = {name: c.entropy_2 for name, c in counts.items()}
         kept = {name: c.kept_E for name, c in counts.items() if c.kept_E is not None}
+        device = next(iter(chosen.values())).device
+        cloners = {name: la.cloner for name, la in self.layers.items() if la.cloner is not None}
+        clones = {name: torch.tensor(c.counted, device=device) for name, c in cloners.items()}
         parts = [
             torch.cat(list(found.values())).double()
-            for found in (chosen, losses, entropies, kept)
+            for found in (chosen, losses, entropies, kept, clones)
             if found
         ]
         packed = torch.cat(parts)
         if self.groups.global_batch is not None:
             dist.all_reduce(packed, group=self.groups.global_batch)
-        all_chosen, all_losses, all_entropies, *all_kept = packed.split([len(p) for p in parts])
+        all_chosen, all_losses, all_entropies, *others = packed.split([len(p) for p in parts])
         units_L, tokens_L = all_entropies.view(-1, 2).unbind(1)
         entropy_L = units_L * UNIT / tokens_L.clamp(min=1)
         # As set, not as counted: replays of a CUDA graph run no Python, and the rest is checked.
@@ -182,9 +185,12 @@ class MoEState:
                 if self.layers[name].part("router") is not None
             },
         )
-        for kept_E in all_kept:
-            for name, n_E in _split(kept_E.long(), kept).items():
+        if kept:
+            for name, n_E in _split(others[0].long(), kept).items():
                 metrics.dropped_per_expert[name] = metrics.tokens_per_expert[name] - n_E
+        if clones:
+            for name, (number, forwards) in _split(others[-1], clones).items():
+                metrics.clones_per_rank[name] = number / forwards.clamp(min=1)
         return metrics
 
     def _move_biases(
