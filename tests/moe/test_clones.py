@@ -6,23 +6,57 @@ Gradients over whole compositions are in `tests/test_parity.py`, in FP8 in
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moecore import CloneOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes
+from moecore import (
+    CloneOptions,
+    ExpertLayout,
+    LayerLayout,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    build_meshes,
+)
 from moecore.kernels.experts.contract import ExpertWeights
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import Cloner, Clones, with_clones
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.low_rank import LowRank
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import MoEState
 from tests.ranks import run_ranks
 
 EP, ETP, E, D = 3, 2, 6, 16
+CONFIG = MoEConfig(dim=D, hidden_dim=D, num_experts=E, top_k=2, expert_bias=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a model keeps its experts."""
+
+    config: MoEConfig = CONFIG
+    layout: ExpertLayout = field(default_factory=ExpertLayout)
+    adapted: bool = False
+
+
+PLAIN = Form()
+FORMS = {
+    "plain": PLAIN,
+    "transposed, with biases": Form(
+        config=replace(CONFIG, fc1_bias=True, fc2_bias=True),
+        layout=ExpertLayout(transposed=True, gate_up="interleaved"),
+    ),
+    "transposed": Form(layout=ExpertLayout(transposed=True, gate_up="interleaved")),
+    "gate and up apart": Form(layout=ExpertLayout(gate_up="separate")),
+    "adapted": Form(adapted=True),
+}
 EXPERTS = [4, 3, -1, -1, 2, 0]  # of the example of `Clones.of`
 
 
@@ -72,17 +106,48 @@ def kept() -> bool:
     return is_gone and w1.grad is not None and torch.equal(w1.grad, expected)
 
 
-def skewed(options: CloneOptions | None) -> list[float]:
-    """Return rows that each block computes, most of experts 0 and 1, and clones per rank."""
+def skewed_layer(options: CloneOptions | None, form: Form = PLAIN) -> MoELayer:
+    """Return a layer whose tokens nearly all choose expert 0."""
     meshes, place = placed(0 if options is None else options.per_rank)
     torch.manual_seed(0)
-    config = MoEConfig(dim=D, hidden_dim=D, num_experts=E, top_k=2, expert_bias=True)
-    layer = MoELayer(config)
+    layer = MoELayer(form.config, layout=LayerLayout(expert_layout=form.layout))
+    with torch.no_grad():
+        for parameter in layer.experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
     layer.router.expert_bias[0] = 2.0
+    if form.adapted:
+        a, b = (nn.Parameter(torch.randn(E, *shape)) for shape in ((4, D), (2 * D, 4)))
+        layer.experts.adapt("w1", LowRank({"one": (a, b)}, {"one": 0.5}))
     layer.part("experts").shard(meshes.expert["ep", "etp"])
     layer.dispatcher = AllToAllDispatcher(place)
     if options is not None:
         layer.cloner = Cloner(place, meshes.expert.get_group("ep"), options)
+    return layer
+
+
+def error_of(form: Form) -> float:
+    """Return the largest difference of outputs and gradients that clones make, over their size."""
+    found = []
+    for options in (None, CloneOptions(per_rank=2, least=0.0)):
+        layer = skewed_layer(options, form)
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(20, D, requires_grad=True)
+        y = layer(x)
+        y.square().sum().backward()
+        grads = [p.grad.to_local() for p in layer.experts.parameters()]
+        found.append([y.detach(), x.grad, *grads])
+        is_cloned = layer.cloner is not None and sum(of_blocks(layer.cloner.counted[0])) > 0
+        assert is_cloned == (options is not None)
+    scales = [max(float(plain.abs().max()), 1e-3) for plain in found[0]]
+    return max(
+        float((ours - plain).abs().max()) / scale
+        for plain, ours, scale in zip(*found, scales, strict=True)
+    )
+
+
+def skewed(options: CloneOptions | None) -> list[float]:
+    """Return rows that each block computes, most of experts 0 and 1, and clones per rank."""
+    layer = skewed_layer(options)
     rows: list[int] = []
     compute = layer._compute
     layer._compute = lambda inp: (rows.append(int(inp.index.num_rows)), compute(inp))[1]
@@ -99,6 +164,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"travel": travel(), "kept": of_blocks(kept())}
     found["plain"] = skewed(None)
     found["cloned"] = skewed(CloneOptions(per_rank=1, least=0.01))
+    found["errors"] = {name: error_of(form) for name, form in FORMS.items()}
     return found
 
 
@@ -117,6 +183,11 @@ def test_weights_go_to_their_places_and_gradients_home(results: dict[str, Any]) 
 
 def test_backward_keeps_the_clones_alone(results: dict[str, Any]) -> None:
     assert results["kept"] == [True] * EP
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_of_any_form_have_clones(form: str, results: dict[str, Any]) -> None:
+    assert results["errors"][form] < 1e-5
 
 
 def test_busy_ranks_give_tokens_away(results: dict[str, Any]) -> None:

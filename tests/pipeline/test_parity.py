@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecore import (
+    CloneOptions,
     ContextOptions,
     FSDPOptions,
     MoEConfig,
@@ -190,7 +191,15 @@ CASES = [
         fsdp=GRADS,
         recompute=True,
     ),
-    case(8, "pp=4 dp_shard=2", "pp=4 ep=2 edp_shard=1", pipeline=DUAL, accumulate=2, layers=8),
+    case(
+        8,
+        "pp=4 dp_shard=2",
+        "pp=4 ep=2 edp_shard=1",
+        pipeline=DUAL,
+        accumulate=2,
+        layers=8,
+        clones=CloneOptions(per_rank=1, least=0.0),
+    ),
 ]
 CASES += [
     case(
