@@ -25,6 +25,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -131,6 +132,12 @@ class GraphedForwardBackward:
         _check_start(self._model, self._state)
         if self._captured is not None:
             return self._captured.replay(inputs)
+        exchanges = self._state.exchanges
+        with nullcontext() if exchanges is None else exchanges.graphed():
+            return self._first(inputs)
+
+    def _first(self, inputs: Inputs) -> Any:
+        """Warm up, or capture and replay."""
         own = tuple(x.to(self._device, non_blocking=True, copy=True) for x in inputs)
         if self._num_warm < self._warm_up:
             is_last = self._num_warm == self._warm_up - 1

@@ -283,13 +283,22 @@ class ExchangePool:
         self.ep = ep
         self.options = options or NVLinkOptions()
         self._entries: dict[tuple[int, int, int], Exchange] = {}
-        self._asks_later = False
+        self._asks_later = self._is_graphed = False
 
     @property
     def may_rerun(self) -> bool:
-        """Whether a step that had too many rows runs again; a CUDA graph waits for nothing."""
+        """Whether a step that had too many rows runs again."""
         is_asked = self.options.row_factor is not None and self.options.overflow == "rerun"
-        return is_asked and not any(exchange.is_capturing() for exchange in self.entries)
+        return is_asked and not self._is_graphed
+
+    @contextmanager
+    def graphed(self) -> Iterator[None]:
+        """Within, steps are those of a CUDA graph, which waits for nothing: none runs again."""
+        self._is_graphed = True
+        try:
+            yield
+        finally:
+            self._is_graphed = False
 
     @contextmanager
     def asked_later(self) -> Iterator[None]:
