@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -32,6 +32,7 @@ from moecore.hf.outputs import refuse_lost_outputs
 from moecore.hf.rows import tell_layers
 from moecore.memory.apply import apply_memory
 from moecore.memory.copies import copy_modules, on_meta
+from moecore.memory.offload import Offload
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import Meshes, context_groups, split_context
 from moecore.moe.backends import ExpertBackend
@@ -50,11 +51,11 @@ from moecore.moe.records import Dispatcher
 from moecore.moe.state import STATE_NAME, MoEState
 from moecore.pipeline.across import ALL_STAGES, make_all_stages
 from moecore.pipeline.config import PipelineConfig
-from moecore.pipeline.layout import PipelineLayout
+from moecore.pipeline.layout import PipelineLayout, Stage
 from moecore.pipeline.orders import DEFERRING
 from moecore.pipeline.run import PIPELINE_NAME, Pipeline
 from moecore.pipeline.schedule import make_schedule
-from moecore.pipeline.stages import num_parts, take_stages
+from moecore.pipeline.stages import blocks_of, num_parts, take_stages
 from moecore.pipeline.transport import connect
 from moecore.precision.apply import apply_precision
 from moecore.precision.linear import Fp8Products
@@ -67,6 +68,7 @@ from moecore.request import (
     Request,
     check_layers,
     check_request,
+    check_stages,
     model_entries,
 )
 from moecore.shard.apply import shard_model
@@ -199,6 +201,7 @@ class _Planned:
         entries: what is compared of the whole model.
         dtype: of its first parameter.
         layout: its pipeline stages; None without.
+        stages: those of this rank.
     """
 
     plan: ShardPlan
@@ -206,6 +209,7 @@ class _Planned:
     entries: Mapping[str, Any]
     dtype: torch.dtype
     layout: PipelineLayout | None
+    stages: Sequence[Stage]
 
 
 def _plan(
@@ -229,7 +233,7 @@ def _plan(
     check_layers(model, layers, request)
     entries = model_entries(model, layers)
     dtype = next(model.parameters()).dtype
-    layout = _cut_stages(model, request)
+    layout, stages = _cut_stages(model, request)
     kept = set(model.modules())
     layers = {name: layer for name, layer in layers.items() if layer in kept}
     plan = make_plan(model, layers, request)
@@ -237,20 +241,25 @@ def _plan(
     may_be_wide = precision is None or (precision.only_faster and layers)  # a log line says why
     if not plan.is_in_fp8 and not may_be_wide:
         warnings.warn("precision is not used: the model has none of its roles", stacklevel=3)
-    return _Planned(plan=plan, layers=layers, entries=entries, dtype=dtype, layout=layout)
+    return _Planned(
+        plan=plan, layers=layers, entries=entries, dtype=dtype, layout=layout, stages=stages
+    )
 
 
-def _cut_stages(model: nn.Module, request: Request) -> PipelineLayout | None:
+def _cut_stages(
+    model: nn.Module, request: Request
+) -> tuple[PipelineLayout | None, Sequence[Stage]]:
     """Leave this rank's stages of a model; return those of all ranks, None without stages."""
     pp = request.meshes.parallel.pp
     if pp == 1 or request.pipeline is None:
-        return None
+        return None, ()
     layout = request.pipeline.stages(pp, *num_parts(model))
+    check_stages(len(layout.stages), request)
     how = dict(pp=pp, chunks=layout.chunks(pp), num_micro_batches=1)
     rank_of = make_schedule(request.pipeline.schedule, **how).rank_of
     own = [s for s in layout.stages if rank_of[s.index] == request.meshes.pp_rank]
     take_stages(model, own)
-    return layout
+    return layout, own
 
 
 def _agree(model: nn.Module, planned: _Planned, request: Request) -> None:
@@ -319,7 +328,8 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
         compile_blocks(blocks, dynamic=False, options=options)
         compiled = {module for block in blocks for module in compiled_modules(block)}
     device = torch.device(meshes.device_type)
-    apply_memory(blocks, request.memory, device, compiled=compiled)
+    chunks = None if planned.layout is None else blocks_of(model, blocks, planned.stages)
+    offload = apply_memory(blocks, request.memory, device, compiled=compiled, stages=chunks)
     if request.compile_dense or request.memory.parts or request.memory.offload:
         warn_about_cache(model)
     groups = BalanceGroups(
@@ -335,11 +345,15 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
     setattr(model, REQUEST_NAME, request)
     setattr(model, PLAN_NAME, plan)
     if planned.layout is not None:
-        _apply_pipeline(model, planned, planned.layout, request)
+        _apply_pipeline(model, planned, planned.layout, request, offload)
 
 
 def _apply_pipeline(
-    model: nn.Module, planned: _Planned, layout: PipelineLayout, request: Request
+    model: nn.Module,
+    planned: _Planned,
+    layout: PipelineLayout,
+    request: Request,
+    offload: Offload | None,
 ) -> None:
     """Give a model its place among the stages, and what it shares with them. Collective."""
     meshes = request.meshes
@@ -351,6 +365,7 @@ def _apply_pipeline(
         groups=meshes.pipeline_groups,
         dtype=request.fsdp.param_dtype or planned.dtype,
         device=torch.device(meshes.device_type),
+        offload=offload,
     )
     connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)
     setattr(model, PIPELINE_NAME, pipeline)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from moecore._fields import shown
 from moecore._torch import HAS_SEPARATE_PIECES, has_gradient_hooks
 from moecore.agreement import fields_of
 from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
@@ -211,6 +212,16 @@ def check_request(model: nn.Module, request: Request) -> None:
     _check_context(model, request)
 
 
+def check_stages(num_stages: int, request: Request) -> None:
+    """Raise ValueError for options that are not of as many stages as the model is cut into."""
+    fraction = request.memory.offload_fraction
+    if isinstance(fraction, tuple) and len(fraction) != num_stages:
+        raise ValueError(
+            f"MemoryOptions.offload_fraction ({len(fraction)} numbers) must have one per stage of "
+            f"the layout ({num_stages}): pass as many, or one for all"
+        )
+
+
 def check_layers(model: nn.Module, layers: Mapping[str, RoutedLayer], request: Request) -> None:
     """Raise for MoE layers that cannot be sharded as requested.
 
@@ -309,6 +320,11 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
     if p.pp > 1 and request.pipeline is None:
         raise ValueError(
             f"ParallelConfig.pp ({p.pp}) must go with stages: pass pipeline=PipelineConfig(...)"
+        )
+    if p.pp == 1 and isinstance(request.memory.offload_fraction, tuple):
+        raise ValueError(
+            f"MemoryOptions.offload_fraction ({shown(request.memory.offload_fraction)}) must be "
+            "one number where ParallelConfig.pp is 1, which has no stages: pass a float"
         )
     if p.pp == 1 and request.pipeline is not None and request.pipeline.schedule != "overlapped":
         warnings.warn("pipeline is not used: pp is 1", stacklevel=5)

@@ -7,7 +7,7 @@ left to be copied out.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ def apply_memory(
     device: torch.device,
     *,
     compiled: Set[nn.Module] = frozenset(),
+    stages: Mapping[int, Sequence[nn.Module]] | None = None,
 ) -> Offload | None:
     """Compute parts again in backward and offload others, as asked. Parameters and names stay.
 
@@ -37,6 +38,8 @@ def apply_memory(
         device: of the model when it runs.
         compiled: modules inside of what is compiled already, with `inductor_options`: there the
             compiler computes again, and nothing is offloaded.
+        stages: of a pipeline: those of the blocks that are called one after the other, by index;
+            None = all blocks.
 
     Returns:
         What offloads; None for options without.
@@ -44,11 +47,12 @@ def apply_memory(
     _apply_recompute(blocks, options, compiled)
     if not options.offload:
         return None
-    offload = Offload(
-        device, fraction=options.offload_fraction, max_host_bytes=options.offload_host_bytes
-    )
     names = _offloaded(blocks, options, compiled)
-    offload.attach(blocks, names.get)
+    offload = Offload(device, max_host_bytes=options.offload_host_bytes)
+    fraction = options.offload_fraction
+    for index, chunk in (stages or {0: blocks}).items():
+        own = fraction[index] if isinstance(fraction, tuple) else fraction
+        offload.attach(chunk, names.get, own)
     return offload
 
 

@@ -1,5 +1,6 @@
 """What a forward has offloaded: storages, by part and layer, and who has yet to ask for them.
 
+    Chunk   one forward of blocks whose backward is announced
     Layer   one forward of a block
     Group   what a part of it saves
     Copy    a storage
@@ -169,6 +170,21 @@ class Layer:
                 group.before.append(others.pop(key))
         first_in_backward = next(reversed(self.groups.values()))
         first_in_backward.before += others.values()
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """One forward of blocks whose backward is announced, such as that of a pipeline's stage.
+
+    Attributes:
+        leaves_whole: whether what its last block keeps leaves the device, too.
+        layers: in order.
+        leaving: groups whose device memory is not freed yet.
+    """
+
+    leaves_whole: bool
+    layers: list[Layer] = field(default_factory=list)
+    leaving: list[Group] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,10 @@ is beyond `fraction` or `max_host_bytes`, and what somebody else holds on to: a 
 still there after it was freed here, such as a rotary table, is not offloaded again. Of matrices
 whose used rows are counted on the device (`saved.counting_rows`) no others travel.
 
+Note "chunks": stages of a pipeline are attached one by one, with a fraction each. Other items run
+between forward and backward of a stage, so whoever knows their order announces the backward
+(`chunk`, `bring_back`): the last layer travels, too, and what it kept is freed by `free`.
+
 Note "streams": copies run on streams of their own, and device memory is freed after the current
 stream waits for the copy that still reads or writes it: no allocator event decides when, so all
 ranks and a CUDA graph's capture do the same. A part may run on another stream than its block, if
@@ -52,7 +56,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore._fields import Bound, CountOrZero, NumBytes, check_arguments
 from moecore._torch import is_recomputing, storage_key, version
-from moecore.memory.groups import REST, Copy, Group, Key, Layer, Use, bytes_of
+from moecore.memory.groups import REST, Chunk, Copy, Group, Key, Layer, Use, bytes_of
 from moecore.memory.host import HostPool, Piece
 from moecore.memory.saved import Handle, Kept, changed_in_place, packing, used_rows
 from moecore.memory.streams import Streams, Transfer
@@ -136,6 +140,8 @@ class Offload:
         self._nothing = torch.empty(0, device=device)
         self._layer: Layer | None = None  # that runs
         self._previous: Layer | None = None
+        self._chunk: Chunk | None = None  # that runs
+        self._share = fraction  # of this forward
         self._leaving: list[Group] = []  # groups whose device memory is not freed yet
         # Storage -> the last copy of it. Its address would not do: a unit may free and allocate the
         # memory of a storage that stays.
@@ -170,7 +176,10 @@ class Offload:
         return frozenset(key for key, copy in self._copies.items() if copy.piece is not None)
 
     def attach(
-        self, blocks: Sequence[nn.Module], part_of: Callable[[nn.Module], str | None]
+        self,
+        blocks: Sequence[nn.Module],
+        part_of: Callable[[nn.Module], str | None],
+        fraction: Fraction | None = None,
     ) -> None:
         """Wrap the forward of blocks and of their parts.
 
@@ -178,6 +187,7 @@ class Offload:
             blocks: called one after the other.
             part_of: module -> name of its part, or None. A block that has a name itself offloads
                 what its parts do not hold, too.
+            fraction: of their bytes; None = that of all.
         """
         for index, block in enumerate(blocks):
             for module in block.modules():
@@ -185,7 +195,7 @@ class Offload:
                 if module is not block and name is not None:
                     self._unwrap.append(wrap(module, within, partial(self.part, name, module)))
             rest = None if part_of(block) is None else block
-            around = partial(self.layer, index, len(blocks), rest)
+            around = partial(self.layer, index, len(blocks), rest, fraction)
             self._unwrap.append(wrap(block, within, around))
 
     def detach(self) -> None:
@@ -206,21 +216,68 @@ class Offload:
             self._previous = None
 
     @contextmanager
-    def layer(self, index: int, num_layers: int, rest: nn.Module | None = None) -> Iterator[None]:
+    def chunk(self, *, leaves_whole: bool) -> Iterator[Chunk]:
+        """Surround a forward of blocks whose backward is announced.
+
+        Args:
+            leaves_whole: whether what the last block keeps goes out, too; `free` frees it then.
+        """
+        chunk, is_done = Chunk(leaves_whole), False
+        self._chunk = chunk
+        try:
+            yield chunk
+            is_done = True
+        finally:
+            self._chunk = None
+            with self._locked():
+                if not is_done:
+                    self._retire(lambda group: True)
+                chunk.leaving, self._leaving = self._leaving, []
+
+    def free(self, chunk: Chunk) -> None:
+        """Free the device memory of what a chunk's last block has copied out."""
+        with self._locked():
+            for group in chunk.leaving:
+                group.retire()
+            chunk.leaving = []
+
+    def bring_back(self, chunk: Chunk) -> None:
+        """Start to copy back all that a chunk has copied out: its backward is near.
+
+        Device memory is taken now. What `free` has yet to free is on the device, and stays there.
+        """
+        with self._locked():
+            chunk.leaving = []
+            for layer in reversed(chunk.layers):
+                for group in reversed(layer.groups.values()):
+                    for copy in reversed(group.fresh):
+                        if copy.readers.alive and copy.data is None:
+                            self._bring(copy)
+
+    @contextmanager
+    def layer(
+        self,
+        index: int,
+        num_layers: int,
+        rest: nn.Module | None = None,
+        fraction: Fraction | None = None,
+    ) -> Iterator[None]:
         """Surround the forward of a block.
 
         Args:
             index: of the block, from 0; a forward calls blocks in order.
-            num_layers: the last block's parts stay on the device.
+            num_layers: the last block's parts stay on the device, unless a chunk leaves whole.
             rest: None, or the block, whose savings outside of parts are offloaded when it ends.
+            fraction: of the bytes of the forward; None = that of all. The first block's counts.
         """
         if not torch.is_grad_enabled() or is_recomputing() or torch.compiler.is_compiling():
             yield
             return
-        outer, previous = self._layer, self._previous
-        layer = Layer(index, index == num_layers - 1, self._streams.current())
+        outer, previous, chunk = self._layer, self._previous, self._chunk
+        is_last = index == num_layers - 1 and not (chunk is not None and chunk.leaves_whole)
+        layer = Layer(index, is_last, self._streams.current())
         if index == 0:
-            self._start_forward()
+            self._start_forward(self.fraction if fraction is None else fraction)
         is_done = False
         self._layer = layer
         try:
@@ -232,6 +289,8 @@ class Offload:
             with self._locked():
                 is_next = previous is not None and previous.index == index - 1
                 layer.follow(previous if is_next else None)
+                if chunk is not None:
+                    chunk.layers.append(layer)
                 self._retire(lambda group: layer.is_last or not is_done or group.layer is not layer)
 
     @contextmanager
@@ -283,7 +342,8 @@ class Offload:
         local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
         return frozenset(storage_key(t) for t in local)
 
-    def _start_forward(self) -> None:
+    def _start_forward(self, share: float) -> None:
+        self._share = share
         self._offered = self._taken = 0
         with self._locked():
             known = self._copies.items()
@@ -321,7 +381,7 @@ class Offload:
             return False
         self._offered += size
         self.kept_bytes += size
-        if self._taken + size <= self.fraction * self._offered:
+        if self._taken + size <= self._share * self._offered:
             self._taken += size
             return True
         self._staying[ref.cdata] = ref

@@ -26,6 +26,7 @@ Offloaded = Literal["norm", "attention", "mlp", "shared_experts", "experts", "re
 OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
 OffloadedParts = Annotated[tuple[Offloaded, ...], 'pass ("experts",)']
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
+Fractions = Annotated[Fraction | tuple[Fraction, ...], "pass a float, or one per pipeline stage"]
 Parts = Annotated[
     tuple[Recomputed, ...] | Literal["gemm_last"],
     "pass 'gemm_last'",
@@ -55,10 +56,11 @@ class MemoryOptions:
             "moe": whole MoE layers, their communication included.
             "gemm_last" stands for the first three.
         offload: parts whose kept activations lie in pinned host memory between forward and
-            backward, those of the last block left out: "norm", "attention", "mlp",
-            "shared_experts", "experts" (routed), and "rest", what a block keeps outside of them.
+            backward: "norm", "attention", "mlp", "shared_experts", "experts" (routed), and "rest",
+            what a block keeps outside of them. Those of the last block stay, outside of pipelines.
         offload_fraction: of the bytes of these parts, in the order of forward: as much as copies
-            can hide behind compute.
+            can hide behind compute. Stages of a pipeline may have one each, in their order
+            (`moecore.pipeline.offload_fractions`).
         offload_host_bytes: pinned memory of a rank, in all; beyond it activations stay on the GPU.
             None = no limit.
 
@@ -69,7 +71,7 @@ class MemoryOptions:
 
     recompute: Parts = ()
     offload: OffloadedParts = ()
-    offload_fraction: Fraction = 1.0
+    offload_fraction: Fractions = 1.0
     offload_host_bytes: NumBytes | None = None
 
     def __post_init__(self) -> None:

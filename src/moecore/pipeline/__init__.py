@@ -11,6 +11,7 @@ from moecore.pipeline.layout import (
     even_layout,
     parse_layout,
 )
+from moecore.pipeline.offload import offload_fractions
 from moecore.pipeline.orders import Action, Overlap
 from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.pipeline.simulate import Costs, simulate
@@ -29,6 +30,7 @@ __all__ = [
     "draw",
     "even_layout",
     "make_schedule",
+    "offload_fractions",
     "parse_layout",
     "simulate",
 ]

@@ -10,13 +10,17 @@ when both have ended, the output first: the order of messages is that of the sch
 
 What is kept of a forward is its input and the edge of its graph: the output itself is freed when it
 has left. A loss is divided as `TrainStep` says before its backward.
+
+Where activations are offloaded, what the next item reads in backward starts to come back before an
+item runs, and what a forward has left to go out is freed when the item after it has run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from moecore._torch import mark
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.layout import PipelineLayout, Stage
+from moecore.pipeline.offload import backwards_ahead, leaves_whole
 from moecore.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.pipeline.stages import hidden_shape, run_stage
@@ -39,6 +44,22 @@ Inputs = Mapping[str, Any]  # keyword arguments of the model
 SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor | None]
 
 
+class Offload(Protocol):
+    """What keeps activations elsewhere between the forward of a stage and its backward."""
+
+    def chunk(self, *, leaves_whole: bool) -> AbstractContextManager[Any]:
+        """Surround a forward; give what stands for it."""
+        ...
+
+    def bring_back(self, chunk: Any) -> None:
+        """Start to bring back what a forward has left: its backward is near."""
+        ...
+
+    def free(self, chunk: Any) -> None:
+        """Free what of a forward has gone elsewhere since it ended."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
     """The place of a model among the stages of a pipeline.
@@ -50,6 +71,7 @@ class Pipeline:
         groups: see `Transport`.
         dtype: of hidden states.
         device: likewise.
+        offload: of this part's activations; None = they stay.
     """
 
     config: PipelineConfig
@@ -58,6 +80,7 @@ class Pipeline:
     groups: Groups
     dtype: torch.dtype
     device: torch.device
+    offload: Offload | None = None
 
     @property
     def size(self) -> int:
@@ -121,10 +144,17 @@ def forward_pipeline(
 
 @dataclass(slots=True)
 class _Forward:
-    """What waits for its backward: the stage's input, and where its output comes from."""
+    """What waits for its backward.
+
+    Attributes:
+        hidden: the stage's input.
+        edge: where its output comes from.
+        chunk: of `Offload`; None without.
+    """
 
     hidden: Tensor | None
     edge: GradientEdge
+    chunk: Any
 
 
 class _Run:
@@ -153,6 +183,9 @@ class _Run:
         self._waiting: dict[tuple[int, int], _Forward] = {}
         (self._engine,) = engines_of(model)
         self._later: dict[tuple[int, int], WeightGradients] = {}
+        self._offload = pipeline.offload
+        self._left: Any = None  # the chunk of this item's forward
+        self._leaves = False  # whether that leaves whole
         self._losses = torch.zeros(len(micro_batches), dtype=torch.float32, device=pipeline.device)
         self._do: dict[str, Callable[[Action], Tensor | None]] = {
             "F": self._forward,
@@ -163,12 +196,24 @@ class _Run:
 
     def all(self, items: Sequence[Item]) -> None:
         """Run a rank's part of the schedule, in order."""
-        for item in items:
+        for item, ahead, leaves in zip(
+            items, backwards_ahead(items), leaves_whole(items), strict=True
+        ):
+            left, self._left, self._leaves = self._left, None, leaves
+            self._bring_back(ahead)
             with mark(mark_name(item)):
                 for action, result in self._run(item):
                     if result is not None:
                         self._transport.send(action, result)
+            if self._offload is not None and left is not None:
+                self._offload.free(left)
         self._transport.finish()
+
+    def _bring_back(self, ahead: Action | None) -> None:
+        """Start to bring back what the next item's backward reads, if its forward has run."""
+        found = None if ahead is None else self._waiting.get((ahead.stage, ahead.micro_batch))
+        if self._offload is not None and found is not None:
+            self._offload.bring_back(found.chunk)
 
     def _run(self, item: Item) -> list[tuple[Action, Tensor | None]]:
         """Return what leaves this rank's stages."""
@@ -192,7 +237,8 @@ class _Run:
         hidden = self._transport.receive(action)
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
-        out = run_stage(self._model, stage, hidden, inputs)
+        with self._chunk() as chunk:
+            out = run_stage(self._model, stage, hidden, inputs)
         sent = None if stage.loss else self._checked(out.detach(), action)
         if stage.loss:
             if out.ndim:
@@ -204,8 +250,15 @@ class _Run:
             out = self._scale(out)
         if torch.is_grad_enabled():
             place = action.stage, action.micro_batch
-            self._waiting[place] = _Forward(hidden, get_gradient_edge(out))
+            self._waiting[place] = _Forward(hidden, get_gradient_edge(out), chunk)
+            self._left = chunk
         return sent
+
+    def _chunk(self) -> AbstractContextManager[Any]:
+        """Surround the forward of a stage."""
+        if self._offload is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._offload.chunk(leaves_whole=self._leaves)
 
     def _checked(self, out: Tensor, action: Action) -> Tensor:
         """Return hidden states that are what the next stage waits for."""
