@@ -217,7 +217,7 @@ def check_stages(num_stages: int, request: Request) -> None:
     fraction = request.memory.offload_fraction
     if isinstance(fraction, tuple) and len(fraction) != num_stages:
         raise ValueError(
-            f"MemoryOptions.offload_fraction ({len(fraction)} numbers) must have one per stage of "
+            f"MemoryOptions.offload_fraction ({shown(fraction)}) must have a number per stage of "
             f"the layout ({num_stages}): pass as many, or one for all"
         )
 
