@@ -75,7 +75,7 @@ CASES: dict[str, tuple[PipelineConfig, Any, Any]] = {
     "1f1b": (ONE, PLANNED, ()),
 }
 REFUSED = {
-    "other stages": r"MemoryOptions.offload_fraction \(\(0.5,\)\) must have a number per stage .*\(2\)",
+    "other stages": r"MemoryOptions.offload_fraction \(\(0.5,\)\) must have a number per .*\(2\):",
     "no stages": r"MemoryOptions.offload_fraction \(\(0.5, 0.5\)\) must be one number where",
 }
 
@@ -223,6 +223,7 @@ def test_stages_copy_their_fractions(name: str, results: list[dict[str, Any]]) -
         for stage, kept in watch.kept.items():
             fraction = fractions[stage] if isinstance(fractions, tuple) else fractions
             assert 0 <= fraction * kept - watch.out[stage] < NUMBER * largest
+            assert kept > 0 or not watch.whole[stage]
             assert (watch.out[stage] > 0) == (fraction * kept > 0)
         assert of_rank[name]["out"] == of_rank[name]["back"] == sum(watch.out.values())
 

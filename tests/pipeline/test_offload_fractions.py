@@ -107,6 +107,26 @@ def late(schedule: Schedule, costs: Costs, copies: list[float]) -> float:
     return max(max(a - c, b - d) for (a, b), (c, d) in zip(found, alone, strict=True))
 
 
+def check(schedule: Schedule, costs: Costs, sizes: list[int]) -> None:
+    """Assert that no item waits, and that with more of any stage one does."""
+    fractions = offload_fractions(schedule, costs, sizes, bytes_per_second=1000.0)
+    copies = [f * size / 1000 for f, size in zip(fractions, sizes, strict=True)]
+    assert len(fractions) == schedule.num_stages and all(0 <= f <= 1 for f in fractions)
+    soon = {
+        a.stage
+        for order in schedule.orders
+        for item, ahead in zip(order, backwards_ahead(order), strict=True)
+        for a in actions_of(item)
+        if ahead is not None and a.kind == "F" and a[1:] == ahead[1:]
+    }
+    assert not any(fractions[stage] for stage in soon)
+    assert late(schedule, costs, copies) < 1e-9
+    for stage, fraction in enumerate(fractions):
+        if fraction < 1 and stage not in soon:
+            more = [c + 1e-4 * (i == stage) for i, c in enumerate(copies)]
+            assert late(schedule, costs, more) > 1e-9, stage
+
+
 TIMES = st.floats(0.1, 4.0)
 
 
@@ -125,22 +145,46 @@ def test_no_item_waits_and_with_more_one_does(data: Any, name: Any, pp: int, num
         transfer=data.draw(st.floats(0, 0.5)),
     )
     sizes = data.draw(st.lists(st.integers(1, 4000), min_size=stages, max_size=stages))
-    fractions = offload_fractions(schedule, costs, sizes, bytes_per_second=1000.0)
-    copies = [f * size / 1000 for f, size in zip(fractions, sizes, strict=True)]
-    assert len(fractions) == stages and all(0 <= f <= 1 for f in fractions)
-    soon = {
-        a.stage
-        for order in schedule.orders
-        for item, ahead in zip(order, backwards_ahead(order), strict=True)
-        for a in actions_of(item)
-        if ahead is not None and a.kind == "F" and a[1:] == ahead[1:]
-    }
-    assert not any(fractions[stage] for stage in soon)
-    assert late(schedule, costs, copies) < 1e-9
-    for stage, fraction in enumerate(fractions):
-        if fraction < 1 and stage not in soon:
-            more = [c + 1e-4 * (i == stage) for i, c in enumerate(copies)]
-            assert late(schedule, costs, more) > 1e-9, stage
+    check(schedule, costs, sizes)
+
+
+# Costs with which an engine is busy still when it is asked for the next copy, or a copy back has to
+# wait for the way out: without these rules the fractions would be larger.
+BUSY: dict[str, tuple[Schedule, Costs, list[int]]] = {
+    "out": (
+        make_schedule("gpipe", pp=2, chunks=3, num_micro_batches=1),
+        Costs(
+            forward=(4.0, 0.1, 1.0, 3.0, 0.1, 0.1),
+            backward_inputs=(0.1, 5.0, 0.1, 3.0, 0.1, 0.1),
+            backward_weights=(0.1,) * 6,
+        ),
+        [4000, 1, 1000, 1, 1, 1],
+    ),
+    "back": (
+        make_schedule("gpipe", pp=4, chunks=2, num_micro_batches=6),
+        Costs(
+            forward=(0.1, 0.1, 4.0, 4.0, 0.1, 0.5, 4.0, 1.0),
+            backward_inputs=(0.1, 4.0, 0.1, 0.1, 0.1, 1.0, 0.5, 0.5),
+            backward_weights=(4.0, 0.1, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1),
+            transfer=0.5,
+        ),
+        [1000, 1000, 100, 4000, 4000, 100, 100, 4000],
+    ),
+    "out and back": (
+        make_schedule("interleaved", pp=2, chunks=2, num_micro_batches=2),
+        Costs(
+            forward=(1.0, 1.0, 1.0, 0.5),
+            backward_inputs=(1.0, 4.0, 4.0, 0.1),
+            backward_weights=(0.1, 0.5, 1.0, 0.5),
+        ),
+        [100, 4000, 1000, 1000],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_copies_wait_for_each_other(name: str) -> None:
+    check(*BUSY[name])
 
 
 def test_what_they_are_of_equal_stages() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from moecore._fields import shown
 from moecore.memory.offload import Offload
 from moecore.memory.options import MemoryOptions, Recomputed
 from moecore.memory.parts import Part, Use, find_parts, use_of
@@ -43,14 +44,22 @@ def apply_memory(
 
     Returns:
         What offloads; None for options without.
+
+    Raises:
+        ValueError: for fractions of stages without any.
     """
+    if stages is None and isinstance(options.offload_fraction, tuple):
+        raise ValueError(
+            f"MemoryOptions.offload_fraction ({shown(options.offload_fraction)}) must be one "
+            "number where blocks are no stages: pass a float"
+        )
     _apply_recompute(blocks, options, compiled)
     if not options.offload:
         return None
     names = _offloaded(blocks, options, compiled)
     offload = Offload(device, max_host_bytes=options.offload_host_bytes)
     fraction = options.offload_fraction
-    for index, chunk in (stages or {0: blocks}).items():
+    for index, chunk in ({0: blocks} if stages is None else stages).items():
         own = fraction[index] if isinstance(fraction, tuple) else fraction
         offload.attach(chunk, names.get, own)
     return offload
