@@ -62,7 +62,7 @@ WRONG: list[tuple[Any, str]] = [
     (-1, "int|Seed|float|Any|object"),
     ([], "Sequence|Iterable|Collection|Optimizers|Schedulers|ParamsT|Lengths|Any|object"),
     ({}, "Mapping|HFConfig|ParamsT|Iterable|Collection|dict|Any|object"),
-    ([1], r"Any|object|Iterable|Lengths|Sequence\[float"),
+    ([1], r"Any|object|Iterable|Lengths|Sequence\[(float|StageBytes)"),
     ({1: 2}, "Any|object|Iterable"),
     (object(), "Any|object"),
     (MoEConfig, "type|Callable|OwnActivation|Progress|Any|object"),
@@ -91,6 +91,7 @@ VALID: dict[str, Any] = {
     **dict(names="dcp", plan=PLAN),
     **dict(loads_E=TOKENS[0], num_ranks=1, layer=MoELayer(LAYER), order_E=TOKENS[0]),
     **dict(lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),
+    **dict(sizes=[1], bytes_per_second=1.0),
     **dict(documents=[[1]], costs=[1.0], cu_seqlens=torch.tensor([0, 2])),
     **dict(pp=1, chunks=1, num_micro_batches=1, text="EtL", num_layers=1, num_stages=1),
     "schedule": make_schedule("1f1b", pp=1, chunks=1, num_micro_batches=1),
@@ -112,6 +113,7 @@ OWN: dict[str, dict[str, Any]] = {
     "make_schedule": {"name": "1f1b"},
     "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
     "simulate": {"costs": Costs.of_forward((1.0,))},
+    "offload_fractions": {"costs": Costs.of_forward((1.0,))},
     "StateOffload": {"optimizer": torch.optim.SGD(META.parameters())},
 }
 
