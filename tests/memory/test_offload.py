@@ -203,6 +203,63 @@ def test_the_peak_is_one_layer_whatever_the_number_of_layers() -> None:
     assert set(peaks.values()) == {without[1]}, "that of a model with one layer"
 
 
+def in_chunks(model: Plain, offload: Offload, number: int) -> None:
+    """Run all forwards, then all backwards, as a rank of a pipeline does."""
+    losses, chunks = [], []
+    for i in range(number):
+        with offload.chunk(leaves_whole=True) as chunk:
+            losses.append(model(*batch(i)))
+        chunks.append(chunk)
+        if i:
+            offload.free(chunks[i - 1])
+    offload.free(chunks[-1])
+    for i in range(number):
+        for chunk in chunks[i : i + 2] if i == 0 else chunks[i + 1 : i + 2]:
+            offload.bring_back(chunk)
+        losses[i].backward()
+        losses[i], chunks[i] = None, None
+
+
+def test_chunks_in_flight_are_away() -> None:
+    """A forward more costs what lies outside of parts, and its last layer leaves too."""
+    model, peaks, want = Plain(2), {}, {}
+    offload = Offload(CPU, min_bytes=1)
+    for number in (4, 8):
+        with counting_bytes() as bytes_:
+            want[number] = gradients(model, lambda m, n=number: all_at_once(m, n))
+        peaks[number] = bytes_.peak
+    offload.attach(list(model.layers), part_of)
+    for number in (4, 8):
+        for _ in range(2):  # host memory is there
+            with counting_bytes(offload) as bytes_:
+                found = gradients(model, lambda m, n=number: in_chunks(m, offload, n))
+            assert_equal(found, want[number])
+        peaks[-number] = bytes_.peak
+    assert offload.late_bytes == offload.used_host_bytes == 0
+    assert offload.kept_bytes == offload.out_bytes == offload.back_bytes
+    of_forward = offload.out_bytes // (2 * (4 + 8))
+    assert (peaks[8] - peaks[4]) - (peaks[-8] - peaks[-4]) == 4 * of_forward
+
+
+def all_at_once(model: Plain, number: int) -> None:
+    losses = [model(*batch(i)) for i in range(number)]
+    for i in range(number):
+        losses[i].backward()
+        losses[i] = None
+
+
+def test_a_chunk_that_fails_leaves_nothing() -> None:
+    model = Plain(2)
+    want = gradients(model, one)
+    offload = offloaded(model)
+    with pytest.raises(ZeroDivisionError), offload.chunk(leaves_whole=True):
+        loss = model(*batch(0)) / (1 // 0)
+        loss.backward()
+    assert offload.out_bytes > 0 == offload.used_host_bytes and not offload._leaving
+    assert_equal(gradients(model, one), want)
+    assert offload.late_bytes == offload.used_host_bytes == 0
+
+
 def test_a_fraction_is_met_in_all_layers_alike() -> None:
     for fraction in (0.0, 0.2, 0.5, 0.8, 1.0):
         model = Plain(6)
