@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -86,6 +87,25 @@ def offloaded(
     offload = Offload(device, **{"min_bytes": 1} | options)
     offload.attach(list(model.layers), parts)
     return offload
+
+
+def in_chunks(model: Plain, offload: Offload, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Run all forwards, then all backwards, as a rank of a pipeline does."""
+    waiting: deque[tuple[Tensor, Any]] = deque()
+    left = None
+    for batch in batches:
+        with offload.chunk(leaves_whole=True) as chunk:
+            waiting.append((model(*batch), chunk))
+        if left is not None:
+            offload.free(left)
+        left = chunk
+    offload.free(left)
+    offload.bring_back(waiting[0][1])
+    while waiting:
+        loss, _ = waiting.popleft()
+        if waiting:
+            offload.bring_back(waiting[0][1])
+        loss.backward()
 
 
 class _Storages(TorchDispatchMode):

@@ -35,6 +35,7 @@ from tests.memory.blocks import (
     Plain,
     PlainBlock,
     counting_bytes,
+    in_chunks,
     offloaded,
     part_of,
     part_or_block,
@@ -203,23 +204,6 @@ def test_the_peak_is_one_layer_whatever_the_number_of_layers() -> None:
     assert set(peaks.values()) == {without[1]}, "that of a model with one layer"
 
 
-def in_chunks(model: Plain, offload: Offload, number: int) -> None:
-    """Run all forwards, then all backwards, as a rank of a pipeline does."""
-    losses, chunks = [], []
-    for i in range(number):
-        with offload.chunk(leaves_whole=True) as chunk:
-            losses.append(model(*batch(i)))
-        chunks.append(chunk)
-        if i:
-            offload.free(chunks[i - 1])
-    offload.free(chunks[-1])
-    for i in range(number):
-        for chunk in chunks[i : i + 2] if i == 0 else chunks[i + 1 : i + 2]:
-            offload.bring_back(chunk)
-        losses[i].backward()
-        losses[i], chunks[i] = None, None
-
-
 def test_chunks_in_flight_are_away() -> None:
     """A forward more costs what lies outside of parts, and its last layer leaves too."""
     model, peaks, want = Plain(2), {}, {}
@@ -232,7 +216,9 @@ def test_chunks_in_flight_are_away() -> None:
     for number in (4, 8):
         for _ in range(2):  # host memory is there
             with counting_bytes(offload) as bytes_:
-                found = gradients(model, lambda m, n=number: in_chunks(m, offload, n))
+                found = gradients(
+                    model, lambda m, n=number: in_chunks(m, offload, [batch(i) for i in range(n)])
+                )
             assert_equal(found, want[number])
         peaks[-number] = bytes_.peak
     assert offload.late_bytes == offload.used_host_bytes == 0

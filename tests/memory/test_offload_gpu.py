@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.memory import streams
-from tests.memory.blocks import Plain, offloaded, part_of, part_or_block
+from tests.memory.blocks import Plain, in_chunks, offloaded, part_of, part_or_block
 
 pytestmark = pytest.mark.gpu
 
@@ -118,6 +118,26 @@ def test_a_part_on_a_stream_of_its_own(which: str, monkeypatch: pytest.MonkeyPat
     with late(which, monkeypatch):
         for _ in range(3):
             assert_equal(gradients(model), want)
+
+
+@pytest.mark.parametrize("which", ["none", "out", "back"])
+def test_chunks_in_flight_are_away(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their last layers, too; copies of one run beside the next one, and the host never waits."""
+    model, seeds = make(2), range(5)
+    want, batches = gradients(model, seeds), [tokens(seed) for seed in seeds]
+    offload = offloaded(model)
+    for _ in range(2):
+        model.zero_grad()
+        with late(which, monkeypatch):
+            in_chunks(model, offload, batches)
+        assert_equal(grads_of(model), want)
+    assert offload.late_bytes == offload.used_host_bytes == 0
+    assert offload.kept_bytes == offload.out_bytes == offload.back_bytes > 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        in_chunks(model, offload, batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def peak(model: Plain) -> int:
