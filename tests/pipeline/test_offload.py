@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore import (
     MemoryOptions,
@@ -94,6 +95,7 @@ class Watch:
         self.kept: Counter[int] = Counter()
         self.whole: Counter[int] = Counter()  # forwards whose last block leaves
         self.largest = 0  # copy
+        self.held = 0  # inputs of stages that are copied, although they are held
         self.freed = 0  # chunks that left whole
         self.misplaced = 0  # bytes that are on the device behind `free`, or not before backward
 
@@ -107,6 +109,10 @@ class Watch:
             self.out[action.stage] += offload.out_bytes - before[0]
             self.kept[action.stage] += offload.kept_bytes - before[1]
             self.whole[action.stage] += run._left.leaves_whole
+            hidden = run._waiting[action.stage, action.micro_batch].hidden
+            if hidden is not None:
+                held = StorageWeakRef(hidden.untyped_storage()).cdata
+                self.held += sum(c.ref.cdata == held for c in copies(run._left) if c.piece)
             self.largest = max([self.largest, *(c.size for c in copies(run._left))])
             return result
 
@@ -233,6 +239,7 @@ def test_what_has_gone_is_freed_and_back_in_time(name: str, results: list[dict[s
     for of_rank in results:
         found = of_rank[name]
         assert found["watch"].misplaced == found["late"] == found["on host"] == 0
+        assert found["watch"].held == 0
         assert found["watch"].freed == sum(found["watch"].whole.values())
 
 

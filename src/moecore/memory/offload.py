@@ -146,7 +146,7 @@ class Offload:
         # Storage -> the last copy of it. Its address would not do: a unit may free and allocate the
         # memory of a storage that stays.
         self._copies: dict[int, Copy] = {}
-        self._staying: dict[int, StorageWeakRef] = {}  # what is beyond the fraction
+        self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or held
         self._done: list[Group] = []  # groups that have run backward just now
         self._offered = self._taken = 0  # bytes of this forward
         self._is_full = False  # which is logged once
@@ -216,13 +216,17 @@ class Offload:
             self._previous = None
 
     @contextmanager
-    def chunk(self, *, leaves_whole: bool) -> Iterator[Chunk]:
+    def chunk(self, *, leaves_whole: bool, held: Tensor | None = None) -> Iterator[Chunk]:
         """Surround a forward of blocks whose backward is announced.
 
         Args:
             leaves_whole: whether what the last block keeps goes out, too; `free` frees it then.
+            held: stays on the device anyway, as an input that the caller holds until backward.
         """
         chunk, is_done = Chunk(leaves_whole), False
+        if held is not None:
+            ref = StorageWeakRef(held.untyped_storage())
+            self._staying[ref.cdata] = ref
         self._chunk = chunk
         try:
             yield chunk

@@ -47,8 +47,8 @@ SideBySide = Callable[[Callable[[], Tensor | None], Callable[[], None]], Tensor 
 class Offload(Protocol):
     """What keeps activations elsewhere between the forward of a stage and its backward."""
 
-    def chunk(self, *, leaves_whole: bool) -> AbstractContextManager[Any]:
-        """Surround a forward; give what stands for it."""
+    def chunk(self, *, leaves_whole: bool, held: Tensor | None) -> AbstractContextManager[Any]:
+        """Surround a forward; give what stands for it. What is held stays."""
         ...
 
     def bring_back(self, chunk: Any) -> None:
@@ -237,7 +237,7 @@ class _Run:
         hidden = self._transport.receive(action)
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
-        with self._chunk() as chunk:
+        with self._chunk(hidden) as chunk:
             out = run_stage(self._model, stage, hidden, inputs)
         sent = None if stage.loss else self._checked(out.detach(), action)
         if stage.loss:
@@ -254,11 +254,11 @@ class _Run:
             self._left = chunk
         return sent
 
-    def _chunk(self) -> AbstractContextManager[Any]:
-        """Surround the forward of a stage."""
+    def _chunk(self, hidden: Tensor | None) -> AbstractContextManager[Any]:
+        """Surround the forward of a stage, whose input is held until backward."""
         if self._offload is None or not torch.is_grad_enabled():
             return nullcontext()
-        return self._offload.chunk(leaves_whole=self._leaves)
+        return self._offload.chunk(leaves_whole=self._leaves, held=hidden)
 
     def _checked(self, out: Tensor, action: Action) -> Tensor:
         """Return hidden states that are what the next stage waits for."""
