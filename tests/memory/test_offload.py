@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -204,34 +205,32 @@ def test_the_peak_is_one_layer_whatever_the_number_of_layers() -> None:
     assert set(peaks.values()) == {without[1]}, "that of a model with one layer"
 
 
+def all_at_once(model: Plain, batches: list[tuple[Tensor, Tensor]]) -> None:
+    losses = deque(model(*each) for each in batches)
+    while losses:
+        losses.popleft().backward()
+
+
 def test_chunks_in_flight_are_away() -> None:
     """A forward more costs what lies outside of parts, and its last layer leaves too."""
     model, peaks, want = Plain(2), {}, {}
-    offload = Offload(CPU, min_bytes=1)
+    offload, batches = Offload(CPU, min_bytes=1), [batch(i) for i in range(8)]
     for number in (4, 8):
         with counting_bytes() as bytes_:
-            want[number] = gradients(model, lambda m, n=number: all_at_once(m, n))
+            want[number] = gradients(model, lambda m, n=number: all_at_once(m, batches[:n]))
         peaks[number] = bytes_.peak
     offload.attach(list(model.layers), part_of)
     for number in (4, 8):
         for _ in range(2):  # host memory is there
             with counting_bytes(offload) as bytes_:
-                found = gradients(
-                    model, lambda m, n=number: in_chunks(m, offload, [batch(i) for i in range(n)])
-                )
+                found = gradients(model, lambda m, n=number: in_chunks(m, offload, batches[:n]))
             assert_equal(found, want[number])
         peaks[-number] = bytes_.peak
     assert offload.late_bytes == offload.used_host_bytes == 0
     assert offload.kept_bytes == offload.out_bytes == offload.back_bytes
     of_forward = offload.out_bytes // (2 * (4 + 8))
+    assert of_forward == 2 * 4 * 48 * (2 * (16 + 2) + 3 * 16 + 9 * 16), "of both layers"
     assert (peaks[8] - peaks[4]) - (peaks[-8] - peaks[-4]) == 4 * of_forward
-
-
-def all_at_once(model: Plain, number: int) -> None:
-    losses = [model(*batch(i)) for i in range(number)]
-    for i in range(number):
-        losses[i].backward()
-        losses[i] = None
 
 
 def test_a_chunk_that_fails_leaves_nothing() -> None:
@@ -582,3 +581,11 @@ def test_bad_options_are_errors_of_one_line(options: dict[str, float], message: 
     with pytest.raises(ValueError, match=message) as found:
         Offload(CPU, **options)
     assert "\n" not in str(found.value)
+
+
+def test_fractions_are_of_stages() -> None:
+    options = MemoryOptions(offload=("norm",), offload_fraction=(0.5, 0.0))
+    with pytest.raises(ValueError, match=r"offload_fraction \(\(0.5, 0.0\)\) must be one number"):
+        apply_memory(make("plain").layers, options, CPU)
+    with pytest.raises(ValueError, match=r"offload_fraction \(\(2.0,\)\) must be a finite number"):
+        MemoryOptions(offload=("norm",), offload_fraction=(2.0,))

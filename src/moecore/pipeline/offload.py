@@ -2,9 +2,9 @@
 
     (Schedule, Costs, bytes of each stage, bytes per second) -> a fraction per stage
 
-    item       F0      F1      F2      B0      F3      B1     ..
-    out           0 -> | 1 -> |  2 -> |   ..  |  3 -> |
-    back                      |  0 -> |       |  1 -> |
+    item    F0    F1    F2    B0    F3    B1   ..
+    out           0     1     2           3
+    back                0           1
 
 What a forward leaves goes out behind it, and its memory is free when the next item has ended. What
 a backward reads comes back beside the item before it: `backwards_ahead` is the order in which a
