@@ -31,9 +31,11 @@ from moecore.kernels.routing.route import RouteOptions
 from moecore.kernels.routing.route_weights import route_weights
 from moecore.kernels.rows.activation import ActivationOptions
 from moecore.kernels.rows.cast import amax, cast
+from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
+from moecore.kernels.rows.pages import list_rows, pop_rows, stash_rows
 from moecore.kernels.rows.quantised import (
     gather_row_blocks,
     quantise_rows,
@@ -152,6 +154,7 @@ def run_quantised(device: str, index: Any) -> None:
     tile_tokens(rows, index.row_ids_R, tiles)
     quantise_weights(x_TD.new_zeros(2, 128, 256), **how)
     copy_used(*torch.zeros(2, R, 64, dtype=torch.uint8, device=device), index.num_rows)
+    run_pages(device, index)
     widen_rows(rows, index.num_rows.clamp(max=rows.values.shape[0]))
     h_RC = torch.randn(R, 512, device=device, dtype=torch.bfloat16)
     args = (h_RC.abs()[:, :256].contiguous(), index.weights_R)
@@ -167,6 +170,17 @@ def run_quantised(device: str, index: Any) -> None:
     block_amax_(part, place, scales[0])
     quantise_blocks_(part, place, scales[0], scales[1], values, **how)
     transpose_values(values[:, :16].contiguous(), 128)
+
+
+def run_pages(device: str, index: Any) -> None:
+    """Rows to pages of the device and of the host, and back."""
+    rows_RB = torch.zeros(index.row_ids_R.shape[0], 64, dtype=torch.uint8, device=device)
+    pool = PagePool.make(2, 4, 64, rows_RB.device, num_host_pages=2)
+    table, order = pool.table(rows_RB.shape[0]), list_rows(index.row_ids_R - 3)
+    for used, which in ((index.num_rows, None), (order[1], order[0])):
+        stash_rows(rows_RB, table, pool, used, which)
+        pop_rows(rows_RB, table, pool, used, which)
+    return_pages(table, pool)
 
 
 def run_adamw(device: str) -> None:

@@ -35,7 +35,9 @@ from moecore.kernels.routing import (
 )
 from moecore.kernels.rows import (
     activation,
+    free_list,
     index,
+    pages,
     quantised,
     quantised_activation,
     record,
@@ -312,6 +314,18 @@ def run_used(row_bytes: int) -> None:
     used.copy_used(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
 
 
+def run_pages(row_bytes: int, num_host_pages: int = 0) -> None:
+    pool = free_list.PagePool.make(
+        8, 64, row_bytes, torch.device("cpu"), num_host_pages=num_host_pages
+    )
+    x, table = torch.zeros(T, row_bytes, dtype=torch.uint8), pool.table(T)
+    order, num_rows = pages.list_rows(ints(T))
+    for which in (order, None):
+        pages.stash_rows(x, table, pool, num_rows, which)
+        pages.pop_rows(x, table, pool, num_rows, which)
+    free_list.return_pages(table, pool)
+
+
 def run_cross_entropy(V: int) -> None:
     labels = torch.zeros(T, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32, None):
@@ -378,6 +392,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "AdamW, FP8 moments": (lambda: run_adamw(torch.uint8), 1),
     "AdamW, FP8 moments, remainders": (lambda: run_adamw(torch.uint8, split=True), 1),
     "AdamW, fp32 moments, remainders": (lambda: run_adamw(torch.float32, split=True), 1),
+    "pages": (lambda: run_pages(2 * D), 7),
+    "pages of odd rows, of the host too": (lambda: run_pages(1001, 4), 7),
     "used rows": (lambda: run_used(6 * D), 1),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
@@ -434,6 +450,14 @@ def test_used_rows_move_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
     run_used(6 * D)
     (kernel,) = compiled.values()
     assert "ld.global.v4.b32" in kernel.asm["ptx"] and "st.global.v4.b32" in kernel.asm["ptx"]
+
+
+def test_rows_of_pages_move_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
+    run_pages(6 * D)
+    copies = [kernel for name, kernel in compiled.items() if "_copy_pages" in name]
+    assert len(copies) == 4
+    for kernel in copies:
+        assert "ld.global.v4.b32" in kernel.asm["ptx"] and "st.global.v4.b32" in kernel.asm["ptx"]
 
 
 def test_the_map_of_row_tiles_compiles(compiled: dict[str, Any]) -> None:
