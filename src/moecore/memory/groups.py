@@ -12,13 +12,13 @@ A storage belongs to the group that saved it first. Handles count in both.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore._torch import version
-from moecore.memory.host import Piece
 from moecore.memory.streams import Mark
 
 Key = tuple[str, int]  # a part's name, and how often its layer has entered that name before
@@ -63,17 +63,17 @@ class Readers:
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """One saved storage: on the device, in host memory, or both.
+    """One saved storage: on the device, in a store, or both.
 
     Attributes:
         size: bytes.
         ref: of the storage that was saved.
         counter: shares the version of the saved tensors, without their memory.
         version: which it was.
-        data: the storage on the device, uint8; None while it lies in host memory alone.
+        data: the storage on the device, uint8; None while it lies in the store alone.
         home: stream that waits before `data` is freed.
-        piece: host memory; None where it stays on the device.
-        out: when host memory was written.
+        piece: where it lies in its store; None where it stays.
+        out: when that was written.
         busy: when a copy that runs has read or written `data`.
         is_back: whether `data` was brought back.
     """
@@ -85,7 +85,7 @@ class Copy:
     data: Tensor | None
     home: torch.cuda.Stream | None
     used: tuple[Tensor, int] | None
-    piece: Piece | None = None
+    piece: Any = None
     out: Mark | None = None
     busy: Mark | None = None
     is_back: bool = False
@@ -97,12 +97,6 @@ class Copy:
             return False
         is_whole = self.size == tensor.untyped_storage().nbytes()
         return is_whole and self.version == version(tensor)
-
-    @property
-    def host_memory(self) -> Tensor:
-        """Its host memory, without what the size class adds."""
-        assert self.piece is not None
-        return self.piece.memory[: self.size]
 
     def free(self) -> None:
         """Free the device memory, when nothing that runs uses it."""

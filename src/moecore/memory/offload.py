@@ -39,7 +39,6 @@ Note "where it does nothing": under no_grad, compilers, the caller's own hooks o
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections import deque
@@ -57,12 +56,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moecore._fields import Bound, CountOrZero, NumBytes, check_arguments
 from moecore._torch import is_recomputing, storage_key, version
 from moecore.memory.groups import REST, Chunk, Copy, Group, Key, Layer, Use, bytes_of
-from moecore.memory.host import HostPool, Piece
+from moecore.memory.host import HostPool
 from moecore.memory.saved import Handle, Kept, changed_in_place, packing, used_rows
-from moecore.memory.streams import Streams, Transfer
+from moecore.memory.store import HostStore, Store
+from moecore.memory.streams import Streams
 from moecore.memory.wrap import within, wrap
-
-logger = logging.getLogger("moecore.memory")
 
 Registry = dict[str, nn.Parameter | None] | dict[str, Tensor | None]  # of a module
 
@@ -137,6 +135,7 @@ class Offload:
             max_bytes=max_host_bytes,
             device="meta" if device.type == "meta" else "cpu",
         )
+        self._store: Store = HostStore(self._streams, self._pool)
         self._nothing = torch.empty(0, device=device)
         self._layer: Layer | None = None  # that runs
         self._previous: Layer | None = None
@@ -149,7 +148,6 @@ class Offload:
         self._staying: dict[int, StorageWeakRef] = {}  # beyond the fraction, or held
         self._done: list[Group] = []  # groups that have run backward just now
         self._offered = self._taken = 0  # bytes of this forward
-        self._is_full = False  # which is logged once
         self._dead: deque[Use] = deque()
         self._lock = threading.Lock()  # forward, autograd's thread, and whoever frees a graph
         self._unwrap: list[Callable[[], None]] = []
@@ -211,7 +209,7 @@ class Offload:
         self.detach()
         self._streams.synchronize()
         with self._locked():
-            self._pool.clear()
+            self._store.clear()
             self._copies.clear()
             self._previous = None
 
@@ -363,7 +361,7 @@ class Offload:
             return None
         if storage_key(tensor) in group.weights:
             return Kept(tensor)
-        if tensor.is_conj() or tensor.is_neg():
+        if tensor.is_conj() or tensor.is_neg() or not self._store.takes(tensor):
             return None
         with self._lock:  # deaths meanwhile are counted by the next call
             ref = StorageWeakRef(storage)
@@ -413,35 +411,12 @@ class Offload:
         """Start to copy out what a part has saved."""
         if group.layer.is_last:
             return
-        going = []
-        for copy in group.fresh:
-            if copy.readers.alive and copy.is_as_saved():
-                copy.piece = self._piece(copy.size)
-            if copy.piece is None:
-                self._taken -= copy.size
-            else:
-                going.append(copy)
-        if not going:
-            return
-        mark = self._streams.copy_out(
-            Transfer(copy.host_memory, copy.data, copy.used)
-            for copy in going
-            if copy.data is not None
-        )
-        for copy in going:
-            copy.out = copy.busy = mark
-            self.out_bytes += copy.size
-        self._leaving.append(group)
-
-    def _piece(self, size: int) -> Piece | None:
-        piece = self._pool.take(size, in_capture=self._streams.is_capturing())
-        if piece is None and not self._is_full:
-            self._is_full = True
-            logger.warning(
-                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
-                self._pool.num_bytes,
-            )
-        return piece
+        ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_as_saved()]
+        going = self._store.put(ready)
+        self._taken -= sum(copy.size for copy in group.fresh if copy.piece is None)
+        if going:
+            self.out_bytes += sum(copy.size for copy in going)
+            self._leaving.append(group)
 
     def _retire(self, is_due: Callable[[Group], bool]) -> None:
         """Free the device memory of groups that were copied out."""
@@ -480,12 +455,9 @@ class Offload:
 
     def _bring(self, copy: Copy) -> None:
         """Start to copy a storage back."""
-        assert copy.out is not None
         copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
         copy.home, copy.is_back = self._streams.current(), True
-        copy.busy = self._streams.copy_back(
-            [Transfer(copy.data, copy.host_memory, copy.used)], copy.out
-        )
+        self._store.bring(copy)
         self.back_bytes += copy.size
 
     @contextmanager
@@ -517,7 +489,7 @@ class Offload:
             if not copy.readers.alive or (is_over and copy.piece is not None):
                 copy.free()
             if not copy.readers.alive and copy.piece is not None:
-                self._pool.give(copy.piece)
+                self._store.give(copy)
                 copy.piece = None
             if group.readers.leave(use.group_turn) and group.is_asked:
                 self._done.append(group)

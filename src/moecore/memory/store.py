@@ -1,0 +1,105 @@
+"""Where what a part has saved lies while it is not in its own memory on the device.
+
+`offload.py` decides when a storage leaves and when it comes back, and a store where it lies:
+pinned host memory here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from moecore.memory.groups import Copy
+from moecore.memory.host import HostPool, Piece
+from moecore.memory.streams import Streams, Transfer
+
+logger = logging.getLogger("moecore.memory")
+
+
+class Store(Protocol):
+    """Holds copies of storages. Called by one thread at a time; no call waits for the device."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether the storage of a tensor that is being saved may go there."""
+        ...
+
+    def put(self, copies: Sequence[Copy]) -> list[Copy]:
+        """Start to copy out what finds room; return those, with `piece`, `out` and `busy` set."""
+        ...
+
+    def bring(self, copy: Copy) -> None:
+        """Start to fill `copy.data`, which is as large as the storage was; sets `busy`."""
+        ...
+
+    def give(self, copy: Copy) -> None:
+        """Take the piece of a copy back, which nobody asks for any more."""
+        ...
+
+    def clear(self) -> None:
+        """Free all memory, which no launched work uses any more."""
+        ...
+
+
+class HostStore:
+    """Copies in pinned host memory.
+
+    Args:
+        streams: of the device.
+        pool: of host memory.
+    """
+
+    def __init__(self, streams: Streams, pool: HostPool) -> None:
+        self._streams, self._pool = streams, pool
+        self._is_full = False  # which is logged once
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whatever it is."""
+        return True
+
+    def put(self, copies: Sequence[Copy]) -> list[Copy]:
+        """Start to copy out what finds room."""
+        for copy in copies:
+            copy.piece = self._piece(copy.size)
+        going = [copy for copy in copies if copy.piece is not None]
+        if going:
+            mark = self._streams.copy_out(
+                Transfer(_host_memory(copy), copy.data, copy.used)
+                for copy in going
+                if copy.data is not None
+            )
+            for copy in going:
+                copy.out = copy.busy = mark
+        return going
+
+    def bring(self, copy: Copy) -> None:
+        """Start to copy a storage back."""
+        assert copy.data is not None and copy.out is not None
+        transfer = Transfer(copy.data, _host_memory(copy), copy.used)
+        copy.busy = self._streams.copy_back([transfer], copy.out)
+
+    def give(self, copy: Copy) -> None:
+        """Take host memory back. Whoever gets it next copies after its last reader."""
+        self._pool.give(copy.piece)
+
+    def clear(self) -> None:
+        """Free host memory."""
+        self._pool.clear()
+
+    def _piece(self, size: int) -> Piece | None:
+        piece = self._pool.take(size, in_capture=self._streams.is_capturing())
+        if piece is None and not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "offload: host memory (%d bytes) is full: what goes beyond stays on the device",
+                self._pool.num_bytes,
+            )
+        return piece
+
+
+def _host_memory(copy: Copy) -> Tensor:
+    """Return the host memory of a copy, without what the size class adds."""
+    memory: Tensor = copy.piece.memory
+    return memory[: copy.size]
