@@ -30,7 +30,7 @@ from moecore.hf.guards import refuse_save_pretrained, warn_about_cache
 from moecore.hf.lora import adapt_experts, adapted, experts_unwrapped, refuse_peft_methods
 from moecore.hf.outputs import refuse_lost_outputs
 from moecore.hf.rows import tell_layers
-from moecore.memory.apply import apply_memory
+from moecore.memory.apply import apply_memory, apply_stash
 from moecore.memory.copies import copy_modules, on_meta
 from moecore.memory.offload import Offload
 from moecore.memory.options import MemoryOptions
@@ -330,6 +330,7 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
     device = torch.device(meshes.device_type)
     chunks = None if planned.layout is None else blocks_of(model, blocks, planned.stages)
     offload = apply_memory(blocks, request.memory, device, compiled=compiled, stages=chunks)
+    stash = apply_stash(blocks, request.memory, device, compiled=compiled)
     if request.compile_dense or request.memory.parts or request.memory.offload:
         warn_about_cache(model)
     groups = BalanceGroups(
@@ -340,7 +341,14 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
         by_cp=shared_by,
     )
     check = partial(refuse_added, model)
-    state = MoEState(layers, groups, loss=request.loss, exchanges=exchanges, check_parameters=check)
+    state = MoEState(
+        layers,
+        groups,
+        loss=request.loss,
+        exchanges=exchanges,
+        stash=stash,
+        check_parameters=check,
+    )
     setattr(model, STATE_NAME, state)
     setattr(model, REQUEST_NAME, request)
     setattr(model, PLAN_NAME, plan)

@@ -487,7 +487,7 @@ class TrainStep:
     def check(self) -> None:
         """Raise an ExchangeError for what went wrong with tokens on their way; one host sync.
 
-        Only dispatcher "nvlink" has something to find: with any other this returns at once.
+        Only dispatcher "nvlink" and a stash have something to find: else this returns at once.
         """
         for state in self._states:
             state.check()

@@ -26,7 +26,7 @@ from moecore.memory import offload as offload_module
 from moecore.memory.apply import apply_memory
 from moecore.memory.offload import Offload
 from moecore.memory.options import MemoryOptions
-from moecore.memory.saved import counting_rows, packing
+from moecore.memory.saved import UsedRows, counting_rows, packing
 from moecore.models import Decoder, preset
 from moecore.moe.experts import Experts
 from moecore.moe.params import ParamReader
@@ -387,7 +387,7 @@ class _Counted(torch.autograd.Function):
 
 def test_used_rows_travel_alone() -> None:
     def function(x: Tensor) -> Tensor:
-        with counting_rows(8, torch.tensor(3, dtype=torch.int32)):
+        with counting_rows(UsedRows(8, torch.tensor(3, dtype=torch.int32))):
             return _Counted.apply(x)
 
     x = torch.randn(4, 4, requires_grad=True)
@@ -427,7 +427,7 @@ def test_experts_with_room_for_more_rows_keep_those_in_use() -> None:
                 pass
             (h,) = [c for c in offload._copies.values() if c.used is not None]
             assert h.data is None and h.size == 4 * R * 2 * F
-            assert int(h.used[0]) == 12 and h.used[1] == 4 * 2 * F
+            assert h.used.length == R and int(h.used.num_rows) == 12
         (y_RD[:12] ** 2).sum().backward()
         return [weights_TK.grad, *(p.grad for p in experts.parameters())]
 

@@ -328,8 +328,7 @@ def _check_start(model: nn.Module, state: MoEState) -> None:
                 "optimizer.zero_grad(set_to_none=True) after step(), and give all micro-batches "
                 "to one call"
             )
-    if state.exchanges is not None:
-        state.exchanges.poll()
+    state.poll()
 
 
 def _check_inputs(inputs: Inputs, others: Inputs) -> None:

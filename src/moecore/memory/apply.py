@@ -20,7 +20,10 @@ from moecore.memory.options import MemoryOptions, Recomputed
 from moecore.memory.parts import Part, Use, find_parts, use_of
 from moecore.memory.products import running_again
 from moecore.memory.recompute import recompute, sharing_outputs
+from moecore.memory.stash import Stash
 from moecore.memory.wrap import within, wrap
+from moecore.moe.backends import separate_computation
+from moecore.moe.layer import RoutedLayer
 
 
 def apply_memory(
@@ -63,6 +66,52 @@ def apply_memory(
         own = fraction[index] if isinstance(fraction, tuple) else fraction
         offload.attach(chunk, names.get, own)
     return offload
+
+
+def apply_stash(
+    blocks: Sequence[nn.Module],
+    options: MemoryOptions,
+    device: torch.device,
+    *,
+    compiled: Set[nn.Module] = frozenset(),
+) -> Stash | None:
+    """Keep rows of routed experts in pages, as asked. Parameters and names stay.
+
+    Args:
+        blocks: as in `apply_memory`, with the dispatchers that they will have.
+        options: sizes.
+        device: of the model when it runs.
+        compiled: modules inside of what is compiled, which keep what their compiler decides.
+
+    Returns:
+        What does it; None for options without, and where no layer has rows of the worst case.
+    """
+    if options.stash is None:
+        return None
+    found = [
+        m for block in blocks for m in block.modules() if _has_spare_rows(m) and m not in compiled
+    ]
+    if not found:
+        warnings.warn(
+            "MemoryOptions.stash is not used: no MoE layer of a block has room for more rows than "
+            "come (dispatcher 'nvlink', or a capacity with pad), and experts 'triton' or 'torch' "
+            "without biases",
+            stacklevel=4,
+        )
+        return None
+    stash = Stash(device, options.stash, len(found))
+    stash.attach(blocks, dict.fromkeys(found, "moe").get)
+    return stash
+
+
+def _has_spare_rows(module: nn.Module) -> bool:
+    """Whether a module is an MoE layer whose experts keep rows that the device counts."""
+    if not isinstance(module, RoutedLayer):
+        return False
+    experts, capacity = module.part("experts"), module.config.capacity
+    pads = capacity is not None and capacity.pad
+    is_apart = separate_computation(experts.backend, has_more=experts.has_more) is not None
+    return module.dispatcher.has_spare_rows(pads=pads) and not is_apart
 
 
 def _apply_recompute(

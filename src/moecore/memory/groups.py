@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moecore._torch import version
+from moecore.memory.saved import UsedRows
 from moecore.memory.streams import Mark
 
 Key = tuple[str, int]  # a part's name, and how often its layer has entered that name before
@@ -72,6 +73,7 @@ class Copy:
         version: which it was.
         data: the storage on the device, uint8; None while it lies in the store alone.
         home: stream that waits before `data` is freed.
+        used: rows that are in use; None = all.
         piece: where it lies in its store; None where it stays.
         out: when that was written.
         busy: when a copy that runs has read or written `data`.
@@ -84,7 +86,7 @@ class Copy:
     version: int
     data: Tensor | None
     home: torch.cuda.Stream | None
-    used: tuple[Tensor, int] | None
+    used: UsedRows | None
     piece: Any = None
     out: Mark | None = None
     busy: Mark | None = None

@@ -390,7 +390,7 @@ class Offload:
         return False
 
     def _new(self, tensor: Tensor, ref: StorageWeakRef, group: Group) -> Copy:
-        storage, num_rows = tensor.untyped_storage(), used_rows(tensor)
+        storage = tensor.untyped_storage()
         counter = tensor.detach()
         if not tensor.is_inference():
             counter.data = self._nothing
@@ -401,7 +401,7 @@ class Offload:
             version=version(tensor),
             data=bytes_of(storage),
             home=group.layer.stream,
-            used=None if num_rows is None else (num_rows, tensor.nbytes // tensor.shape[0]),
+            used=used_rows(tensor),
         )
         self._copies[ref.cdata] = copy
         group.fresh.append(copy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from moecore._fields import Bound, NumBytes, Rules, check_fields
+from moecore._fields import Bound, Count, NumBytes, Positive, Rules, check_fields
 
 Recomputed = Literal[
     "norm",
@@ -27,10 +27,30 @@ OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
 OffloadedParts = Annotated[tuple[Offloaded, ...], 'pass ("experts",)']
 Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
 Fractions = Annotated[Fraction | tuple[Fraction, ...], "pass a float, or one per pipeline stage"]
+HostBytes = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]
 Parts = Annotated[
     tuple[Recomputed, ...] | Literal["gemm_last"],
     "pass 'gemm_last'",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StashOptions:
+    """Pages for rows that routed experts keep, where shapes have room for the worst case.
+
+    Attributes:
+        page_rows: rows of a page.
+        factor: device pages, over those that all MoE layers of a forward fill with even loads. More
+            rows than fit are an `ExchangeError`, whose message has the least factor.
+        host_bytes: of pages in pinned host memory, which are taken when no other is left.
+    """
+
+    page_rows: Count = 64
+    factor: Positive = 1.1
+    host_bytes: HostBytes = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,16 +83,20 @@ class MemoryOptions:
             (`moecore.pipeline.offload_fractions`).
         offload_host_bytes: pinned memory of a rank, in all; beyond it activations stay on the GPU.
             None = no limit.
+        stash: rows that routed experts keep (X and H) lie in pages between forward and backward,
+            where dispatchers make room for the worst case ("nvlink", a padded capacity); the room
+            is shared by all layers. None = each layer keeps it.
 
     Raises:
-        ValueError: for unknown parts, one that is there twice, or that "moe" holds, and for a
-            choice about an offload without parts.
+        ValueError: for unknown parts, one that is there twice, or that "moe" holds, for a choice
+            about an offload without parts, and for a stash of what is offloaded or repeated.
     """
 
     recompute: Parts = ()
     offload: OffloadedParts = ()
     offload_fraction: Fractions = 1.0
     offload_host_bytes: NumBytes | None = None
+    stash: StashOptions | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
@@ -85,6 +109,10 @@ class MemoryOptions:
             yield "offload_fraction", "go with offload (()), which has no part: name one"
         if not self.offload and self.offload_host_bytes is not None:
             yield "offload_host_bytes", "go with offload (()), which has no part: name one"
+        if self.stash is not None and "experts" in self.offload:
+            yield "offload", "have no 'experts' beside stash, which keeps their rows: drop one"
+        if self.stash is not None and "moe" in self.parts:
+            yield "recompute", "have no 'moe' beside stash, whose rows it drops: leave one out"
         inside = [part for part in OF_MOE if part in self.parts]
         if "moe" in self.parts and inside:
             yield "recompute", f"have no {inside[0]!r} beside 'moe', which holds it: drop one"

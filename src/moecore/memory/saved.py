@@ -14,12 +14,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moecore._torch import saved_tensor_hooks, version
+from moecore._torch import saved_tensor_hooks, storage_key, version
 
 
 class Handle(Protocol):
@@ -42,12 +43,17 @@ def changed_in_place(shape: torch.Size, now: int, then: int) -> RuntimeError:
 
 
 class Kept:
-    """The tensor itself; a change in place before backward is an error, as without hooks."""
+    """The tensor itself; a change in place before backward is an error, as without hooks.
+
+    Of what has a node its alias without: an operation that saves its own output would hold itself,
+    and a graph that is dropped would stay.
+    """
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, version(tensor)
+        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = version(tensor)
 
     def unpack(self) -> Tensor:
         """Return the tensor.
@@ -60,12 +66,43 @@ class Kept:
         return self._tensor
 
 
+@dataclass(frozen=True, slots=True)
+class UsedRows:
+    """Which rows of a matrix are in use, where only the device knows.
+
+    What lies in the others means nothing, and need not come back.
+
+    Attributes:
+        length: of the matrix.
+        num_rows: 0-dim int32 on the device: the first so many; None = those that have a slot.
+        slots: int32 [length, K] on the device: a row all of whose slots are negative has none.
+        balanced: how many rows that are with even loads; None = nobody has planned for them.
+        storage: `storage_key` of the only matrix that is meant; None = all of this length.
+    """
+
+    length: int
+    num_rows: Tensor | None = None
+    slots: Tensor | None = None
+    balanced: int | None = None
+    storage: int | None = None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is a matrix with these rows, of which it holds columns."""
+        if tensor.ndim != 2 or not tensor.dtype.is_floating_point:
+            return False
+        if tensor.shape[0] != self.length or not self.length:
+            return False
+        row_bytes = tensor.stride(0) * tensor.element_size()
+        is_whole = row_bytes * self.length == tensor.untyped_storage().nbytes()
+        return is_whole and self.storage in (None, storage_key(tensor))
+
+
 class _Packers(threading.local):
     """The packers of this thread, in the order in which they are asked."""
 
     first: tuple[Packer, ...] = ()
     inner: tuple[Packer, ...] = ()
-    rows: tuple[int, Tensor] | None = None  # length, and how many are in use
+    rows: tuple[UsedRows, ...] = ()  # of matrices that have room for more
 
 
 _here = _Packers()
@@ -99,28 +136,22 @@ def packing(packer: Packer, *, is_first: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def counting_rows(length: int, num_rows: Tensor) -> Iterator[None]:
-    """Within, saved matrices of so many rows have the first `num_rows` in use.
-
-    What lies past them means nothing, and need not come back.
+def counting_rows(*rows: UsedRows) -> Iterator[None]:
+    """Within, saved matrices have rows that are not in use.
 
     Args:
-        length: of the matrices, and of no others that are saved.
-        num_rows: 0-dim int32 on the device.
+        rows: of the matrices; of several that are of one matrix the first counts.
     """
-    before, _here.rows = _here.rows, (length, num_rows)
+    before, _here.rows = _here.rows, rows
     try:
         yield
     finally:
         _here.rows = before
 
 
-def used_rows(tensor: Tensor) -> Tensor | None:
-    """Return how many rows of a tensor that is being saved are in use; None = all."""
-    if _here.rows is None or tensor.ndim != 2 or tensor.shape[0] != _here.rows[0]:
-        return None
-    is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-    return _here.rows[1] if is_whole else None
+def used_rows(tensor: Tensor) -> UsedRows | None:
+    """Return which rows of the storage of a tensor that is being saved are in use; None = all."""
+    return next((rows for rows in _here.rows if rows.is_of(tensor)), None)
 
 
 def is_packing() -> bool:

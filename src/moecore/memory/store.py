@@ -66,7 +66,7 @@ class HostStore:
         going = [copy for copy in copies if copy.piece is not None]
         if going:
             mark = self._streams.copy_out(
-                Transfer(_host_memory(copy), copy.data, copy.used)
+                Transfer(_host_memory(copy), copy.data, _counted(copy))
                 for copy in going
                 if copy.data is not None
             )
@@ -77,7 +77,7 @@ class HostStore:
     def bring(self, copy: Copy) -> None:
         """Start to copy a storage back."""
         assert copy.data is not None and copy.out is not None
-        transfer = Transfer(copy.data, _host_memory(copy), copy.used)
+        transfer = Transfer(copy.data, _host_memory(copy), _counted(copy))
         copy.busy = self._streams.copy_back([transfer], copy.out)
 
     def give(self, copy: Copy) -> None:
@@ -97,6 +97,14 @@ class HostStore:
                 self._pool.num_bytes,
             )
         return piece
+
+
+def _counted(copy: Copy) -> tuple[Tensor, int] | None:
+    """Return how many first rows of how many bytes travel; None = all bytes do."""
+    used = copy.used
+    if used is None or used.num_rows is None:
+        return None
+    return used.num_rows, copy.size // used.length
 
 
 def _host_memory(copy: Copy) -> Tensor:

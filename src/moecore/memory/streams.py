@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,14 @@ from torch import Tensor
 from moecore.kernels.rows.used import copy_used
 
 PIECE_BYTES = 8 * 2**20  # 150 us
+
+
+class Job(Protocol):
+    """What a stream of copies is given."""
+
+    def start(self, stream: CopyStream) -> None:
+        """Start a copy on it; a CPU ends the copy."""
+        ...
 
 
 class Transfer(NamedTuple):
@@ -161,16 +169,16 @@ class Streams:
         """Whether the current stream's work goes into a CUDA graph."""
         return self._out.is_capturing()
 
-    def copy_out(self, transfers: Iterable[Transfer]) -> Mark:
-        """Copy to host memory what the current stream has made so far; return when it is there."""
+    def copy_out(self, transfers: Iterable[Job]) -> Mark:
+        """Copy away what the current stream has made so far; return when it is there."""
         return _copy(self._out, Mark(self.current()), transfers)
 
-    def copy_back(self, transfers: Iterable[Transfer], out: Mark) -> Mark:
-        """Copy from host memory into what the current stream has allocated; return when.
+    def copy_back(self, transfers: Iterable[Job], out: Mark) -> Mark:
+        """Copy back into what the current stream has allocated; return when.
 
         Args:
-            transfers: from host memory.
-            out: when the host memory was written.
+            transfers: of what was copied away.
+            out: when that was there.
         """
         here = Mark(self.current())
         out.hold(self._back.next)
@@ -182,7 +190,7 @@ class Streams:
         self._back.synchronize()
 
 
-def _copy(stream: CopyStream, after: Mark, transfers: Iterable[Transfer]) -> Mark:
+def _copy(stream: CopyStream, after: Mark, transfers: Iterable[Job]) -> Mark:
     after.hold(stream.next)
     for transfer in transfers:
         transfer.start(stream)

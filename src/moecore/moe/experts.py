@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from moecore._torch import StridedShard, is_plain_eager
+from moecore._torch import StridedShard, is_plain_eager, storage_key
 from moecore.config import MoEConfig
 from moecore.kernels.experts.contract import (
     ExpertMLPOptions,
@@ -32,7 +32,7 @@ from moecore.kernels.experts.contract import (
 )
 from moecore.kernels.experts.expert_mlp import expert_mlp
 from moecore.kernels.experts.products import quantise_matrices
-from moecore.memory.saved import counting_rows
+from moecore.memory.saved import UsedRows, counting_rows
 from moecore.moe.activation import activation_options
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
 from moecore.moe.clones import with_clones
@@ -268,7 +268,7 @@ class Experts(nn.Module):
                 keep_h=not self.recompute_fc1,
                 recipe=self.recipe,
             )
-            with _counting(inp):
+            with _counting(inp, is_quantised=self.recipe is not None):
                 y = expert_mlp(inp.rows, weights, inp.index, options, unsummed=inp.unsummed)
         return y if inp.unsummed is None else UnsummedRows(y)
 
@@ -407,17 +407,26 @@ class Experts(nn.Module):
         return F.pad(b2_eD, (before, self.config.expert_dim - before - b2_eD.shape[1]))
 
 
-def _counting(inp: ExpertInput) -> AbstractContextManager[None]:
-    """Return a context in which saved matrices of R rows have those that the index counts.
+def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager[None]:
+    """Return a context in which saved matrices of R and S rows have those that are in use.
 
-    Where only the device knows how many that are: a dispatcher that adds expert rows has room for
-    more than come. Other matrices of the operation have other lengths, or nothing is counted.
+    Where only the device knows how many these are. Matrices are told apart by their lengths. Where
+    R is S the source rows are known by their storage, unless experts keep quantised ones instead.
+
+    Args:
+        inp: of the experts.
+        is_quantised: whether experts may keep the source rows in a format of their own.
     """
-    if inp.unsummed is None or torch.compiler.is_compiling():
+    if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
         return nullcontext()
-    refetch = inp.unsummed.refetch
-    others = (inp.rows.values, *(() if refetch is None else refetch.kept))
-    R = inp.index.row_ids_R.shape[0]
-    if any(tensor.shape[0] == R for tensor in others):
-        return nullcontext()
-    return counting_rows(R, inp.index.num_rows)
+    values, index = inp.rows.values, inp.index
+    (S, R), used = (values.shape[0], index.row_ids_R.shape[0]), list[UsedRows]()
+    refetch = None if inp.unsummed is None else inp.unsummed.refetch
+    source, expert = (None, None) if inp.balanced is None else inp.balanced
+    if refetch is None and source is not None:
+        only = storage_key(values) if S == R else None
+        used.append(UsedRows(S, slots=index.slots_SK, balanced=source, storage=only))
+    has_source = refetch is None and S == R and (source is None or is_quantised)
+    if not has_source and all(kept.shape[0] != R for kept in (refetch.kept if refetch else ())):
+        used.append(UsedRows(R, index.num_rows, balanced=expert))
+    return counting_rows(*used)

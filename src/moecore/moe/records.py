@@ -14,8 +14,8 @@ gives source rows and, per expert row, the index of the source row it reads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -84,6 +84,18 @@ class ChoiceTape(Protocol):
         ...
 
 
+class BalancedRows(NamedTuple):
+    """Rows in use with even loads, where only the device knows which of S and R are.
+
+    Attributes:
+        source: of the source rows.
+        expert: of the expert rows; None where R is exact.
+    """
+
+    source: int
+    expert: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertInput:
     """All that the experts of one rank need, the same from every dispatcher.
@@ -98,6 +110,8 @@ class ExpertInput:
         unsummed: None, or the part of a dispatcher that adds expert rows itself. Experts then give
             each expert row's gradient to its handle and return `UnsummedRows`; those that add their
             rows themselves start with `summed_input`.
+        balanced: how many rows are in use with even loads, where shapes have room for more; None =
+            S and R are those that came.
         clones: None, or other ranks' experts that this forward computes behind its own
             (`moe/clones.py`); the index has them too.
 
@@ -110,6 +124,7 @@ class ExpertInput:
     index: ExpertIndex
     plan: Any
     unsummed: UnsummedInput | None = None
+    balanced: BalancedRows | None = None
     clones: Any = None
 
 
@@ -138,6 +153,14 @@ class Dispatcher(Protocol):
 
     waits_on_host: bool
     lanes: Lanes | None
+
+    def has_spare_rows(self, *, pads: bool) -> bool:
+        """Whether experts get room for more rows than come, and only the device knows how many.
+
+        Args:
+            pads: whether `Routing.pad` is on.
+        """
+        ...
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring every token to each rank that owns at least one of its experts, once."""
@@ -183,7 +206,7 @@ def summed_input(inp: ExpertInput) -> ExpertInput:
             "('sequential' or with biases): set it, or use 'triton' or 'torch' without biases"
         )
     rows_SD = _HandleRows.apply(inp.unsummed.handle_RD, inp.rows.widen(), inp.index.slots_SK)
-    return ExpertInput(Rows(rows_SD), inp.index, inp.plan)
+    return replace(inp, rows=Rows(rows_SD), unsummed=None)
 
 
 # Units find the tensors of a module's inputs and outputs through pytree: without this they would

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,18 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 STATE_NAME = "_moecore_state"  # attribute of a parallelized model
 
 
+class Watched(Protocol):
+    """What goes wrong on the device, where no forward or backward waits to see it."""
+
+    def poll(self) -> None:
+        """Raise an ExchangeError for what went wrong, as far as the host can see."""
+        ...
+
+    def check(self) -> None:
+        """Raise it once the device is idle. Host sync."""
+        ...
+
+
 class MoEState:
     """The balance record that a parallelized model owns: `moe_state(model)`.
 
@@ -38,6 +50,7 @@ class MoEState:
         groups: who counts together.
         loss: "mean" or "sum", the loss convention of `parallelize_moe`.
         exchanges: of dispatcher "nvlink"; None with any other.
+        stash: that rows lie in between forward and backward; None = none.
         check_parameters: raises when the model's gradients were not those of all ranks.
     """
 
@@ -48,12 +61,14 @@ class MoEState:
         *,
         loss: str = "mean",
         exchanges: ExchangePool | None = None,
+        stash: Watched | None = None,
         check_parameters: Callable[[], None] | None = None,
     ) -> None:
         self.layers = {clean_name(name): layer for name, layer in layers.items()}
         self.groups = groups
         self.loss = loss
         self.exchanges = exchanges
+        self._watched: list[Watched] = [one for one in (exchanges, stash) if one is not None]
         self._check_parameters = check_parameters
         self._loss_scale: weakref.ref[Tensor] | None = None
         for layer in layers.values():
@@ -104,10 +119,14 @@ class MoEState:
             if in_flight:
                 layer.tracker.start_in_flight()
 
+    def poll(self) -> None:
+        """Raise what went wrong on this rank with rows, as far as the host can see."""
+        for one in self._watched:
+            one.poll()
+
     def check_step(self) -> None:
         """Raise what is wrong with a step, as far as the host can see: see `TrainStep.finish`."""
-        if self.exchanges is not None:
-            self.exchanges.poll()
+        self.poll()
         if self._check_parameters is not None:
             self._check_parameters()
         self._check_micro_batches()
@@ -132,9 +151,9 @@ class MoEState:
         return any(router is not None and router.tape is not None for router in routers)
 
     def check(self) -> None:
-        """Raise what went wrong on this rank while tokens traveled; waits for the device."""
-        if self.exchanges is not None:
-            self.exchanges.check()
+        """Raise what went wrong on this rank with rows; waits for the device."""
+        for one in self._watched:
+            one.check()
 
     def _check_micro_batches(self) -> None:
         """Raise before anything moves when auxiliary losses had the wrong scale."""

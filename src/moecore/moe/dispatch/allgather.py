@@ -46,6 +46,10 @@ class AllGatherDispatcher:
         self.lanes: Lanes | None = None
         self._sizes = EqualSizes(placement.group)
 
+    def has_spare_rows(self, *, pads: bool) -> bool:
+        """No: shapes are exact."""
+        return False
+
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Gather all tokens of the group; 4 collectives.
 

@@ -31,7 +31,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.collectives import EqualSizes, needed, unneeded
 from moecore.moe.lanes import Lanes, exchange, numbers_of
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import ExpertInput, Routing
+from moecore.moe.records import BalancedRows, ExpertInput, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,10 @@ class AllToAllDispatcher:
         self.placement = placement
         self.lanes: Lanes | None = None
         self._sizes = EqualSizes(placement.group)
+
+    def has_spare_rows(self, *, pads: bool) -> bool:
+        """Where rows are padded to a capacity."""
+        return pads
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks.
@@ -105,7 +109,8 @@ class AllToAllDispatcher:
         index = build_index(
             ids_SK, weights_SK, first=p.first_physical, num_local=p.num_physical, length=num_rows
         )
-        return ExpertInput(Rows(rows_SD), index, plan)
+        balanced = _balanced_rows(p, *routing.expert_ids_TK.shape) if routing.pad else None
+        return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync; 1 collective."""
@@ -210,6 +215,11 @@ def _balanced(p: ExpertPlacement, T: int, K: int) -> tuple[list[int], list[int],
     """Return what `_exchange_counts` does, of balanced loads: on meta there are no counts."""
     splits = [p.balanced_tokens(T, K)] * p.group.size()
     return splits, splits, p.balanced_rows(T, K)
+
+
+def _balanced_rows(p: ExpertPlacement, T: int, K: int) -> BalancedRows:
+    """Return the rows of a rank with even loads, when every rank has T tokens."""
+    return BalancedRows(p.group.size() * p.balanced_tokens(T, K), p.balanced_rows(T, K))
 
 
 def _all_to_all(

@@ -23,6 +23,10 @@ class LocalDispatcher:
         self.num_experts = num_experts
         self.lanes: Lanes | None = None
 
+    def has_spare_rows(self, *, pads: bool) -> bool:
+        """No: shapes are exact."""
+        return False
+
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Return x_TD itself as source rows (S = T, R at most T * K), without a copy."""
         index = build_index(

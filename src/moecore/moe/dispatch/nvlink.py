@@ -38,7 +38,7 @@ from moecore.kernels.rows.record import Rows
 from moecore.moe.dispatch.exchange import Exchange, ExchangePool
 from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
-from moecore.moe.records import ExpertInput, Routing, UnsummedRows
+from moecore.moe.records import BalancedRows, ExpertInput, Routing, UnsummedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,10 @@ class NVLinkDispatcher:
         """Whether backward keeps received rows; else they are sent once more."""
         return self.exchanges.options.keep_rows
 
+    def has_spare_rows(self, *, pads: bool) -> bool:
+        """Always: S is that of all tokens."""
+        return True
+
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         """Bring tokens to their experts' ranks. No collective, and no host sync after the first.
@@ -113,8 +117,18 @@ class NVLinkDispatcher:
             refetch = Refetch(fetch, (x_TD.detach(), came.peers_T, came.places_S))
         unsummed = UnsummedInput(came.handle_RD, sender, refetch)
         return ExpertInput(
-            _arrived(exchange, came.rows_SN, x_TD), came.expert_index, plan, unsummed
+            _arrived(exchange, came.rows_SN, x_TD),
+            came.expert_index,
+            plan,
+            unsummed,
+            self._balanced(exchange),
         )
+
+    def _balanced(self, exchange: Exchange) -> BalancedRows:
+        layout = exchange.layout
+        source = self.placement.balanced_tokens(layout.max_tokens, layout.top_k)
+        expert = None if exchange.options.exact_rows else exchange.balanced_rows
+        return BalancedRows(layout.num_ranks * source, expert)
 
     @torch.compiler.disable
     def combine(self, y: Tensor | UnsummedRows, plan: NVLinkPlan) -> Tensor:

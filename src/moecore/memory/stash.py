@@ -1,0 +1,77 @@
+"""Rows of routed experts in pages between forward and backward, where shapes are the worst case.
+
+    stash = Stash(device, StashOptions(), num_layers)
+    stash.attach(model.layers, part_of)
+
+An `Offload` whose store are pages (`page_store.py`). Its parts are whole MoE layers, so that the
+memory of one is free before the next dispatches:
+
+    forward     MoE layer n ends       -> its used rows start to go to pages
+                MoE layer n + 1 begins -> the memory of layer n's matrices is freed
+    backward    layer n has run        -> rows of layer n - 1 start to come back
+
+What it takes are matrices whose used rows the device counts (`saved.counting_rows`), and nothing
+else. The last layer's stay where they are. A layer's memory holds all rows, whichever came: with
+the pages full, layers beyond have none, backward computes with NaN, and `poll` raises.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecore.memory.offload import Offload
+from moecore.memory.options import StashOptions
+from moecore.memory.page_store import PageStore
+from moecore.moe.dispatch.exchange import ExchangeError
+
+
+class Stash(Offload):
+    """Keeps used rows of a model's experts in pages.
+
+    Args:
+        device: of the model.
+        options: sizes.
+        num_layers: MoE layers of a forward.
+
+    Attributes:
+        pages: where the rows are.
+    """
+
+    def __init__(self, device: torch.device, options: StashOptions, num_layers: int) -> None:
+        super().__init__(device, min_bytes=0)
+        self._options, self._num_layers = options, num_layers
+        self._store = self.pages = PageStore(self._streams, options, num_layers)
+
+    def __reduce__(self) -> Any:
+        return partial(Stash, self._streams.device, self._options, self._num_layers), ()
+
+    def poll(self) -> None:
+        """Raise what has gone wrong so far, as far as the host can see without waiting; once.
+
+        Raises:
+            ExchangeError: when pages were missing. Results since then are not valid.
+        """
+        shortage = self.pages.shortage()
+        if shortage is not None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            least = math.ceil(shortage.factor * 1000) / 1000
+            raise ExchangeError(
+                f"StashOptions.factor ({self._options.factor}) must be >= {least:g} for the "
+                f"{shortage.num_pages} pages of rows that rank {rank} keeps: raise it, or set "
+                "host_bytes; results since then are not valid"
+            )
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far. One host sync.
+
+        Raises:
+            ExchangeError: see `poll`.
+        """
+        if self._streams.device.type == "cuda":
+            torch.cuda.synchronize(self._streams.device)  # reports are written by the device
+        self.poll()
