@@ -29,7 +29,7 @@ from moecore.kernels.adamw import AdamWOptions
 from moecore.kernels.attention import AttentionMask
 from moecore.kernels.experts.contract import ExpertMLPOptions
 from moecore.kernels.rows.activation import ActivationOptions
-from moecore.memory.options import MemoryOptions
+from moecore.memory.options import MemoryOptions, StashOptions
 from moecore.models.config import DecoderConfig, MLAConfig, YarnConfig
 from moecore.moe.clones import CloneOptions
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
@@ -143,6 +143,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (CloneOptions, {}),
     (NVLinkOptions, {}),
     (MemoryOptions, {}),
+    (StashOptions, {}),
     (ContextOptions, {}),
     (PipelineConfig, {}),
     (Cut, {"sizes": (2, 4)}),

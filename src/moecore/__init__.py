@@ -4,7 +4,7 @@ from moecore.attention.context_parallel.group import ContextOptions
 from moecore.config import BalanceConfig, CapacityConfig, MoEConfig
 from moecore.explain import explain
 from moecore.loss_scale import DynamicLossScale
-from moecore.memory.options import MemoryOptions
+from moecore.memory.options import MemoryOptions, StashOptions
 from moecore.mesh import Meshes, ParallelConfig, build_meshes
 from moecore.moe.backends import ExpertBackend
 from moecore.moe.clones import CloneOptions
@@ -61,6 +61,7 @@ __all__ = [
     "PipelineError",
     "Routing",
     "ShardPlan",
+    "StashOptions",
     "StepResult",
     "TensorParallelModel",
     "TrainStep",

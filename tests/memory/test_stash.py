@@ -1,31 +1,51 @@
-"""Rows in pages come back as they were, cost what is in use, and are free again."""
+"""Rows in pages come back as they were, cost what is in use, and their pages are free again."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moecore.kernels.rows.free_list import FREE_WORD, HOST_FREE_WORD, WANTED_WORD
+from moecore import (
+    ExchangeError,
+    MemoryOptions,
+    MoEConfig,
+    MoELayer,
+    NVLinkOptions,
+    ParallelConfig,
+    StashOptions,
+    build_meshes,
+    parallelize,
+    parallelize_moe,
+)
+from moecore.kernels.common import cdiv
+from moecore.kernels.rows.free_list import FREE_WORD, HOST_FREE_WORD, MOST_WORD, WANTED_WORD
 from moecore.memory import offload as offload_module
+from moecore.memory.apply import apply_memory, apply_stash
 from moecore.memory.stash import Stash
-from tests.memory.blocks import LateStreams
-from tests.memory.test_offload import ORDERS, assert_equal, gradients
-from tests.memory.towers import Tower, make_tower, stashed
+from moecore.moe.state import moe_state
+from moecore.shard import dispatcher
+from tests.memory.blocks import LateStreams, _Storages
+from tests.memory.test_offload import ORDERS, assert_equal, batch, gradients, in_order, one
+from tests.memory.towers import MAX_TOKENS, TOP_K, Tower, make_tower, stashed
+from tests.moe.emulated_exchange import EmulatedExchangePool
 
-CPU = torch.device("cpu")
+TOKENS = 48  # of `batch(0)`
 
 
-@pytest.fixture(autouse=True)
-def group(no_group_left: None) -> Iterator[None]:
+@pytest.fixture
+def group(no_group_left: None) -> None:
+    """This process is the only rank; holes are the tokens that it could have had besides."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
 
 
-def is_full(stash: Stash) -> bool:
-    """Whether all pages of all pools are free."""
+def all_free(stash: Stash) -> bool:
     return all(
         pool.state[FREE_WORD] == pool.pages.shape[0]
         and pool.state[HOST_FREE_WORD] == pool.host_pages.shape[0]
@@ -37,7 +57,7 @@ def is_full(stash: Stash) -> bool:
 @pytest.mark.parametrize("late", [False, True], ids=["", "late copies"])
 @pytest.mark.parametrize("run", ORDERS, ids=lambda run: run.__name__)
 def test_gradients_have_the_bits_of_those_without(
-    run: Callable[[Tower], None], late: bool, monkeypatch: pytest.MonkeyPatch
+    group: None, run: Callable[[Tower], None], late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late copies come to memory of NaN, which rows that are not in use still are then."""
     if late:
@@ -47,6 +67,233 @@ def test_gradients_have_the_bits_of_those_without(
     stash = stashed(model)
     for _ in range(2):
         assert_equal(gradients(model, run), want)
-        assert stash.out_bytes > 0 and is_full(stash)
+        assert stash.out_bytes > 0 and all_free(stash)
     stash.check()
     assert len(stash.pages.pools) == 2, "X and H"
+
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widths in pages
+    "one choice: as many expert rows as source rows": (dict(sizes=dict(top_k=1)), 2),
+    "as many columns in X as in H": (dict(sizes=dict(hidden_dim=8)), 2),
+    "a row factor": (dict(row_factor=0.9), 2),
+    "rows that are sent again": (dict(keep_rows=False), 1),
+    "exact rows, whose source rows have holes": (dict(exact_rows=True), 1),
+    "tokens as FP8": (dict(fp8_dispatch=True), 2),
+    "a padded capacity": (dict(how="padded"), 2),
+    "one expert row per source row, tokens as FP8": (
+        dict(sizes=dict(top_k=1), fp8_dispatch=True),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_other_options(group: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_module, "Streams", LateStreams)
+    options, num_widths = CASES[name]
+    model = make_tower(3, **options)
+    want = gradients(model, in_order)
+    stash = stashed(model)
+    assert_equal(gradients(model, in_order), want)
+    assert len(stash.pages.pools) == num_widths and all_free(stash)
+    for block in model.layers:
+        block.moe.part("experts").set_backend("auto", recompute_fc1=True)
+    stash.pages.clear()
+    assert_equal(gradients(model, in_order), want)
+    of_h = [width for width in stash.pages.pools if not width[1]]
+    assert not of_h, "H is computed again"
+
+
+def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> None:
+    """One buffer of the worst case, and pages, tables and lists: 5% more than the actual rows."""
+    sizes, page = dict(dim=128, hidden_dim=64), 8
+    model = make_tower(6, sizes=sizes)
+    stash = stashed(model, page_rows=page)
+    one(model)  # makes the pools
+    row_bytes = 4 * 128
+    source, expert = MAX_TOKENS * row_bytes, MAX_TOKENS * TOP_K * row_bytes
+    with _Storages() as seen:
+        loss = model(*batch(0))
+    alive = [size for ref, size in seen.known.values() if not ref.expired()]
+    assert alive.count(source) == alive.count(expert) == 1, "of the last layer"
+    lists = alive.count(4 * MAX_TOKENS) * 4 * MAX_TOKENS
+    tables = sum(
+        pages.table.nbytes
+        for pages in (copy.piece for copy in stash._copies.values())
+        if pages is not None
+    )
+    held = lists + tables
+    for pool in stash.pages.pools.values():
+        held += int(pool.state[WANTED_WORD]) * page * pool.row_bytes
+    actual = 5 * TOKENS * (1 + TOP_K) * row_bytes
+    assert actual <= held <= 1.05 * actual
+    for (_, has_list), pool in stash.pages.pools.items():
+        rows = TOKENS if has_list else TOKENS * TOP_K
+        assert pool.state[WANTED_WORD] == 5 * cdiv(rows, page)
+    loss.backward()
+    assert all_free(stash)
+
+
+def test_pages_are_free_after_an_error_in_backward(group: None) -> None:
+    model = make_tower(4)
+    stash = stashed(model)
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    x: list[Tensor] = []
+    model.layers[1].register_forward_hook(lambda *args: x.append(args[2]))
+    loss = model(*batch(0))
+    x.pop().register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    del loss
+    assert all_free(stash)
+
+
+def test_too_few_pages_are_an_error_that_names_the_factor(group: None) -> None:
+    model = make_tower(4)
+    want = gradients(model, one)
+    stash = stashed(model, factor=0.2)
+    found = gradients(model, one)
+    assert any(grad.isnan().any() for grad in found.values()), "never wrong numbers"
+    with pytest.raises(ExchangeError, match=r"factor \(0.2\) must be >= (\d.\d+) for the 72") as e:
+        stash.poll()
+    stash.poll()  # once
+    assert all_free(stash) and "\n" not in str(e.value)
+    stash.detach()
+    least = float(str(e.value).split(">= ")[1].split()[0])
+    for factor, fits in ((least, True), (0.8 * least, False)):
+        stash = stashed(model, factor=factor)
+        found = gradients(model, one)
+        if fits:
+            stash.check()
+            assert_equal(found, want)
+        else:
+            with pytest.raises(ExchangeError):
+                stash.check()
+        stash.detach()
+
+
+def test_pages_of_the_host_are_taken_when_no_other_is_left(group: None) -> None:
+    model = make_tower(4)
+    want = gradients(model, in_order)
+    stash = stashed(model, factor=0.2, host_bytes=100_000)
+    assert_equal(gradients(model, in_order), want)
+    stash.check()
+    pools = stash.pages.pools.values()
+    assert all(pool.state[MOST_WORD] > pool.pages.shape[0] for pool in pools)
+    assert 90_000 < sum(pool.host_pages.nbytes for pool in pools) <= 100_000
+    assert all_free(stash)
+
+
+def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What eager code returns while one is captured waits; what a graph has left it takes back."""
+    model = make_tower(3)
+    stash = stashed(model)
+    one(model)
+    loss = model(*batch(0))
+    held = [int(pool.state[FREE_WORD]) for pool in stash.pages.pools.values()]
+    with monkeypatch.context() as patch:
+        patch.setattr(stash._streams, "is_capturing", lambda: True)
+        del loss
+        captured = model(*batch(0))
+        tables = [copy.piece.table for copy in stash._copies.values() if copy.piece is not None]
+        for pool, free in zip(stash.pages.pools.values(), held, strict=True):
+            assert int(pool.state[FREE_WORD]) < free, "nothing was returned"
+    del captured  # its replays return nothing
+    one(model)
+    one(model)
+    pools = list(stash.pages.pools.values())
+    assert all((table >= 0).any() for table in tables)
+    assert sum(int(pool.state[WANTED_WORD]) for pool in pools) == sum(
+        int((table >= 0).sum()) for table in tables
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(stash._streams, "is_capturing", lambda: True)
+        one(model)  # in the same tables
+    assert all_free(stash)
+    stash.pages.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(stash._streams, "is_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="must be made before a CUDA graph is captured"):
+            model(*batch(0))
+
+
+def test_a_dropped_graph_is_gone_at_once(group: None) -> None:
+    """An operation that keeps its own output must not keep itself."""
+    model = make_tower(2)
+    stash = stashed(model)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = model(*batch(0))
+        assert not all_free(stash)
+        del loss
+        assert all_free(stash)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture
+def nvlink(no_group_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Meshes of one rank, on which nvlink may be asked for."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    monkeypatch.setattr(parallelize, "find_problem", lambda group, device_type: None)
+    monkeypatch.setattr(dispatcher, "find_known_problem", lambda num_ranks, device_type: None)
+    monkeypatch.setattr(parallelize, "ExchangePool", EmulatedExchangePool)
+    yield build_meshes(ParallelConfig(ep=2), "cpu")
+
+
+def test_the_end_of_a_step_raises_what_was_missing(nvlink: Any) -> None:
+    config = MoEConfig(dim=16, hidden_dim=8, num_experts=4, top_k=2)
+    model = nn.Sequential(*(MoELayer(config, device="meta") for _ in range(3)))
+    parallelize_moe(
+        model,
+        nvlink,
+        dispatcher="nvlink",
+        nvlink=NVLinkOptions(max_tokens=8),
+        memory=MemoryOptions(stash=StashOptions(page_rows=2, factor=0.01)),
+    )
+    model.to_empty(device="cpu")
+    for layer in model:
+        layer.init_weights(key="")
+    state = moe_state(model)
+    state.check()
+    for end in (state.finish_step, state.check):
+        model(torch.randn(8, 16)).sum().backward()
+        with pytest.raises(ExchangeError, match=r"StashOptions.factor \(0.01\) must be >= "):
+            end()
+        state.check()
+
+
+def test_it_is_not_used_where_shapes_are_exact() -> None:
+    model, options = Tower(2), MemoryOptions(stash=StashOptions())
+    with pytest.warns(UserWarning, match="MemoryOptions.stash is not used: no MoE layer"):
+        found = apply_stash(model.layers, options, torch.device("cpu"))
+    assert found is None and apply_memory(model.layers, options, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("backend", ["torch", "sequential"])
+def test_experts_that_keep_other_rows_have_none_in_pages(group: None, backend: Any) -> None:
+    model, options = make_tower(2), MemoryOptions(stash=StashOptions())
+    for block in model.layers:
+        block.moe.part("experts").set_backend(backend)
+    if backend == "torch":
+        assert apply_stash(model.layers, options, torch.device("cpu")) is not None
+        return
+    with pytest.warns(UserWarning, match="MemoryOptions.stash is not used"):
+        apply_stash(model.layers, options, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(offload=("experts",)), r"offload \(\('experts',\)\) must have no 'experts' beside"),
+        (dict(recompute=("moe",)), r"recompute \(\('moe',\)\) must have no 'moe' beside stash"),
+    ],
+)
+def test_what_goes_elsewhere_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as found:
+        MemoryOptions(stash=StashOptions(), **options)
+    assert "\n" not in str(found.value)

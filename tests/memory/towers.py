@@ -38,7 +38,7 @@ class Tower(nn.Module):
         torch.manual_seed(0)
         sizes: dict[str, Any] = dict(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS, top_k=TOP_K)
         config = MoEConfig(**(sizes | options))
-        self.embedding = nn.Embedding(64, DIM)
+        self.embedding = nn.Embedding(64, config.dim)
         self.layers = nn.ModuleList(TowerBlock(config) for _ in range(num_layers))
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
@@ -61,10 +61,19 @@ def set_dispatchers(model: Tower, group: dist.ProcessGroup, how: str, **options:
         )
 
 
-def make_tower(num_layers: int, how: str = "nvlink", **options: Any) -> Tower:
-    """Return one on the default group of one rank; "padded" has room for all rows of a capacity."""
-    capacity = CapacityConfig(factor=8.0, pad=True) if how == "padded" else None
-    model = Tower(num_layers, **({} if capacity is None else {"capacity": capacity}))
+def make_tower(
+    num_layers: int, how: str = "nvlink", sizes: dict[str, Any] | None = None, **options: Any
+) -> Tower:
+    """Return one on the default group; "padded" has room for all rows of a capacity.
+
+    Args:
+        num_layers: of MoE.
+        how: "nvlink", emulated, or "padded" all-to-all.
+        sizes: fields of the layers' config.
+        options: of the nvlink dispatcher.
+    """
+    capacity = {"capacity": CapacityConfig(factor=8.0, pad=True)} if how == "padded" else {}
+    model = Tower(num_layers, **capacity, **(sizes or {}))
     group = dist.group.WORLD
     assert group is not None
     set_dispatchers(model, group, how, **options)

@@ -235,9 +235,8 @@ class PageStore:
 
     def _rows(self, copy: Copy) -> int:
         """Return how many rows of a layer there is room for."""
-        used = copy.used
-        assert used is not None and used.balanced is not None
-        return max(1, min(used.length, math.ceil(self._options.factor * used.balanced)))
+        assert copy.used is not None and copy.used.balanced is not None
+        return max(1, math.ceil(self._options.factor * copy.used.balanced))
 
 
 def _width(copy: Copy) -> Width:
