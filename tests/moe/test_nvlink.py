@@ -29,7 +29,10 @@ from moecore import (
 )
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
+from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
 from moecore.kernels.rows.record import Rows
+from moecore.memory.options import StashOptions
+from moecore.memory.stash import Stash
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.exchange import ExchangePool, divide
@@ -519,6 +522,26 @@ def exact() -> dict[str, Any]:
     return {"same": same, "room": inp.index.row_ids_R.numel() - int(inp.index.num_rows)}
 
 
+def in_pages() -> dict[str, Any]:
+    """Rows of four layers in pages, when nearly all go to one rank: bits, free pages, used ones."""
+    x = ranks.tokens_of((20, 13, 0, 7), torch.float32)[dist.get_rank()]
+    layers = [sharded_layer("ep4")[0] for _ in range(4)]
+    for layer in layers:
+        layer.router.weight.data[:2] = 4 * x.mean(0).nan_to_num().sign()  # rank 0's experts
+    model = nn.Sequential(*layers)
+    want = gradients(model, [x, -x], False)
+    stash = Stash(torch.device("cpu"), StashOptions(page_rows=4, factor=4.0), len(layers))
+    stash.attach(layers, lambda layer: "moe" if layer in layers else None)
+    same = equal(want, gradients(model, [x, -x], False))
+    stash.check()
+    states = [pool.state.tolist() for pool in stash.pages.pools.values()]
+    return {
+        "same": same,
+        "free": all(state[WANTED_WORD] == 0 for state in states),
+        "most": [state[MOST_WORD] for state in states],
+    }
+
+
 def disagreements() -> dict[str, str]:
     """By what is other on rank 2, the error on this rank; and the most tokens where nothing is."""
     group, is_odd = dist.group.WORLD, dist.get_rank() == 2
@@ -556,6 +579,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "room": room(),
         "exact": exact(),
         "fp8": fp8(),
+        "pages": in_pages(),
         "disagreements": disagreements(),
     }
 
@@ -615,6 +639,14 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(results: dict[str
 
 def test_exact_rows_have_no_room_and_the_same_bits(results: dict[str, Any]) -> None:
     assert results["exact"] == dict(same=True, room=0)
+
+
+def test_rows_in_pages_have_the_same_bits(results: dict[str, Any]) -> None:
+    """Two micro-batches of 40 tokens, whose rows of all layers but the last are in pages."""
+    found = results["pages"]
+    assert found["same"] and found["free"]
+    of_x, of_h = found["most"]
+    assert 0 < of_x < of_h <= 2 * 3 * 40 * 3 // 4 + 2 * 3
 
 
 def test_ranks_that_disagree_are_named_before_anything_is_sent(results: dict[str, Any]) -> None:
