@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moecore import MoEConfig, NVLinkOptions
 from moecore.memory.kept import KeptBytes, kept_bytes
-from moecore.memory.options import MemoryOptions
+from moecore.memory.options import MemoryOptions, StashOptions
 from moecore.memory.saved import packing
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -47,8 +47,8 @@ DISPATCHERS: dict[str, Callable[[ExpertPlacement], Dispatcher]] = {
 }
 
 
-def worker(rank: int, device: torch.device) -> dict[str, tuple[KeptBytes, int]]:
-    """Return by dispatcher what was predicted, and what a forward kept."""
+def worker(rank: int, device: torch.device) -> dict[str, tuple[KeptBytes, int, int]]:
+    """Return by dispatcher what was predicted, what a forward kept, and what pages save."""
     mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("ep", "etp"))
     place = ExpertPlacement(group=dist.group.WORLD, num_experts=8, ep=WORLD, etp=1)  # type: ignore[arg-type]
     found = {}
@@ -61,10 +61,12 @@ def worker(rank: int, device: torch.device) -> dict[str, tuple[KeptBytes, int]]:
         given = x.detach().to("meta").requires_grad_()
         how: dict[str, Any] = dict(options=MemoryOptions(), device_type="cpu")
         (kept,) = kept_bytes(layer, [layer], lambda copy, x=given: copy(x), **how).blocks
+        how["options"] = MemoryOptions(stash=StashOptions(page_rows=2))
+        (stashed,) = kept_bytes(layer, [layer], lambda copy, x=given: copy(x), **how).blocks
         saved = Saved(layer)
         with packing(saved):
             y = layer(x)
-        found[name] = (kept, saved.num_bytes)
+        found[name] = (kept, saved.num_bytes, kept.num_bytes - stashed.num_bytes)
         y.sum().backward()
     return found
 
@@ -76,7 +78,7 @@ def ran() -> Any:
 
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_a_rank_keeps_what_was_predicted(ran: Any, name: str) -> None:
-    kept, num_bytes = ran[name]
+    kept, num_bytes, _ = ran[name]
     if name == "alltoall":  # random choices go to 0.79 of two ranks' tokens, even ones to 0.75
         assert kept.num_bytes == pytest.approx(num_bytes, rel=0.03)
         assert kept.num_bytes > num_bytes
@@ -87,3 +89,15 @@ def test_a_rank_keeps_what_was_predicted(ran: Any, name: str) -> None:
 def test_rows_that_are_sent_again_are_not_kept(ran: Any) -> None:
     rows = WORLD * T * D * 4
     assert ran["nvlink"][0].num_bytes - ran["nvlink, sent again"][0].num_bytes == rows
+
+
+def test_pages_are_those_of_even_loads(ran: Any) -> None:
+    """Of X the rows that random choices send, of H half the room; C is D here."""
+    holes, of_h = 2 * (T - round(T * (1 - 6 / 28))), WORLD * T * K // 2
+    for name, rows in (
+        ("nvlink", holes + of_h),
+        ("nvlink, sent again", of_h),
+        ("nvlink, exact", holes),
+        ("alltoall", 0),
+    ):
+        assert ran[name][2] == rows * D * 4, name

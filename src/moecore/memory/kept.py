@@ -30,12 +30,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from moecore._torch import is_grouped_mm, storage_key, tree_leaves, tree_map_only
-from moecore.kernels.common import meta_as
+from moecore.kernels.common import cdiv, meta_as
 from moecore.memory.apply import apply_memory
 from moecore.memory.copies import copy_modules
-from moecore.memory.options import MemoryOptions
+from moecore.memory.options import MemoryOptions, StashOptions
 from moecore.memory.parts import find_parts
-from moecore.memory.saved import packing
+from moecore.memory.saved import packing, used_rows
 from moecore.moe.balance import BalanceGroups, LoadTracker
 from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
@@ -113,7 +113,8 @@ def kept_bytes(
         if isinstance(module, Experts):
             module.recompute_fc1 = "expert_fc1" in options.parts
     on_meta = _OnMeta(device_type)
-    count = _Count({storage_key(p) for p in copies[model].parameters()}, on_meta.move)
+    weights = {storage_key(p) for p in copies[model].parameters()}
+    count = _Count(weights, on_meta.move, options.stash)
     without = {copies[module] for module in compiled}
     with warnings.catch_warnings():  # which the model's own options gave
         warnings.simplefilter("ignore")
@@ -134,7 +135,7 @@ class _Storage:
     """A storage that is kept.
 
     Attributes:
-        num_bytes: of all of it.
+        num_bytes: of all of it, or of its pages.
         address: as `StorageWeakRef` has it.
         part: who kept it first; "" outside of blocks.
         blocks: all that keep it; -1 stands for outside.
@@ -152,15 +153,19 @@ class _Count:
     Args:
         weights: storages that do not count.
         move: a tensor -> itself on meta.
+        stash: whose pages have the rows in use, of even loads, where there is room for more.
     """
 
-    def __init__(self, weights: Set[int], move: Callable[[Tensor], Tensor]) -> None:
-        self.weights, self.move = weights, move
+    def __init__(
+        self, weights: Set[int], move: Callable[[Tensor], Tensor], stash: StashOptions | None
+    ) -> None:
+        self.weights, self.move, self.stash = weights, move, stash
         self.found: dict[int, _Storage] = {}
         self._held: list[Tensor] = []  # so that no key is used twice
         self._place: tuple[int, str] = (-1, "")
 
     def __call__(self, tensor: Tensor) -> None:
+        used = None if self.stash is None else used_rows(tensor)
         tensor, (block, part) = self.move(tensor), self._place
         key = storage_key(tensor)
         if key in self.weights:
@@ -169,7 +174,11 @@ class _Count:
             self._held.append(tensor)
             storage = tensor.untyped_storage()
             address = StorageWeakRef(storage).cdata
-            self.found[key] = _Storage(storage.nbytes(), address, part, [])
+            num_bytes = storage.nbytes()
+            if self.stash is not None and used is not None and used.balanced is not None:
+                pages = cdiv(used.balanced, self.stash.page_rows)
+                num_bytes = num_bytes // used.length * self.stash.page_rows * pages
+            self.found[key] = _Storage(num_bytes, address, part, [])
         self.found[key].blocks.append(block)
 
     def wrap(self, module: nn.Module, block: int, part: str) -> None:
