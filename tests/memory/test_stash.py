@@ -33,7 +33,7 @@ from moecore.moe.state import moe_state
 from moecore.shard import dispatcher
 from tests.memory.blocks import LateStreams, _Storages
 from tests.memory.test_offload import ORDERS, assert_equal, batch, gradients, in_order, one
-from tests.memory.towers import MAX_TOKENS, TOP_K, Tower, make_tower, stashed
+from tests.memory.towers import DIM, HIDDEN, MAX_TOKENS, TOP_K, Tower, make_tower, stashed
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
 TOKENS = 48  # of `batch(0)`
@@ -131,6 +131,20 @@ def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> Non
         rows = TOKENS if has_list else TOKENS * TOP_K
         assert pool.state[WANTED_WORD] == 5 * cdiv(rows, page)
     loss.backward()
+    assert all_free(stash)
+
+
+def test_forwards_in_flight_share_a_buffer_of_the_worst_case(group: None) -> None:
+    model = make_tower(3)
+    stash = stashed(model)
+    in_order(model)
+    with _Storages() as seen:
+        losses = [model(*batch(number)) for number in range(3)]
+    alive = [size for ref, size in seen.known.values() if not ref.expired()]
+    assert alive.count(4 * DIM * MAX_TOKENS) == alive.count(4 * 2 * HIDDEN * MAX_TOKENS * 2) == 1
+    for loss in losses:
+        loss.backward()
+    stash.check()
     assert all_free(stash)
 
 

@@ -17,7 +17,7 @@ from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.placement import ExpertPlacement
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
-DIM, HIDDEN, EXPERTS, TOP_K, MAX_TOKENS = 16, 8, 4, 2, 160
+DIM, HIDDEN, EXPERTS, TOP_K, MAX_TOKENS = 16, 16, 4, 2, 160
 
 
 class TowerBlock(nn.Module):

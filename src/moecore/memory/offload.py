@@ -408,9 +408,11 @@ class Offload:
         return copy
 
     def _send(self, group: Group) -> None:
-        """Start to copy out what a part has saved."""
-        if group.layer.is_last:
-            return
+        """Start to copy out what a part has saved, unless it stays."""
+        if not group.layer.is_last:
+            self._put(group)
+
+    def _put(self, group: Group) -> None:
         ready = [copy for copy in group.fresh if copy.readers.alive and copy.is_as_saved()]
         going = self._store.put(ready)
         self._taken -= sum(copy.size for copy in group.fresh if copy.piece is None)

@@ -11,8 +11,8 @@ memory of one is free before the next dispatches:
     backward    layer n has run        -> rows of layer n - 1 start to come back
 
 What it takes are matrices whose used rows the device counts (`saved.counting_rows`), and nothing
-else. The last layer's stay where they are. A layer's memory holds all rows, whichever came: with
-the pages full, layers beyond have none, backward computes with NaN, and `poll` raises.
+else. The last layer's stay where they are until the next forward begins, if that comes before their
+backward, as between pipeline stages. Rows that found no page come back as NaN, and `poll` raises.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moecore.memory.groups import Group
 from moecore.memory.offload import Offload
 from moecore.memory.options import StashOptions
 from moecore.memory.page_store import PageStore
@@ -46,9 +47,23 @@ class Stash(Offload):
         super().__init__(device, min_bytes=0)
         self._options, self._num_layers = options, num_layers
         self._store = self.pages = PageStore(self._streams, options, num_layers)
+        self._resting: list[Group] = []  # of last layers
 
     def __reduce__(self) -> Any:
         return partial(Stash, self._streams.device, self._options, self._num_layers), ()
+
+    def _send(self, group: Group) -> None:
+        if group.layer.is_last:
+            self._resting.append(group)
+        super()._send(group)
+
+    def _start_forward(self) -> None:
+        super()._start_forward()
+        with self._locked():
+            resting, self._resting = self._resting, []
+            for group in resting:
+                if group.readers.alive and not group.is_asked:
+                    self._put(group)
 
     def poll(self) -> None:
         """Raise what has gone wrong so far, as far as the host can see without waiting; once.
