@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,9 +27,14 @@ from moecore import (
 )
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import FREE_WORD, HOST_FREE_WORD, MOST_WORD, WANTED_WORD
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.record import Rows
 from moecore.memory import offload as offload_module
 from moecore.memory.apply import apply_memory, apply_stash
+from moecore.memory.saved import used_rows
 from moecore.memory.stash import Stash
+from moecore.moe.experts import _counting
+from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.moe.state import moe_state
 from moecore.shard import dispatcher
 from tests.memory.blocks import LateStreams, _Storages
@@ -132,6 +138,32 @@ def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> Non
         assert pool.state[WANTED_WORD] == 5 * cdiv(rows, page)
     loss.backward()
     assert all_free(stash)
+
+
+@pytest.mark.parametrize("length", [6, 9])
+def test_matrices_are_told_apart(length: int) -> None:
+    """By their lengths; where these are one, source rows by their storage, or nothing is known."""
+    ids_SK = torch.tensor([[0], [-1], [1], [-1], [0], [1]], dtype=torch.int32)
+    how: dict[str, Any] = dict(first=0, num_local=2, length=length)
+    index = build_index(ids_SK, torch.ones(6, 1), **how)
+    packed, h = torch.zeros(6, 20, dtype=torch.uint8), torch.zeros(length, 4)
+    x = packed[:, :16].view(torch.float32)
+    inp = ExpertInput(Rows(x), index, None, balanced=BalancedRows(3, 4))
+    for is_quantised in (False, True):
+        with _counting(inp, is_quantised=is_quantised):
+            of_x, of_h = used_rows(x), used_rows(h)
+            others = (ids_SK, torch.zeros(4, length).T, torch.zeros(length + 1, 4)[:length])
+            assert [used_rows(other) for other in others] == [None] * 3
+            made = used_rows(torch.zeros(6, 2, dtype=torch.float8_e4m3fn))
+        assert of_x is not None and of_x.slots is index.slots_SK and of_x.balanced == 3
+        if length == 6 and is_quantised:
+            assert of_h is None and made is None
+        else:
+            assert of_h is not None and of_h.slots is None and of_h.balanced == 4
+            assert int(of_h.num_rows) == 4
+    inp = replace(inp, balanced=None)
+    with _counting(inp, is_quantised=False):
+        assert used_rows(x) is None and used_rows(h) is None
 
 
 def test_forwards_in_flight_share_a_buffer_of_the_worst_case(group: None) -> None:

@@ -109,7 +109,9 @@ class AllToAllDispatcher:
         index = build_index(
             ids_SK, weights_SK, first=p.first_physical, num_local=p.num_physical, length=num_rows
         )
-        balanced = _balanced_rows(p, *routing.expert_ids_TK.shape) if routing.pad else None
+        balanced = None
+        if routing.pad and not torch.compiler.is_compiling():  # which would guard on their number
+            balanced = _balanced_rows(p, *routing.expert_ids_TK.shape)
         return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
