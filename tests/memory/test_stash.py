@@ -86,6 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widt
     "exact rows, whose source rows have holes": (dict(exact_rows=True), 1),
     "tokens as FP8": (dict(fp8_dispatch=True), 2),
     "a padded capacity": (dict(how="padded"), 2),
+    "differentiable rows among holes": (dict(how="roomy"), 2),
     "one expert row per source row, tokens as FP8": (
         dict(sizes=dict(top_k=1), fp8_dispatch=True),
         2,

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from moecore import MoEConfig, MoELayer, NVLinkOptions
 from moecore.config import CapacityConfig
+from moecore.kernels.rows.index import build_index
+from moecore.kernels.rows.record import Rows
 from moecore.memory.options import StashOptions
 from moecore.memory.stash import Stash
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.placement import ExpertPlacement
+from moecore.moe.records import BalancedRows, ExpertInput, Routing
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
 DIM, HIDDEN, EXPERTS, TOP_K, MAX_TOKENS = 16, 16, 4, 2, 160
@@ -48,6 +51,33 @@ class Tower(nn.Module):
         return (x * self.embedding(labels_BT).flatten(0, 1)).sum()
 
 
+class RoomyDispatcher:
+    """All experts are here, and there is room for several times the tokens, with holes of NaN.
+
+    Nothing waits for the device, so that a CUDA graph may hold it on any GPU.
+    """
+
+    waits_on_host = False
+    lanes = None
+    room = 3  # times the tokens
+
+    def has_spare_rows(self, *, pads: bool) -> bool:
+        return True
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
+        (T, D), K, S = x_TD.shape, routing.weights_TK.shape[1], self.room * x_TD.shape[0]
+        place_T = torch.arange(T, device=x_TD.device) * self.room + 1
+        rows_SD = x_TD.new_full((S, D), torch.nan).index_copy(0, place_T, x_TD)
+        ids_SK = routing.expert_ids_TK.new_full((S, K), -1)
+        ids_SK = ids_SK.index_copy(0, place_T, routing.expert_ids_TK)
+        weights_SK = routing.weights_TK.new_zeros(S, K).index_copy(0, place_T, routing.weights_TK)
+        index = build_index(ids_SK, weights_SK, first=0, num_local=EXPERTS, length=S * K)
+        return ExpertInput(Rows(rows_SD), index, place_T, balanced=BalancedRows(T, T * K))
+
+    def combine(self, y_SD: Any, plan: Any) -> Tensor:
+        return y_SD.index_select(0, plan)
+
+
 def set_dispatchers(model: Tower, group: dist.ProcessGroup, how: str, **options: Any) -> None:
     """Let the layers of a tower, whose experts are this rank's, use one dispatcher."""
     place = ExpertPlacement(group=group, num_experts=EXPERTS, ep=group.size(), etp=1)
@@ -68,12 +98,16 @@ def make_tower(
 
     Args:
         num_layers: of MoE.
-        how: "nvlink", emulated, or "padded" all-to-all.
+        how: "nvlink", emulated, "padded" all-to-all, or "roomy", without a group.
         sizes: fields of the layers' config.
         options: of the nvlink dispatcher.
     """
     capacity = {"capacity": CapacityConfig(factor=8.0, pad=True)} if how == "padded" else {}
     model = Tower(num_layers, **capacity, **(sizes or {}))
+    if how == "roomy":
+        for layer in model.layers:
+            layer.moe.dispatcher = RoomyDispatcher()
+        return model
     group = dist.group.WORLD
     assert group is not None
     set_dispatchers(model, group, how, **options)
@@ -87,6 +121,7 @@ def part_of(module: nn.Module) -> str | None:
 def stashed(model: Tower, **options: Any) -> Stash:
     """Return what keeps a tower's rows in small pages."""
     options = dict(page_rows=4, factor=3.0) | options
-    stash = Stash(torch.device("cpu"), StashOptions(**options), len(model.layers))
+    device = next(model.parameters()).device
+    stash = Stash(device, StashOptions(**options), len(model.layers))
     stash.attach(list(model.layers), part_of)
     return stash

@@ -223,3 +223,32 @@ def test_addresses_past_2_to_the_31(device: str) -> None:
     stash_rows(x, table, pool, int32(70, device))
     assert table.tolist() == [P - 1, 0]
     check_rows(table, pool, x, int32(70, device), None)
+
+
+@pytest.mark.gpu
+def test_streams_may_take_and_return_at_the_same_time() -> None:
+    """No page has two owners, and none is lost."""
+    pool = make(400, 1, 16, "cuda", host=40)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    tables = [pool.table(100) for _ in streams]
+    rows = [torch.full((100, 16), i, dtype=torch.uint8, device="cuda") for i in range(4)]
+    used = [int32(n, "cuda") for n in (0, 1, 57, 99, 100)]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for round_ in range(500):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                count = used[(round_ + i) % 5]
+                stash_rows(rows[i], tables[i], pool, count)
+                back = torch.full_like(rows[i], i)
+                pop_rows(back, tables[i], pool, count)
+                wrong[i] += (back != i).sum()
+                if round_ % 3:
+                    return_pages(tables[i], pool)
+    torch.cuda.synchronize()
+    for table in tables:
+        return_pages(table, pool)
+    here, there = free_ids(pool)
+    assert not any(wrong) and sorted(here) == list(range(400))
+    assert sorted(there) == list(range(400, 440))
+    assert pool.state[MISSED_WORD] == 0 and pool.state[WANTED_WORD] == 0
