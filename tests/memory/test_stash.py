@@ -31,6 +31,7 @@ from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.memory import offload as offload_module
 from moecore.memory.apply import apply_memory, apply_stash
+from moecore.memory.offload import Offload
 from moecore.memory.saved import used_rows
 from moecore.memory.stash import Stash
 from moecore.moe.experts import _counting
@@ -38,7 +39,15 @@ from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.moe.state import moe_state
 from moecore.shard import dispatcher
 from tests.memory.blocks import LateStreams, _Storages
-from tests.memory.test_offload import ORDERS, assert_equal, batch, gradients, in_order, one
+from tests.memory.test_offload import (
+    ORDERS,
+    assert_equal,
+    batch,
+    gradients,
+    in_order,
+    last_first,
+    one,
+)
 from tests.memory.towers import DIM, HIDDEN, MAX_TOKENS, TOP_K, Tower, make_tower, stashed
 from tests.moe.emulated_exchange import EmulatedExchangePool
 
@@ -165,6 +174,22 @@ def test_matrices_are_told_apart(length: int) -> None:
     inp = replace(inp, balanced=None)
     with _counting(inp, is_quantised=False):
         assert used_rows(x) is None and used_rows(h) is None
+
+
+@pytest.mark.parametrize("run", [in_order, last_first], ids=lambda run: run.__name__)
+def test_other_parts_may_be_offloaded(group: None, run: Callable[[Tower], None]) -> None:
+    """Norms and what a block keeps besides; of its MoE layer all but what lies in pages."""
+    model = make_tower(4)
+    want = gradients(model, run)
+    stash = stashed(model)
+    offload = Offload(torch.device("cpu"), min_bytes=1)
+    norms = {block.norm: "norm" for block in model.layers}
+    offload.attach(list(model.layers), (norms | dict.fromkeys(model.layers, "rest")).get)
+    alone = stash.out_bytes
+    for _ in range(2):
+        assert_equal(gradients(model, run), want)
+    assert stash.out_bytes > alone and offload.out_bytes > 0
+    assert all_free(stash) and offload.used_host_bytes == 0
 
 
 def test_forwards_in_flight_share_a_buffer_of_the_worst_case(group: None) -> None:

@@ -125,7 +125,9 @@ class PageStore:
         self.pools: dict[Width, PagePool] = {}
         self._balanced: dict[Width, int] = {}  # rows of all layers with even loads
         self._host_bytes = options.host_bytes  # that are left
-        self._tables: defaultdict[tuple[Width, int, bool], list[Tensor]] = defaultdict(list)
+        # Free tables, and when they were emptied, by whichever stream: only then are they filled.
+        self._tables: defaultdict[tuple[Width, int, bool], list[tuple[Tensor, Mark]]]
+        self._tables = defaultdict(list)
         self._waiting: list[Pages] = []  # eager code's, until a capture has ended
 
     def takes(self, tensor: Tensor) -> bool:
@@ -139,9 +141,10 @@ class PageStore:
         self._make_pools(copies)
         for copy in copies:
             copy.piece = self._pages(copy)
-        transfers = [ToPages(copy.piece, copy.data) for copy in copies if copy.data is not None]
-        if transfers:
-            mark = self._streams.copy_out(transfers)
+        if copies:
+            mark = self._streams.copy_out(
+                ToPages(copy.piece, copy.data) for copy in copies if copy.data is not None
+            )
             for copy in copies:
                 copy.out = copy.busy = copy.piece.out = mark
         return list(copies)
@@ -162,14 +165,14 @@ class PageStore:
         if in_capture and not pages.of_graph:
             self._waiting.append(pages)
             return
+        current = self._streams.current()
         if pages.of_graph == in_capture:
-            current = self._streams.current()
             for mark in (pages.out, pages.back):
                 if mark is not None:
                     mark.hold(current)
             return_pages(pages.table, pages.pool)
         key = (pages.width, pages.table.shape[0], pages.of_graph)
-        self._tables[key].append(pages.table)
+        self._tables[key].append((pages.table, Mark(current)))
 
     def clear(self) -> None:
         """Free all pages."""
@@ -205,7 +208,9 @@ class PageStore:
         for of_graph in (True, False) if in_capture else (False,):
             free = self._tables[width, num_entries, of_graph]
             if free:
-                return Pages(width, pool, free.pop(), in_capture, copy.used)
+                table, emptied = free.pop()
+                emptied.hold(self._streams.current())
+                return Pages(width, pool, table, in_capture, copy.used)
         return Pages(width, pool, pool.table(length), in_capture, copy.used)
 
     def _make_pools(self, copies: Sequence[Copy]) -> None:
@@ -231,7 +236,7 @@ class PageStore:
             self._host_bytes -= num_host_pages * page_bytes
             used = new[width].used
             assert used is not None and used.balanced is not None
-            self._balanced[width] = self._num_layers * used.balanced
+            self._balanced[width] = self._num_layers * max(1, used.balanced)
 
     def _rows(self, copy: Copy) -> int:
         """Return how many rows of a layer there is room for."""
