@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moecore import (
     ExchangeError,
@@ -38,7 +41,7 @@ from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.moe.state import moe_state
 from moecore.shard import dispatcher
-from tests.memory.blocks import LateStreams, _Storages
+from tests.memory.blocks import LateStreams
 from tests.memory.test_offload import (
     ORDERS,
     assert_equal,
@@ -60,6 +63,29 @@ def group(no_group_left: None) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+class Made(TorchDispatchMode):
+    """Follows the storages that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.storages.append((StorageWeakRef(storage), storage.nbytes()))
+        return out
+
+    def alive(self) -> list[int]:
+        """Return the sizes of those that are still there."""
+        found = {ref.cdata: size for ref, size in self.storages if not ref.expired()}
+        return list(found.values())
+
+
 def all_free(stash: Stash) -> bool:
     return all(
         pool.state[FREE_WORD] == pool.pages.shape[0]
@@ -69,13 +95,14 @@ def all_free(stash: Stash) -> bool:
     )
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "late copies"])
-@pytest.mark.parametrize("run", ORDERS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", [None, *ORDERS], ids=lambda run: getattr(run, "__name__", "early"))
 def test_gradients_have_the_bits_of_those_without(
-    group: None, run: Callable[[Tower], None], late: bool, monkeypatch: pytest.MonkeyPatch
+    group: None, run: Callable[[Tower], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late copies come to memory of NaN, which rows that are not in use still are then."""
-    if late:
+    if run is None:
+        run = one
+    else:
         monkeypatch.setattr(offload_module, "Streams", LateStreams)
     model = make_tower(3)
     want = gradients(model, run)
@@ -128,9 +155,9 @@ def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> Non
     one(model)  # makes the pools
     row_bytes = 4 * 128
     source, expert = MAX_TOKENS * row_bytes, MAX_TOKENS * TOP_K * row_bytes
-    with _Storages() as seen:
+    with Made() as made:
         loss = model(*batch(0))
-    alive = [size for ref, size in seen.known.values() if not ref.expired()]
+    alive = made.alive()
     assert alive.count(source) == alive.count(expert) == 1, "of the last layer"
     lists = alive.count(4 * MAX_TOKENS) * 4 * MAX_TOKENS
     tables = sum(
@@ -196,9 +223,9 @@ def test_forwards_in_flight_share_a_buffer_of_the_worst_case(group: None) -> Non
     model = make_tower(3)
     stash = stashed(model)
     in_order(model)
-    with _Storages() as seen:
+    with Made() as made:
         losses = [model(*batch(number)) for number in range(3)]
-    alive = [size for ref, size in seen.known.values() if not ref.expired()]
+    alive = made.alive()
     assert alive.count(4 * DIM * MAX_TOKENS) == alive.count(4 * 2 * HIDDEN * MAX_TOKENS * 2) == 1
     for loss in losses:
         loss.backward()
