@@ -68,7 +68,7 @@ class MoEState:
         self.groups = groups
         self.loss = loss
         self.exchanges = exchanges
-        self._watched: list[Watched] = [one for one in (exchanges, stash) if one is not None]
+        self.stash = stash
         self._check_parameters = check_parameters
         self._loss_scale: weakref.ref[Tensor] | None = None
         for layer in layers.values():
@@ -121,8 +121,9 @@ class MoEState:
 
     def poll(self) -> None:
         """Raise what went wrong on this rank with rows, as far as the host can see."""
-        for one in self._watched:
-            one.poll()
+        for one in (self.exchanges, self.stash):
+            if one is not None:
+                one.poll()
 
     def check_step(self) -> None:
         """Raise what is wrong with a step, as far as the host can see: see `TrainStep.finish`."""
@@ -152,8 +153,9 @@ class MoEState:
 
     def check(self) -> None:
         """Raise what went wrong on this rank with rows; waits for the device."""
-        for one in self._watched:
-            one.check()
+        for one in (self.exchanges, self.stash):
+            if one is not None:
+                one.check()
 
     def _check_micro_batches(self) -> None:
         """Raise before anything moves when auxiliary losses had the wrong scale."""
