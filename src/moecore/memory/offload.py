@@ -42,7 +42,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Annotated, Any
@@ -251,10 +251,7 @@ class Offload:
         with self._locked():
             chunk.leaving = []
             for layer in reversed(chunk.layers):
-                for group in reversed(layer.groups.values()):
-                    for copy in reversed(group.fresh):
-                        if copy.readers.alive and copy.data is None:
-                            self._bring(copy)
+                self._bring_all(reversed(layer.groups.values()))
 
     @contextmanager
     def layer(
@@ -455,6 +452,13 @@ class Offload:
                 self._done.append(group)
         return data
 
+    def _bring_all(self, groups: Iterable[Group]) -> None:
+        """Start to copy back what is away of groups, in the order of backward."""
+        for group in groups:
+            for copy in reversed(group.fresh):
+                if copy.readers.alive and copy.data is None:
+                    self._bring(copy)
+
     def _bring(self, copy: Copy) -> None:
         """Start to copy a storage back."""
         copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
@@ -498,7 +502,4 @@ class Offload:
         done, self._done = self._done, []
         for group in done:
             group.is_asked = False
-            for earlier in group.before:
-                for copy in reversed(earlier.fresh):  # the order of backward
-                    if copy.readers.alive and copy.data is None:
-                        self._bring(copy)
+            self._bring_all(group.before)

@@ -57,8 +57,8 @@ class Stash(Offload):
             self._resting.append(group)
         super()._send(group)
 
-    def _start_forward(self) -> None:
-        super()._start_forward()
+    def _start_forward(self, share: float) -> None:
+        super()._start_forward(share)
         with self._locked():
             resting, self._resting = self._resting, []
             for group in resting:
