@@ -16,9 +16,11 @@ from torch import Tensor
 from moecore import (
     BalanceConfig,
     ExchangeError,
+    MemoryOptions,
     MoEConfig,
     NVLinkOptions,
     ParallelConfig,
+    StashOptions,
     TrainStep,
     build_meshes,
     parallelize_moe,
@@ -31,6 +33,13 @@ from tests.moe.emulated_exchange import emulated
 from tests.ranks import run_ranks
 
 WORLD, TOKENS = 4, 12
+PAGES = MemoryOptions(stash=StashOptions(page_rows=2, factor=0.25))
+TIGHT: dict[str, dict[str, Any]] = {
+    "expert rows": dict(row_factor=0.5),
+    "pages": dict(memory=PAGES),
+    "both": dict(row_factor=0.5, memory=PAGES),
+}
+TIGHTNESS = {"expert rows": (0.5,), "pages": (0.25,), "both": (0.5, 0.25)}
 BALANCE = BalanceConfig(
     global_batch_coef=0.05, bias_update_rate=0.5, bias_update="quantile", z_loss_coef=0.01
 )
@@ -55,7 +64,7 @@ CONFIG = DecoderConfig(
 )
 
 
-def build(**options: Any) -> tuple[Any, TrainStep]:
+def build(*, memory: MemoryOptions | None = None, **options: Any) -> tuple[Any, TrainStep]:
     torch.manual_seed(0)
     model = Decoder(CONFIG)
     with torch.no_grad():
@@ -64,7 +73,7 @@ def build(**options: Any) -> tuple[Any, TrainStep]:
     how = NVLinkOptions(max_tokens=TOKENS, **options)
     meshes = build_meshes(ParallelConfig(ep=WORLD), "cpu")
     with emulated():
-        parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=how)
+        parallelize_moe(model, meshes, dispatcher="nvlink", nvlink=how, memory=memory)
     step = TrainStep(model, AdamW(model.parameters()), max_norm=1.0, num_micro_batches=2)
     return model, step
 
@@ -88,18 +97,21 @@ def trained(**options: Any) -> dict[str, Any]:
         found |= {f"loads/{i}/{n}": t for n, t in done.metrics.tokens_per_expert.items()}
         found |= {f"aux/{i}/{n}": t for n, t in done.metrics.aux_losses.items()}
     found |= {f"after/{n}": t.clone() for n, t in model.state_dict().items()}
-    factor = moe_state(model).exchanges.options.row_factor
-    return {"values": found, "factor": factor}
+    factors = [None if room is None else room.factor for room in moe_state(model).rooms]
+    return {"values": found, "factors": factors}
 
 
 def compared() -> dict[str, Any]:
-    room, tight = trained(), trained(row_factor=0.5)
+    """Return case -> each rank's values that differ from those with room, and its factors."""
+    room, found = trained(), {}
     names = list(room["values"])
-    assert names == list(tight["values"])
-    others = [n for n in names if not torch.equal(_local(room, n), _local(tight, n))]
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, (others, tight["factor"]))
-    return {"others": everyone, "number": len(names)}
+    for case, options in TIGHT.items():
+        tight = trained(**options)
+        assert names == list(tight["values"])
+        others = [n for n in names if not torch.equal(_local(room, n), _local(tight, n))]
+        found[case] = [None] * WORLD
+        dist.all_gather_object(found[case], (others, *tight["factors"]))
+    return found | {"number": len(names)}
 
 
 def _local(found: dict[str, Any], name: str) -> Tensor:
@@ -130,11 +142,16 @@ def results() -> dict[str, Any]:
     return run_ranks(WORLD, worker)
 
 
-def test_a_step_that_runs_again_has_the_bits_of_one_with_room(results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", TIGHT)
+def test_a_step_that_runs_again_has_the_bits_of_one_with_room(
+    case: str, results: dict[str, Any]
+) -> None:
     assert results["number"] > 40
-    assert [others for others, _ in results["others"]] == [[]] * WORLD
-    factors = {factor for _, factor in results["others"]}
-    assert len(factors) == 1 and factors.pop() > 0.5
+    others, *factors = zip(*results[case], strict=True)
+    assert list(others) == [[]] * WORLD
+    for was, found in zip((0.5, 0.25), factors, strict=True):
+        (factor,) = set(found)
+        assert (factor is None) == (was not in TIGHTNESS[case]) and (factor is None or factor > was)
 
 
 def test_recorded_routes_end_the_step_on_every_rank(results: dict[str, Any]) -> None:

@@ -1,11 +1,12 @@
-"""A step whose expert rows did not fit is run again from its inputs, with the room that it needs.
+"""A step whose rows did not fit is run again from its inputs, with the room that they need.
 
-    run() -> needed room of all ranks -> None: done
+    run() -> needed room of all ranks -> none: done
                                       -> drop the step, restore random numbers, grow, run again
 
-Rows past a room are cut on the device (`kernels/exchange/limit_rows.py`), so the step goes on, on
-wrong values that nobody uses. Behind the first layer that overflows choices may be others than
-those of the step run again, so that may need another run; the room only grows.
+Rooms are those of expert rows (`NVLinkOptions.row_factor`) and of pages (`StashOptions.factor`).
+What finds no room is cut off on the device, so the step goes on, on wrong values that nobody uses.
+Behind the first layer that overflows choices may be others than those of the step run again, so
+that may need another run; rooms only grow.
 """
 
 from __future__ import annotations
@@ -19,74 +20,92 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from moecore.moe.dispatch.exchange import ExchangeError, ExchangePool
+from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.lanes import generators, set_generators
-from moecore.moe.state import MoEState
+from moecore.moe.state import MoEState, Room
 
 logger = logging.getLogger("moecore.rerun")
 T = TypeVar("T")
 SLACK = 1.05  # of the room of the next run
 
 
-def run_until_rows_fit(
-    run: Callable[[], T], states: Sequence[MoEState], drop: Callable[[], None]
-) -> T:
-    """Return what a run of a step's micro-batches returns, all of whose rows had room.
+class Reruns:
+    """Runs steps until their rows have room.
 
-    One all-reduce and one host sync per run, over and on all ranks, where room may be too small.
+    Made on every rank: one all-reduce tells whether any rank has a room that may be too small.
 
     Args:
-        run: all forwards and backwards of a step.
         states: of the models.
-        drop: undoes a run.
-
-    Raises:
-        ExchangeError: on every rank, when a tape that gives or takes choices has had the forwards.
+        device: of the models.
     """
-    pools = [s.exchanges for s in states if s.exchanges is not None and s.exchanges.may_rerun]
-    if not pools:
-        return run()
-    is_replayed = any(state.is_replayed for state in states)
-    while True:
-        before = generators()
-        with ExitStack() as stack:
-            for pool in pools:
-                stack.enter_context(pool.asked_later())
-            found = run()
-        factor, was_replayed = _needed_factor(pools, is_replayed)
-        if factor == 0:
-            return found
-        was, now = pools[0].options.row_factor, math.ceil(factor * SLACK * 100) / 100
-        drop()
-        if was_replayed:
+
+    def __init__(self, states: Sequence[MoEState], device: torch.device) -> None:
+        self._states, self._device = states, device
+        self._rooms = [room for state in states for room in state.rooms]
+        may_be_small = any(room is not None and room.may_be_small for room in self._rooms)
+        flag = torch.tensor(float(may_be_small), device=device)
+        if dist.is_initialized():
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        self._asks = bool(flag.item())
+
+    def run(self, run: Callable[[], T], drop: Callable[[], None]) -> T:
+        """Return what a run of a step's micro-batches returns, all of whose rows had room.
+
+        Where rooms may be too small one all-reduce and one host sync per run, over and on all
+        ranks; in CUDA graphs, which wait for nothing, none.
+
+        Args:
+            run: all forwards and backwards of a step.
+            drop: undoes a run.
+
+        Raises:
+            ExchangeError: on every rank, when a tape that gives or takes choices has had the
+                forwards.
+        """
+        if not self._asks or any(state.is_graphed for state in self._states):
+            return run()
+        is_replayed = any(state.is_replayed for state in self._states)
+        while True:
+            before = generators()
+            with ExitStack() as stack:
+                for room in self._rooms:
+                    if room is not None:
+                        stack.enter_context(room.asked_later())
+                found = run()
+            *factors, was_replayed = self._needed(is_replayed)
+            if not any(factors):
+                return found
+            drop()
+            set_generators(before)
+            for room, factor in zip(self._rooms, factors, strict=True):
+                if room is not None:
+                    self._grow(room, factor, was_replayed=bool(was_replayed))
+
+    def _needed(self, is_replayed: bool) -> list[float]:
+        """Return the least factor that any rank needed of each room, 0 = it had enough.
+
+        And behind them whether any rank has a tape.
+        """
+        zero = torch.zeros((), device=self._device)
+        needed = [
+            zero if room is None else room.needed_factor().to(self._device) for room in self._rooms
+        ]
+        found = torch.stack([*needed, zero + float(is_replayed)])
+        if dist.is_initialized():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        factors: list[float] = found.tolist()
+        return factors
+
+    def _grow(self, room: Room, factor: float, *, was_replayed: bool) -> None:
+        if factor and was_replayed:
             raise ExchangeError(
-                f"NVLinkOptions.row_factor ({was}) must be >= {factor:.4g} for a step whose routes "
+                f"{room.option} ({room.factor}) must be >= {factor:.4g} for a step whose routes "
                 "are recorded or replayed, which cannot run again: raise it",
                 factor,
             )
-        set_generators(before)
-        if dist.get_rank() == 0:
+        now = math.ceil(factor * SLACK * 100) / 100
+        if factor and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(
-                "NVLinkOptions.row_factor (%s) was too small: the step runs again with %s",
-                was,
-                now,
+                "%s (%s) was too small: the step runs again with %s", room.option, room.factor, now
             )
-        for pool in pools:
-            pool.grow(now)
-
-
-def _needed_factor(pools: Sequence[ExchangePool], is_replayed: bool) -> tuple[float, bool]:
-    """Return the least row factor that any rank needed, 0 = none; and whether any was replayed."""
-    found = [exchange.needed_factor() for pool in pools for exchange in pool.entries]
-    device = found[0].device if found else _device()
-    mine = torch.tensor([0.0, float(is_replayed)], device=device)
-    most = torch.stack([mine[0], *found]).amax()
-    both = torch.stack([most, mine[1]])
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    factor, was_replayed = both.tolist()
-    return factor, bool(was_replayed)
-
-
-def _device() -> torch.device:
-    """Return where a stage without MoE layers has numbers for the others."""
-    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        room.grow(now if factor else None)

@@ -38,7 +38,7 @@ from moecore.pipeline.run import forward_pipeline, pipeline_of, run_pipeline
 from moecore.pipeline.stages import loss_of
 from moecore.precision.apply import advance_amax, drop_amax, has_history
 from moecore.request import request_of
-from moecore.rerun import run_until_rows_fit
+from moecore.rerun import Reruns
 from moecore.shard.clip import GradientNorm, step_clipped, unscale_and_clip_
 from moecore.shard.engine import engines_of
 from moecore.shard.late_parameters import refuse_earlier
@@ -146,7 +146,9 @@ class TrainStep:
         for engine in self._engines:  # a later TrainStep of the same model takes over
             engine.progress = weakref.ref(self._progress)
         request = request_of(models[0])
-        asked = None if request is None else request.pipeline
+        assert request is not None, "a model with a state was parallelized"
+        self._reruns = Reruns(self._states, torch.device(request.meshes.device_type))
+        asked = request.pipeline
         self._is_overlapped = asked is not None and asked.schedule == "overlapped"
         self._lanes = Lanes([engine.resume for engine in self._engines])
         self._scale: LossScale | None = None
@@ -300,8 +302,9 @@ class TrainStep:
 
         Returns:
             fp32 [num_micro_batches] on the device, detached, not divided: the same on all pipeline
-            ranks, each data rank's own. No host sync, but one where `NVLinkOptions.row_factor` may
-            be too small: then all of it runs again, with the same random numbers.
+            ranks, each data rank's own. No host sync, but one where `NVLinkOptions.row_factor` or
+            `StashOptions.factor` may be too small: then all of it runs again, with the same random
+            numbers.
 
         Raises:
             ValueError: for another number of micro-batches, or after a micro_batch() of this step.
@@ -313,7 +316,7 @@ class TrainStep:
                 f"({self.num_micro_batches}): set TrainStep.num_micro_batches between steps"
             )
         run = partial(self._run_all, micro_batches)
-        return run_until_rows_fit(run, self._states, self.drop)
+        return self._reruns.run(run, self.drop)
 
     def _run_all(self, micro_batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Run forward and backward of all micro-batches once; return their losses."""

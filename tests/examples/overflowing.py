@@ -21,7 +21,7 @@ from moecore.moe.state import moe_state
 class Overflowing:
     """Stands for a model's exchanges; the second poll finds what it was given."""
 
-    may_rerun = False
+    may_be_small = False
 
     def __init__(self, error: Exception) -> None:
         self.error, self.polls = error, 0

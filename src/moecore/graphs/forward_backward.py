@@ -25,7 +25,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -132,8 +131,7 @@ class GraphedForwardBackward:
         _check_start(self._model, self._state)
         if self._captured is not None:
             return self._captured.replay(inputs)
-        exchanges = self._state.exchanges
-        with nullcontext() if exchanges is None else exchanges.graphed():
+        with self._state.graphed():
             return self._first(inputs)
 
     def _first(self, inputs: Inputs) -> Any:

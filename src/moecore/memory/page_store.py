@@ -182,6 +182,26 @@ class PageStore:
         self._balanced.clear()
         self._host_bytes = self._options.host_bytes
 
+    def resize(self, options: StashOptions) -> None:
+        """Free all pages; the next pools have other sizes. When no rows lie in them."""
+        self._options = options
+        self.clear()
+
+    def needed_factors(self) -> list[Tensor]:
+        """Return of each pool the least factor that had held all rows, 0 = it did."""
+        return [
+            pool.state[MOST_WORD]
+            * (pool.state[MISSED_WORD] > 0)
+            * pool.page_rows
+            / self._balanced[width]
+            for width, pool in self.pools.items()
+        ]
+
+    def clear_needed(self) -> None:
+        """Let later rows be counted anew; the device has come to here."""
+        for pool in self.pools.values():
+            pool.clear_needed()
+
     def shortage(self) -> Shortage | None:
         """Return the largest so far, as far as the host can see without waiting, and start anew."""
         found = []
@@ -190,8 +210,7 @@ class PageStore:
             if words[MISSED_WORD]:
                 rows = words[MOST_WORD] * pool.page_rows
                 found.append(Shortage(rows / self._balanced[width], words[MOST_WORD]))
-                pool.report[MOST_WORD:] = 0
-                pool.state[MOST_WORD:].zero_()
+                pool.clear_needed()
         return max(found, default=None)
 
     def _return_waiting(self) -> None:

@@ -18,11 +18,15 @@ backward, as between pipeline stages. Rows that found no page come back as NaN, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moecore.memory.groups import Group
 from moecore.memory.offload import Offload
@@ -43,11 +47,15 @@ class Stash(Offload):
         pages: where the rows are.
     """
 
+    option = "StashOptions.factor"
+    may_be_small = True
+
     def __init__(self, device: torch.device, options: StashOptions, num_layers: int) -> None:
         super().__init__(device, min_bytes=0)
         self._options, self._num_layers = options, num_layers
         self._store = self.pages = PageStore(self._streams, options, num_layers)
         self._resting: list[Group] = []  # of last layers
+        self._asks_later = False
 
     def __reduce__(self) -> Any:
         return partial(Stash, self._streams.device, self._options, self._num_layers), ()
@@ -65,13 +73,44 @@ class Stash(Offload):
                 if group.readers.alive and not group.is_asked:
                     self._put(group)
 
+    @property
+    def factor(self) -> float:
+        """Device pages over those that even loads fill."""
+        return self._options.factor
+
+    @contextmanager
+    def asked_later(self) -> Iterator[None]:
+        """Within, missing pages are no error: `needed_factor` has them."""
+        self._asks_later = True
+        try:
+            yield
+        finally:
+            self._asks_later = False
+
+    def needed_factor(self) -> Tensor:
+        """Return the least factor that had held all rows; 0 = they fit. No host sync."""
+        found = self.pages.needed_factors()
+        return torch.stack(found).amax() if found else torch.zeros(())
+
+    def grow(self, factor: float | None) -> None:
+        """Give later forwards more pages, None = as many, and clear what was needed.
+
+        Args:
+            factor: when no rows lie in pages.
+        """
+        if factor is None:
+            self.pages.clear_needed()
+            return
+        self._options = replace(self._options, factor=factor)
+        self.pages.resize(self._options)
+
     def poll(self) -> None:
         """Raise what has gone wrong so far, as far as the host can see without waiting; once.
 
         Raises:
             ExchangeError: when pages were missing. Results since then are not valid.
         """
-        shortage = self.pages.shortage()
+        shortage = None if self._asks_later else self.pages.shortage()
         if shortage is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             least = math.ceil(shortage.factor * 1000) / 1000

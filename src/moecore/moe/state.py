@@ -9,7 +9,8 @@ Legend: E experts, X columns of one layer's counts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -29,8 +30,36 @@ NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer st
 STATE_NAME = "_moecore_state"  # attribute of a parallelized model
 
 
-class Watched(Protocol):
-    """What goes wrong on the device, where no forward or backward waits to see it."""
+class Room(Protocol):
+    """What rows may not fit into, on the device, where no forward or backward waits to see it.
+
+    Attributes:
+        option: that decides its size.
+    """
+
+    option: str
+
+    @property
+    def factor(self) -> float | None:
+        """The option's value."""
+        ...
+
+    @property
+    def may_be_small(self) -> bool:
+        """Whether a step that found too little room may run again with more."""
+        ...
+
+    def asked_later(self) -> AbstractContextManager[None]:
+        """Return a context within which too little room is no error: `needed_factor` tells."""
+        ...
+
+    def needed_factor(self) -> Tensor:
+        """Return the least factor that had held all rows; 0 = they fit. No host sync."""
+        ...
+
+    def grow(self, factor: float | None) -> None:
+        """Give later forwards more room, None = as much, and clear what was needed."""
+        ...
 
     def poll(self) -> None:
         """Raise an ExchangeError for what went wrong, as far as the host can see."""
@@ -52,6 +81,9 @@ class MoEState:
         exchanges: of dispatcher "nvlink"; None with any other.
         stash: that rows lie in between forward and backward; None = none.
         check_parameters: raises when the model's gradients were not those of all ranks.
+
+    Attributes:
+        is_graphed: whether a step is one of a CUDA graph, which waits for nothing.
     """
 
     def __init__(
@@ -61,7 +93,7 @@ class MoEState:
         *,
         loss: str = "mean",
         exchanges: ExchangePool | None = None,
-        stash: Watched | None = None,
+        stash: Room | None = None,
         check_parameters: Callable[[], None] | None = None,
     ) -> None:
         self.layers = {clean_name(name): layer for name, layer in layers.items()}
@@ -69,6 +101,7 @@ class MoEState:
         self.loss = loss
         self.exchanges = exchanges
         self.stash = stash
+        self.is_graphed = False
         self._check_parameters = check_parameters
         self._loss_scale: weakref.ref[Tensor] | None = None
         for layer in layers.values():
@@ -119,11 +152,25 @@ class MoEState:
             if in_flight:
                 layer.tracker.start_in_flight()
 
+    @property
+    def rooms(self) -> tuple[Room | None, Room | None]:
+        """That of expert rows, and that of pages."""
+        return self.exchanges, self.stash
+
+    @contextmanager
+    def graphed(self) -> Iterator[None]:
+        """Within, steps are those of a CUDA graph."""
+        self.is_graphed = True
+        try:
+            yield
+        finally:
+            self.is_graphed = False
+
     def poll(self) -> None:
         """Raise what went wrong on this rank with rows, as far as the host can see."""
-        for one in (self.exchanges, self.stash):
-            if one is not None:
-                one.poll()
+        for room in self.rooms:
+            if room is not None:
+                room.poll()
 
     def check_step(self) -> None:
         """Raise what is wrong with a step, as far as the host can see: see `TrainStep.finish`."""
@@ -153,9 +200,9 @@ class MoEState:
 
     def check(self) -> None:
         """Raise what went wrong on this rank with rows; waits for the device."""
-        for one in (self.exchanges, self.stash):
-            if one is not None:
-                one.check()
+        for room in self.rooms:
+            if room is not None:
+                room.check()
 
     def _check_micro_batches(self) -> None:
         """Raise before anything moves when auxiliary losses had the wrong scale."""

@@ -111,6 +111,11 @@ class PagePool:
         """B."""
         return self.pages.shape[2]
 
+    def clear_needed(self) -> None:
+        """Let MOST and MISSED be counted anew; the device has come to here."""
+        self.report[MOST_WORD:] = 0
+        self.state[MOST_WORD:].zero_()
+
     def table(self, length: int) -> Tensor:
         """Return an empty table for up to so many rows. Not inside a capture: replays empty it."""
         num_entries = cdiv(length, self.page_rows)

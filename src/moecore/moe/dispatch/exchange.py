@@ -276,6 +276,8 @@ class ExchangePool:
         options: sizes and times.
     """
 
+    option = "NVLinkOptions.row_factor"
+
     def __init__(
         self, group: dist.ProcessGroup, *, ep: int, options: NVLinkOptions | None = None
     ) -> None:
@@ -283,22 +285,17 @@ class ExchangePool:
         self.ep = ep
         self.options = options or NVLinkOptions()
         self._entries: dict[tuple[int, int, int], Exchange] = {}
-        self._asks_later = self._is_graphed = False
+        self._asks_later = False
 
     @property
-    def may_rerun(self) -> bool:
-        """Whether a step that had too many rows runs again."""
-        is_asked = self.options.row_factor is not None and self.options.overflow == "rerun"
-        return is_asked and not self._is_graphed
+    def factor(self) -> float | None:
+        """Expert rows over those of even loads; None = any fit."""
+        return self.options.row_factor
 
-    @contextmanager
-    def graphed(self) -> Iterator[None]:
-        """Within, steps are those of a CUDA graph, which waits for nothing: none runs again."""
-        self._is_graphed = True
-        try:
-            yield
-        finally:
-            self._is_graphed = False
+    @property
+    def may_be_small(self) -> bool:
+        """Whether a step that had too many rows runs again."""
+        return self.options.row_factor is not None and self.options.overflow == "rerun"
 
     @contextmanager
     def asked_later(self) -> Iterator[None]:
@@ -311,9 +308,15 @@ class ExchangePool:
             for exchange in self.entries:
                 exchange.asks_later = False
 
-    def grow(self, row_factor: float) -> None:
-        """Give later dispatches more room, and clear what was needed."""
-        self.options = replace(self.options, row_factor=row_factor)
+    def needed_factor(self) -> Tensor:
+        """Return the least row factor that had held all rows; 0 = they fit. No host sync."""
+        found = [exchange.needed_factor() for exchange in self.entries]
+        return torch.stack(found).amax() if found else torch.zeros(())
+
+    def grow(self, factor: float | None) -> None:
+        """Give later dispatches more room, None = as much, and clear what was needed."""
+        if factor is not None:
+            self.options = replace(self.options, row_factor=factor)
         for exchange in self.entries:
             exchange.options = self.options
             exchange.clear_needed()
