@@ -319,6 +319,33 @@ def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPa
             model(*batch(0))
 
 
+def test_eager_rows_do_not_go_into_a_graph(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the last layer, which wait for the next forward."""
+    model = make_tower(3)
+    want = gradients(model, one)
+    stash = stashed(model)
+    one(model)
+    model.zero_grad()
+    loss = model(*batch(0))
+
+    def wanted() -> int:
+        return sum(int(pool.state[WANTED_WORD]) for pool in stash.pages.pools.values())
+
+    of_two_layers = wanted()
+    with monkeypatch.context() as patch:
+        patch.setattr(stash._streams, "is_capturing", lambda: True)
+        captured = model(*batch(0))
+        assert wanted() == 2 * of_two_layers
+        again = model(*batch(0))  # of the same graph
+        assert wanted() == 3 * of_two_layers + of_two_layers // 2
+        del captured, again
+    model(*batch(0))
+    assert wanted() == 3 * of_two_layers // 2
+    loss.backward()
+    assert_equal({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want)
+    assert all_free(stash) and all(not of_graph for _, of_graph in stash._resting)
+
+
 def test_a_dropped_graph_is_gone_at_once(group: None) -> None:
     """An operation that keeps its own output must not keep itself."""
     model = make_tower(2)

@@ -54,7 +54,8 @@ class Stash(Offload):
         super().__init__(device, min_bytes=0)
         self._options, self._num_layers = options, num_layers
         self._store = self.pages = PageStore(self._streams, options, num_layers)
-        self._resting: list[Group] = []  # of last layers
+        # Of last layers, and whether a CUDA graph that was captured holds them.
+        self._resting: list[tuple[Group, bool]] = []
         self._asks_later = False
 
     def __reduce__(self) -> Any:
@@ -62,16 +63,19 @@ class Stash(Offload):
 
     def _send(self, group: Group) -> None:
         if group.layer.is_last:
-            self._resting.append(group)
+            self._resting.append((group, self._streams.is_capturing()))
         super()._send(group)
 
     def _start_forward(self, share: float) -> None:
         super()._start_forward(share)
         with self._locked():
-            resting, self._resting = self._resting, []
-            for group in resting:
-                if group.readers.alive and not group.is_asked:
+            in_capture, resting, self._resting = self._streams.is_capturing(), self._resting, []
+            for group, of_graph in resting:
+                if of_graph != in_capture:  # nothing of eager code may go into a graph
+                    self._resting.append((group, of_graph))
+                elif group.readers.alive and not group.is_asked:
                     self._put(group)
+            self._resting = [entry for entry in self._resting if entry[0].readers.alive]
 
     @property
     def factor(self) -> float:

@@ -419,14 +419,15 @@ def _counting(inp: ExpertInput, *, is_quantised: bool) -> AbstractContextManager
     """
     if (inp.unsummed is None and inp.balanced is None) or torch.compiler.is_compiling():
         return nullcontext()
-    values, index = inp.rows.values, inp.index
-    (S, R), used = (values.shape[0], index.row_ids_R.shape[0]), list[UsedRows]()
-    refetch = None if inp.unsummed is None else inp.unsummed.refetch
+    values, index, used = inp.rows.values, inp.index, list[UsedRows]()
+    S, R = values.shape[0], index.row_ids_R.shape[0]
     source, expert = (None, None) if inp.balanced is None else inp.balanced
+    refetch = None if inp.unsummed is None else inp.unsummed.refetch
+    whole = [kept.shape[0] for kept in ([values] if refetch is None else refetch.kept)]
     if refetch is None and source is not None:
         only = storage_key(values) if S == R else None
         used.append(UsedRows(S, slots=index.slots_SK, balanced=source, storage=only))
-    has_source = refetch is None and S == R and (source is None or is_quantised)
-    if not has_source and all(kept.shape[0] != R for kept in (refetch.kept if refetch else ())):
+        whole = whole if is_quantised else []
+    if R not in whole:
         used.append(UsedRows(R, index.num_rows, balanced=expert))
     return counting_rows(*used)
