@@ -11,9 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore import FSDPOptions, MemoryOptions, ParallelConfig, build_meshes, parallelize_moe
+from moecore import (
+    FSDPOptions,
+    MemoryOptions,
+    NVLinkOptions,
+    ParallelConfig,
+    StashOptions,
+    build_meshes,
+    parallelize,
+    parallelize_moe,
+)
+from moecore.kernels.rows.free_list import WANTED_WORD
 from moecore.memory.offload import Offload
+from moecore.memory.stash import Stash
 from moecore.models import Decoder, preset
+from moecore.moe.state import moe_state
+from moecore.shard import dispatcher
+from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.ranks import run_ranks
 
 WORLD = 6
@@ -29,10 +43,13 @@ OPTIONS = {
     "products again": MemoryOptions(recompute=REPEATED),
     "offloaded": MemoryOptions(recompute="gemm_last", offload=("attention", "experts", "rest")),
 }
+STASH = MemoryOptions(recompute=("norm",), stash=StashOptions(page_rows=4, factor=6.0))
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce")
 
 
-def gradients(name: str, layout: str, memory: MemoryOptions) -> tuple[dict[str, Tensor], Any]:
+def gradients(
+    name: str, layout: str, memory: MemoryOptions, **options: Any
+) -> tuple[dict[str, Tensor], Any]:
     """Return this rank's gradients after two steps' backwards, and the calls of collectives."""
     model = Decoder(preset(name), device="meta")
     meshes = build_meshes(ParallelConfig(**LAYOUTS[layout]), "cpu")
@@ -44,7 +61,11 @@ def gradients(name: str, layout: str, memory: MemoryOptions) -> tuple[dict[str, 
 
     with patch("moecore.memory.apply.Offload", offload):
         parallelize_moe(
-            model, meshes, memory=memory, fsdp=FSDPOptions(dense_strategy="optim_grads_params")
+            model,
+            meshes,
+            memory=memory,
+            fsdp=FSDPOptions(dense_strategy="optim_grads_params"),
+            **options,
         )
     model.to_empty(device="cpu")
     model.init_weights()
@@ -57,8 +78,28 @@ def gradients(name: str, layout: str, memory: MemoryOptions) -> tuple[dict[str, 
             model(tokens, tokens).backward()
     assert all(one.back_bytes == one.out_bytes > 0 for one in made)
     assert len(made) == bool(memory.offload)
+    stash = moe_state(model).stash
+    if memory.stash is not None:
+        assert isinstance(stash, Stash) and stash.out_bytes > 0
+        stash.check()
+        assert all(pool.state[WANTED_WORD] == 0 for pool in stash.pages.pools.values())
     found = {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
     return found, calls
+
+
+def in_pages(layout: str) -> list[str]:
+    """Return the gradients of a model over emulated exchanges that differ with a stash."""
+    found: list[dict[str, Tensor]] = []
+    with (
+        patch.object(parallelize, "find_problem", lambda *_: None),
+        patch.object(dispatcher, "find_known_problem", lambda *_: None),
+        patch.object(parallelize, "ExchangePool", EmulatedExchangePool),
+    ):
+        for memory in (MemoryOptions(), STASH):
+            nvlink = NVLinkOptions(max_tokens=48, keep_rows=True)
+            grads, _ = gradients("tiny-shared", layout, memory, dispatcher="nvlink", nvlink=nvlink)
+            found.append(grads)
+    return [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]
 
 
 def counted(function: Any, calls: Counter[str]) -> Any:
@@ -84,6 +125,9 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
                 everywhere: list[Any] = [None] * WORLD
                 dist.all_gather_object(everywhere, different)
                 problems[f"{layout}/{name}/{option}"] = [p for one in everywhere for p in one]
+        everywhere = [None] * WORLD
+        dist.all_gather_object(everywhere, in_pages(layout))
+        problems[f"{layout}/in pages"] = [p for one in everywhere for p in one]
     return problems
 
 
@@ -97,3 +141,8 @@ def ran() -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bits_and_collectives(ran: Any, layout: str, name: str, option: str) -> None:
     assert ran[f"{layout}/{name}/{option}"] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_of_rows_in_pages(ran: Any, layout: str) -> None:
+    assert ran[f"{layout}/in pages"] == []
