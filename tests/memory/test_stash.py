@@ -261,7 +261,9 @@ def test_too_few_pages_are_an_error_that_names_the_factor(group: None) -> None:
     stash.poll()  # once
     assert all_free(stash) and "\n" not in str(e.value)
     stash.detach()
-    least = float(str(e.value).split(">= ")[1].split()[0])
+    least = e.value.stash_factor
+    assert least is not None and f">= {least:g} for" in str(e.value)
+    assert e.value.row_factor is None
     for factor, fits in ((least, True), (0.8 * least, False)):
         stash = stashed(model, factor=factor)
         found = gradients(model, one)

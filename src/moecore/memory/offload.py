@@ -17,7 +17,8 @@ layers. A part that the next layer lacks comes back as its first part has run ba
 layer stays, as do weights and buffers of the part's module, what is smaller than `min_bytes`, what
 is beyond `fraction` or `max_host_bytes`, and what somebody else holds on to: a storage that is
 still there after it was freed here, such as a rotary table, is not offloaded again. Of matrices
-whose used rows are counted on the device (`saved.counting_rows`) no others travel.
+whose used rows are counted on the device (`saved.counting_rows`) no others travel. Where copies lie
+is a store's (`store.py`): host memory, or pages (`stash.py`).
 
 Note "chunks": stages of a pipeline are attached one by one, with a fraction each. Other items run
 between forward and backward of a stage, so whoever knows their order announces the backward

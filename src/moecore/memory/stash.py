@@ -121,7 +121,8 @@ class Stash(Offload):
             raise ExchangeError(
                 f"StashOptions.factor ({self._options.factor}) must be >= {least:g} for the "
                 f"{shortage.num_pages} pages of rows that rank {rank} keeps: raise it, or set "
-                "host_bytes; results since then are not valid"
+                "host_bytes; results since then are not valid",
+                stash_factor=least,
             )
 
     def check(self) -> None:

@@ -41,16 +41,20 @@ KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of
 
 
 class ExchangeError(RuntimeError):
-    """An exchange went wrong on this rank.
+    """An exchange, or the pages of a stash, went wrong on this rank.
 
     Attributes:
-        row_factor: the least that would have held this rank's expert rows; None = a rank did
-            not come in time.
+        row_factor: the least that would have held this rank's expert rows; None = something else
+            went wrong.
+        stash_factor: the same of `StashOptions.factor` and the rows that this rank keeps. With
+            neither of them a rank did not come in time.
     """
 
-    def __init__(self, message: str, row_factor: float | None = None) -> None:
+    def __init__(
+        self, message: str, row_factor: float | None = None, stash_factor: float | None = None
+    ) -> None:
         super().__init__(message)
-        self.row_factor = row_factor
+        self.row_factor, self.stash_factor = row_factor, stash_factor
 
 
 class Exchange:
