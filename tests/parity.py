@@ -30,6 +30,7 @@ from moecore import (
     CloneOptions,
     ContextOptions,
     FSDPOptions,
+    MemoryOptions,
     Meshes,
     MoEConfig,
     MoELayer,
@@ -139,6 +140,7 @@ class Case:
     dispatcher: str = "alltoall"
     nvlink: NVLinkOptions | None = None  # with dispatcher "nvlink"
     clones: CloneOptions | None = None
+    memory: MemoryOptions | None = None
     expert_backend: str = "torch"
     loss: str = "mean"
     accumulate: int = 1
@@ -172,6 +174,7 @@ class Case:
         extras += [f"accumulate_{self.accumulate}"] if self.accumulate > 1 else []
         extras += _choices(self.nvlink) if self.nvlink else []
         extras += [f"clones_{self.clones.per_rank}"] if self.clones else []
+        extras += ["stash"] if self.memory and self.memory.stash else []
         extras += [self.context.way] if self.context else []
         extras += [self.pipeline.schedule, str(self.pipeline.layout)] if self.pipeline else []
         return "-".join([f"{self.world}r", degrees, options, *extras]) + self.tamper
@@ -324,6 +327,7 @@ def parallelize(model: nn.Module, meshes: Meshes, case: Case) -> None:
         dispatcher=case.dispatcher if meshes.dispatch_group else "auto",  # type: ignore[arg-type]
         nvlink=case.nvlink,
         clones=case.clones,
+        memory=case.memory,
         expert_backend=case.expert_backend,  # type: ignore[arg-type]
         loss=case.loss,  # type: ignore[arg-type]
         context=case.context,

@@ -23,7 +23,14 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import CloneOptions, ContextOptions, FSDPOptions, NVLinkOptions
+from moecore import (
+    CloneOptions,
+    ContextOptions,
+    FSDPOptions,
+    MemoryOptions,
+    NVLinkOptions,
+    StashOptions,
+)
 from moecore.kernels.common import has_hopper_kernels
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
@@ -34,6 +41,7 @@ FP32_BOUND = 1e-5
 CASES_PER_SPAWN = 8
 GATHERED = FSDPOptions(dense_strategy="optim", prefetch_blocks=0)
 TOGETHER = FSDPOptions(blocks_per_unit=2)  # of three blocks
+STASH = MemoryOptions(stash=StashOptions(page_rows=4, factor=4.0))
 ONE, TWO = (CloneOptions(per_rank=n, least=0.0) for n in (1, 2))
 
 
@@ -265,6 +273,17 @@ NVLINK_CASES = [
         model="top-1",
         meta=True,
         row_factor=2.0,
+    ),
+    nvlink(4, "dp_shard=4", "ep=4 edp_shard=1", model="sigmoid", accumulate=2, memory=STASH),
+    nvlink(4, "dp_shard=4", "ep=2 etp=2 edp_shard=1", clones=TWO, memory=STASH, loss="sum"),
+    nvlink(
+        4,
+        "dp_shard=4",
+        "ep=2 edp_shard=2",
+        model="relu2",
+        clones=ONE,
+        recompute=True,
+        fsdp=GATHERED,
     ),
     nvlink(8, "dp_shard=8", "ep=8 edp_shard=1", model="sigmoid", accumulate=2),
     nvlink(8, "dp_shard=8", "ep=4 etp=2 edp_shard=1", model="biases"),
