@@ -64,7 +64,7 @@ def main() -> None:
 def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Return the rows of one shape: without clones, and with each number of them."""
     P, e = args.ranks, shape.num_experts // args.ranks
-    chosen = chosen_ids(shape, P, args.skew, device)
+    chosen = chosen_ids(shape, P, args.tokens, args.skew, device)
     counts_PE = torch.stack([torch.bincount(ids.flatten(), minlength=P * e) for ids in chosen])
     found = {"even": busiest([even_ids(len(i), P * e, i.shape[1], device) for i in chosen], e)}
     found["no clones"] = busiest(chosen, e)
@@ -85,17 +85,17 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device) -> lis
         name: partial(_plan, loads_E, chosen[0], P, len(plan.experts_N) // P, args.least)
         for name, plan in plans.items()
     }
-    plan_ms = time_variants(planned, device=device, effort=effort)
+    plan_ms = time_variants(planned, device=device, effort=effort, lead_ms=2.0)  # not its launches
     return [
         _row(shape, args, name, one, ms, plans.get(name), plan_ms.get(name))
         for name, one in found.items()
     ]
 
 
-def chosen_ids(shape: Shape, P: int, skew: float, device: torch.device) -> list[Tensor]:
+def chosen_ids(shape: Shape, P: int, T: int, skew: float, device: torch.device) -> list[Tensor]:
     """Return each rank's ids, int32 [T, K], of one skewed router."""
     torch.manual_seed(0)
-    T, E = shape.tokens // P, shape.num_experts
+    E = shape.num_experts
     logits_NE = torch.randn(P * T, E, device=device)
     biased = logits_NE + skewed_bias(logits_NE, shape.top_k, min(skew, shape.skew))
     return list(biased.topk(shape.top_k).indices.int().split(T))
@@ -173,6 +173,7 @@ def _row(
     return {
         "shape": shape.name,
         "ranks": args.ranks,
+        "tokens": args.tokens,
         "variant": name,
         "busiest over mean": round(one.over_mean, 4),
         "clones": number,
@@ -187,6 +188,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-30b"])
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a rank")
     parser.add_argument("--clones", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--least", type=float, default=0.05)
     parser.add_argument("--skew", type=float, default=5.0, help="hottest expert over the mean")
