@@ -193,7 +193,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--least", type=float, default=0.05)
     parser.add_argument("--skew", type=float, default=5.0, help="hottest expert over the mean")
     parser.add_argument("--link-gbps", type=float, default=200.0, help="1e9 bytes per second")
-    parser.add_argument("--results", type=Path, nargs="?", const=RESULTS / "layer")
+    parser.add_argument("--results", type=Path, nargs="?", const=RESULTS / "skew")
     return parser.parse_args()
 
 

@@ -60,18 +60,20 @@ class RoomyDispatcher:
     waits_on_host = False
     lanes = None
     room = 3  # times the tokens
+    num_experts = EXPERTS
 
     def has_spare_rows(self, *, pads: bool) -> bool:
         return True
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertInput:
         (T, D), K, S = x_TD.shape, routing.weights_TK.shape[1], self.room * x_TD.shape[0]
-        place_T = torch.arange(T, device=x_TD.device) * self.room + 1
+        place_T = torch.arange(T, device=x_TD.device) * self.room + self.room // 2
         rows_SD = x_TD.new_full((S, D), torch.nan).index_copy(0, place_T, x_TD)
         ids_SK = routing.expert_ids_TK.new_full((S, K), -1)
         ids_SK = ids_SK.index_copy(0, place_T, routing.expert_ids_TK)
         weights_SK = routing.weights_TK.new_zeros(S, K).index_copy(0, place_T, routing.weights_TK)
-        index = build_index(ids_SK, weights_SK, first=0, num_local=EXPERTS, length=S * K)
+        owned = dict(first=0, num_local=self.num_experts)
+        index = build_index(ids_SK, weights_SK, **owned, length=S * K)
         return ExpertInput(Rows(rows_SD), index, place_T, balanced=BalancedRows(T, T * K))
 
     def combine(self, y_SD: Any, plan: Any) -> Tensor:

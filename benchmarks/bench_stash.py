@@ -1,0 +1,162 @@
+r"""Rows of experts in pages against room for a skewed load in every layer: bytes kept, and time.
+
+    python -m benchmarks.bench_stash --results
+
+One GPU runs a decoder whose layers have room for `--room` times the rows that come, as a rank has
+whose factor holds a load of that skew; all rows lie where their tokens are, so a rank's load is the
+mean. Variants take turns on one model: "room" keeps what there is room for, "pages" only the rows
+that came (`MemoryOptions.stash`), "exact" has no room beyond them, as a dispatcher that waits for
+counts. `kept` is what a forward and backward of it takes: memory between forward and backward,
+pools of pages included, less what there was before; `peak` likewise, at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.memory.towers import RoomyDispatcher, part_of
+from torch import Tensor
+
+from benchmarks.harness import FULL, SMOKE, time_variants
+from benchmarks.records import RESULTS, append_rows
+from moecore import FSDPOptions, ParallelConfig, StashOptions, TrainStep, build_meshes
+from moecore import parallelize_moe as parallelize
+from moecore.memory.stash import Stash
+from moecore.models import Decoder, preset
+from moecore.moe.layer import MoELayer
+from moecore.moe.state import moe_state
+
+VARIANTS = ("room", "pages", "exact")
+
+
+class Bench:
+    """A model whose rows are kept as a variant does."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.args, self.is_gpu = args, torch.cuda.is_available()
+        config = preset(args.preset)
+        assert config.moe is not None
+        moe = dataclasses.replace(
+            config.moe, num_experts=args.experts, top_k=min(config.moe.top_k, args.experts)
+        )
+        config = dataclasses.replace(config, num_layers=args.layers, moe=moe, vocab_size=4096)
+        self.model = Decoder(config, device="meta")
+        dtype = torch.bfloat16 if self.is_gpu else torch.float32
+        options = FSDPOptions(param_dtype=dtype, dense_strategy="optim")
+        parallelize(self.model, build_meshes(ParallelConfig(), self.device.type), fsdp=options)
+        self.model.to_empty(device=self.device)
+        self.model.init_weights()
+        self.step = TrainStep(self.model)
+        shape = (args.tokens // args.seq_len, args.seq_len)
+        g = torch.Generator().manual_seed(0)
+        self.tokens_BT = torch.randint(0, 4096, shape, generator=g).to(self.device)
+        self.layers: list[MoELayer] = list(moe_state(self.model).layers.values())
+        for layer in self.layers:
+            dispatcher = layer.dispatcher = RoomyDispatcher()
+            dispatcher.num_experts = args.experts
+        sizes = StashOptions(factor=args.factor)
+        self.stash = Stash(self.device, sizes, len(self.layers))
+
+    def prepare(self, variant: str) -> None:
+        """Keep rows as a variant does."""
+        self.stash.detach()
+        for layer in self.layers:
+            layer.dispatcher.room = 1 if variant == "exact" else self.args.room
+        if variant == "pages":
+            self.stash.attach(list(self.model.layers), part_of)
+        self.step.drop()
+
+    def loss(self) -> Tensor:
+        """Return the loss of a forward."""
+        return self.model(self.tokens_BT, self.tokens_BT.roll(-1, 1))
+
+    def fwd_bwd(self) -> Tensor:
+        """Run forward and backward."""
+        with self.step.micro_batch():
+            loss = self.loss()
+            loss.backward()
+        self.step.drop()
+        return loss.detach()
+
+    def sizes(self, variant: str) -> dict[str, int]:
+        """Return bytes kept and at the peak, of a second forward and backward."""
+        self.stash.close()
+        self._settle()
+        before = torch.cuda.memory_allocated() if self.is_gpu else 0
+        self.prepare(variant)
+        self.fwd_bwd()
+        self._settle()
+        if not self.is_gpu:
+            return {"kept": 0, "peak": 0}
+        torch.cuda.reset_peak_memory_stats()
+        with self.step.micro_batch():
+            loss = self.loss()
+            kept = torch.cuda.memory_allocated() - before
+            loss.backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        self.step.drop()
+        return {"kept": kept, "peak": peak}
+
+    def _settle(self) -> None:
+        self.step.drop()
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+
+def main() -> int:
+    """Measure, print and record a row per variant."""
+    args = _arguments()
+    bench = Bench(args)
+    losses = set()
+    sizes = {}
+    for variant in VARIANTS:
+        sizes[variant] = bench.sizes(variant)
+        losses.add(bench.fwd_bwd().item())
+    if len(losses) > 1:
+        print(f"bench_stash: error: losses differ ({losses}): no numbers", file=sys.stderr)
+        return 1
+    effort = FULL if bench.is_gpu else SMOKE
+    calls = dict.fromkeys(VARIANTS, bench.fwd_bwd)
+    how: dict[str, Any] = dict(device=bench.device, effort=effort, prepare=bench.prepare)
+    timings = time_variants(calls, **how)
+    bench.stash.check()
+    common = {name: getattr(args, name) for name in ("preset", "layers", "experts", "tokens")}
+    common |= {"room": args.room, "factor": args.factor}
+    rows = [
+        common
+        | {"variant": name, "ms": timings[name].ms, "p20": timings[name].p20}
+        | {"p80": timings[name].p80, "over_room": timings[name].ms / timings["room"].ms}
+        | sizes[name]
+        | {"kept_over_room": sizes[name]["kept"] / max(sizes["room"]["kept"], 1)}
+        for name in VARIANTS
+    ]
+    print("\n".join(json.dumps(row) for row in rows))
+    if args.results is not None:
+        append_rows(args.results, "benchmarks.bench_stash", rows)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--experts", type=int, default=16, help="of the rank")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--room", type=int, default=5, help="times the rows that come")
+    parser.add_argument("--factor", type=float, default=1.1, help="of the pages")
+    parser.add_argument("--results", type=Path, nargs="?", const=RESULTS / "skew")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
