@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moecore.memory.groups import Group
 from moecore.memory.offload import Offload
 from moecore.memory.options import StashOptions
 from moecore.memory.page_store import PageStore
+from moecore.memory.saved import Handle
 from moecore.moe.dispatch.exchange import ExchangeError
 
 
@@ -60,6 +61,14 @@ class Stash(Offload):
 
     def __reduce__(self) -> Any:
         return partial(Stash, self._streams.device, self._options, self._num_layers), ()
+
+    def _keys_of(self, module: nn.Module) -> frozenset[int]:
+        """Return none: no weight has rows that the device counts."""
+        return frozenset()
+
+    def _pack(self, group: Group, tensor: Tensor) -> Handle | None:
+        """Return the handle of a matrix that goes to pages; most of what a layer saves does not."""
+        return super()._pack(group, tensor) if self.pages.takes(tensor) else None
 
     def _send(self, group: Group) -> None:
         if group.layer.is_last:

@@ -18,10 +18,10 @@ from torch import Tensor
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
 from moecore.kernels.rows.free_list import PagePool, take_pages
 
-PROGRAMS = 32  # of a copy, beside other work: fewer are slower, more keep products waiting
-TILE_WORDS = 16384  # of 4 bytes, that a program has in flight
+PROGRAMS = 64  # of a copy: about half of an H200's multiprocessors, beside other work
+TILE_WORDS = 8192  # of 4 bytes, that a program has in flight
 MOST_WORDS = 1024  # of them in one row
-NUM_WARPS = 16
+NUM_WARPS = 8
 BLOCK_PLACES = 4096
 
 
