@@ -171,7 +171,7 @@ def test_the_host_never_waits() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def capture(model: Plain, inputs: tuple[Tensor, Tensor]) -> torch.cuda.CUDAGraph:
+def capture(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

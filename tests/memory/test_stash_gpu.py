@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.kernels.rows.free_list import FREE_WORD, MISSED_WORD, WANTED_WORD
 from moecore.memory.page_store import Pages
 from moecore.memory.stash import Stash
-from tests.memory.test_offload_gpu import assert_equal, grads_of
+from tests.memory.test_offload_gpu import assert_equal, capture, grads_of
 from tests.memory.towers import RoomyDispatcher, Tower, make_tower, stashed
 
 pytestmark = pytest.mark.gpu
@@ -139,21 +139,6 @@ def test_the_host_never_waits() -> None:
         gradients(model)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def capture(model: Tower, inputs: tuple[Tensor, Tensor]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            model.zero_grad()
-            model(*inputs).backward()
-    torch.cuda.current_stream().wait_stream(stream)
-    model.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        model(*inputs).backward()
-    return graph
 
 
 def test_replays_of_a_graph_compute_what_eager_code_does() -> None:
