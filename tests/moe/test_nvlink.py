@@ -31,7 +31,7 @@ from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
 from moecore.kernels.rows.record import Rows
-from moecore.memory.options import StashOptions
+from moecore.memory.options import MemoryOptions, StashOptions
 from moecore.memory.stash import Stash
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
@@ -122,12 +122,18 @@ def test_auto_says_what_it_chose_and_why(
 
 
 @pytest.mark.parametrize(
-    ("asked", "factor", "chosen"),
-    [("auto", None, "alltoall"), ("auto", 2.0, "nvlink"), ("nvlink", None, "nvlink")],
+    ("asked", "factor", "stash", "chosen"),
+    [
+        ("auto", None, None, "alltoall"),
+        ("auto", 2.0, None, "nvlink"),
+        ("auto", None, StashOptions(), "nvlink"),
+        ("nvlink", None, None, "nvlink"),
+    ],
 )
-def test_auto_takes_nvlink_only_with_a_row_factor(
+def test_auto_takes_nvlink_only_with_a_row_factor_or_pages(
     asked: Any,
     factor: float | None,
+    stash: StashOptions | None,
     chosen: str,
     no_group_left: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +146,10 @@ def test_auto_takes_nvlink_only_with_a_row_factor(
     )
     options = None if factor is None else NVLinkOptions(row_factor=factor)
     with caplog.at_level(logging.INFO, logger="moecore"):
-        request: Any = SimpleNamespace(meshes=meshes, dispatcher=asked, nvlink=options)
+        memory = MemoryOptions(stash=stash)
+        request: Any = SimpleNamespace(
+            meshes=meshes, dispatcher=asked, nvlink=options, memory=memory
+        )
         name, reason = choose_dispatcher(request)
         nothing: Any = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
         plan = ShardPlan(
@@ -155,7 +164,7 @@ def test_auto_takes_nvlink_only_with_a_row_factor(
     lines = [r.getMessage() for r in caplog.records]
     if asked == "nvlink":
         assert not lines
-    elif factor is None:
+    elif factor is None and stash is None:
         assert "'auto' is 'alltoall': 'nvlink' must have NVLinkOptions.row_factor" in lines[0]
         assert "up to ep (4) times the expert rows of a balanced one" in lines[0]
     else:

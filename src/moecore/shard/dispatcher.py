@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moecore.mesh import Meshes
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_known_problem
 from moecore.request import Request
@@ -26,18 +25,20 @@ def choose_dispatcher(request: Request) -> tuple[str, str]:
             raise ValueError(f"dispatcher ('nvlink') {problem}")
         return "nvlink", "asked for"
     if meshes.device_type == "cuda":
-        problem = _memory_problem(meshes, request.nvlink or NVLinkOptions()) or problem
+        problem = _memory_problem(request) or problem
     if problem is not None:
         return "alltoall", f"'nvlink' {problem.partition(': ')[0]}"
     return "auto", "'nvlink' if all GPUs of the group reach each other's memory, else 'alltoall'"
 
 
-def _memory_problem(meshes: Meshes, options: NVLinkOptions) -> str | None:
+def _memory_problem(request: Request) -> str | None:
     """Return why nvlink must be asked for by name: its shapes are static, so its room is too."""
-    if options.row_factor is not None or options.exact_rows:
+    options = request.nvlink or NVLinkOptions()
+    if options.row_factor is not None or options.exact_rows or request.memory.stash is not None:
         return None
-    ep = meshes.parallel.ep
+    ep = request.meshes.parallel.ep
     return (
         "must have NVLinkOptions.row_factor (None), or every layer keeps room for any "
-        f"routing, up to ep ({ep}) times the expert rows of a balanced one: set it, 2.0 say"
+        f"routing, up to ep ({ep}) times the expert rows of a balanced one: set it, 2.0 say, or "
+        "MemoryOptions.stash"
     )
