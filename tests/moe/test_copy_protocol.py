@@ -178,8 +178,8 @@ def make_layer(words: list[str], model: Model, exchanges: NotedExchangePool) -> 
         torch.nn.init.ones_(p)
     layer.router.weight.requires_grad_(not model.frozen)
     layer.experts.w1.requires_grad_(not model.frozen_w1)
-    place: Any = SimpleNamespace(num_local=LOCAL, etp=1)
-    place.first_local = exchanges.rank * LOCAL
+    place: Any = SimpleNamespace(num_physical=LOCAL, first_physical=exchanges.rank * LOCAL, etp=1)
+    place.balanced_tokens = lambda num_tokens, top_k: num_tokens
     layer.dispatcher = NVLinkDispatcher(place, exchanges)
     if "again" in words:
         how = dict(use_reentrant=False, preserve_rng_state=False)

@@ -9,8 +9,9 @@ T tokens, K experts per token.
 The tokens of an expert have an order: by rank, and there by choice. The rank that owns the expert
 computes the first of them, and each clone a range of the others. Again and again the busiest rank
 gives tokens of its busiest expert to the rank with the fewest: as many as bring the first down, or
-the second up, to the mean. Each step fills the place of one clone and ends the matter for one rank,
-so there are few clones. Ties go to the lower number, so every rank finds the same plan.
+the second up, to the mean; where that is too few, as many as make the two equal. Each step fills the
+place of one clone, and most end the matter for one rank, so there are few clones. Ties go to the
+lower number, so every rank finds the same plan.
 
 One launch of one program, and one launch over the choices; no host sync.
 
@@ -59,6 +60,8 @@ def plan_clones_ref(loads_E: Tensor, num_ranks: int, num_clones: int, least: flo
         free = [q for q in range(num_ranks) if used[q] < num_clones]
         q = min(free, key=lambda q: ranks[q])
         moved = min(ranks[p] - mean, mean - ranks[q], loads[x])
+        if moved < at_least:
+            moved = min((ranks[p] - ranks[q]) // 2, loads[x])
         if moved < at_least:
             break
         found[q * num_clones + used[q]] = x, loads[x] - moved, loads[x]
@@ -112,6 +115,8 @@ def _plan_clones_kernel(
         room = mean - tl.sum(tl.where(ranks == q, loads, 0), axis=0)
         place = q * CLONES + tl.sum(tl.where(ranks == q, used, 0), axis=0)
         moved = tl.minimum(tl.minimum(over, room), at_home)
+        half = tl.minimum(tl.maximum(over + room, 0) // 2, at_home)
+        moved = tl.where(moved < at_least, half, moved)
         moved = tl.where(moved < at_least, 0, moved)  # and so in all later steps
         here = (places == place) & (moved > 0)
         of = tl.where(here, p * NUM_LOCAL + x, of)
