@@ -9,9 +9,9 @@ T tokens, K experts per token.
 The tokens of an expert have an order: by rank, and there by choice. The rank that owns the expert
 computes the first of them, and each clone a range of the others. Again and again the busiest rank
 gives tokens of its busiest expert to the rank with the fewest: as many as bring the first down, or
-the second up, to the mean; where that is too few, as many as make the two equal. Each step fills the
-place of one clone, and most end the matter for one rank, so there are few clones. Ties go to the
-lower number, so every rank finds the same plan.
+the second up, to the mean; where that is too few, as many as make the two equal. Each step fills
+the place of one clone, and most end the matter for one rank, so there are few clones. Ties go to
+the lower number, so every rank finds the same plan.
 
 One launch of one program, and one launch over the choices; no host sync.
 
