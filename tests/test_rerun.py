@@ -6,12 +6,14 @@ balance counts over micro-batches and biases move, so whatever a second run does
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moecore import (
     BalanceConfig,
@@ -115,8 +117,44 @@ def compared() -> dict[str, Any]:
 
 
 def _local(found: dict[str, Any], name: str) -> Tensor:
-    value = found["values"][name]
-    return value.to_local() if hasattr(value, "to_local") else value
+    return _part(found["values"][name])
+
+
+def looped(**options: Any) -> dict[str, Any]:
+    """Return what steps of a loop of `micro_batch()` are, of the same batches and numbers."""
+    model, step = build(**options)
+    states, skipped = [{n: t.clone() for n, t in model.state_dict().items()}], []
+    for _ in range(4):
+        torch.manual_seed(7 + dist.get_rank())
+        for batch in batches():
+            with step.micro_batch():
+                (model(**batch) / 2).backward()
+        skipped.append(bool(step.finish().skipped))
+        states.append({n: t.clone() for n, t in model.state_dict().items()})
+        if not skipped[-1]:
+            break
+    same = [
+        all(torch.equal(_part(before[n]), _part(after[n])) for n in before)
+        for before, after in pairwise(states)
+    ]
+    return {"skipped": skipped, "same": same, "last": states[-1]}
+
+
+def _part(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def loops() -> dict[str, Any]:
+    """Return case -> each rank's skipped steps, those without an effect, and whether it ends well."""
+    want, found = looped(), {}
+    for case, options in TIGHT.items():
+        got = looped(**options)
+        is_right = all(
+            torch.equal(_part(got["last"][n]), _part(t)) for n, t in want["last"].items()
+        )
+        found[case] = [None] * WORLD
+        dist.all_gather_object(found[case], (got["skipped"], got["same"], is_right))
+    return found
 
 
 def error_of_recorded() -> str:
@@ -134,7 +172,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = compared()
     everyone: list[Any] = [None] * WORLD
     dist.all_gather_object(everyone, error_of_recorded())
-    return found | {"errors": everyone}
+    return found | {"errors": everyone, "loops": loops()}
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +190,16 @@ def test_a_step_that_runs_again_has_the_bits_of_one_with_room(
     for was, found in zip((0.5, 0.25), factors, strict=True):
         (factor,) = set(found)
         assert (factor is None) == (was not in TIGHTNESS[case]) and (factor is None or factor > was)
+
+
+@pytest.mark.parametrize("case", TIGHT)
+def test_a_loop_skips_what_did_not_fit_on_every_rank_and_goes_on(
+    case: str, results: dict[str, Any]
+) -> None:
+    found = results["loops"][case]
+    (skipped,) = {tuple(skipped) for skipped, _, _ in found}
+    assert skipped[0] and not skipped[-1]
+    assert all(tuple(same) == skipped and is_right for _, same, is_right in found)
 
 
 def test_recorded_routes_end_the_step_on_every_rank(results: dict[str, Any]) -> None:

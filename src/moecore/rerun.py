@@ -12,21 +12,21 @@ that may need another run; rooms only grow.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.lanes import generators, set_generators
-from moecore.moe.state import MoEState, Room
+from moecore.moe.room import Room, larger
+from moecore.moe.state import MoEState
 
 logger = logging.getLogger("moecore.rerun")
 T = TypeVar("T")
-SLACK = 1.05  # of the room of the next run
 
 
 class Reruns:
@@ -81,6 +81,22 @@ class Reruns:
                 if room is not None:
                     self._grow(room, factor, was_replayed=bool(was_replayed))
 
+    def is_short(self) -> Tensor | None:
+        """Return whether rows of this rank had no room, a bool on the device; None = all had.
+
+        No host sync.
+        """
+        if not self._asks:
+            return None
+        found = [room.needed_factor().to(self._device) for room in self._rooms if room is not None]
+        return torch.stack(found).amax() > 0 if found else torch.zeros((), device=self._device) > 0
+
+    def end_step(self) -> None:
+        """Let the rows of the next step be counted anew. No host sync."""
+        for room in self._rooms:
+            if room is not None and self._asks:
+                room.clear_state()
+
     def _needed(self, is_replayed: bool) -> list[float]:
         """Return the least factor that any rank needed of each room, 0 = it had enough.
 
@@ -103,7 +119,7 @@ class Reruns:
                 "are recorded or replayed, which cannot run again: raise it",
                 factor,
             )
-        now = math.ceil(factor * SLACK * 100) / 100
+        now = larger(factor)
         if factor and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(
                 "%s (%s) was too small: the step runs again with %s", room.option, room.factor, now

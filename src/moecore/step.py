@@ -54,7 +54,8 @@ class StepResult:
     Attributes:
         norm: the gradient before clipping, without the loss scale; None for a step without an
             optimizer and `clip()`.
-        skipped: whether the gradient was not finite, so that nothing has changed.
+        skipped: whether the gradient was not finite, or rows had no room, so that nothing has
+            changed.
         metrics: what the MoE layers routed.
         lr: with which the first group of the first optimizer stepped; None without one.
         loss_scale: of this step; None without one.
@@ -423,7 +424,9 @@ class TrainStep:
             )
         self._check_complete("clip()")
         with mark("moecore::clip"):
-            self._norm = unscale_and_clip_(self._model, self._max_norm, self._value)
+            self._norm = unscale_and_clip_(
+                self._model, self._max_norm, self._value, is_wrong=self._reruns.is_short()
+            )
         return self._norm
 
     def finish(self) -> StepResult:
@@ -451,12 +454,18 @@ class TrainStep:
         with mark("moecore::finish"):
             for engine in self._engines:
                 engine.end_step()
+            is_short = self._reruns.is_short()
             for state in self._states:
-                state.check_step()
+                state.check_step(skips=bool(self._optimizers) or self._norm is not None)
             if self._optimizers:
                 self._norm = step_clipped(
-                    self._model, self._max_norm, self._optimizers, loss_scale=self._value
+                    self._model,
+                    self._max_norm,
+                    self._optimizers,
+                    loss_scale=self._value,
+                    is_wrong=is_short,
                 )
+            self._reruns.end_step()
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             if self._is_delayed:

@@ -108,6 +108,7 @@ class GraphedForwardBackward:
         if self._captured is not None:
             torch.cuda.synchronize(self._device)  # it may run yet
         self._num_warm, self._inputs, self._captured = 0, (), None
+        self._state.is_captured = False
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return what `forward_backward` returns; parameters hold the step's gradients.
@@ -145,6 +146,7 @@ class GraphedForwardBackward:
             return outputs
         _check_inputs(own, self._inputs)
         self._captured = _capture(self._forward_backward, self._model, self._state, own)
+        self._state.is_captured = True
         self._inputs = ()
         return self._captured.replay(inputs)
 

@@ -34,6 +34,7 @@ from moecore.memory.options import StashOptions
 from moecore.memory.page_store import PageStore
 from moecore.memory.saved import Handle
 from moecore.moe.dispatch.exchange import ExchangeError
+from moecore.moe.room import larger, warn_of_skipped
 
 
 class Stash(Offload):
@@ -116,6 +117,24 @@ class Stash(Offload):
             return
         self._options = replace(self._options, factor=factor)
         self.pages.resize(self._options)
+
+    def settle(self) -> None:
+        """Give later forwards the pages that earlier ones needed, as far as the host can see.
+
+        Waits for the device where there were too few. When no rows lie in pages.
+        """
+        shortage = self.pages.shortage()
+        if shortage is not None:
+            now = larger(shortage.factor)
+            warn_of_skipped(self.option, self.factor, now)
+            if self._streams.device.type == "cuda":
+                torch.cuda.synchronize(self._streams.device)  # copies may read what is freed now
+            self.grow(now)
+
+    def clear_state(self) -> None:
+        """Let the rows of the next step be counted anew on the device. No host sync."""
+        for pool in self.pages.pools.values():
+            pool.clear_needed(report=False)
 
     def poll(self) -> None:
         """Raise what has gone wrong so far, as far as the host can see without waiting; once.

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Annotated, Any, Protocol
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -25,49 +25,10 @@ from moecore.moe.dispatch.exchange import ExchangePool
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.params import clean_name
 from moecore.moe.quantile import bias_move
+from moecore.moe.room import Room
 
 NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer step"]
 STATE_NAME = "_moecore_state"  # attribute of a parallelized model
-
-
-class Room(Protocol):
-    """What rows may not fit into, on the device, where no forward or backward waits to see it.
-
-    Attributes:
-        option: that decides its size.
-    """
-
-    option: str
-
-    @property
-    def factor(self) -> float | None:
-        """The option's value."""
-        ...
-
-    @property
-    def may_be_small(self) -> bool:
-        """Whether a step that found too little room may run again with more."""
-        ...
-
-    def asked_later(self) -> AbstractContextManager[None]:
-        """Return a context within which too little room is no error: `needed_factor` tells."""
-        ...
-
-    def needed_factor(self) -> Tensor:
-        """Return the least factor that had held all rows; 0 = they fit. No host sync."""
-        ...
-
-    def grow(self, factor: float | None) -> None:
-        """Give later forwards more room, None = as much, and clear what was needed."""
-        ...
-
-    def poll(self) -> None:
-        """Raise an ExchangeError for what went wrong, as far as the host can see."""
-        ...
-
-    def check(self) -> None:
-        """Raise it once the device is idle. Host sync."""
-        ...
 
 
 class MoEState:
@@ -84,6 +45,7 @@ class MoEState:
 
     Attributes:
         is_graphed: whether a step is one of a CUDA graph, which waits for nothing.
+        is_captured: whether there is such a graph, whose room stays as it is.
     """
 
     def __init__(
@@ -101,7 +63,7 @@ class MoEState:
         self.loss = loss
         self.exchanges = exchanges
         self.stash = stash
-        self.is_graphed = False
+        self.is_graphed = self.is_captured = False
         self._check_parameters = check_parameters
         self._loss_scale: weakref.ref[Tensor] | None = None
         for layer in layers.values():
@@ -172,9 +134,17 @@ class MoEState:
             if room is not None:
                 room.poll()
 
-    def check_step(self) -> None:
-        """Raise what is wrong with a step, as far as the host can see: see `TrainStep.finish`."""
-        self.poll()
+    def check_step(self, *, skips: bool = False) -> None:
+        """Raise what is wrong with a step, as far as the host can see: see `TrainStep.finish`.
+
+        Args:
+            skips: whether a step that had too little room is skipped: then it is no error.
+        """
+        for room in self.rooms:
+            if room is not None and skips and room.may_be_small and not self.is_captured:
+                room.settle()
+            elif room is not None:
+                room.poll()
         if self._check_parameters is not None:
             self._check_parameters()
         self._check_micro_batches()

@@ -118,7 +118,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: MaxNorm) -> GradientNorm:
 
 
 @torch.no_grad()
-def unscale_and_clip_(model: nn.Module, max_norm: float, loss_scale: Tensor | None) -> GradientNorm:
+def unscale_and_clip_(
+    model: nn.Module,
+    max_norm: float,
+    loss_scale: Tensor | None,
+    *,
+    is_wrong: Tensor | None = None,
+) -> GradientNorm:
     """Do what `clip_grad_norm_` does, with gradients that are first divided by the loss scale.
 
     Args:
@@ -126,6 +132,8 @@ def unscale_and_clip_(model: nn.Module, max_norm: float, loss_scale: Tensor | No
         max_norm: as there.
         loss_scale: fp32 scalar on the device; None = 1. With one an overflow is part of training,
             so no warning names the parameters: `GradientNorm.non_finite` does.
+        is_wrong: bool on the device: whether this rank's gradients are none; None = they are right.
+            Where any are none the norm is nan on every rank.
 
     Returns:
         The norm before clipping, without the loss scale, the same on every rank.
@@ -133,7 +141,7 @@ def unscale_and_clip_(model: nn.Module, max_norm: float, loss_scale: Tensor | No
     refuse_added(model)
     owner, stages = find_stages(model)
     params = _trained(owner)
-    norm = _measure(params, stages, loss_scale)
+    norm = _measure(params, stages, loss_scale, is_wrong)
     _scale(params, norm, max_norm, loss_scale)
     return norm
 
@@ -145,6 +153,7 @@ def step_clipped(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     loss_scale: Tensor | None = None,
+    is_wrong: Tensor | None = None,
 ) -> GradientNorm:
     """Clip, and step the optimizers. No host sync where all of them are fused.
 
@@ -155,6 +164,7 @@ def step_clipped(
         max_norm: > 0; `math.inf` only measures.
         optimizers: of the model.
         loss_scale: as in `unscale_and_clip_`.
+        is_wrong: likewise.
 
     Returns:
         The norm before clipping, without the loss scale, the same on every rank.
@@ -167,7 +177,7 @@ def step_clipped(
         owner, stages = find_stages(model)
         params = _trained(owner)
         _check_holds(optimizers, params)
-        norm = _measure(params, stages, loss_scale)
+        norm = _measure(params, stages, loss_scale, is_wrong)
         if all(map(_can_skip, optimizers)):
             signals["found_inf"] = norm.skipped.float()  # a nan divides nothing: all is skipped
             divisors = [] if loss_scale is None else [loss_scale]
@@ -218,18 +228,26 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _measure(
-    params: list[tuple[str, nn.Parameter]], stages: AllStages | None, loss_scale: Tensor | None
+    params: list[tuple[str, nn.Parameter]],
+    stages: AllStages | None,
+    loss_scale: Tensor | None,
+    is_wrong: Tensor | None,
 ) -> GradientNorm:
     for _, param in params:
         lay_out_as_parameter(param)
     names = [n for n, _ in params]
-    squares = _squares(names, [p for _, p in params], stages)
+    squares = _squares(names, [p for _, p in params], stages, is_wrong)
     if loss_scale is not None:
         squares = squares / loss_scale.double().square()
     return GradientNorm(tuple(names if stages is None else stages.num_holders), squares)
 
 
-def _squares(names: list[str], params: list[nn.Parameter], stages: AllStages | None) -> Tensor:
+def _squares(
+    names: list[str],
+    params: list[nn.Parameter],
+    stages: AllStages | None,
+    is_wrong: Tensor | None,
+) -> Tensor:
     """Return fp64 [parameters of all stages]: the squared norm of each gradient over all ranks."""
     if stages is None and not params:
         return torch.zeros(0, dtype=torch.float64)
@@ -249,6 +267,8 @@ def _squares(names: list[str], params: list[nn.Parameter], stages: AllStages | N
     squares /= copies.to(squares.device, non_blocking=True)
     if stages is not None:
         squares = stages.place(names, squares)
+    if is_wrong is not None:
+        squares[:1] += torch.where(is_wrong, torch.nan, 0.0)
     dist.all_reduce(squares)
     return squares
 

@@ -111,9 +111,14 @@ class PagePool:
         """B."""
         return self.pages.shape[2]
 
-    def clear_needed(self) -> None:
-        """Let MOST and MISSED be counted anew; the device has come to here."""
-        self.report[MOST_WORD:] = 0
+    def clear_needed(self, *, report: bool = True) -> None:
+        """Let MOST and MISSED be counted anew.
+
+        Args:
+            report: on the host, too; when the device has come to here, or it has been read.
+        """
+        if report:
+            self.report[MOST_WORD:] = 0
         self.state[MOST_WORD:].zero_()
 
     def table(self, length: int) -> Tensor:

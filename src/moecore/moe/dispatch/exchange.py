@@ -33,6 +33,7 @@ from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_buffer
+from moecore.moe.room import larger, warn_of_skipped
 
 # What `ExchangePool._agree` compares.
 AGREED = ("D", "K", "dtype", "num_sms", "overlap_weight_grads", "keep_rows", "fp8_dispatch")
@@ -206,10 +207,22 @@ class Exchange:
         """Return the least row factor that had held all rows so far; 0 = they fit. No host sync."""
         return self.buffer.state[NEEDED_WORD] / self.balanced_rows
 
-    def clear_needed(self) -> None:
-        """Let later rows be counted anew; the device has come to here."""
-        self.buffer.report[NEEDED_WORD] = 0
+    def clear_needed(self, *, report: bool = True) -> None:
+        """Let later rows be counted anew.
+
+        Args:
+            report: on the host, too; when the device has come to here, or it has been read.
+        """
+        if report:
+            self.buffer.report[NEEDED_WORD] = 0
         self.buffer.state[NEEDED_WORD].zero_()
+
+    def take_needed(self) -> float:
+        """Return the needed factor that the host can see, 0 = none, and clear it there."""
+        needed = int(self.buffer.report[NEEDED_WORD])
+        if needed:
+            self.buffer.report[NEEDED_WORD] = 0
+        return needed / self.balanced_rows
 
     def check(self) -> None:
         """Raise what has gone wrong in all operations so far. One host sync.
@@ -352,7 +365,7 @@ class ExchangePool:
         exchange = self._entries.get(key)
         if exchange is None:
             exchange = self._entries[key] = self._make(x_TD, top_k)
-        exchange.asks_later = self._asks_later
+        exchange.asks_later = self._asks_later or self.may_be_small  # the end of the step tells
         exchange.poll()
         max_tokens = exchange.layout.max_tokens
         if max_tokens < T:
@@ -374,7 +387,31 @@ class ExchangePool:
             ExchangeError: when a rank did not come in time, or expert rows did not fit.
         """
         for exchange in self._entries.values():
+            exchange.asks_later = self._asks_later
             exchange.poll()
+
+    def settle(self) -> None:
+        """Give later dispatches the room that earlier ones needed, as far as the host can see.
+
+        Raises:
+            ExchangeError: when a rank did not come in time.
+        """
+        factor = 0.0
+        for exchange in self._entries.values():
+            exchange.asks_later = True
+            exchange.poll()
+            factor = max(factor, exchange.take_needed())
+        if factor:
+            now = larger(factor)
+            warn_of_skipped(self.option, self.factor, now)
+            self.options = replace(self.options, row_factor=now)
+            for exchange in self.entries:
+                exchange.options = self.options
+
+    def clear_state(self) -> None:
+        """Let the rows of the next step be counted anew on the device. No host sync."""
+        for exchange in self.entries:
+            exchange.clear_needed(report=False)
 
     def check(self) -> None:
         """Raise what has gone wrong on this rank so far; call it at the end of a step.
