@@ -145,7 +145,7 @@ def _part(value: Tensor) -> Tensor:
 
 
 def loops() -> dict[str, Any]:
-    """Return case -> each rank's skipped steps, those without an effect, and whether it ends well."""
+    """Return case -> each rank's skipped steps, those without effect, and if the last is right."""
     want, found = looped(), {}
     for case, options in TIGHT.items():
         got = looped(**options)

@@ -207,7 +207,6 @@ class TrainStep:
             forwards: of each model with gradients in the step; None = num_micro_batches. More
                 where parts of a model run one by one. Other numbers than come cost overlap, or
                 further reductions.
-
             pairs: whether `side_by_side` is for overlap here. For it dispatcher "alltoall" gathers
                 rows before it knows how many travel: min(ep, top_k) * etp of each token.
 

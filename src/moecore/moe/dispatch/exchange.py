@@ -232,6 +232,7 @@ class Exchange:
         """
         if self.buffer.state.is_cuda:
             torch.cuda.synchronize(self.buffer.state.device)  # report is written by the device
+        self.asks_later = False
         self.poll()
 
     def _late(self, code: int) -> str:
