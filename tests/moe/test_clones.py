@@ -26,7 +26,8 @@ from moecore import (
 )
 from moecore.kernels.experts.contract import ExpertWeights
 from moecore.moe.balance import BalanceGroups
-from moecore.moe.clones import Cloner, Clones, with_clones
+from moecore.moe.clone_weights import with_clones
+from moecore.moe.clones import Cloner, Clones
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
 from moecore.moe.low_rank import LowRank
 from moecore.moe.placement import ExpertPlacement

@@ -11,34 +11,23 @@ A clone lives for one forward and its backward. It is no parameter: checkpoints,
 norms know experts alone. Which experts are cloned is a function of all ranks' choices, so a forward
 that backward repeats makes the same clones. One all-gather of E numbers and one host sync per
 forward; one all-to-all per tensor of weights, forward and backward, where there are clones.
-
-Backward keeps the clones, and not the experts beside them once more: they are joined again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moecore._fields import Bound, Count, check_fields
-from moecore._torch import all_gather_single, is_recomputing, storage_key
-from moecore.kernels.experts.contract import (
-    ComputeGrad,
-    ExpertWeights,
-    GradSink,
-    GradTarget,
-    LowRankUpdate,
-)
+from moecore._torch import all_gather_single, is_recomputing
 from moecore.kernels.routing.clones import physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
-from moecore.memory.saved import Handle, packing
 from moecore.moe.lanes import Lanes, exchange
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
@@ -241,7 +230,7 @@ class Clones:
         )
         exchange(
             [
-                partial(dist.all_to_all_single, _carried(out), _carried(t.contiguous()), **how)
+                partial(dist.all_to_all_single, carried(out), carried(t.contiguous()), **how)
                 for out, t in zip(outs, sent, strict=True)
             ],
             self.lanes,
@@ -249,199 +238,6 @@ class Clones:
         return outs
 
 
-def _carried(tensor: Tensor) -> Tensor:
+def carried(tensor: Tensor) -> Tensor:
     """Return a tensor in a dtype that every communicator carries."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
-@contextmanager
-def with_clones(weights: ExpertWeights, clones: Clones | None) -> Iterator[ExpertWeights]:
-    """Give the weights of e + n experts; within, what is saved of them is joined again.
-
-    Args:
-        weights: of this rank's experts.
-        clones: of the forward; None = there are none, and the weights stay as they are.
-    """
-    if clones is None:
-        yield weights
-        return
-    joined = _Joined(clones)
-    extended = _extended(weights, joined)
-    with packing(joined.pack):
-        yield extended
-
-
-class _Joined:
-    """Tensors of experts and clones, and how to make them again."""
-
-    def __init__(self, clones: Clones) -> None:
-        self.clones = clones
-        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # the whole is held: its key
-
-    def join(self, own: Tensor, clones: Tensor) -> Tensor:
-        """Return [e + n, ...], a copy where there are clones on this rank."""
-        if not clones.shape[0]:
-            return own.view_as(own)
-        whole = _cat(own, clones)
-        self._parts[storage_key(whole)] = whole, own.detach(), clones
-        return whole
-
-    def pack(self, tensor: Tensor) -> Handle | None:
-        """Return the handle of a tensor that was joined; None of others."""
-        found = self._parts.get(storage_key(tensor))
-        return None if found is None else _Again(tensor, *found[1:])
-
-
-class _Again:
-    """A view of a joined tensor, which is joined again."""
-
-    __slots__ = ("_parts", "_view")
-
-    def __init__(self, tensor: Tensor, own: Tensor, clones: Tensor) -> None:
-        self._parts = own, clones
-        self._view = tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def unpack(self) -> Tensor:
-        """Return the view of a new copy."""
-        return _cat(*self._parts).as_strided(*self._view)
-
-
-def _cat(own: Tensor, clones: Tensor) -> Tensor:
-    return torch.cat([_carried(own), _carried(clones)]).view(own.dtype)
-
-
-class _Extend(torch.autograd.Function):
-    """Weights of experts -> of experts and clones; clones' gradients come home."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, joined: _Joined, how: tuple[_How, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.clones, ctx.how = joined.clones, how
-        ctx.set_materialize_grads(False)
-        n = joined.clones.num_here
-        read = [t for t, h in zip(tensors, how, strict=True) if h.has_values]
-        came = iter(joined.clones.fetch(read) if read else ())
-        return tuple(
-            joined.join(t, next(came))
-            if h.has_values
-            else t.new_empty(1).expand(t.shape[0] + n, *t.shape[1:])
-            for t, h in zip(tensors, how, strict=True)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        at_home = [h.sink is not None and h.sink.take() for h in ctx.how]
-        own = {
-            i: grad.clone()
-            for i, (grad, is_home) in enumerate(zip(grads, at_home, strict=True))
-            if grad is not None and not is_home
-        }
-        home = ctx.clones.bring_home_(list(own.values())) if own else ()
-        found = dict(zip(own, home, strict=True))
-        n = ctx.clones.num_here
-        return (
-            None,
-            None,
-            *(
-                found.get(i, None if grad is None else grad[: grad.shape[0] - n])
-                for i, grad in enumerate(grads)
-            ),
-        )
-
-
-class _How(NamedTuple):
-    """Of a tensor of weights.
-
-    Attributes:
-        has_values: whether products read it; False for what was quantised.
-        sink: what may bring its gradient home in the experts' backward.
-    """
-
-    has_values: bool = True
-    sink: _HomeSink | None = None
-
-
-class _HomeSink:
-    """Adds the clones' gradients to those of their experts, for the experts' own sink."""
-
-    def __init__(self, sink: GradSink, clones: Clones, dtype: torch.dtype) -> None:
-        self._sink, self._clones, self._dtype = sink, clones, dtype
-        self._is_home = False
-
-    def take(self) -> bool:
-        """Return whether `put` ran in this backward: not under dispatch modes, for example."""
-        is_home, self._is_home = self._is_home, False
-        return is_home
-
-    def put(self, compute: ComputeGrad, *operands: Any) -> Tensor | None:
-        """As of `GradSink`; collective. Sums in fp32."""
-        wide = torch.promote_types(self._dtype, torch.float32)
-        total = compute(*operands, GradTarget(dtype=wide))
-        (home,) = self._clones.bring_home_([total])
-        self._is_home = True
-        found = self._sink.put(_put, home, self._dtype)
-        if found is None:
-            return None
-        return torch.cat([found, found.new_zeros(self._clones.num_here, *found.shape[1:])])
-
-    def defer(self, compute: ComputeGrad, *operands: Any) -> bool:
-        """Return False: what ranks do together they do in this backward."""
-        return False
-
-
-def _put(grad: Tensor, dtype: torch.dtype, target: GradTarget) -> Tensor:
-    """Put a gradient that is there already at a target."""
-    if target.scale != 1.0:
-        grad = grad * target.scale
-    if target.out is None:
-        return grad.to(target.dtype or dtype)
-    return target.out.add_(grad) if target.adds else target.out.copy_(grad)
-
-
-def _extended(weights: ExpertWeights, joined: _Joined) -> ExpertWeights:
-    """Return the weights of experts and clones. Collective."""
-    clones, quantised = joined.clones, weights.quantised
-    updates = [u for u in (weights.update1, weights.update2) if u is not None]
-    matrices = [weights.w1_eCD, weights.w2_eDF]
-    sinks = [
-        None if sink is None else _HomeSink(sink, clones, matrix.dtype)
-        for sink, matrix in zip(weights.sinks, matrices, strict=True)
-    ]
-    how = [_How(quantised is None, sink) for sink in sinks]
-    others = [b for b in (weights.b1_eC, weights.b2_eD) if b is not None]
-    others += [t for u in updates for t in (u.a_erI, u.b_eOr)]
-    # Transposed matrices are views of contiguous memory: as that they travel, and are joined.
-    is_view = [not m.is_contiguous() and h.has_values for m, h in zip(matrices, how, strict=True)]
-    stored = [m.transpose(1, 2) if v else m for m, v in zip(matrices, is_view, strict=True)]
-    how += [_How()] * len(others)
-    found = iter(_Extend.apply(joined, tuple(how), *stored, *others))
-    w1, w2 = (w.transpose(1, 2) if v else w for v, w in zip(is_view, found, strict=False))
-    extended = replace(
-        weights,
-        w1_eCD=w1,
-        w2_eDF=w2,
-        b1_eC=None if weights.b1_eC is None else next(found),
-        b2_eD=None if weights.b2_eD is None else next(found),
-    )
-    pairs = (weights.update1, weights.update2)
-    update1, update2 = (u and LowRankUpdate(next(found), next(found)) for u in pairs)
-    return replace(
-        extended,
-        update1=update1,
-        update2=update2,
-        sinks=(sinks[0], sinks[1]),
-        quantised=None if quantised is None else _joined_leaves(quantised, joined),
-    )
-
-
-@torch.no_grad()
-def _joined_leaves(
-    quantised: tuple[tuple[Tensor, ...], tuple[Tensor, ...]], joined: _Joined
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return quantised matrices of experts and clones. Collective."""
-    leaves = [leaf for matrix in quantised for leaf in matrix]
-    came = joined.clones.fetch(leaves)
-    found = [joined.join(own, there) for own, there in zip(leaves, came, strict=True)]
-    first = len(quantised[0])
-    return tuple(found[:first]), tuple(found[first:])

@@ -35,7 +35,7 @@ from moecore.kernels.experts.products import quantise_matrices
 from moecore.memory.saved import UsedRows, counting_rows
 from moecore.moe.activation import activation_options
 from moecore.moe.backends import ExpertBackend, check_backend, separate_computation
-from moecore.moe.clones import with_clones
+from moecore.moe.clone_weights import with_clones
 from moecore.moe.expert_layout import ExpertLayout, expert_shapes
 from moecore.moe.low_rank import LowRank
 from moecore.moe.params import ParamReader, check_values, init_normal_, shard_parameter
