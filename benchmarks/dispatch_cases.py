@@ -21,7 +21,7 @@ from moecore.kernels.common import num_sms
 from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
 from moecore.mesh import Meshes
-from moecore.moe.dispatch.exchange import ExchangePool, divide
+from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.placement import ExpertPlacement

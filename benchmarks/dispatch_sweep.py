@@ -27,7 +27,8 @@ from benchmarks.dispatch_cases import (
 )
 from moecore.kernels.exchange.buffer import ExchangeLayout, SymmetricBuffer
 from moecore.mesh import Meshes
-from moecore.moe.dispatch.exchange import Exchange, ExchangePool
+from moecore.moe.dispatch.exchange import Exchange
+from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_buffer

@@ -40,7 +40,7 @@ from moecore.moe.balance import BalanceGroups
 from moecore.moe.clones import CloneOptions, Cloner
 from moecore.moe.dispatch.allgather import AllGatherDispatcher
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.exchange import ExchangePool
+from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.local import LocalDispatcher
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions

@@ -18,7 +18,8 @@ from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, Symmetric
 from moecore.kernels.exchange.copies import SlotEvent
 from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
 from moecore.kernels.rows.move import sum_rows_ref
-from moecore.moe.dispatch.exchange import Exchange, ExchangePool
+from moecore.moe.dispatch.exchange import Exchange
+from moecore.moe.dispatch.exchange_pool import ExchangePool
 
 
 def hole_of(x: Tensor) -> float:

@@ -37,7 +37,8 @@ from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout
 from moecore.kernels.exchange.copies import TRANSITIONS, SlotEvent, SlotState
 from moecore.kernels.exchange.operations import SpreadChoices
-from moecore.moe.dispatch.exchange import Exchange, ExchangePool
+from moecore.moe.dispatch.exchange import Exchange
+from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.experts import Experts
 

@@ -35,7 +35,7 @@ from moecore.memory.options import MemoryOptions, StashOptions
 from moecore.memory.stash import Stash
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.exchange import ExchangePool, divide
+from moecore.moe.dispatch.exchange_pool import ExchangePool, divide
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.peer_memory import find_problem
 from moecore.moe.placement import ExpertPlacement

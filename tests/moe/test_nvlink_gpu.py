@@ -24,7 +24,7 @@ from moecore import MoEConfig, MoELayer, ParallelConfig, build_meshes
 from moecore.kernels.common import has_hopper_kernels
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
-from moecore.moe.dispatch.exchange import ExchangePool
+from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import find_problem

@@ -21,7 +21,7 @@ from moecore._fields import Count, check_value
 from moecore._torch import foreach_add_
 from moecore.kernels.routing.entropy import UNIT
 from moecore.moe.balance import BalanceGroups, LoadCounts
-from moecore.moe.dispatch.exchange import ExchangePool
+from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.params import clean_name
 from moecore.moe.quantile import bias_move

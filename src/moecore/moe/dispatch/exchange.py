@@ -1,43 +1,23 @@
-"""Buffers that every rank of a group can write, who owns them, and what went wrong in them.
-
-`ExchangePool` belongs to a model: all its layers share one `Exchange` per (row bytes, K, lane).
-Each is made at first use, by all ranks together. Its buffer lives until `close()`, or until the
-last user of the pool is gone. Only the making and `check` wait for the device.
-
-Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3
-with `NVLinkOptions.overlap_weight_grads`.
-"""
+"""A buffer that every rank of a group can write, operations over it, and what went wrong in it."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.kernels.common import num_sms, on_device
 from moecore.kernels.exchange import copies
 from moecore.kernels.exchange import operations as kernels
 from moecore.kernels.exchange.buffer import (
     ERROR_WORD,
     NEEDED_WORD,
-    ROW_ALIGNMENT,
-    SUM_DTYPES,
     ExchangeLayout,
     SymmetricBuffer,
 )
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.dispatch.peer_memory import make_buffer
-from moecore.moe.room import larger, warn_of_skipped
 
-# What `ExchangePool._agree` compares.
-AGREED = ("D", "K", "dtype", "num_sms", "overlap_weight_grads", "keep_rows", "fp8_dispatch")
-FEW_PROGRAMS = 64  # with fewer, receiving is what takes longest
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
 
 
@@ -253,7 +233,7 @@ class Exchange:
         )
 
 
-class _MetaExchange(Exchange):
+class MetaExchange(Exchange):
     """The shapes of an exchange: nothing is allocated or sent."""
 
     def spread_choices(
@@ -283,239 +263,3 @@ class _MetaExchange(Exchange):
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets."""
         return offsets_e
-
-
-class ExchangePool:
-    """The exchanges of a model, which owns their buffers.
-
-    Args:
-        group: the ranks among which tokens travel.
-        ep: number of expert blocks of the group.
-        options: sizes and times.
-    """
-
-    option = "NVLinkOptions.row_factor"
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, ep: int, options: NVLinkOptions | None = None
-    ) -> None:
-        self.group = group
-        self.ep = ep
-        self.options = options or NVLinkOptions()
-        self._entries: dict[tuple[int, int, int], Exchange] = {}
-        self._asks_later = False
-
-    @property
-    def factor(self) -> float | None:
-        """Expert rows over those of even loads; None = any fit."""
-        return self.options.row_factor
-
-    @property
-    def may_be_small(self) -> bool:
-        """Whether a step that had too many rows runs again."""
-        return self.options.row_factor is not None and self.options.overflow == "rerun"
-
-    @contextmanager
-    def asked_later(self) -> Iterator[None]:
-        """Within, too many rows are no error: `Exchange.needed_factor` has them."""
-        self._asks_later = True
-        try:
-            yield
-        finally:
-            self._asks_later = False
-            for exchange in self.entries:
-                exchange.asks_later = False
-
-    def needed_factor(self) -> Tensor:
-        """Return the least row factor that had held all rows; 0 = they fit. No host sync."""
-        found = [exchange.needed_factor() for exchange in self.entries]
-        return torch.stack(found).amax() if found else torch.zeros(())
-
-    def grow(self, factor: float | None) -> None:
-        """Give later dispatches more room, None = as much, and clear what was needed."""
-        if factor is not None:
-            self.options = replace(self.options, row_factor=factor)
-        for exchange in self.entries:
-            exchange.options = self.options
-            exchange.clear_needed()
-
-    def get(self, x_TD: Tensor, top_k: int, *, lane: int = 0) -> Exchange:
-        """Return the exchange for these tokens; made, by all ranks together, at first use.
-
-        Args:
-            x_TD: the tokens.
-            top_k: K.
-            lane: whose buffers; micro-batches that run at the same time need one each.
-
-        Raises:
-            ValueError: for a dtype or a row size that can not travel, for ranks that disagree, and
-                for more tokens than there is room for, before anything is sent.
-            RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
-        """
-        T, D = x_TD.shape
-        row_bytes = D * x_TD.itemsize
-        if x_TD.dtype not in SUM_DTYPES or row_bytes % ROW_ALIGNMENT:
-            raise ValueError(
-                f"rows ({D} x {x_TD.dtype}) must be fp32, bf16 or fp16 and multiples of "
-                f"{ROW_ALIGNMENT} bytes for dispatcher ('nvlink'): pad the model dim or use "
-                "'alltoall'"
-            )
-        if x_TD.is_meta:
-            return self._on_meta(x_TD, top_k)
-        key = (row_bytes, top_k, lane)
-        exchange = self._entries.get(key)
-        if exchange is None:
-            exchange = self._entries[key] = self._make(x_TD, top_k)
-        exchange.asks_later = self._asks_later or self.may_be_small  # the end of the step tells
-        exchange.poll()
-        max_tokens = exchange.layout.max_tokens
-        if max_tokens < T:
-            raise ValueError(
-                f"number of tokens ({T}) must be <= max_tokens of the exchange ({max_tokens}): set "
-                "NVLinkOptions.max_tokens to the most tokens of any rank"
-            )
-        return exchange
-
-    @property
-    def entries(self) -> tuple[Exchange, ...]:
-        """All exchanges that have been made."""
-        return tuple(self._entries.values())
-
-    def poll(self) -> None:
-        """Raise what has gone wrong on this rank, as far as the host can see without waiting.
-
-        Raises:
-            ExchangeError: when a rank did not come in time, or expert rows did not fit.
-        """
-        for exchange in self._entries.values():
-            exchange.asks_later = self._asks_later
-            exchange.poll()
-
-    def settle(self) -> None:
-        """Give later dispatches the room that earlier ones needed, as far as the host can see.
-
-        Raises:
-            ExchangeError: when a rank did not come in time.
-        """
-        factor = 0.0
-        for exchange in self._entries.values():
-            exchange.asks_later = True
-            exchange.poll()
-            factor = max(factor, exchange.take_needed())
-        if factor:
-            now = larger(factor)
-            warn_of_skipped(self.option, self.factor, now)
-            self.options = replace(self.options, row_factor=now)
-            for exchange in self.entries:
-                exchange.options = self.options
-
-    def clear_state(self) -> None:
-        """Let the rows of the next step be counted anew on the device. No host sync."""
-        for exchange in self.entries:
-            exchange.clear_needed(report=False)
-
-    def check(self) -> None:
-        """Raise what has gone wrong on this rank so far; call it at the end of a step.
-
-        One host sync per exchange; all but the first find the device idle.
-
-        Raises:
-            ExchangeError: see `poll`.
-        """
-        for exchange in self._entries.values():
-            exchange.check()
-
-    def close(self) -> None:
-        """Free all buffers; collective. A later `get` makes new ones, of other sizes if need be.
-
-        Raises:
-            RuntimeError: when an operation went wrong; the buffers are free then, too.
-        """
-        try:
-            self.check()
-        finally:
-            if self._entries:
-                dist.barrier(self.group)  # no rank frees what another one still writes
-            self._entries.clear()
-
-    def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
-        if not x_TD.is_cuda:
-            raise ValueError(
-                f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
-                "use 'alltoall'"
-            )
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
-                "one step first"
-            )
-        programs = self.options.num_sms or num_sms(x_TD.device)
-        layout = self._layout(x_TD, top_k, self._agree(x_TD, top_k, programs), programs)
-        # An evaluation may come first: a training step can not write tensors of inference mode.
-        with on_device(x_TD), torch.inference_mode(False):
-            buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
-        return Exchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
-
-    def _on_meta(self, x_TD: Tensor, top_k: int) -> Exchange:
-        most = self.options.max_tokens or x_TD.shape[0]
-        layout = self._layout(x_TD, top_k, most, self.options.num_sms or 1)
-        none = torch.empty(0, dtype=torch.int32, device="meta")
-        buffer = SymmetricBuffer(
-            layout=layout,
-            rank=dist.get_rank(self.group),
-            bases=none,
-            state=none,
-            report=none,
-            timeout_ns=0,
-        )
-        return _MetaExchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
-
-    def _layout(self, x_TD: Tensor, top_k: int, most: int, programs: int) -> ExchangeLayout:
-        return ExchangeLayout(
-            num_ranks=self.group.size(),
-            max_tokens=max(1, most),
-            row_bytes=x_TD.shape[1] * x_TD.itemsize,
-            top_k=top_k,
-            **divide(programs),
-            sums_slot=self.options.overlap_weight_grads,
-        )
-
-    def _balanced(self, layout: ExchangeLayout) -> int:
-        """Return the expert rows of a rank with even loads."""
-        return layout.source_rows * layout.top_k // self.ep
-
-    def _agree(self, x_TD: Tensor, top_k: int, programs: int) -> int:
-        """Return the most tokens of any rank. One collective and host sync.
-
-        Raises:
-            ValueError: when something else is not the same on all ranks.
-        """
-        options, (T, D) = self.options, x_TD.shape
-        choices = (options.overlap_weight_grads, options.keep_rows, options.fp8_dispatch)
-        sizes = (options.max_tokens or T, D, top_k, SUM_DTYPES.index(x_TD.dtype), programs)
-        mine = (*sizes, *map(int, choices))
-        ranks = [
-            torch.empty(len(mine), dtype=torch.int64, device=x_TD.device)
-            for _ in range(self.group.size())
-        ]
-        dist.all_gather(ranks, torch.tensor(mine, device=x_TD.device), group=self.group)
-        rows = torch.stack(ranks).tolist()
-        for g, row in enumerate(rows):
-            if row[1:] != rows[0][1:]:
-                other, first = (dist.get_global_rank(self.group, i) for i in (g, 0))
-                raise ValueError(
-                    f"({', '.join(AGREED)}) of rank {other} ({row[1:]}) must equal those of rank "
-                    f"{first} ({rows[0][1:]}): give all ranks of a dispatch group the same layers "
-                    "and options"
-                )
-        return max(row[0] for row in rows)
-
-
-def divide(programs: int) -> dict[str, int]:
-    """Return how an operation divides its programs into pushing and receiving ones, and its tokens.
-
-    As `ExchangeLayout` takes it, and as `bench_dispatch --sweep` found it fastest.
-    """
-    is_few = programs < FEW_PROGRAMS
-    push = max(1, programs * 5 // 12) if is_few else programs // 2
-    return dict(num_push=push, num_receive=programs - push, rounds=16 if is_few else 8)

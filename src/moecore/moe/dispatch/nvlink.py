@@ -35,7 +35,8 @@ from moecore.kernels.rows.index import ExpertIndex, build_index
 from moecore.kernels.rows.move import sum_rows_plain
 from moecore.kernels.rows.packed import PACKED_COLUMNS, pack_rows
 from moecore.kernels.rows.record import Rows
-from moecore.moe.dispatch.exchange import Exchange, ExchangePool
+from moecore.moe.dispatch.exchange import Exchange
+from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.lanes import Lanes
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import BalancedRows, ExpertInput, Routing, UnsummedRows
