@@ -179,7 +179,10 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     model, owner, state = function.model, function.owner, moe_state(function.model)
     buffers = object()
     state.exchanges = SimpleNamespace(
-        entries=(buffers,), poll=lambda: None, options=SimpleNamespace(exact_rows=False)
+        entries=(buffers,),
+        poll=lambda: None,
+        may_be_small=False,
+        options=SimpleNamespace(exact_rows=False),
     )
     run = GraphedForwardBackward(function, model)
 
