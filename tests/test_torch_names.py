@@ -345,7 +345,7 @@ def test_groups_and_meshes() -> None:
     strided = _torch.StridedShard(0, split_factor=2)
     assert (strided.dim, strided.split_factor) == (0, 2)
     a, b = (init_device_mesh("cpu", (1, 1), mesh_dim_names=n) for n in (("w", "x"), ("y", "z")))
-    both = concatenate([a, b["z"]])
+    both = concatenate(a, b["z"])
     assert both.mesh_dim_names == ("w", "x", "z") and both.mesh.tolist() == [[[0]]]
     assert both.get_group("z") is b.get_group("z")
     local = torch.ones(2, 2)

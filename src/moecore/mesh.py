@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -255,7 +254,7 @@ def split_context(
     return view.get_group("cp_inner"), view.get_group("cp_outer")
 
 
-def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+def concatenate(*meshes: DeviceMesh) -> DeviceMesh:
     """Return the mesh of all dims of several views of one world, in order. No communication.
 
     Args:

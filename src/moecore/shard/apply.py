@@ -15,7 +15,8 @@ count, and every unit's divisor is 1.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moecore.mesh import Meshes
+from moecore.mesh import Meshes, concatenate
 from moecore.moe.params import ParamReader
 from moecore.shard.buffers import Buffer
 from moecore.shard.engine import ENGINE, Engine
@@ -57,11 +58,12 @@ def shard_model(model: nn.Module, plan: ShardPlan, meshes: Meshes) -> None:
         meshes: both views.
     """
     streams, owners = Streams(meshes.device_type), _owners(model)
+    join = cache(concatenate)  # milliseconds each, and parameters have few
     made: dict[str, list[Unit]] = {}
     for planned in plan.units:
         modules: list[Any] = [model.get_submodule(name) for name in planned.modules]
         made[planned.name] = [
-            _unit(planned, layout, modules, owners, meshes, streams)
+            _unit(planned, layout, modules, owners, meshes, streams, join)
             for layout in planned.layouts or (NOTHING,)
         ]
         if planned.role == "experts":
@@ -95,6 +97,7 @@ def _unit(
     owners: dict[str, Owners],
     meshes: Meshes,
     streams: Streams,
+    join: Callable[..., DeviceMesh],
 ) -> Unit:
     mesh = mesh_of(planned, meshes)
     gathered, reduced = _dtype(planned.gather_dtype), _dtype(planned.reduce_dtype)
@@ -102,12 +105,10 @@ def _unit(
     groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
     group = groups.pop() if groups and is_cut else None
     group = group if group is not None and group.size() > 1 else None
+    how: dict[str, Any] = dict(device_type=meshes.device_type, is_cut=is_cut, join=join)
     return Unit(
         modules,
-        [
-            UnitParam(slot, owners[slot.param], mesh, device_type=meshes.device_type, is_cut=is_cut)
-            for slot in layout.slots
-        ],
+        [UnitParam(slot, owners[slot.param], mesh, **how) for slot in layout.slots],
         layout=layout,
         format=_format(layout, planned, group),
         shard_group=group,

@@ -10,6 +10,7 @@ another dim are gathered beside it and copied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moecore._torch import StridedShard, call_accumulate_hooks, local_of, wrapped_like
-from moecore.mesh import concatenate
 from moecore.moe.params import grad_placements
 from moecore.shard.plan import FlatSlot
 
@@ -34,6 +34,7 @@ class UnitParam:
         mesh: (replicate, shard) or (shard); None = no other data rank has a part in it.
         device_type: on which it is trained.
         is_cut: whether the ranks of the mesh's last dim have parts of it, or all of it each.
+        join: see `_placements`.
 
     Attributes:
         sharded: see above.
@@ -53,6 +54,7 @@ class UnitParam:
         *,
         device_type: str,
         is_cut: bool,
+        join: Callable[..., DeviceMesh],
     ) -> None:
         self.slot, self.owners = slot, owners
         dim, chunk = slot.dim, slot.rows
@@ -72,7 +74,7 @@ class UnitParam:
         own = data.narrow(dim, start, min(chunk, self.shape[dim] - start))
         own = own.to(device_type) if not own.is_meta else own
         shard = own.clone(memory_format=torch.contiguous_format)
-        place = _placements(param, dim if is_cut else None, mesh)
+        place = _placements(param, dim if is_cut else None, mesh, join)
         sharded = DTensor.from_local(
             shard, *place, run_check=False, shape=param.shape, stride=param.stride()
         )
@@ -184,7 +186,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _placements(
-    param: Tensor, dim: int | None, mesh: DeviceMesh | None
+    param: Tensor, dim: int | None, mesh: DeviceMesh | None, join: Callable[..., DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return where the sharded parameter lies: over data ranks, then as it was before.
 
@@ -192,6 +194,7 @@ def _placements(
         param: cut over tp, ep and etp.
         dim: that data ranks cut; None = each has all of it.
         mesh: of these ranks; None = the parameter lies as it did.
+        join: returns the mesh of the dims of two.
     """
     inner = param.device_mesh if isinstance(param, DTensor) else None
     before = param.placements if isinstance(param, DTensor) else ()
@@ -206,4 +209,4 @@ def _placements(
                 cuts *= inner.size(mesh_dim)
         # Tensor and expert parallelism have cut the dim first.
         own[-1] = Shard(dim) if cuts == 1 else StridedShard(dim, split_factor=cuts)
-    return (mesh if inner is None else concatenate([mesh, inner])), (*own, *before)
+    return (mesh if inner is None else join(mesh, inner)), (*own, *before)
