@@ -51,9 +51,11 @@ from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.forced import force_even_load
 from moecore.moe.placement import ExpertPlacement
+from moecore.optim import AdamW
 from moecore.precision.apply import apply_precision
 from moecore.precision.roles import Precision
 from tests.moe.reference import ReferenceOutput, moe_reference
+from tests.parts import on_parts
 from tests.shard.units import unit_of
 
 CPU = torch.device("cpu")
@@ -157,6 +159,7 @@ class Case:
     bf16: bool = False
     recompute: bool = False  # activation checkpointing of every block
     frozen: bool = False  # routed experts do not train
+    torch_optimizers: bool = False  # torch plans their operations on DTensors for seconds
 
     @property
     def is_rough(self) -> bool:
@@ -208,11 +211,12 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
         initial = {n: t.clone() for n, t in whole(model.state_dict()).items()}
         if case.pipeline is not None:
             initial = of_all_stages(initial, device)
-        reference = Decoder(config).to(device)
-        reference.init_weights(seed=5)
-        assert all(torch.equal(initial[n], t) for n, t in reference.state_dict().items()), (
-            "meta initialisation must not depend on the layout"
-        )
+        if case.pipeline is None or dist.get_rank() == 0:
+            reference = Decoder(config).to(device)
+            reference.init_weights(seed=5)
+            assert all(torch.equal(initial[n], t) for n, t in reference.state_dict().items()), (
+                "meta initialisation must not depend on the layout"
+            )
     tamper(model, meshes, case.tamper)
     batches = make_batches(case, meshes, device)
     with counted_copies() as copies:
@@ -231,11 +235,11 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
 
 
 def of_all_stages(found: dict[str, Any], device: torch.device = CPU) -> dict[str, Any]:
-    """Return what all ranks found, on one device; what several have must be the same bits."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: t.cpu() for name, t in found.items()})
+    """Return on rank 0 what all found, on one device; what several have must be the same bits."""
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object({name: t.cpu() for name, t in found.items()}, everyone)
     merged: dict[str, Any] = {}
-    for one in everyone:
+    for one in everyone or ():
         for name, tensor in one.items():
             same = torch.equal(merged.setdefault(name, tensor), tensor)
             assert same or name.startswith("loss/"), f"{name} differs between stages"
@@ -375,11 +379,13 @@ def make_batches(case: Case, meshes: Meshes, device: torch.device) -> list[list[
     return [[[batch(r, i) for r in ranks] for i in micros] for _ in OPTIMIZERS]
 
 
-def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, name: str, *, is_torchs: bool) -> torch.optim.Optimizer:
+    torchs, ours = (torch.optim.SGD, torch.optim.AdamW), (on_parts(torch.optim.SGD), AdamW)
+    sgd, adamw = torchs if is_torchs else ours
     if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.05)
+        return sgd(model.parameters(), lr=0.05)
     # An eps of the size of the gradients: AdamW's division then does not magnify rounding.
-    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2, weight_decay=0.1)
+    return adamw(model.parameters(), lr=0.01, eps=1e-2, weight_decay=0.1)
 
 
 def loss_scale(case: Case, step: list[list[Batch]]) -> dict[str, Any]:
@@ -393,7 +399,7 @@ def train(
     model: nn.Module, meshes: Meshes, batches: list[list[list[Batch]]], case: Case
 ) -> dict[str, Any]:
     """Two steps of each optimizer on this rank; returns whole tensors."""
-    optimizers = {name: make_optimizer(model, name) for name in OPTIMIZERS}
+    optimizers = {n: make_optimizer(model, n, is_torchs=case.torch_optimizers) for n in OPTIMIZERS}
     owner = TrainStep(model, max_norm=0.7, num_micro_batches=case.accumulate)
     found: dict[str, Any] = {}
     for i, step in enumerate(batches):
@@ -466,7 +472,7 @@ def train_reference(
     for name, layer in layers.items():
         forward = _reference_forward(outputs[name], case.parallel.get("cp", 1))
         layer.forward = MethodType(forward, layer)
-    optimizers = {name: make_optimizer(model, name) for name in OPTIMIZERS}
+    optimizers = {n: make_optimizer(model, n, is_torchs=True) for n in OPTIMIZERS}
     expected: dict[str, Any] = {}
     for i, step in enumerate(batches):
         ranks, prior = range(len(step[0])), dict.fromkeys(layers, 0)

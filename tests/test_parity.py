@@ -95,7 +95,7 @@ CASES = [
         clones=TWO,
     ),
     case(6, "dp_shard=2 tp=3", "ep=6 edp_shard=1", model="sigmoid", meta=True),
-    case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather"),
+    case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather", torch_optimizers=True),
     case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),
     case(6, "dp_replicate=2 dp_shard=1 tp=3", "ep=2 etp=3 edp_shard=1", model="biases"),
     case(

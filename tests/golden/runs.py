@@ -25,6 +25,7 @@ from moecore import Meshes, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
 from moecore.optim import AdamW
 from tests.golden.paths import PATHS, Path
+from tests.parts import on_parts
 
 VOCAB, BATCHES = 61, 4  # the batches repeat, so that losses fall
 Batch = tuple[Tensor, Tensor]
@@ -46,7 +47,7 @@ def run_path(path: Path) -> Result:
     _fill(model.to(path.dtype))
     parallelize_moe(model, meshes, **path.options)
     # An eps of the size of the gradients: the division then does not magnify rounding.
-    make_optimizer = AdamW if path.fused else torch.optim.AdamW
+    make_optimizer = AdamW if path.fused else on_parts(torch.optim.AdamW)
     optimizer = make_optimizer(model.parameters(), lr=path.lr, eps=1e-2, weight_decay=0.1)
     batches = _batches(path, meshes)
     losses, norms = [], []

@@ -34,6 +34,7 @@ from tests.hf.family_models import (
     model_class,
     tiny_model,
 )
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 
 REFUSED = {
@@ -86,7 +87,7 @@ def parallel(family: str, meshes: Meshes, folder: Path) -> tuple[Found, list[str
     """
     memory = MemoryOptions(recompute="gemm_last")
     model, found = parallelize_moe(tiny_model(family), meshes, memory=memory), {}
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    step = TrainStep(model, on_parts(torch.optim.SGD)(model.parameters(), lr=RATE))
     for i in range(STEPS):
         with step.micro_batch():
             loss = loss_of(model, batch(model, 2 * i + dist.get_rank()))

@@ -31,6 +31,7 @@ from moecore.adapters.base import swap_blocks
 from moecore.hf import use_causal_attention
 from tests.hf.family_models import tiny_model
 from tests.hf.hf_models import enable_checkpointing, random_model, whole_gradients, worst
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 
 STEPS, ROWS, TOKENS = 2, 2, 32
@@ -160,7 +161,7 @@ def found_on(case: Case, meshes: Meshes) -> dict[str, Tensor]:
         loss=case.loss,  # type: ignore[arg-type]
         balance=case.balance,
     )
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), {}
+    optimizer, found = on_parts(torch.optim.SGD)(model.parameters(), lr=0.05), {}
     owner = TrainStep(model, optimizer, max_norm=math.inf)
     for step in range(STEPS):
         batches = [batch_of(case, rank, step) for rank in range(meshes.data_ranks)]

@@ -42,6 +42,7 @@ from moecore.moe.micro_batch import MicroBatch
 from moecore.optim import QKClip
 from tests.attention.test_context_parallel import swapped, wrong_merge
 from tests.models.test_mtp import CONFIGS, make
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 
 LATENT, GROUPED = CONFIGS["latent, 1"], CONFIGS["grouped, tied, dense, 1"]
@@ -207,7 +208,7 @@ def update(model: Decoder, found: dict[str, Tensor], step: int, clip: QKClip | N
     for name, param in model.named_parameters():
         grad = param.grad
         found[f"{step}: gradient of {name}"] = getattr(grad, "full_tensor", lambda g=grad: g)()
-    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    on_parts(torch.optim.SGD)(model.parameters(), lr=0.05).step()
     model.zero_grad()
     if clip is not None:
         clip.step()

@@ -22,6 +22,7 @@ from moecore.models.block import Block
 from moecore.moe.state import moe_state
 from tests.models.plain_decoder import plain_losses
 from tests.models.test_mtp import CONFIGS, make
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.units import is_unit
 
@@ -146,7 +147,7 @@ def run_bf16() -> list[float]:
     meshes = build_meshes(ParallelConfig(ep=2), "cpu")
     model = make(config)
     parallelize_moe(model, meshes, fsdp=FSDPOptions(param_dtype=torch.bfloat16))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = on_parts(torch.optim.AdamW)(model.parameters(), lr=3e-3)
     tokens, labels = batches(config, meshes.data_ranks, False)[meshes.data_rank]
     cu_seqlens, sums = torch.tensor([0, 7, 24]), []
     for _ in range(8):

@@ -26,6 +26,7 @@ from moecore.shard import rank_bytes
 from moecore.shard.clip import clip_grad_norm_
 from moecore.shard.plan import plan_of
 from moecore.step import drop_step
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.units import recorded, units
 
@@ -101,7 +102,7 @@ def run_step(model: Decoder, owner: TrainStep | None, step: int, rank: int) -> N
 def train(layout: str, rank: int, *, once: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return gradients and norms of all steps, and what communicates in the last one."""
     model = make(layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2)
+    optimizer = on_parts(torch.optim.AdamW)(model.parameters(), lr=0.05, eps=1e-2)
     owner = owner_of(model) if once else None
     found: dict[str, Tensor] = {}
     for step in range(STEPS):

@@ -26,6 +26,7 @@ from moecore.checkpoint import load, save
 from moecore.models import Decoder, DecoderConfig
 from moecore.shard import transport
 from moecore.shard.engine import engines_of
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.fsdp2 import parallelize_with_fsdp2
 
@@ -84,13 +85,15 @@ CASES = {
 }
 
 
-def make(case: Case, engine: str, seed: int = 0) -> tuple[Decoder, torch.optim.Optimizer]:
+def make(
+    case: Case, engine: str, seed: int = 0, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> tuple[Decoder, torch.optim.Optimizer]:
     model = Decoder(case.config, device="meta")
     BOTH[engine](model, build_meshes(case.parallel, "cpu"), fsdp=case.fsdp)
     assert bool(engines_of(model)) == (engine == "units")
     model.to_empty(device="cpu")
     model.init_weights(seed=seed)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    return model, kind(model.parameters(), lr=0.05, eps=1e-3)  # type: ignore[call-arg]
 
 
 def tokens_of(case: Case, step: int, n: int) -> Tensor:
@@ -101,7 +104,7 @@ def tokens_of(case: Case, step: int, n: int) -> Tensor:
 
 def train(case: Case, engine: str) -> dict[str, Tensor]:
     """Return losses, and this rank's parts of gradients and parameters."""
-    model, optimizer = make(case, engine)
+    model, optimizer = make(case, engine, kind=on_parts(torch.optim.AdamW))
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         for n in range(MICRO_BATCHES):

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from moecore import FSDPOptions, MoEConfig, ParallelConfig, TrainStep, build_meshes, parallelize_moe
 from moecore.models import Decoder, DecoderConfig
+from tests.parts import on_parts
 from tests.ranks import _share_gloo_device, forks
 
 TIMEOUT_S, HARD_S = 12, 75
@@ -56,7 +57,7 @@ class Rank:
         parallelize_moe(self.model, build_meshes(ParallelConfig(ep=2), "cpu"), fsdp=fsdp)
         self.model.to_empty(device="cpu")
         self.model.init_weights()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, eps=1e-3)
+        self.optimizer = on_parts(torch.optim.AdamW)(self.model.parameters(), lr=0.05, eps=1e-3)
         self.step = TrainStep(self.model, self.optimizer, num_micro_batches=2)
 
     def loss(self, n: int) -> Tensor:

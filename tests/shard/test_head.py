@@ -30,6 +30,7 @@ from moecore import (
 from moecore.models import Decoder, DecoderConfig
 from moecore.shard.unit import State
 from moecore.shard.units import find_blocks, find_heads
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.units import recorded, unit_names, unit_of
 
@@ -103,7 +104,7 @@ def loss_of(model: nn.Module, run: Run, tokens: Tensor, labels: Tensor) -> Tenso
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     # An eps of the size of the gradients: AdamW's division then does not magnify rounding.
-    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2)
+    return on_parts(torch.optim.AdamW)(model.parameters(), lr=0.05, eps=1e-2)
 
 
 def make_parallel(run: Run) -> Decoder:

@@ -23,6 +23,7 @@ from moecore import (
 )
 from moecore.step import drop_step
 from tests.moe.moe_cases import make_layer
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
@@ -114,7 +115,7 @@ def train(layout: str, ids: Tensor, disturb: str, **options: Any) -> list[float]
         evaluate(model, ids)
     if disturb == "a forward without a backward before the optimizer is made":
         model(ids)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.1)
     owner = TrainStep(model, num_micro_batches=2) if disturb == BETWEEN else None
     for _ in range(STEPS):
         for n in range(2):

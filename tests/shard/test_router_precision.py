@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moecore import FSDPOptions, MoEConfig, MoELayer, ParallelConfig, build_meshes, parallelize_moe
 from moecore.kernels.routing.router_logits import router_logits_ref
 from tests.moe.moe_cases import make_layer
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.units import is_unit, unit_of
 
@@ -91,7 +92,7 @@ def two_steps(rank: int, together: int, recomputed: tuple[int, ...]) -> list[Ten
     for i in recomputed:
         layer = model.layers[i]
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.01)
     found = []
     for step in range(2):
         optimizer.zero_grad()

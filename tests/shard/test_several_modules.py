@@ -22,6 +22,7 @@ from moecore import (
     parallelize_moe,
 )
 from tests.moe.moe_cases import make_layer
+from tests.parts import on_parts
 from tests.ranks import run_ranks
 
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
@@ -155,7 +156,7 @@ def inner_loss_after_eval(options: str) -> tuple[nn.Module, nn.Module]:
 def a_block_alone(options: str) -> tuple[nn.Module, nn.Module]:
     models = make(options), make(options)
     for alone, model in zip((True, False), models, strict=True):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = on_parts(torch.optim.SGD)(model.parameters(), lr=0.01)
         model(ids())[0].backward()
         if alone:
             with torch.no_grad():

@@ -30,6 +30,7 @@ from moecore.shard.buffers import Buffer
 from moecore.shard.streams import Mark
 from moecore.shard.unit import State, Unit
 from moecore.step import drop_step
+from tests.parts import on_parts
 from tests.shard.units import unit_of, units
 
 DIM, BLOCKS, LR = 8, 5, 2**-6
@@ -120,7 +121,7 @@ class Pair:
         self.model: Any = parallelize_moe(Model(), meshes, fsdp=fsdp)
         self.plain, self.batches = Plain(), 0
         self.flights: list[Flight] = []  # whose backward may come
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        self.optimizer = on_parts(torch.optim.SGD)(self.model.parameters(), lr=LR)
 
     def batch(self) -> Tensor:
         self.batches += 1
