@@ -49,6 +49,7 @@ IMPORTED = (
     "moecore.models",
     "pytest",
     "torch._dynamo",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",  # if it is there: a second per rank
     "tests.frozen",
 )
 LAST_RANK = forkserver.ForkServer()  # see Note "starts"
