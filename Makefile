@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # The whole suite: files side by side where pytest-xdist is, so each process computes on one core.
 ONE_THREAD := OMP_NUM_THREADS=1
-WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile')
+WORKERS = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder')
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test golden demo bench bench-docs lint format clean
