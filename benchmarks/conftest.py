@@ -1,7 +1,7 @@
 """How `pytest benchmarks` chooses what to run, where rows go, and who may report.
 
 On a GPU: all shapes, rows appended to benchmarks/results. Without one: the tiny shape, as a smoke
-test whose rows go to a temporary folder.
+test whose rows go to a temporary folder; the tests that prove them are left to `make test`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         effort=measured if has_gpu else harness.SMOKE,
         environment=Environment.here(),
         folder=Path(folder) if folder else default,
+        keeps_rows=has_gpu or bool(folder),
         backends=tuple(config.getoption("--backend")),
         config=config,
     )
@@ -79,8 +80,13 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def gate(request: pytest.FixtureRequest, session: Session) -> Gate:
-    """The gate, with the tests of everything that this session will run already run."""
+def gate(request: pytest.FixtureRequest, session: Session) -> Gate | None:
+    """The gate, with the tests of everything that this session will run already run.
+
+    None for a smoke test, whose rows nobody keeps.
+    """
+    if not session.keeps_rows:
+        return None
     made = Gate(ROOT, getattr(request.config, "cache", None), gpu=session.device.type == "cuda")
     marks = [item.get_closest_marker("proven_by") for item in request.session.items]
     files = {file for mark in marks if mark for file in mark.args}
@@ -92,12 +98,13 @@ def gate(request: pytest.FixtureRequest, session: Session) -> Gate:
 
 
 @pytest.fixture(autouse=True)
-def only_with_green_tests(request: pytest.FixtureRequest, gate: Gate) -> None:
+def only_with_green_tests(request: pytest.FixtureRequest, gate: Gate | None) -> None:
     """Refuse the benchmark when tests of its op are not green here, or when it names none."""
     mark = request.node.get_closest_marker("proven_by")
     if mark is None:
         pytest.fail("a benchmark must say what proves its op: mark it proven_by(test file)")
-    refusal = gate.refusal(mark.args)
+    missing = [file for file in mark.args if not (ROOT / file).is_file()]
+    refusal = f"{missing[0]} does not exist" if missing else gate and gate.refusal(mark.args)
     if refusal:
         pytest.fail(refusal, pytrace=False)
 
@@ -112,7 +119,7 @@ def free_memory() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ceilings(session: Session, gate: Gate) -> Ceilings:
+def ceilings(session: Session, gate: Gate | None) -> Ceilings:
     """Measure a large copy (read + written bytes) and a large square bf16 product."""
     device = session.device
     source = torch.randn(CEILING_BYTES[device.type] // 4, device=device)

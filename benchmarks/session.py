@@ -21,6 +21,7 @@ class Session:
         effort: how long each group of variants is measured.
         environment: the same in all records.
         folder: where records go.
+        keeps_rows: whether the folder outlives the run.
         backends: chosen by --backend; empty = all.
         config: pytest's, to print past its capture.
     """
@@ -29,6 +30,7 @@ class Session:
     effort: harness.Effort
     environment: Environment
     folder: Path
+    keeps_rows: bool
     backends: tuple[str, ...]
     config: pytest.Config
 
