@@ -1,6 +1,6 @@
 """One composition of parallel degrees against one process: what `test_parity.py` runs per case.
 
-Every rank trains the same tiny decoder for a step of SGD and two of AdamW. Rank 0 repeats them in
+Every rank trains the same tiny decoder for a step of SGD and one of AdamW. Rank 0 repeats them in
 one process with `moe_reference` in place of every MoE layer and reports, per quantity, the worst
 error of an element relative to its tensor's largest one. Data ranks hold different numbers of
 tokens.
@@ -59,7 +59,7 @@ from tests.parts import on_parts
 from tests.shard.units import unit_of
 
 CPU = torch.device("cpu")
-OPTIMIZERS = ("sgd", "adamw", "adamw")  # one per step
+OPTIMIZERS = ("sgd", "adamw")  # one per step
 ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
 )
@@ -398,7 +398,7 @@ def loss_scale(case: Case, step: list[list[Batch]]) -> dict[str, Any]:
 def train(
     model: nn.Module, meshes: Meshes, batches: list[list[list[Batch]]], case: Case
 ) -> dict[str, Any]:
-    """Two steps of each optimizer on this rank; returns whole tensors."""
+    """A step of each optimizer on this rank; returns whole tensors."""
     optimizers = {n: make_optimizer(model, n, is_torchs=case.torch_optimizers) for n in OPTIMIZERS}
     owner = TrainStep(model, max_norm=0.7, num_micro_batches=case.accumulate)
     found: dict[str, Any] = {}

@@ -10,7 +10,7 @@
 Cases that want more GPUs than the host has are skipped, unless ranks share GPUs (`tests/ranks.py`).
 Only what is asked for runs, eight cases per start of the ranks at most.
 
-Losses, every gradient, its norm, auxiliary losses, counts, parameters after a step of SGD and two
+Losses, every gradient, its norm, auxiliary losses, counts, parameters after a step of SGD and one
 of AdamW: fp32 within 1e-5 of each tensor's scale, bf16 and FP8 at most twice as wrong as one
 process.
 """

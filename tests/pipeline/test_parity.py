@@ -1,7 +1,7 @@
 """Pipelines equal one process: every schedule, over layouts and what shares their ranks.
 
 Cases, oracle and bounds are those of `tests/test_parity.py`: losses, gradients, their norm,
-auxiliary losses, counts and weights after three steps. Micro-batches of a step differ in length.
+auxiliary losses, counts and weights after two steps. Micro-batches of a step differ in length.
 """
 
 from __future__ import annotations
