@@ -113,8 +113,8 @@ def only_with_green_tests(request: pytest.FixtureRequest, gate: Gate | None) -> 
 def free_memory() -> Iterator[None]:
     """Leave the GPU empty for the next shape."""
     yield
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
