@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("transformers", minversion="5")
 
 REPO = Path(__file__).parents[2]
-ARGUMENTS = "--preset tiny-qwen3 --seq-len 32 --batch-size 2 --warm-up 1 --timed 2"
+ARGUMENTS = "--preset tiny-qwen3 --layers 1 --seq-len 32 --batch-size 2 --warm-up 1 --timed 2"
 
 
 @pytest.mark.slow
