@@ -163,6 +163,7 @@ def _run_torchtitan(path: Path) -> Result:
         parallelism__expert_parallel_degree=path.parallel.ep,
         training__steps=path.steps,
         optimizer__eps=1e-2,
+        optimizer__implementation="foreach",
     )
     with tempfile.TemporaryDirectory() as folder:
         run = train("moecore_tiny_qwen3", folder, **options)
