@@ -62,7 +62,14 @@ CASES = [
     case(8, "dp_replicate=4 dp_shard=2", "edp_replicate=2 edp_shard=2 ep=2", model="biases"),
     case(8, "dp_replicate=8 dp_shard=1", "edp_replicate=4 edp_shard=1 ep=2", frozen=True),
     case(8, "dp_shard=4 tp=2", "ep=8 edp_shard=1", model="gated-shared", recompute=True),
-    case(8, "dp_shard=4 tp=2", "ep=4 etp=2 edp_shard=1", model="biases", tied=True),
+    case(
+        8,
+        "dp_shard=4 tp=2",
+        "ep=4 etp=2 edp_shard=1",
+        model="biases",
+        tied=True,
+        torch_optimizers=True,
+    ),
     case(
         8,
         "dp_shard=2 tp=4",
