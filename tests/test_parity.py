@@ -37,6 +37,8 @@ from moecore.precision.roles import Precision
 from tests.parity import Case, run_case
 from tests.ranks import num_gpu_ranks, run_ranks
 
+pytestmark = pytest.mark.slow
+
 FP32_BOUND = 1e-5
 CASES_PER_SPAWN = 8
 GATHERED = FSDPOptions(dense_strategy="optim", prefetch_blocks=0)

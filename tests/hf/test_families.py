@@ -37,6 +37,8 @@ from tests.hf.family_models import (
 from tests.parts import on_parts
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 REFUSED = {
     "dbrx": "the matrices of all experts are one of two dims",
     "diffusion_gemma": "parameters of experts must not be shared with another module",

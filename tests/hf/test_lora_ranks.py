@@ -38,6 +38,8 @@ from tests.hf.lora_cases import (
 )
 from tests.ranks import num_gpu_ranks, run_ranks
 
+pytestmark = pytest.mark.slow
+
 FOLDINGS: dict[str, dict[str, int]] = {
     "ep2-edp2": dict(ep=2, edp_shard=2),
     "ep4": dict(ep=4),

@@ -36,6 +36,8 @@ from tests.integrations.trainer_runs import (
 )
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 # An epoch has 7 rows for each rank, in 4 micro-batches of which the last has one row.
 PARITY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tokens of all ranks": (dict(num_train_epochs=2, eval_strategy="epoch"), {}),

@@ -45,6 +45,8 @@ from tests.models.test_mtp import CONFIGS, make
 from tests.parts import on_parts
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 LATENT, GROUPED = CONFIGS["latent, 1"], CONFIGS["grouped, tied, dense, 1"]
 LATENT = replace(LATENT, num_heads=8, num_kv_heads=8)
 DROPS = CapacityConfig(factor=1.1, drop="position")

@@ -40,6 +40,8 @@ from tests.models.test_context_parallel import GROUPED, LATENT, dropping, relati
 from tests.models.test_mtp import make
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 MAX_TOKENS = 32
 LENGTHS = {
     8: [120, 56, 30, 28, 9, 7, 14, 12, 11, 10, 8, 6, 5, 4, 3],

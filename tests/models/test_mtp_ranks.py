@@ -26,6 +26,8 @@ from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.units import is_unit
 
+pytestmark = pytest.mark.slow
+
 T = 12
 DENSE_LAST = "grouped, tied, dense, 2"
 CASES: dict[str, dict[str, Any]] = {

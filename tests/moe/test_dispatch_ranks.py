@@ -32,6 +32,8 @@ from moecore.moe.records import Dispatcher, Routing
 from tests.moe.reference import moe_reference
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 CONFIG = MoEConfig(
     dim=32,
     hidden_dim=64,

@@ -37,6 +37,8 @@ from moecore.pipeline.layout import parse_layout
 from moecore.shard.transport import Packed
 from tests.ranks import num_gpu_ranks, run_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD, N = 4, 4
 CONFIG = DecoderConfig(
     vocab_size=61,

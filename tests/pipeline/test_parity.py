@@ -39,6 +39,8 @@ from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.test_parity import BF16, FP8, FP32_BOUND, case
 
+pytestmark = pytest.mark.slow
+
 CASES_PER_SPAWN = 8
 
 

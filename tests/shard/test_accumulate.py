@@ -30,6 +30,8 @@ from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.units import recorded, units
 
+pytestmark = pytest.mark.slow
+
 WORLD, STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 3, 0.1
 FP32_BOUND = 1e-5
 CONFIG = DecoderConfig(

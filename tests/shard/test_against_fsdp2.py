@@ -30,6 +30,8 @@ from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.shard.fsdp2 import parallelize_with_fsdp2
 
+pytestmark = pytest.mark.slow
+
 WORLD, STEPS, MICRO_BATCHES = 4, 2, 2
 BOTH = {"units": parallelize_moe, "FSDP2": parallelize_with_fsdp2}
 MOE = MoEConfig(dim=32, hidden_dim=24, num_experts=4, top_k=2)

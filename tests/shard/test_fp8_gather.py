@@ -43,6 +43,8 @@ from tests.ranks import run_ranks
 from tests.shard.test_plan import planned
 from tests.shard.units import units
 
+pytestmark = pytest.mark.slow
+
 WORLD, BOUND = 4, 3e-3
 DEVICE_TYPE: list[Any] = ["cpu"]  # of this process
 # Matrices of 384 rows or columns are cut into 96, within blocks; others are less than a block.

@@ -13,6 +13,8 @@ from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, Symmetric
 from moecore.kernels.exchange.limit_rows import limit_rows
 from tests.kernels.test_compile import MAX_SPILL_BYTES, compiled, spilled_bytes
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["compiled"]
 
 SHAPES = {  # G, C, D, K, dtype, programs that push, programs that receive
