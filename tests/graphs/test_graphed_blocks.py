@@ -6,11 +6,14 @@ Fakes replay here; test_graphed_blocks_gpu.py does the same with real graphs.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from moecore import (
     CapacityConfig,
@@ -27,7 +30,6 @@ from moecore.graphs.graphed_part import WARM_UP, GraphedPart
 from moecore.models import Decoder, preset
 from moecore.moe.state import moe_state
 from moecore.precision.recipe import Recipe
-from moecore.precision.roles import Precision
 from tests.graphs.graph_fakes import fake_graphs
 from tests.ranks import run_ranks
 
@@ -48,12 +50,14 @@ class Case:
     parts: int = PARTS
     pairs: int = 1
     preset: str = "tiny"
+    dim: int = 64
     moe: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     in_flight: bool = False
+    pp: int = 1
+    schedule: PipelineConfig | None = None  # "overlapped" pairs have no stages
 
 
-DENSE = ("shared_experts", "mlp", "attention")
 SHARED = dict(preset="tiny-deepseek-v3", parts=PARTS + LAYERS - 1 + 4)  # one more block
 CASES = {
     "plain": Case(),
@@ -65,30 +69,43 @@ CASES = {
         parts=LAYERS, options=dict(memory=MemoryOptions(recompute=("moe",)))
     ),
     "experts offloaded": Case(options=dict(memory=MemoryOptions(offload=("experts",)))),
-    "FP8": Case(**SHARED, options=dict(precision=Precision(recipe=Recipe(), roles=DENSE))),
+    "FP8": Case(**SHARED, dim=128, options=dict(precision="blockwise")),
     "gathered for each pass": Case(
         options=dict(fsdp=FSDPOptions(dense_strategy="optim_grads_params"))
     ),
     "micro-batches in flight": Case(in_flight=True, pairs=MICRO_BATCHES),
+    "stages": Case(parts=3, pp=2, schedule=PipelineConfig(schedule="1f1b"), pairs=2),
+    "pairs": Case(schedule=PipelineConfig(schedule="overlapped"), pairs=2),
     "rules that compare tokens": Case(
         parts=LAYERS, moe=dict(capacity=CapacityConfig(factor=1.0, pad=True))
     ),
 }
 
 
-def train(case: Case, device: torch.device, *, graphed: bool) -> tuple[list[Any], Decoder]:
-    """Return losses and gradients of each step, and the model."""
+def train(
+    case: Case,
+    device: torch.device,
+    *,
+    graphed: bool,
+    between: Callable[[], None] = lambda: None,
+) -> tuple[list[Any], Decoder]:
+    """Return losses and norms of each step, then parameters; and the model."""
     config = replace(preset(case.preset), num_layers=LAYERS)
-    config = replace(config, moe=replace(config.moe, **case.moe))
-    model = Decoder(config, device="meta")
-    meshes = build_meshes(ParallelConfig(ep=WORLD), device.type)
-    how = dict(dispatcher="alltoall", graph_dense=graphed) | case.options
+    moe = replace(config.moe, dim=case.dim, hidden_dim=case.dim, **case.moe)
+    config = replace(config, dim=case.dim, moe=moe)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = Decoder(config, device="meta", dtype=dtype)
+    parallel = ParallelConfig(pp=case.pp, ep=dist.get_world_size() // case.pp)
+    meshes = build_meshes(parallel, device.type)
+    how: dict[str, Any] = dict(graph_dense=graphed, pipeline=case.schedule) | case.options
+    if parallel.ep > 1:
+        how["dispatcher"] = "alltoall"
     parallelize_moe(model, meshes, **how)
     model.to_empty(device=device)
     model.init_weights(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = TrainStep(model, optimizer, num_micro_batches=MICRO_BATCHES, max_norm=1.0)
-    g = torch.Generator().manual_seed(torch.distributed.get_rank())
+    g = torch.Generator().manual_seed(dist.get_rank())
     found: list[Any] = []
     for _ in range(STEPS):
         tokens = torch.randint(0, config.vocab_size, (MICRO_BATCHES, 2, 16), generator=g)
@@ -98,6 +115,9 @@ def train(case: Case, device: torch.device, *, graphed: bool) -> tuple[list[Any]
                 losses = [model(x, x.roll(-1, 1)) for x in tokens]
                 for loss in losses:
                     loss.backward()
+        elif case.schedule is not None:
+            batches = [dict(tokens_BT=x, labels_BT=x.roll(-1, 1)) for x in tokens]
+            losses = list(step.forward_backward(batches))
         else:
             losses = []
             for x in tokens:
@@ -106,7 +126,8 @@ def train(case: Case, device: torch.device, *, graphed: bool) -> tuple[list[Any]
                     losses[-1].backward()
         found += [loss.item() for loss in losses]
         found.append(step.finish().to_dict()["grad_norm"])
-    found += [p.full_tensor() for p in model.parameters()]
+        between()
+    found += [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     return found, model
 
 
