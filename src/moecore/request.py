@@ -360,8 +360,8 @@ def _check_graphs(request: Request) -> None:
             )
     if request.is_dynamic:
         raise ValueError(
-            "graph_dense (True) must go with ContextOptions.dynamic (True) = False, because a graph "
-            "has one cp: leave one of them out"
+            "graph_dense (True) must go with ContextOptions.dynamic (True) = False, because a "
+            "graph has one cp: leave one of them out"
         )
     away = [part for part in request.memory.offload if part != "experts"]
     if away:
