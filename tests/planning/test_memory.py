@@ -167,5 +167,5 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["fits"] and len(found["ranks"]) == 2
     assert main(["plan", "--preset", "qwen3-30b-a3b", "--gpus", "1", "--micro-batches", "2"]) == 1
     assert "does not fit: " in capsys.readouterr().out
-    assert main(["plan", "--preset", "tiny", "--gpus", "3", "--ep", "2"]) == 1
+    assert main(["plan", "--preset", "tiny", "--gpus", "3", "--ep", "2", "--seq-len", "32"]) == 1
     assert "must divide the world size (3)" in capsys.readouterr().err
