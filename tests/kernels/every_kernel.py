@@ -57,8 +57,10 @@ from moecore.kernels.rows.used import copy_used
 from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
 
-# What one GPU alone can not run: `tests/kernels/exchange/test_exchange.py` plays the ranks.
-OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"}
+# What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
+OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"} | {
+    f"_{verb}_{what}_kernel" for verb in ("store", "receive") for what in ("weights", "grads")
+}
 LOSSES = BalanceConfig(micro_batch_coef=0.01, sequence_coef=0.01, z_loss_coef=1e-3)
 
 
