@@ -309,7 +309,8 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
         placement = _placement(layer.config.num_experts, request)
         layer.dispatcher = _dispatcher(layer.config.num_experts, placement, plan, exchanges)
         if placement is not None and request.clones is not None and placement.num_clones:
-            layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), request.clones)
+            group = meshes.expert.get_group("ep")
+            layer.cloner = Cloner(placement, group, request.clones, exchanges)
         if isinstance(layer, MoELayer) and layer.part("shared") is not None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")

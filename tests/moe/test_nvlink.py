@@ -28,6 +28,7 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
+from moecore.kernels.exchange.clones import Places
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
 from moecore.kernels.rows.record import Rows
@@ -280,6 +281,42 @@ def test_the_end_of_a_step_raises_what_went_wrong_in_the_exchanges_of_the_model(
         with pytest.raises(RuntimeError, match=r"rank 3 must come to a dispatch .*\(2 s\)"):
             end()
     assert not reset, "an error comes before anything moves"
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        (1 + 3 * 2, "rank 3 must come to a transfer of clones' weights within"),
+        (1 + 1, "rank 0 must come to a sum of clones' gradients within"),
+    ],
+)
+def test_a_late_rank_of_clones_is_an_error_until_closed(
+    code: int, what: str, group: dist.ProcessGroup
+) -> None:
+    options = NVLinkOptions(max_tokens=8, row_factor=2.0, timeout_s=2.0)
+    exchanges = EmulatedExchangePool(group, ep=4, options=options)
+    cpu = torch.device("cpu")
+    clones = exchanges.clones(cpu)
+    assert exchanges.clones(cpu) is clones and exchanges.held == (clones,)
+    exchanges.check()
+    clones.buffer.report[ERROR_WORD] = code
+    ends = (exchanges.poll, exchanges.settle, exchanges.check, lambda: exchanges.clones(cpu))
+    for end in ends:
+        with pytest.raises(ExchangeError, match=what):
+            end()
+    with pytest.raises(ExchangeError, match=what):
+        exchanges.close()
+    assert exchanges.clones(cpu) is not clones and len(exchanges.held) == 1
+
+
+def test_clones_have_shapes_on_meta(group: dist.ProcessGroup) -> None:
+    exchanges = EmulatedExchangePool(group, ep=4)
+    clones = exchanges.clones(torch.device("meta"))
+    empty = torch.empty(8, dtype=torch.int32, device="meta")
+    places = Places(experts_N=empty, num_clones=2, num_local=3)
+    weights = torch.empty(3, 5, 7, device="meta")
+    assert [t.shape for t in clones.fetch([weights], places)] == [(2, 5, 7)]
+    assert not exchanges.held, "nothing was made"
 
 
 def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:

@@ -9,8 +9,13 @@ of the dispatch group, T local tokens, K experts per token.
 
 A clone lives for one forward and its backward. It is no parameter: checkpoints, optimizers and
 norms know experts alone. Which experts are cloned is a function of all ranks' choices, so a forward
-that backward repeats makes the same clones. One all-gather of E numbers and one host sync per
-forward; one all-to-all per tensor of weights, forward and backward, where there are clones.
+that backward repeats makes the same clones. Clones travel in one of two ways:
+
+    Clones      collectives, whose sizes the host reads: one all-gather of E numbers and one host
+                sync per forward; one all-to-all per tensor of weights, forward and backward, where
+                there are clones
+    PeerClones  stores into peers' memory, where the dispatcher is "nvlink": the plan stays on the
+                device, and every rank has c clones, of which some are empty
 """
 
 from __future__ import annotations
@@ -26,8 +31,11 @@ from torch import Tensor
 
 from moecore._fields import Bound, Count, check_fields
 from moecore._torch import all_gather_single, is_recomputing
+from moecore.kernels.exchange.clones import Places
 from moecore.kernels.routing.clones import physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
+from moecore.moe.dispatch.clone_exchange import CloneExchange
+from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.lanes import Lanes, exchange
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
@@ -58,23 +66,41 @@ class Cloner:
         placement: of the layer's experts, with room for clones.
         group: ranks of the dispatch group that have this rank's part of their experts, in order.
         options: how many clones, and when.
-
-    Attributes:
-        counted: clones on this rank, and forwards, since the last optimizer step.
+        exchanges: of dispatcher "nvlink"; None with any other.
     """
 
     def __init__(
-        self, placement: ExpertPlacement, group: dist.ProcessGroup, options: CloneOptions
+        self,
+        placement: ExpertPlacement,
+        group: dist.ProcessGroup,
+        options: CloneOptions,
+        exchanges: ExchangePool | None = None,
     ) -> None:
         self.options = options
-        self.counted = (0, 0)
-        self._placement, self._group = placement, group
+        self._placement, self._group, self._exchanges = placement, group, exchanges
+        self._counted_2: Tensor | None = None  # stays where it is: CUDA graphs count there
+
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether every forward waits for the plan on the host."""
+        return self._exchanges is None
+
+    def counted(self, device: torch.device) -> Tensor:
+        """Return clones on this rank, and forwards, since the last optimizer step: int64 [2]."""
+        if self._counted_2 is None:
+            self._counted_2 = torch.zeros(2, dtype=torch.int64, device=device)
+        return self._counted_2
+
+    def drop_step(self) -> None:
+        """Drop the counts since the last optimizer step."""
+        if self._counted_2 is not None:
+            self._counted_2.zero_()
 
     @torch.compiler.disable
-    def place(self, routing: Routing, lanes: Lanes | None) -> tuple[Routing, Clones | None]:
+    def place(self, routing: Routing, lanes: Lanes | None) -> tuple[Routing, AnyClones | None]:
         """Return the routing with its physical experts, and the clones that this forward needs.
 
-        One all-gather and one host sync. On meta nobody has clones.
+        On meta no token goes to a clone.
 
         Args:
             routing: of this rank's tokens.
@@ -85,7 +111,8 @@ class Cloner:
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:
-            return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
+            clones = self._over_peers(ids_TK.new_empty(p.ep * p.num_clones))
+            return replace(routing, physical_TK=p.physical_ids(ids_TK)), clones
         counts_GE = self._counts(ids_TK, lanes)
         rank = dist.get_rank(p.group)
         plan = plan_clones(
@@ -97,23 +124,44 @@ class Cloner:
         before_E = counts_GE[:rank].sum(0, dtype=torch.int32)
         sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
         routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
-        experts = plan.experts_N.tolist()
-        clones = None if max(experts) < 0 else Clones.of(experts, p, self._group, lanes)
-        if torch.is_grad_enabled() and not is_recomputing():
-            number, forwards = self.counted
-            self.counted = number + (0 if clones is None else clones.num_here), forwards + 1
-        return routing, clones
+        self._count(plan.experts_N)
+        return routing, self._over_peers(plan.experts_N) or self._by_sizes(plan.experts_N, lanes)
+
+    def _over_peers(self, experts_N: Tensor) -> PeerClones | None:
+        """Return clones that need no host; None where ranks cannot see each other's memory."""
+        if self._exchanges is None:
+            return None
+        p = self._placement
+        sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
+        places = Places(experts_N=experts_N, **sizes)
+        return PeerClones(self._exchanges.clones(experts_N.device), places)
+
+    def _by_sizes(self, experts_N: Tensor, lanes: Lanes | None) -> Clones | None:
+        """Return clones that collectives bring, None without any. One host sync."""
+        experts = experts_N.tolist()
+        return None if max(experts) < 0 else Clones.of(experts, self._placement, self._group, lanes)
+
+    def _count(self, experts_N: Tensor) -> None:
+        """Count the clones on this rank, on the device, in forwards that train."""
+        if not torch.is_grad_enabled() or is_recomputing():
+            return
+        here_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
+        counted_2 = self.counted(experts_N.device)
+        counted_2[0] += here_c.sum()
+        counted_2[1] += 1
 
     def _counts(self, ids_TK: Tensor, lanes: Lanes | None) -> Tensor:
         """Return the tokens of each rank for each expert, int64 [G, E]."""
         p = self._placement
         mine_1E = torch.zeros(1, p.num_experts, dtype=torch.int64, device=ids_TK.device)
         add_expert_counts(mine_1E, ids_TK)
+        if self._exchanges is not None:
+            return self._exchanges.clones(ids_TK.device).gather(mine_1E)
         counts_GE = mine_1E.new_empty(p.group.size(), p.num_experts)
         exchange([partial(all_gather_single, counts_GE, mine_1E, group=p.group)], lanes)
         return counts_GE
 
-    def cut(self, inp: ExpertInput, clones: Clones | None) -> ExpertInput:
+    def cut(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
         """Return the experts' input without the places for clones that are empty on this rank."""
         number = self._placement.num_local + (0 if clones is None else clones.num_here)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
@@ -236,6 +284,36 @@ class Clones:
             self.lanes,
         )
         return outs
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClones:
+    """The clones of one forward of a layer over peers' memory. No host sync.
+
+    Attributes:
+        exchange: of the dispatch group.
+        places: the plan, on the device.
+    """
+
+    exchange: CloneExchange
+    places: Places
+
+    @property
+    def num_here(self) -> int:
+        """Clones on this rank, empty ones too, n."""
+        return self.places.num_clones
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As of `Clones`; zeros where a place is empty."""
+        return self.exchange.fetch(tensors, self.places)
+
+    @torch.no_grad()
+    def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """As of `Clones`; in place where gradients are contiguous."""
+        return self.exchange.bring_home_(grads, self.places)
+
+
+AnyClones = Clones | PeerClones
 
 
 def carried(tensor: Tensor) -> Tensor:

@@ -200,7 +200,7 @@ class MoEState:
         kept = {name: c.kept_E for name, c in counts.items() if c.kept_E is not None}
         device = next(iter(chosen.values())).device
         cloners = {name: la.cloner for name, la in self.layers.items() if la.cloner is not None}
-        clones = {name: torch.tensor(c.counted, device=device) for name, c in cloners.items()}
+        clones = {name: c.counted(device) for name, c in cloners.items()}
         parts = [
             torch.cat(list(found.values())).double()
             for found in (chosen, losses, entropies, kept, clones)

@@ -71,6 +71,7 @@ class Case:
     """Ranks, experts and clones of each; what an expert's row is."""
 
     num_ranks: int = 3
+    etp: int = 1
     num_local: int = 2
     num_clones: int = 2
     shape: tuple[int, ...] = (5, 8)
@@ -84,6 +85,7 @@ CASES = {
     "one clone": Case(num_clones=1, dtype=HALF, shape=(3, 40), times=3),
     "fp16, two ranks": Case(num_ranks=2, num_local=3, num_clones=3, dtype=torch.float16),
     "odd words": Case(shape=(7, 1), dtype=HALF),
+    "etp": Case(num_ranks=6, etp=2, num_clones=1, times=1),
     "one number": Case(shape=(), num_ranks=4, num_local=1),
 }
 
@@ -121,12 +123,13 @@ class World:
     def places(self, seed: int) -> Places:
         """A plan that leaves some places empty; none has an expert of its own rank."""
         case, generator = self.case, random.Random(seed)
-        e, N = case.num_local, case.num_ranks * case.num_clones
+        e, blocks = case.num_local, case.num_ranks // case.etp
         found = []
-        for n in range(N):
-            others = [x for x in range(case.num_ranks * e) if x // e != n // case.num_clones]
+        for n in range(blocks * case.num_clones):
+            others = [x for x in range(blocks * e) if x // e != n // case.num_clones]
             found.append(generator.choice([-1, *others]))
-        return Places(experts_N=ints(found, self.device), num_clones=case.num_clones, num_local=e)
+        sizes: Any = dict(num_clones=case.num_clones, num_local=e, etp=case.etp)
+        return Places(experts_N=ints(found, self.device), **sizes)
 
     def tensors(self, number: int, seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -174,6 +177,14 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     )
 
 
+def by_block(
+    reference: Callable[..., list[Tensor]], tensors: list[Tensor], places: Places
+) -> list[Tensor]:
+    """Return what each rank gets, of one rank of every block together."""
+    found = [reference(tensors[t :: places.etp], places) for t in range(places.etp)]
+    return [tensor for of_block in zip(*found, strict=True) for tensor in of_block]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_references(name: str, device: str) -> None:
     case = CASES[name]
@@ -183,10 +194,10 @@ def test_kernels_equal_references(name: str, device: str) -> None:
         rows, grads = world.tensors(e, seed), world.tensors(e + c, seed)
         for grad in grads:
             clones._as_rows(grad)[:, 0] = -0.0  # to which nothing else is added, not even 0
-        assert same(world.fetched(rows, places), fetch_ref(rows, places))
-        expected = bring_home_ref(grads, places)
+        assert same(world.fetched(rows, places), by_block(fetch_ref, rows, places))
+        expected = by_block(bring_home_ref, grads, places)
         for rank, grad in enumerate(grads):  # nobody reads an empty place
-            empty = places.experts_N.view(-1, c)[rank] < 0
+            empty = places.experts_N.view(-1, c)[rank // case.etp] < 0
             grad[e:][empty] = NAN
         kept = [grad[e:].clone() for grad in grads]
         assert same(world.brought_home(grads, places), expected)

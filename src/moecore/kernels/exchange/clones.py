@@ -1,6 +1,6 @@
 """Weights of cloned experts to the ranks that hold the clones, and clones' gradients home.
 
-    fetch         place n of the plan -> expert n's row of a tensor, on rank n // c
+    fetch         place n of the plan -> its expert's row of a tensor, on the ranks of block n // c
     bring_home_   gradients of the clones -> added to those of their experts, in order of places
 
 The plan stays on the device: every rank has c clones, of which some are empty. Clones' rows of a
@@ -16,8 +16,11 @@ Program p of a receive reads what programs p have stored. Flags, memory order an
 slots need no barrier: `exchange/protocol.py`. There it matters that every rank raises flags in
 every operation and waits for those of all ranks, also where it stores and reads nothing.
 
-Letters: G ranks, c clones of a rank, N = G c places, e experts of a rank, W elements of one expert.
-A buffer has two sets of c slots.
+The ranks of a block (etp) own the same experts, a part of each; what each has comes from, and goes
+to, its counterparts in other blocks.
+
+Letters: G ranks, B = G / etp blocks, c clones of a block, N = B c places, e experts of a block, W
+elements that a rank has of one expert. A buffer has two sets of c slots.
 
 Bytes moved, with b of an element: fetch sends W b per clone over the links, and reads and writes
 c W b here; bring_home_ reads W b per clone over the links.
@@ -92,13 +95,15 @@ class Places:
 
     Attributes:
         experts_N: int32 on the device, the expert in each place; -1 = the place is empty.
-        num_clones: c; place n is the (n % c)-th of rank n // c.
-        num_local: e; rank r owns experts [r * e, (r + 1) * e).
+        num_clones: c; place n is the (n % c)-th of block n // c.
+        num_local: e; block b owns experts [b * e, (b + 1) * e).
+        etp: ranks of a block; rank r is of block r // etp.
     """
 
     experts_N: Tensor
     num_clones: int
     num_local: int
+    etp: int = 1
 
 
 class Piece(NamedTuple):
@@ -114,7 +119,10 @@ class Piece(NamedTuple):
 
 
 def fetch_ref(rows: Sequence[Tensor], places: Places) -> list[Tensor]:
-    """Return each rank's clones, [c, ...]; zeros where a place is empty. `rows[r]` are rank r's."""
+    """Return each rank's clones, [c, ...]; zeros where a place is empty.
+
+    rows[b] are [e, ...] of the rank of block b, one per block.
+    """
     used, dtype = places.experts_N >= 0, rows[0].dtype
     whole = torch.cat([r.view(torch.uint8) if r.itemsize == 1 else r for r in rows])
     came = whole.new_zeros(used.shape[0], *whole.shape[1:])
@@ -125,7 +133,7 @@ def fetch_ref(rows: Sequence[Tensor], places: Places) -> list[Tensor]:
 def bring_home_ref(grads: Sequence[Tensor], places: Places) -> list[Tensor]:
     """Return each rank's gradients, [e, ...], with those of its experts' clones.
 
-    Added in fp32, in the order of places, and rounded once. grads[r] are [e + c, ...].
+    Added in fp32, in the order of places, and rounded once. grads[b] are [e + c, ...], as above.
     """
     e, c = places.num_local, places.num_clones
     home = [grad[:e].clone() for grad in grads]
@@ -192,6 +200,7 @@ def _store_weights_kernel(
     rank,
     first,  # of this rank's experts
     G: tl.constexpr,
+    ETP: tl.constexpr,
     CLONES: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
     SET_BYTES: tl.constexpr,
@@ -203,10 +212,11 @@ def _store_weights_kernel(
     pid = tl.program_id(0)
     operation = tl.load(state_ptr + OPERATION)
     element = rows_ptr.dtype.element_ty
-    for n in range(G * CLONES):
+    for n in range(G // ETP * CLONES):
         row = tl.load(experts_ptr + n) - first
         if (row >= 0) & (row < NUM_LOCAL):
-            where = (bases_ptr, n // CLONES, n % CLONES, operation)
+            peer = n // CLONES * ETP + rank % ETP
+            where = (bases_ptr, peer, n % CLONES, operation)
             to_ptr = _slot(*where, element, G, SET_BYTES, SLOT_BYTES)
             from_ptr = rows_ptr + row.to(tl.int64) * width + start
             _copy(from_ptr, to_ptr, count, True, pid, "", PROGRAMS, BLOCK)
@@ -227,6 +237,7 @@ def _receive_weights_kernel(
     rank,
     timeout,  # nanoseconds
     G: tl.constexpr,
+    ETP: tl.constexpr,
     CLONES: tl.constexpr,
     SET_BYTES: tl.constexpr,
     SLOT_BYTES: tl.constexpr,
@@ -243,7 +254,7 @@ def _receive_weights_kernel(
     arrived = wait(*ptrs, operation, *whose, left, 0, G, G, THREADS, SPIN)
     to_ptr = out_ptr + start
     for slot in range(CLONES):
-        is_there = arrived & (tl.load(experts_ptr + rank * CLONES + slot) >= 0)
+        is_there = arrived & (tl.load(experts_ptr + rank // ETP * CLONES + slot) >= 0)
         where = (bases_ptr, rank, slot, operation)
         from_ptr = _slot(*where, element, G, SET_BYTES, SLOT_BYTES)
         _copy(from_ptr, to_ptr, count, is_there, pid, ".cg", PROGRAMS, BLOCK)
@@ -262,6 +273,7 @@ def _store_grads_kernel(
     count,  # of the piece
     rank,
     G: tl.constexpr,
+    ETP: tl.constexpr,
     CLONES: tl.constexpr,
     SET_BYTES: tl.constexpr,
     SLOT_BYTES: tl.constexpr,
@@ -274,7 +286,7 @@ def _store_grads_kernel(
     element = grads_ptr.dtype.element_ty
     from_ptr = grads_ptr + start
     for slot in range(CLONES):
-        if tl.load(experts_ptr + rank * CLONES + slot) >= 0:
+        if tl.load(experts_ptr + rank // ETP * CLONES + slot) >= 0:
             where = (bases_ptr, rank, slot, operation)
             to_ptr = _slot(*where, element, G, SET_BYTES, SLOT_BYTES)
             _copy(from_ptr, to_ptr, count, True, pid, "", PROGRAMS, BLOCK)
@@ -297,6 +309,7 @@ def _receive_grads_kernel(
     timeout,  # nanoseconds
     first,  # of this rank's experts
     G: tl.constexpr,
+    ETP: tl.constexpr,
     CLONES: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
     SET_BYTES: tl.constexpr,
@@ -312,7 +325,7 @@ def _receive_grads_kernel(
     left = tl.where(tl.load(state_ptr + ERROR_BEFORE) == 0, timeout, 0).to(tl.int64)
     ptrs, whose = (bases_ptr, state_ptr, report_ptr), (0, pid, PROGRAMS, rank)
     arrived = wait(*ptrs, operation, *whose, left, 1, G, G, THREADS, SPIN)
-    for n in range(G * CLONES):
+    for n in range(G // ETP * CLONES):
         expert = tl.load(experts_ptr + n)
         row = expert - first
         adds = arrived & (row >= 0) & (row < NUM_LOCAL)
@@ -324,9 +337,10 @@ def _receive_grads_kernel(
                 columns = column + tl.arange(0, BLOCK)
                 inside = columns < count
                 total = tl.load(own_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-                for m in range(n, G * CLONES):
+                for m in range(n, G // ETP * CLONES):
                     is_same = tl.load(experts_ptr + m) == expert
-                    where = (bases_ptr, m // CLONES, m % CLONES, operation)
+                    peer = m // CLONES * ETP + rank % ETP
+                    where = (bases_ptr, peer, m % CLONES, operation)
                     from_ptr = _slot(*where, element, G, SET_BYTES, SLOT_BYTES) + columns
                     mask = inside & is_same
                     part = tl.load(from_ptr, mask=mask, other=0.0, cache_modifier=".cg")
@@ -348,7 +362,7 @@ def store_weights(buffer: CloneBuffer, rows_eW: Tensor, places: Places, piece: P
     with on_device(buffer.state):
         _store_weights_kernel[(buffer.layout.num_programs,)](
             *(rows_eW, places.experts_N, buffer.bases, buffer.state),
-            *(rows_eW.shape[1], *piece, buffer.rank, buffer.rank * places.num_local),
+            *(rows_eW.shape[1], *piece, buffer.rank, _first(buffer, places)),
             NUM_LOCAL=places.num_local,
             **how,
         )
@@ -383,16 +397,21 @@ def receive_grads(buffer: CloneBuffer, grads_eW: Tensor, places: Places, piece: 
         _receive_grads_kernel[(buffer.layout.num_programs,)](
             *(grads_eW, places.experts_N, buffer.bases, buffer.state, buffer.report),
             *(grads_eW.shape[1], *piece, buffer.rank, buffer.timeout_ns),
-            buffer.rank * places.num_local,
+            _first(buffer, places),
             NUM_LOCAL=places.num_local,
             **how,
         )
+
+
+def _first(buffer: CloneBuffer, places: Places) -> int:
+    return buffer.rank // places.etp * places.num_local
 
 
 def _constants(buffer: CloneBuffer, rows: Tensor, places: Places) -> dict[str, int]:
     layout, c = buffer.layout, places.num_clones
     return dict(
         G=layout.num_ranks,
+        ETP=places.etp,
         CLONES=c,
         SET_BYTES=layout.set_bytes,
         SLOT_BYTES=layout.slot_bytes(c),
