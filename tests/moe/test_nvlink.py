@@ -28,7 +28,6 @@ from moecore import (
     parallelize_moe,
 )
 from moecore.kernels.exchange.buffer import ERROR_WORD, NEEDED_WORD
-from moecore.kernels.exchange.clones import Places
 from moecore.kernels.experts.contract import Refetch, UnsummedInput
 from moecore.kernels.rows.free_list import MOST_WORD, WANTED_WORD
 from moecore.kernels.rows.record import Rows
@@ -307,16 +306,6 @@ def test_a_late_rank_of_clones_is_an_error_until_closed(
     with pytest.raises(ExchangeError, match=what):
         exchanges.close()
     assert exchanges.clones(cpu) is not clones and len(exchanges.held) == 1
-
-
-def test_clones_have_shapes_on_meta(group: dist.ProcessGroup) -> None:
-    exchanges = EmulatedExchangePool(group, ep=4)
-    clones = exchanges.clones(torch.device("meta"))
-    empty = torch.empty(8, dtype=torch.int32, device="meta")
-    places = Places(experts_N=empty, num_clones=2, num_local=3)
-    weights = torch.empty(3, 5, 7, device="meta")
-    assert [t.shape for t in clones.fetch([weights], places)] == [(2, 5, 7)]
-    assert not exchanges.held, "nothing was made"
 
 
 def test_dtypes_that_can_not_travel_are_refused(group: dist.ProcessGroup) -> None:

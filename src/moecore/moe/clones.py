@@ -100,7 +100,7 @@ class Cloner:
     def place(self, routing: Routing, lanes: Lanes | None) -> tuple[Routing, AnyClones | None]:
         """Return the routing with its physical experts, and the clones that this forward needs.
 
-        On meta no token goes to a clone.
+        On meta nobody has clones.
 
         Args:
             routing: of this rank's tokens.
@@ -111,8 +111,7 @@ class Cloner:
         """
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:
-            clones = self._over_peers(ids_TK.new_empty(p.ep * p.num_clones))
-            return replace(routing, physical_TK=p.physical_ids(ids_TK)), clones
+            return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
         counts_GE = self._counts(ids_TK, lanes)
         rank = dist.get_rank(p.group)
         plan = plan_clones(

@@ -72,15 +72,3 @@ class CloneExchange:
         if self.buffer.state.is_cuda:
             torch.cuda.synchronize(self.buffer.state.device)  # report is written by the device
         self.poll()
-
-
-class MetaCloneExchange(CloneExchange):
-    """The shapes of an exchange: nothing is allocated or sent."""
-
-    def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Return as many clones as there may be."""
-        return [t.new_empty(places.num_clones, *t.shape[1:]) for t in tensors]
-
-    def bring_home_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
-        """Return the experts' own."""
-        return [grad[: places.num_local] for grad in grads]

@@ -26,8 +26,7 @@ from moecore.kernels.exchange.buffer import (
     ExchangeLayout,
     SymmetricBuffer,
 )
-from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
-from moecore.moe.dispatch.clone_exchange import CloneExchange, MetaCloneExchange
+from moecore.moe.dispatch.clone_exchange import CloneExchange
 from moecore.moe.dispatch.exchange import Exchange, MetaExchange
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
@@ -136,8 +135,6 @@ class ExchangePool:
         Raises:
             RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
         """
-        if device.type == "meta":
-            return self._clones_on_meta()
         if self._clones is None:
             self._clones = self._make_clones(device)
         self._clones.poll()
@@ -236,18 +233,6 @@ class ExchangePool:
         with torch.cuda.device(device), torch.inference_mode(False):
             buffer = make_clone_buffer(self.group, device, self.options.timeout_s)
             return CloneExchange(buffer, self.group)
-
-    def _clones_on_meta(self) -> CloneExchange:
-        none = torch.empty(0, dtype=torch.int32, device="meta")
-        buffer = CloneBuffer(
-            layout=CloneLayout(num_ranks=self.group.size()),
-            rank=dist.get_rank(self.group),
-            bases=none,
-            state=none,
-            report=none,
-            timeout_ns=0,
-        )
-        return MetaCloneExchange(buffer, self.group)
 
     def _on_meta(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens or x_TD.shape[0]
