@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from moecore import (
     CloneOptions,
@@ -160,12 +161,19 @@ def skewed_layer(
     return layer
 
 
-def error_of(form: Form, *, over_peers: bool) -> float:
-    """Return the largest difference of outputs and gradients that clones make, over their size."""
+def error_of(form: Form, *, over_peers: bool, refresh: Any = "forward") -> float:
+    """Return the largest difference of outputs and gradients that clones make, over their size.
+
+    In the first step, or, with a plan that stays, in the second.
+    """
     found = []
-    for options in (None, CloneOptions(per_rank=2, least=0.0)):
+    for options in (None, CloneOptions(per_rank=2, least=0.0, refresh=refresh)):
         layer = skewed_layer(options, form, over_peers=over_peers)
         torch.manual_seed(dist.get_rank())
+        if refresh != "forward":
+            layer(torch.randn(30, D)).sum().backward()
+            state_of(layer).finish_step()
+            layer.zero_grad()
         x = torch.randn(20, D, requires_grad=True)
         y = layer(x)
         y.square().sum().backward()
@@ -182,6 +190,70 @@ def error_of(form: Form, *, over_peers: bool) -> float:
     )
 
 
+def state_of(layer: MoELayer) -> MoEState:
+    return MoEState({"layer": layer}, BalanceGroups(global_batch=dist.group.WORLD))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stays:
+    """What became of a plan that stays for two steps, and whether forwards could go on.
+
+    Attributes:
+        plans: experts in the places, after what has happened.
+        clones: clones of a rank, by step.
+        same: whether an evaluation and a forward that backward repeats had the same bits.
+    """
+
+    plans: dict[str, list[int]]
+    clones: list[float]
+    same: bool
+
+
+def staying(*, over_peers: bool) -> Stays:
+    """Run steps whose tokens nearly all choose expert 0, and then expert 5."""
+    layer = skewed_layer(CloneOptions(per_rank=1, least=0.01, refresh=2), over_peers=over_peers)
+    state, plans, clones = state_of(layer), {}, []
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(64, D, requires_grad=True)
+
+    def note(name: str) -> None:
+        assert layer.cloner is not None and layer.cloner._kept is not None
+        plan, _ = layer.cloner._kept._tensors(x.device)
+        plans[name] = plan.experts_N.tolist()
+        if not over_peers:
+            assert layer.cloner._kept.experts == plans[name]
+
+    def step(name: str, skipped: Any = False) -> list[Tensor]:
+        y = layer(x)
+        grads = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+        clones.append(state.finish_step(skipped=skipped).to_dict()["clones_per_rank"])
+        note(name)
+        return [y, *grads]
+
+    step("skipped", skipped=True)
+    step("planned")
+    layer.router.expert_bias[0], layer.router.expert_bias[5] = 0.0, 2.0
+    with torch.no_grad():
+        evaluated = layer.eval()(x)
+    layer.train()
+    repeated = checkpoint(layer, x, use_reentrant=False)
+    grads = torch.autograd.grad(repeated.sum(), [x, *layer.parameters()])
+    layer.drop_step()
+    note("dropped")
+    again = step("kept")
+    same = all(torch.equal(a, b) for a, b in zip(again, [repeated, *grads], strict=True))
+    step("skipped on the device", skipped=torch.tensor(True))
+    step("kept for two more")
+    step("planned anew")
+    assert layer.cloner is not None
+    layer.cloner.drop_plan()
+    step("planned after a load")
+    found = Stays(plans=plans, clones=clones, same=same and torch.equal(evaluated, again[0]))
+    everyone = of_blocks(found)
+    assert all(one.plans == found.plans and one.clones == found.clones for one in everyone)
+    return replace(found, same=all(one.same for one in everyone))
+
+
 def skewed(options: CloneOptions | None, *, over_peers: bool = False) -> list[float]:
     """Return rows that each block computes, most of experts 0 and 1, and clones per rank."""
     layer = skewed_layer(options, over_peers=over_peers)
@@ -191,7 +263,7 @@ def skewed(options: CloneOptions | None, *, over_peers: bool = False) -> list[fl
     torch.manual_seed(dist.get_rank())
     y = layer(torch.randn(64, D))
     y.sum().backward()
-    metrics = MoEState({"layer": layer}, BalanceGroups(global_batch=dist.group.WORLD)).finish_step()
+    metrics = state_of(layer).finish_step()
     numbers = metrics.to_dict(per_expert=False)
     assert (options is None) == ("clones_per_rank" not in numbers)
     return [*of_blocks(rows[0]), numbers.get("clones_per_rank", 0.0)]
@@ -209,6 +281,10 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         for name, form in FORMS.items()
         for over_peers in (False, True)
     }
+    for over_peers in (False, True):
+        how = dict(over_peers=over_peers, refresh=3)
+        found["error of a plan that stays", over_peers] = error_of(PLAIN, **how)
+        found["stays", over_peers] = staying(over_peers=over_peers)
     found["over peers"] = skewed(CloneOptions(per_rank=1, least=0.01), over_peers=True)
     return found
 
@@ -241,6 +317,30 @@ def test_experts_of_any_form_have_clones(
     form: str, over_peers: bool, results: dict[str, Any]
 ) -> None:
     assert results["errors"][form, over_peers] < 1e-5
+
+
+@pytest.mark.parametrize("over_peers", [False, True])
+def test_a_plan_stays_for_steps_and_is_made_of_the_last_ones_loads(
+    over_peers: bool, results: dict[str, Any]
+) -> None:
+    stays = results["stays", over_peers]
+    assert stays.same
+    plans = stays.plans
+    assert plans["skipped"] == [-1] * EP
+    assert 0 in plans["planned"] and 5 not in plans["planned"]
+    for name in ("dropped", "kept", "skipped on the device", "kept for two more"):
+        assert plans[name] == plans["planned"], name
+    assert 5 in plans["planned anew"] and 0 not in plans["planned anew"]
+    assert plans["planned after a load"] == plans["planned anew"]
+    has_clones = [number > 0 for number in stays.clones]
+    assert has_clones == [False, False, True, True, True, True, False]
+
+
+@pytest.mark.parametrize("over_peers", [False, True])
+def test_shares_of_a_plan_that_stays_change_no_gradient(
+    over_peers: bool, results: dict[str, Any]
+) -> None:
+    assert results["error of a plan that stays", over_peers] < 1e-5
 
 
 def test_clones_over_peers_are_the_same(results: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,27 +32,33 @@ from torch import Tensor
 from moecore._fields import Bound, Count, check_fields
 from moecore._torch import all_gather_single, is_recomputing
 from moecore.kernels.exchange.clones import Places
-from moecore.kernels.routing.clones import physical_ids, plan_clones
+from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
 from moecore.moe.dispatch.clone_exchange import CloneExchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
+from moecore.moe.kept_plan import KeptPlan
 from moecore.moe.lanes import Lanes, exchange
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
+Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every forward"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneOptions:
-    """Clones of hot experts on other ranks, planned anew in every forward.
+    """Clones of hot experts on other ranks.
 
     Attributes:
         per_rank: most clones that a rank holds in one layer; one clone costs the transfer of its
             expert's weights in forward, and of their gradients in backward.
+        refresh: when clones are planned. "forward": in every one, from its own choices. n: from the
+            loads of one optimizer step for the next n, so no forward waits for a plan.
         least: no clone gets fewer tokens than this share of a rank's mean, so ranks that are as
             close to it stay as they are.
     """
 
     per_rank: Count = 2
+    refresh: Refresh = "forward"
     least: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
 
     def __post_init__(self) -> None:
@@ -79,10 +85,14 @@ class Cloner:
         self.options = options
         self._placement, self._group, self._exchanges = placement, group, exchanges
         self._counted_2: Tensor | None = None  # stays where it is: CUDA graphs count there
+        self._kept: KeptPlan | None = None
+        if options.refresh != "forward":
+            how: Any = dict(least=options.least, is_read=self.waits_on_host)
+            self._kept = KeptPlan(placement, options.refresh, **how)
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether every forward waits for the plan on the host."""
+        """Whether the host needs the plan: then forwards cannot be in a CUDA graph."""
         return self._exchanges is None
 
     def counted(self, device: torch.device) -> Tensor:
@@ -95,6 +105,16 @@ class Cloner:
         """Drop the counts since the last optimizer step."""
         if self._counted_2 is not None:
             self._counted_2.zero_()
+
+    def end_step(self, loads_E: Tensor, *, skipped: bool | Tensor) -> None:
+        """Plan the clones of the next steps, where forwards do not: see `KeptPlan.end_step`."""
+        if self._kept is not None:
+            self._kept.end_step(loads_E, skipped=skipped)
+
+    def drop_plan(self) -> None:
+        """Drop a plan that stays for several steps."""
+        if self._kept is not None:
+            self._kept.clear()
 
     @torch.compiler.disable
     def place(self, routing: Routing, lanes: Lanes | None) -> tuple[Routing, AnyClones | None]:
@@ -112,19 +132,26 @@ class Cloner:
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:
             return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
+        plan, before_E = self._plan(ids_TK, lanes)
+        sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
+        routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
+        self._count(plan.experts_N)
+        return routing, self._over_peers(plan.experts_N) or self._by_sizes(plan.experts_N, lanes)
+
+    def _plan(self, ids_TK: Tensor, lanes: Lanes | None) -> tuple[ClonePlan, Tensor]:
+        """Return the plan, and how many tokens of each expert precede this rank's, int32 [E]."""
+        p = self._placement
+        if self._kept is not None:
+            none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
+            return self._kept.part_of(ids_TK), none_E
         counts_GE = self._counts(ids_TK, lanes)
-        rank = dist.get_rank(p.group)
         plan = plan_clones(
             counts_GE.sum(0, dtype=torch.int32),
             num_ranks=p.ep,
             num_clones=p.num_clones,
             least=self.options.least,
         )
-        before_E = counts_GE[:rank].sum(0, dtype=torch.int32)
-        sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
-        routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
-        self._count(plan.experts_N)
-        return routing, self._over_peers(plan.experts_N) or self._by_sizes(plan.experts_N, lanes)
+        return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
 
     def _over_peers(self, experts_N: Tensor) -> PeerClones | None:
         """Return clones that need no host; None where ranks cannot see each other's memory."""
@@ -136,8 +163,11 @@ class Cloner:
         return PeerClones(self._exchanges.clones(experts_N.device), places)
 
     def _by_sizes(self, experts_N: Tensor, lanes: Lanes | None) -> Clones | None:
-        """Return clones that collectives bring, None without any. One host sync."""
-        experts = experts_N.tolist()
+        """Return clones that collectives bring, None without any.
+
+        One host sync, but for a plan that stays.
+        """
+        experts = experts_N.tolist() if self._kept is None else self._kept.experts
         return None if max(experts) < 0 else Clones.of(experts, self._placement, self._group, lanes)
 
     def _count(self, experts_N: Tensor) -> None:

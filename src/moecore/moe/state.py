@@ -159,6 +159,9 @@ class MoEState:
         if skipped is not True:
             for alike in _alike(self.layers):
                 self._move_biases(alike, counts, metrics.tokens_per_expert, skipped)
+        for name, layer in self.layers.items():
+            if layer.cloner is not None:
+                layer.cloner.end_step(metrics.tokens_per_expert[name], skipped=skipped)
         self._reset()
         return metrics
 
