@@ -8,6 +8,7 @@ One rank per GPU of the host, or several with MOECORE_RANKS_PER_GPU, spawned onc
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,9 +118,7 @@ def cloned_layer() -> tuple[MoELayer, ExchangePool]:
     options = CloneOptions(per_rank=NUM_CLONES, least=0.0)
     base = place_of(NUM_RANKS, 1)
     layer = make_layer(base)
-    place = type(base)(
-        group=base.group, num_experts=base.num_experts, ep=base.ep, etp=1, num_clones=NUM_CLONES
-    )
+    place = replace(base, num_clones=NUM_CLONES)
     ours = nvlink_of(place, row_factor=float(2 * NUM_RANKS))
     layer.dispatcher = NVLinkDispatcher(place, ours.exchanges)
     layer.cloner = Cloner(place, base.group, options, ours.exchanges)

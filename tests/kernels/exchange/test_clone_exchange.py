@@ -222,6 +222,18 @@ def test_counts_of_all_ranks_are_clones_of_every_rank(device: str) -> None:
     assert all(torch.equal(found, torch.cat(counts)) for found in world.fetched(counts, places))
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (700, 3)])
+def test_a_rank_alone_runs_all_pieces(shape: tuple[int, ...], device: str) -> None:
+    """One rank that clones its own second expert: stores and reads follow each other."""
+    world = World(Case(num_ranks=1, shape=shape, dtype=HALF), device)
+    places = Places(experts_N=ints([1, -1], device), num_clones=2, num_local=2)
+    grads = world.tensors(4, 0)
+    rows, expected = grads[0][:2].clone(), bring_home_ref(grads, places)
+    assert same([clones.fetch(world.buffers[0], rows, places)], fetch_ref([rows], places))
+    home = clones.bring_home_(world.buffers[0], grads[0], places)
+    assert same([home], expected) and home.data_ptr() == grads[0].data_ptr()
+
+
 def test_slots_take_turns(device: str) -> None:
     world = World(Case(), device)
     places, rows = world.places(0), world.tensors(2, 0)
