@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moecore import CloneOptions
 from moecore.kernels.routing.clones import physical_ids
 from moecore.moe.kept_plan import KeptPlan
 from moecore.moe.placement import ExpertPlacement
@@ -30,6 +31,12 @@ def where(place: ExpertPlacement, plan: KeptPlan, ids: list[int]) -> Tensor:
     none_E = torch.zeros(place.num_experts, dtype=torch.int32)
     sizes = dict(num_local=place.num_local, num_clones=place.num_clones)
     return physical_ids(ids_TK, none_E, plan.part_of(ids_TK), **sizes)[:, 0]
+
+
+def test_options_are_checked() -> None:
+    for wrong in (0, "step"):
+        with pytest.raises(ValueError, match=r"CloneOptions.refresh \(.*\) must be a whole number"):
+            CloneOptions(refresh=wrong)  # type: ignore[arg-type]
 
 
 def test_worked_example() -> None:

@@ -8,8 +8,9 @@ Legend: E experts, e experts of a rank, c clones of a rank at most, n those of t
 of the dispatch group, T local tokens, K experts per token.
 
 A clone lives for one forward and its backward. It is no parameter: checkpoints, optimizers and
-norms know experts alone. Which experts are cloned is a function of all ranks' choices, so a forward
-that backward repeats makes the same clones. Clones travel in one of two ways:
+norms know experts alone. Which experts are cloned is a function of all ranks' choices, or of a plan
+that stays for some steps (`kept_plan.py`), so a forward that backward repeats makes the same
+clones. They travel in one of two ways:
 
     Clones      collectives, whose sizes the host reads: one all-gather of E numbers and one host
                 sync per forward; one all-to-all per tensor of weights, forward and backward, where
@@ -51,15 +52,15 @@ class CloneOptions:
     Attributes:
         per_rank: most clones that a rank holds in one layer; one clone costs the transfer of its
             expert's weights in forward, and of their gradients in backward.
-        refresh: when clones are planned. "forward": in every one, from its own choices. n: from the
-            loads of one optimizer step for the next n, so no forward waits for a plan.
         least: no clone gets fewer tokens than this share of a rank's mean, so ranks that are as
             close to it stay as they are.
+        refresh: when clones are planned. "forward": in every one, from its own choices. n: from the
+            loads of one optimizer step for the next n, so no forward waits for a plan.
     """
 
     per_rank: Count = 2
-    refresh: Refresh = "forward"
     least: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
+    refresh: Refresh = "forward"
 
     def __post_init__(self) -> None:
         check_fields(self)
