@@ -24,7 +24,7 @@ class _Slot(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """Stands for an object with attributes."""
+    """Stands for an object with attributes, or a named tuple, whose values are enough."""
 
     cls: type
     names: tuple[str, ...]
@@ -45,8 +45,8 @@ def form_of(value: Any, tensors: list[Tensor]) -> Any:
         names = tuple(f.name for f in fields(cls))
     elif cls is RotaryTable:
         names = tuple(vars(value))
-    elif isinstance(value, tuple) and hasattr(cls, "_fields"):
-        names = cls._fields
+    elif isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+        return _Record(cls, (), tuple(form_of(item, tensors) for item in value))
     else:
         return value
     return _Record(cls, names, tuple(form_of(getattr(value, name), tensors) for name in names))
