@@ -87,12 +87,24 @@ class Made(TorchDispatchMode):
 
 
 def all_free(stash: Stash) -> bool:
-    return all(
+    pool = stash.pages.pool
+    return pool is None or bool(
         pool.state[FREE_WORD] == pool.pages.shape[0]
         and pool.state[HOST_FREE_WORD] == pool.host_pages.shape[0]
         and pool.state[WANTED_WORD] == 0
-        for pool in stash.pages.pools.values()
     )
+
+
+def widths(stash: Stash) -> list[tuple[int, bool]]:
+    """Bytes of a row of each matrix of a layer, and whether a list has its rows in use."""
+    (kind,) = {kind.layout.widths: kind for kind in stash.pages._kinds.values()}.values()
+    return list(zip(kind.layout.widths, kind.layout.has_list, strict=True))
+
+
+def wanted(stash: Stash) -> int:
+    """Pages that tables have, or lack."""
+    assert stash.pages.pool is not None
+    return int(stash.pages.pool.state[WANTED_WORD])
 
 
 @pytest.mark.parametrize("run", [None, *ORDERS], ids=lambda run: getattr(run, "__name__", "early"))
@@ -111,7 +123,7 @@ def test_gradients_have_the_bits_of_those_without(
         assert_equal(gradients(model, run), want)
         assert stash.out_bytes > 0 and all_free(stash)
     stash.check()
-    assert len(stash.pages.pools) == 2, "X and H"
+    assert widths(stash) == [(4 * DIM, True), (4 * 2 * HIDDEN, False)], "X and H"
 
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widths in pages
@@ -138,13 +150,16 @@ def test_with_other_options(group: None, name: str, monkeypatch: pytest.MonkeyPa
     want = gradients(model, in_order)
     stash = stashed(model)
     assert_equal(gradients(model, in_order), want)
-    assert len(stash.pages.pools) == num_widths and all_free(stash)
+    assert len(widths(stash)) == num_widths and all_free(stash)
     for block in model.layers:
         block.moe.part("experts").set_backend("auto", recompute_fc1=True)
     stash.pages.clear()
     assert_equal(gradients(model, in_order), want)
-    of_h = [width for width in stash.pages.pools if not width[1]]
+    has_x = name != "rows that are sent again"
+    assert stash.pages.pool is None or widths(stash), "X"
+    of_h = [] if stash.pages.pool is None else [w for w in widths(stash) if not w[1]]
     assert not of_h, "H is computed again"
+    assert (stash.pages.pool is not None) == has_x
 
 
 def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> None:
@@ -159,20 +174,15 @@ def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> Non
         loss = model(*batch(0))
     alive = made.alive()
     assert alive.count(source) == alive.count(expert) == 1, "of the last layer"
-    lists = alive.count(4 * MAX_TOKENS) * 4 * MAX_TOKENS
-    tables = sum(
-        pages.table.nbytes
-        for pages in (copy.piece for copy in stash._copies.values())
-        if pages is not None
-    )
-    held = lists + tables
-    for pool in stash.pages.pools.values():
-        held += int(pool.state[WANTED_WORD]) * page * pool.row_bytes
+    places = [copy.piece for copy in stash._copies.values()]
+    tables = {place.of.table for place in places if place is not None}
+    assert len(tables) == 5, "one per layer"
+    pool = stash.pages.pool
+    assert pool is not None and pool.page_bytes == page * row_bytes
+    held = sum(table.nbytes for table in tables) + wanted(stash) * pool.page_bytes
     actual = 5 * TOKENS * (1 + TOP_K) * row_bytes
     assert actual <= held <= 1.05 * actual
-    for (_, has_list), pool in stash.pages.pools.items():
-        rows = TOKENS if has_list else TOKENS * TOP_K
-        assert pool.state[WANTED_WORD] == 5 * cdiv(rows, page)
+    assert wanted(stash) == 5 * (cdiv(TOKENS, page) + cdiv(TOKENS * TOP_K, page))
     loss.backward()
     assert all_free(stash)
 
@@ -256,7 +266,7 @@ def test_too_few_pages_are_an_error_that_names_the_factor(group: None) -> None:
     stash = stashed(model, factor=0.2)
     found = gradients(model, one)
     assert any(grad.isnan().any() for grad in found.values()), "never wrong numbers"
-    with pytest.raises(ExchangeError, match=r"factor \(0.2\) must be >= (\d.\d+) for the 72") as e:
+    with pytest.raises(ExchangeError, match=r"factor \(0.2\) must be >= (\d.\d+) for the 90") as e:
         stash.poll()
     stash.poll()  # once
     assert all_free(stash) and "\n" not in str(e.value)
@@ -282,9 +292,9 @@ def test_pages_of_the_host_are_taken_when_no_other_is_left(group: None) -> None:
     stash = stashed(model, factor=0.2, host_bytes=100_000)
     assert_equal(gradients(model, in_order), want)
     stash.check()
-    pools = stash.pages.pools.values()
-    assert all(pool.state[MOST_WORD] > pool.pages.shape[0] for pool in pools)
-    assert 90_000 < sum(pool.host_pages.nbytes for pool in pools) <= 100_000
+    pool = stash.pages.pool
+    assert pool is not None and pool.state[MOST_WORD] > pool.pages.shape[0]
+    assert 99_000 < pool.host_pages.nbytes <= 100_000
     assert all_free(stash)
 
 
@@ -294,22 +304,19 @@ def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPa
     stash = stashed(model)
     one(model)
     loss = model(*batch(0))
-    held = [int(pool.state[FREE_WORD]) for pool in stash.pages.pools.values()]
+    held = wanted(stash)
     with monkeypatch.context() as patch:
         patch.setattr(stash._streams, "is_capturing", lambda: True)
         del loss
         captured = model(*batch(0))
-        tables = [copy.piece.table for copy in stash._copies.values() if copy.piece is not None]
-        for pool, free in zip(stash.pages.pools.values(), held, strict=True):
-            assert int(pool.state[FREE_WORD]) < free, "nothing was returned"
+        places = [copy.piece for copy in stash._copies.values() if copy.piece is not None]
+        tables = {place.of.table: place.of.layout.num_entries for place in places}
+        assert wanted(stash) == 2 * held, "nothing was returned"
     del captured  # its replays return nothing
     one(model)
     one(model)
-    pools = list(stash.pages.pools.values())
-    assert all((table >= 0).any() for table in tables)
-    assert sum(int(pool.state[WANTED_WORD]) for pool in pools) == sum(
-        int((table >= 0).sum()) for table in tables
-    )
+    assert len(tables) == 2 and wanted(stash) == held
+    assert wanted(stash) == sum(int((table[:n] >= 0).sum()) for table, n in tables.items())
     with monkeypatch.context() as patch:
         patch.setattr(stash._streams, "is_capturing", lambda: True)
         one(model)  # in the same tables
@@ -329,20 +336,16 @@ def test_eager_rows_do_not_go_into_a_graph(group: None, monkeypatch: pytest.Monk
     one(model)
     model.zero_grad()
     loss = model(*batch(0))
-
-    def wanted() -> int:
-        return sum(int(pool.state[WANTED_WORD]) for pool in stash.pages.pools.values())
-
-    of_two_layers = wanted()
+    of_two_layers = wanted(stash)
     with monkeypatch.context() as patch:
         patch.setattr(stash._streams, "is_capturing", lambda: True)
         captured = model(*batch(0))
-        assert wanted() == 2 * of_two_layers
+        assert wanted(stash) == 2 * of_two_layers
         again = model(*batch(0))  # of the same graph
-        assert wanted() == 3 * of_two_layers + of_two_layers // 2
+        assert wanted(stash) == 3 * of_two_layers + of_two_layers // 2
         del captured, again
     model(*batch(0))
-    assert wanted() == 3 * of_two_layers // 2
+    assert wanted(stash) == 3 * of_two_layers // 2
     loss.backward()
     assert_equal({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want)
     assert all_free(stash) and all(not of_graph for _, of_graph in stash._resting)
