@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,10 +35,12 @@ from moecore.kernels.rows.free_list import FREE_WORD, HOST_FREE_WORD, MOST_WORD,
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.memory import offload as offload_module
+from moecore.memory import page_store
 from moecore.memory.apply import apply_memory, apply_stash
 from moecore.memory.offload import Offload
-from moecore.memory.saved import used_rows
+from moecore.memory.saved import counting_rows, is_packing, packing, used_rows
 from moecore.memory.stash import Stash
+from moecore.memory.streams import CopyStream
 from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.moe.state import moe_state
@@ -213,6 +217,21 @@ def test_matrices_are_told_apart(length: int) -> None:
         assert used_rows(x) is None and used_rows(h) is None
 
 
+def test_nobody_is_asked_about_what_has_no_counted_rows() -> None:
+    """Which would take the host microseconds per tensor that a layer saves."""
+    x, asked = torch.ones(3, requires_grad=True), list[Tensor]()
+    with packing(asked.append, rows_alone=True):
+        x.exp()
+        assert not asked and is_packing()
+        with counting_rows():
+            x.exp()
+        assert len(asked) == 1
+        with packing(lambda tensor: None):
+            x.exp()
+        assert len(asked) == 2
+    assert not is_packing()
+
+
 @pytest.mark.parametrize("run", [in_order, last_first], ids=lambda run: run.__name__)
 def test_other_parts_may_be_offloaded(group: None, run: Callable[[Tower], None]) -> None:
     """Norms and what a block keeps besides; of its MoE layer all but what lies in pages."""
@@ -296,6 +315,76 @@ def test_pages_of_the_host_are_taken_when_no_other_is_left(group: None) -> None:
     assert pool is not None and pool.state[MOST_WORD] > pool.pages.shape[0]
     assert 99_000 < pool.host_pages.nbytes <= 100_000
     assert all_free(stash)
+
+
+def counted(function: Callable[..., None], counts: Counter[str]) -> Callable[..., None]:
+    def call(*args: Any, **how: Any) -> None:
+        counts[function.__name__] += 1
+        function(*args, **how)
+
+    return call
+
+
+class CountedStream:
+    """Stands for a stream; counts what is recorded and waited for on all of them."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self.counts = counts
+
+    def record_event(self) -> object:
+        self.counts["events"] += 1
+        return object()
+
+    def wait_event(self, event: object) -> None:
+        self.counts["waits"] += 1
+
+
+def test_a_layer_takes_three_launches_and_four_events(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages and a copy; a copy back, which returns pages. An event each way and direction.
+
+    The pages of what comes back last are returned alone.
+    """
+    model, counts = make_tower(5), Counter[str]()
+    for name in ("take_rows", "copy_rows", "return_pages"):
+        monkeypatch.setattr(page_store, name, counted(getattr(page_store, name), counts))
+    stash = stashed(model)
+    streams = stash._streams
+    here = CountedStream(counts)
+    monkeypatch.setattr(streams, "current", lambda: here)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(CopyStream, "running", lambda self: nullcontext())
+    for copies in (streams._out, streams._back):
+        copies._turns = [CountedStream(counts)]  # type: ignore[list-item]
+    want = gradients(model, one)
+    counts.clear()
+    assert_equal(gradients(model, one), want)
+    n = 4  # the last layer's rows stay
+    assert counts == {
+        "take_rows": n,
+        "copy_rows": 2 * n,
+        "return_pages": 1,
+        "events": 4 * n + 1,
+        "waits": 4 * n,
+    }
+
+
+@pytest.mark.parametrize("page_rows", [1, 4])
+def test_layers_of_other_widths_share_the_pages_of_the_first(page_rows: int) -> None:
+    model = make_tower(3, "roomy")
+    torch.manual_seed(1)
+    wide = MoELayer(MoEConfig(dim=DIM, hidden_dim=4 * HIDDEN, num_experts=4, top_k=TOP_K))
+    wide.dispatcher = model.layers[1].moe.dispatcher
+    model.layers[1].moe = wide
+    want = gradients(model, in_order)
+    stash = stashed(model, page_rows=page_rows, factor=9.0)
+    if page_rows == 1:
+        with pytest.raises(ValueError, match=r"page_rows \(1\) must be >= 4 for rows of 512 bytes"):
+            one(model)
+        return
+    assert_equal(gradients(model, in_order), want)
+    assert len(stash.pages._kinds) == 4 and all_free(stash), "two widths, two batches"
 
 
 def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,8 @@ that one begins by waiting for the block's. Host memory is given back by the las
 whoever gets it next copies after work that has waited for its last reader.
 
 Note "order": a part has run backward when each of its handles has been unpacked, or has died. The
-copy back is launched at the next handle's death or unpacking, which is after the part's last
-operation was launched. A retained graph brings everything back once more.
+copy back is launched once they all have died, or at the next unpacking, which is after the part's
+last operation was launched. A retained graph brings everything back once more.
 
 Note "where it does nothing": under no_grad, compilers, the caller's own hooks of saved tensors
 (activation checkpointing), and in a forward that backward repeats.
@@ -364,13 +364,15 @@ class Offload:
         """Return the handle of a tensor; None leaves it to the other packers."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
+        used = used_rows(tensor)
+        if not self._store.takes(used):
+            return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
             return None
         if storage_key(tensor) in group.weights:
             return Kept(tensor)
-        used = used_rows(tensor)
-        if tensor.is_conj() or tensor.is_neg() or not self._store.takes(used):
+        if tensor.is_conj() or tensor.is_neg():
             return None
         with self._lock:  # deaths meanwhile are counted by the next call
             ref = StorageWeakRef(storage)
@@ -506,12 +508,17 @@ class Offload:
     def _tend_if_free(self) -> None:
         while self._dead and self._lock.acquire(blocking=False):
             try:
-                self._tend()
+                self._tend(more_may_die=True)
             finally:
                 self._lock.release()
 
-    def _tend(self) -> None:
-        """Bring back what is next, and free what no handle stands for."""
+    def _tend(self, *, more_may_die: bool = False) -> None:
+        """Bring back what is next, and free what no handle stands for.
+
+        Args:
+            more_may_die: wait for the other handles of a part that has run backward, which die one
+                after the other: what they stood for is given back with what comes.
+        """
         if not self._dead and not self._done:
             return
         gone = []
@@ -526,7 +533,8 @@ class Offload:
                 copy.piece = None
             if group.readers.leave(use.group_turn) and group.is_asked:
                 self._done.append(group)
-        done, self._done = self._done, []
+        done = [g for g in self._done if not (more_may_die and g.readers.alive)]
+        self._done = [group for group in self._done if group not in done]
         for group in done:
             group.is_asked = False
         self._bring_all(chain.from_iterable(group.before for group in done), gone)

@@ -44,7 +44,7 @@ class Dispatched:
         layout: of the matrices.
         free: where the table goes when it is empty.
         of_graph: a CUDA graph fills the table in every replay.
-        slots, num_rows: which rows are in use, until they are copied out.
+        slots, num_rows: which rows are in use.
         left: matrices that somebody may ask for.
         out: when they were in pages.
         back: when they were last copied back.
@@ -64,7 +64,6 @@ class Dispatched:
         """Take pages for the used rows of matrices and copy them there."""
         take_rows(self.table, self.layout, self.slots, self.num_rows)
         copy_rows(matrices, self.table, self.layout, stash=True)
-        self.slots = self.num_rows = None
 
     def read(self, matrices: Sequence[Tensor | None], over: Dispatched | None) -> None:
         """Copy the used rows back; the others stay as they are. Return the pages of another."""
@@ -257,6 +256,7 @@ class PageStore:
         lengths = tuple(0 if used is None else used.length for used in (listed, first))
         kind = self._kinds.get((key, lengths))
         if kind is None:
+            self._check_widths(pool, key)
             kind = self._kinds[key, lengths] = _Kind(Layout.of(pool, key, *lengths))
         own = kind.of_graphs if in_capture else kind.of_eager
         free = own or (kind.of_eager if in_capture else own)
@@ -271,6 +271,16 @@ class PageStore:
             left=len(group),
         )
         return found, emptied
+
+    def _check_widths(self, pool: PagePool, rows: Sequence[tuple[int, bool]]) -> None:
+        widest = max(width for width, _ in rows)
+        if widest > pool.page_bytes:
+            page_rows = self._options.page_rows
+            raise ValueError(
+                f"StashOptions.page_rows ({page_rows}) must be >= "
+                f"{cdiv(widest * page_rows, pool.page_bytes)} for rows of {widest} bytes in pages "
+                "that are made for the first layer's: raise it"
+            )
 
     def _make_pool(self, copies: Sequence[Copy], *, in_capture: bool) -> PagePool:
         """Make the pool, of the first layer's rows."""

@@ -329,8 +329,8 @@ def take_rows(
     Args:
         table: of `layout.table()`; what it names is returned first.
         layout: of the matrices.
-        slots_SK: int32, contiguous: a row all of whose slots are negative is not in use; None
-            where no matrix has a list.
+        slots_SK: int32: a row all of whose slots are negative is not in use; None where no matrix
+            has a list.
         num_rows: 0-dim int32: the first so many of R are in use, more than R count as R; None
             where all matrices have a list.
 
@@ -343,7 +343,7 @@ def take_rows(
     block_k = next_power_of_2(K)
     with on_device(table):
         _take_rows_kernel[(1,)](
-            *(slots_SK, num_rows, table),
+            *(None if slots_SK is None else slots_SK.contiguous(), num_rows, table),
             *(layout.source_rows, layout.expert_rows, layout.num_entries),
             *(pool.state, pool.report, pool.free_ids),
             *(pool.pages.shape[0], pool.host_pages.shape[0]),
