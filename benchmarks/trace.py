@@ -31,7 +31,7 @@ CATEGORIES = {
     "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
     "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast|_momentum_kernel",
-    "pages": r"_pages_kernel|_list_rows_kernel",
+    "pages": r"_pages_kernel|_take_rows_kernel",
     "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray|_copy_used_kernel",
     "compiled": r"triton_",
 }
