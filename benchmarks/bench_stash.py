@@ -7,7 +7,8 @@ whose factor holds a load of that skew; all rows lie where their tokens are, so 
 mean. Variants take turns on one model: "room" keeps what there is room for, "pages" only the rows
 that came (`MemoryOptions.stash`), "exact" has no room beyond them, as a dispatcher that waits for
 counts. `kept` is what a forward and backward of it takes: memory between forward and backward,
-pools of pages included, less what there was before; `peak` likewise, at most.
+pools of pages included, less what there was before; `peak` likewise, at most. `host ms` is how long
+the host takes to launch a forward and backward while the GPU has nothing else to do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import argparse
 import dataclasses
 import gc
 import json
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from benchmarks.harness import FULL, SMOKE, time_variants
 from benchmarks.records import RESULTS, append_rows
 from moecore import FSDPOptions, ParallelConfig, StashOptions, TrainStep, build_meshes
 from moecore import parallelize_moe as parallelize
+from moecore.kernels.rows import pages
 from moecore.memory.stash import Stash
 from moecore.models import Decoder, preset
 from moecore.moe.layer import MoELayer
@@ -86,6 +90,17 @@ class Bench:
         self.step.drop()
         return loss.detach()
 
+    def host_ms(self, variant: str) -> float:
+        """Return the host's time of a forward and backward, the median of several."""
+        self.prepare(variant)
+        found = []
+        for _ in range(7):
+            self._settle()
+            start = time.perf_counter()
+            self.fwd_bwd()
+            found.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(found)
+
     def sizes(self, variant: str) -> dict[str, int]:
         """Return bytes kept and at the peak, of a second forward and backward."""
         self.stash.close()
@@ -115,6 +130,7 @@ class Bench:
 def main() -> int:
     """Measure, print and record a row per variant."""
     args = _arguments()
+    pages.EVICTION_POLICY = args.eviction
     bench = Bench(args)
     losses = set()
     sizes = {}
@@ -128,13 +144,15 @@ def main() -> int:
     calls = dict.fromkeys(VARIANTS, bench.fwd_bwd)
     how: dict[str, Any] = dict(device=bench.device, effort=effort, prepare=bench.prepare)
     timings = time_variants(calls, **how)
+    host_ms = {variant: bench.host_ms(variant) for variant in VARIANTS}
     bench.stash.check()
     common = {name: getattr(args, name) for name in ("preset", "layers", "experts", "tokens")}
-    common |= {"room": args.room, "factor": args.factor}
+    common |= {"room": args.room, "factor": args.factor, "eviction": args.eviction}
     rows = [
         common
         | {"variant": name, "ms": timings[name].ms, "p20": timings[name].p20}
         | {"p80": timings[name].p80, "over_room": timings[name].ms / timings["room"].ms}
+        | {"host ms": host_ms[name]}
         | sizes[name]
         | {"kept_over_room": sizes[name]["kept"] / max(sizes["room"]["kept"], 1)}
         for name in VARIANTS
@@ -154,6 +172,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--room", type=int, default=5, help="times the rows that come")
     parser.add_argument("--factor", type=float, default=1.1, help="of the pages")
+    parser.add_argument("--eviction", choices=("", "evict_first"), default="", help="of copies")
     parser.add_argument("--results", type=Path, nargs="?", const=RESULTS / "skew")
     return parser.parse_args()
 

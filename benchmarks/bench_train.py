@@ -70,6 +70,7 @@ SHOWN = (
     "exact_rows",
     "experts",
     "compile",
+    "graph_dense",
     "cuda_graph",
     "recompute",
     "gather_once",

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 CATEGORIES = {
     "nccl": r"nccl",
     "nvlink dispatch": r"_spread_kernel|_reduce_kernel|limit_rows|_pack_rows",
+    "nvlink clones": r"_(store|receive)_(weights|grads)_kernel",
     "copies to peers": r"Memcpy PtoP",
     "quantisation": r"quantise_|widen_rows|tile_tokens|gather_row_blocks|^_(amax|cast)_kernel"
     r"|block_amax|transpose_values",
@@ -30,11 +31,11 @@ CATEGORIES = {
     "attention": r"sdpa|flash|fmha|attn|attention|_rotary_kernel",
     "dense products": r"nvjet|gemm|cutlass|cublas|splitK",
     "optimizer": r"[Aa]dam|multi_tensor|foreach|lpnorm|norm_reduce|scaled_cast|_momentum_kernel",
-    "pages": r"_pages_kernel|_list_rows_kernel",
+    "pages": r"_pages_kernel|_take_rows_kernel",
     "fsdp copies": r"split_with_sizes|chunk_cat|Memcpy|Memset|CatArray|_copy_used_kernel",
     "compiled": r"triton_",
 }
-COMMUNICATION = ("nccl", "nvlink dispatch", "copies to peers")
+COMMUNICATION = ("nccl", "nvlink dispatch", "nvlink clones", "copies to peers")
 OTHER = "other"
 
 

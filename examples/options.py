@@ -72,6 +72,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--send-again", action="store_true", help="nvlink: send rows again instead of keeping them")
     add("--fp8-dispatch", action="store_true", help="nvlink: tokens travel and are kept as FP8")
     add("--compile", action="store_true", help="torch.compile around the MoE layers")
+    add("--graph-dense", action="store_true", help="CUDA graphs of what is between exchanges")
     add("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
     add("--dtype", choices=DTYPES, help="of compute (None = float32 on CPU, bfloat16 on GPU)")
     add(

@@ -350,6 +350,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         expert_backend=args.experts,
         memory=memory_options(args),
         compile_dense=args.compile,
+        graph_dense=args.graph_dense,
         loss="sum",
         precision=args.precision,
         pipeline=pipeline_config(args),

@@ -47,6 +47,7 @@ from moecore.models import Decoder, DecoderConfig
 from moecore.models.decoder import Block
 from moecore.moe.balance import LOSS_NAMES
 from moecore.moe.clones import Clones
+from moecore.moe.dispatch.clone_exchange import CloneExchange
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.experts import Experts
 from moecore.moe.forced import force_even_load
@@ -250,11 +251,15 @@ def of_all_stages(found: dict[str, Any], device: torch.device = CPU) -> dict[str
 def counted_copies() -> Iterator[Counter[str]]:
     """Count what dispatcher "nvlink" sends beside the experts' products, and forwards' clones."""
     counts: Counter[str] = Counter()
-    make = Clones.of
+    make, fetch = Clones.of, CloneExchange.fetch
 
     def counting_clones(*args: Any) -> Clones:
         counts["clones"] += 1
         return make(*args)
+
+    def counting_peers(*args: Any) -> list[Tensor]:
+        counts["clones over peers"] += 1
+        return fetch(*args)
 
     def counting(name: str, method: Callable[..., None]) -> Callable[..., None]:
         def run(self: Exchange, sent: Tensor) -> None:
@@ -266,6 +271,7 @@ def counted_copies() -> Iterator[Counter[str]]:
     with (
         patch.object(Exchange, "start_copies", counting("sums", Exchange.start_copies)),
         patch.object(Clones, "of", counting_clones),
+        patch.object(CloneExchange, "fetch", counting_peers),
     ):
         yield counts
 
@@ -275,7 +281,10 @@ def overlap_errors(case: Case, copies: Counter[str]) -> dict[str, float]:
 
     And for clones, which are there if the case has them.
     """
-    are_right = {"clones": (copies["clones"] > 0) == (case.clones is not None)}
+    way, other = "clones", "clones over peers"
+    if case.nvlink is not None:
+        way, other = other, way
+    are_right = {way: (copies[way] > 0) == (case.clones is not None), other: not copies[other]}
     if case.nvlink is not None:
         wanted = case.nvlink.overlap_weight_grads and not MODELS[case.model].fc1_bias
         are_right["overlap"] = (copies["sums"] > 0) == wanted

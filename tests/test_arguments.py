@@ -21,6 +21,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.optim import assign_matrices
 from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
 from moecore.pipeline import Costs, LayoutCosts, Timeline, make_schedule
+from moecore.planning import TrainingRun
 from moecore.rl import RouterReplay
 from moecore.shard import ShardPlan
 from tests.test_api import SECTIONS
@@ -45,7 +46,7 @@ NO_CALLS = {
     "DynamicContextModel",
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
-    *("RankBytes", "RoleBytes"),
+    *("RankBytes", "RoleBytes", "MemoryPlan", "RankMemory"),
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
@@ -99,6 +100,7 @@ VALID: dict[str, Any] = {
     "costs": [1.0],
     "batch": PackedCollator(row_tokens=4)([[1]]),
     "assignment": assign_matrices(META),
+    "run": TrainingRun(model=TINY, num_gpus=1, seq_len=8),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
     **dict(

@@ -40,6 +40,7 @@ from moecore.optim.matrices import MatrixLayout
 from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
 from moecore.pipeline.layout import LayoutCosts
 from moecore.pipeline.simulate import Costs
+from moecore.planning import OptimizerOptions, TrainingRun
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
 from moecore.upcycle.models import MLPNames
@@ -167,6 +168,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (AttentionMask, {}),
     (LayoutCosts, {"layers": (1.0, 2.0)}),
     (Costs, dict.fromkeys(("forward", "backward_inputs", "backward_weights"), (1.0, 2.0))),
+    (OptimizerOptions, {}),
+    (TrainingRun, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
 ]
 VALUES: list[Any] = [
     *(True, False, None, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 10**400, -(10**5000)),

@@ -45,6 +45,7 @@ GATHERED = FSDPOptions(dense_strategy="optim", prefetch_blocks=0)
 TOGETHER = FSDPOptions(blocks_per_unit=2)  # of three blocks
 STASH = MemoryOptions(stash=StashOptions(page_rows=4, factor=4.0))
 ONE, TWO = (CloneOptions(per_rank=n, least=0.0) for n in (1, 2))
+KEPT = CloneOptions(per_rank=2, least=0.0, refresh=1)
 
 
 def case(world: int, dense: str, expert: str, **options: Any) -> Case:
@@ -103,8 +104,8 @@ CASES = [
         expert_backend="sequential",
         clones=TWO,
     ),
-    case(6, "dp_shard=2 tp=3", "ep=6 edp_shard=1", model="sigmoid", meta=True),
-    case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather", torch_optimizers=True),
+    case(6, "dp_shard=2 tp=3", "ep=6 edp_shard=1", model="sigmoid", meta=True, clones=KEPT),
+    case(6, "dp_shard=2 tp=3", "ep=2 edp_shard=3", dispatcher="allgather"),
     case(6, "dp_replicate=3 dp_shard=2", "edp_replicate=2 edp_shard=1 ep=3", model="sigmoid"),
     case(6, "dp_replicate=2 dp_shard=1 tp=3", "ep=2 etp=3 edp_shard=1", model="biases"),
     case(
@@ -266,7 +267,14 @@ NVLINK_CASES = [
         recompute=True,
         row_factor=1.33,
     ),
-    nvlink(4, "dp_shard=2 tp=2", "ep=4 edp_shard=1", model="latent-capacity", accumulate=2),
+    nvlink(
+        4,
+        "dp_shard=2 tp=2",
+        "ep=4 edp_shard=1",
+        model="latent-capacity",
+        accumulate=2,
+        clones=KEPT,
+    ),
     nvlink(
         4,
         "dp_shard=1 tp=4",

@@ -23,7 +23,7 @@ from moecore.adapters.base import Adapter, swap_blocks
 from moecore.agreement import check_equal_weights, check_same
 from moecore.attention.context_parallel.group import ContextOptions, ContextParallel
 from moecore.config import BalanceConfig
-from moecore.graphs.regions import compile_blocks, compiled_modules
+from moecore.graphs.regions import compile_blocks, compiled_modules, graph_blocks
 from moecore.hf.context import context_model
 from moecore.hf.device_map import refuse_accelerate
 from moecore.hf.guards import refuse_save_pretrained, warn_about_cache
@@ -94,6 +94,7 @@ def parallelize_moe(
     clones: CloneOptions | None = None,
     overlap_shared: bool = False,
     compile_dense: bool = False,
+    graph_dense: bool = False,
     balance: BalanceConfig | None = None,
     moe: Mapping[str, Any] | None = None,
     context: ContextOptions | None = None,
@@ -118,6 +119,8 @@ def parallelize_moe(
         clones: of hot experts, on ranks with few tokens; None = none. See docs/balancing.md.
         overlap_shared: on GPUs, run shared experts on a stream of their own. Experimental.
         compile_dense: run attention, norms and residual adds through torch.compile.
+        graph_dense: on GPUs, run attention, routers, shared experts and what an exchange prepares
+            as CUDA graphs of each block, for dispatchers that wait on the host.
         balance: of every MoE layer; None keeps each one's own.
         moe: fields of `MoEConfig` for every MoE layer, such as a transformers model's: capacity,
             router_dtype, router_jitter.
@@ -306,7 +309,8 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
         placement = _placement(layer.config.num_experts, request)
         layer.dispatcher = _dispatcher(layer.config.num_experts, placement, plan, exchanges)
         if placement is not None and request.clones is not None and placement.num_clones:
-            layer.cloner = Cloner(placement, meshes.expert.get_group("ep"), request.clones)
+            group = meshes.expert.get_group("ep")
+            layer.cloner = Cloner(placement, group, request.clones, exchanges)
         if isinstance(layer, MoELayer) and layer.part("shared") is not None:
             layer.shared_stream = stream
             recipe = recipes.get("shared_experts")
@@ -333,6 +337,8 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
     stash = apply_stash(blocks, request.memory, device, compiled=compiled)
     if request.compile_dense or request.memory.parts or request.memory.offload:
         warn_about_cache(model)
+    if request.graph_dense:
+        graph_blocks(dict(zip(plan.blocks, blocks, strict=True)))
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,

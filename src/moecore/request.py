@@ -104,6 +104,7 @@ class Request:
     clones: CloneOptions | None
     overlap_shared: bool
     compile_dense: bool
+    graph_dense: bool
     balance: BalanceConfig | None
     moe: Mapping[str, Any]
     context: ContextOptions | None
@@ -333,15 +334,47 @@ def _check_degrees(model: nn.Module, request: Request) -> None:
             f"ContextOptions.dynamic (True) must go with ParallelConfig.pp ({p.pp}) = 1: use cp"
         )
     schedule = None if request.pipeline is None else request.pipeline.schedule
-    if p.pp > 1 and schedule in DEFERRING and request.compile_dense:
-        raise ValueError(
-            f"PipelineConfig.schedule ({schedule!r}) must go with compile_dense "
-            "(True) = False, which computes weight gradients at once: use '1f1b' or 'interleaved'"
-        )
+    for name in ("compile_dense", "graph_dense"):
+        if p.pp > 1 and schedule in DEFERRING and getattr(request, name):
+            raise ValueError(
+                f"PipelineConfig.schedule ({schedule!r}) must go with {name} (True) = False, which "
+                "computes weight gradients at once: use '1f1b' or 'interleaved'"
+            )
+    if request.graph_dense:
+        _check_graphs(request)
     if p.tp > 1 and not is_cut(model) and not isinstance(model, TensorParallelModel):
         raise NotImplementedError(
             f"ParallelConfig.tp ({p.tp}) must be 1 for {type(model).__name__}: tensor parallelism "
             "needs a model with apply_tensor_parallel(tp_mesh), such as moecore.models.Decoder"
+        )
+
+
+def _check_graphs(request: Request) -> None:
+    """Raise where parts of blocks can be no CUDA graphs."""
+    p, precision = request.meshes.parallel, request.precision
+    for name, size in (("tp", p.tp), ("cp", p.cp)):
+        if size > 1:
+            raise ValueError(
+                f"graph_dense (True) must go with ParallelConfig.{name} ({size}) = 1, because "
+                "attention of several ranks communicates: leave it out"
+            )
+    if request.is_dynamic:
+        raise ValueError(
+            "graph_dense (True) must go with ContextOptions.dynamic (True) = False, because a "
+            "graph has one cp: leave one of them out"
+        )
+    away = [part for part in request.memory.offload if part != "experts"]
+    if away:
+        raise ValueError(
+            f"graph_dense (True) must go with MemoryOptions.offload ({away[0]!r}) of 'experts' "
+            "alone, because what graphs keep has an address: leave one of them out"
+        )
+    overrides = () if precision is None else precision.overrides
+    recipes = [None if precision is None else precision.recipe, *(r for _, r in overrides)]
+    if any(recipe is not None and recipe.amax_history for recipe in recipes):
+        raise ValueError(
+            "graph_dense (True) must go with Recipe.amax_history 0, because the first step has no "
+            "history: use another scaling, or leave it out"
         )
 
 

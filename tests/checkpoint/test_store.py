@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from moecore import (
     BalanceConfig,
+    CloneOptions,
     FSDPOptions,
     MoEConfig,
     MoELayer,
@@ -32,8 +34,10 @@ from moecore.checkpoint.directory import POINTER, new_draft, publish, whole_dire
 from moecore.checkpoint.manifest import MANIFEST
 from moecore.checkpoint.state import split_halves
 from moecore.moe.balance import BalanceGroups
+from moecore.moe.clones import Cloner
 from moecore.moe.expert_layout import ExpertLayout
 from moecore.moe.layer import LayerLayout
+from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import MoEState
 
 CONFIG = MoEConfig(dim=8, hidden_dim=4, num_experts=2, top_k=1, expert_bias=True)
@@ -438,6 +442,23 @@ def test_load_drops_a_half_done_step(
     step(other, other_optimizer)
     for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_load_drops_a_plan_of_clones_which_is_not_saved(
+    tmp_path: Path, no_group_left: None
+) -> None:
+    model, optimizer = build()
+    plain = save(tmp_path, 1, model, optimizer)
+    group: Any = None
+    place = ExpertPlacement(group=group, num_experts=2, ep=2, etp=1, num_clones=1)
+    model.cloner = Cloner(place, group, CloneOptions(per_rank=1, refresh=5))
+    model.cloner.end_step(torch.tensor([9, 3]), skipped=False)
+    plan = model.cloner._kept
+    assert plan is not None and plan.experts == [-1, 0]
+    path = save(tmp_path, 2, model, optimizer)
+    assert stored_shapes(path) == stored_shapes(plain) and plan.experts == [-1, 0]
+    load(path, model, optimizer)
+    assert plan.experts == [-1, -1]
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)

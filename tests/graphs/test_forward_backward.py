@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from moecore import (
     BalanceConfig,
     CapacityConfig,
+    CloneOptions,
     ExchangeError,
     FSDPOptions,
     MoEConfig,
+    NVLinkOptions,
     ParallelConfig,
     TrainStep,
     build_meshes,
@@ -34,9 +36,11 @@ from moecore.graphs import forward_backward as module
 from moecore.graphs.facts import facts_of
 from moecore.moe.state import moe_state
 from moecore.shard.engine import progress_of
+from tests.moe.emulated_exchange import emulated
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
 
+CLONES = CloneOptions()
 CONFIG = MoEConfig(dim=16, hidden_dim=16, num_experts=4, top_k=2)
 PADDED = replace(
     CONFIG,
@@ -179,7 +183,7 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
     model, owner, state = function.model, function.owner, moe_state(function.model)
     buffers = object()
     state.exchanges = SimpleNamespace(
-        entries=(buffers,),
+        held=(buffers,),
         poll=lambda: None,
         may_be_small=False,
         options=SimpleNamespace(exact_rows=False),
@@ -204,12 +208,12 @@ def train_graphed(x: Tensor) -> dict[str, Any]:
         run(x)
     model[1].part("router").tape = None
 
-    state.exchanges.entries = (buffers, object())  # one of an evaluation
+    state.exchanges.held = (buffers, object())  # one of an evaluation
     run(x)
     owner.drop()
-    state.exchanges.entries = (object(),)
+    state.exchanges.held = (object(),)
     found["buffers"] = error_of(lambda: run(x))
-    state.exchanges.entries = (buffers,)
+    state.exchanges.held = (buffers,)
 
     def overflow() -> None:
         raise ExchangeError("too many rows")
@@ -241,11 +245,16 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found = {
         "alltoall": error_of(lambda: GraphedForwardBackward(print, make())),
         "allgather": error_of(lambda: GraphedForwardBackward(print, make(dispatcher="allgather"))),
+        "clones": error_of(lambda: GraphedForwardBackward(print, make(PADDED, clones=CLONES))),
         "padded": error_of(lambda: GraphedForwardBackward(print, make(PADDED))),
         "local": error_of(lambda: GraphedForwardBackward(print, make(ep=1))),
         "changes": {change: error_after(change, x) for change in ("", *CHANGES)},
         "said": module._first_of_all("broken" if rank == 1 else ""),
     }
+    with emulated():
+        over_peers = dict(dispatcher="nvlink", nvlink=NVLinkOptions(max_tokens=6), clones=CLONES)
+        model = make(**over_peers)
+    found["clones over peers"] = error_of(lambda: GraphedForwardBackward(print, model))
     eager = make_forward_backward()
     found["eager"] = train(eager.owner, eager, x, range(6))
     fakes = dict(_gpu_of=lambda model: device, _watched=module._run, _graph_of=fake_graph_of)
@@ -263,7 +272,8 @@ def found() -> dict[str, Any]:
 def test_dispatchers_that_wait_for_sizes_are_refused_and_so_is_a_cpu(found: dict[str, Any]) -> None:
     for name in ("alltoall", "allgather"):
         assert "must be 'nvlink' or pad to a capacity" in found[name]
-    for name in ("padded", "local"):
+    assert "must go with dispatcher 'nvlink' for a CUDA graph" in found["clones"]
+    for name in ("padded", "local", "clones over peers"):
         assert found[name].startswith("device of the model (cpu) must be a GPU")
 
 

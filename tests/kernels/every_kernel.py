@@ -35,7 +35,7 @@ from moecore.kernels.rows.free_list import PagePool, return_pages
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows
 from moecore.kernels.rows.packed import gather_packed_rows, pack_rows, packed_views
-from moecore.kernels.rows.pages import list_rows, pop_rows, stash_rows
+from moecore.kernels.rows.pages import Layout, copy_rows, take_rows
 from moecore.kernels.rows.quantised import (
     gather_row_blocks,
     quantise_rows,
@@ -57,8 +57,10 @@ from moecore.kernels.rows.used import copy_used
 from moecore.kernels.rows.widen import widen_rows
 from moecore.precision.recipe import Recipe
 
-# What one GPU alone can not run: `tests/kernels/exchange/test_exchange.py` plays the ranks.
-OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"}
+# What one GPU alone can not run: `tests/kernels/exchange` plays the ranks.
+OF_SEVERAL_RANKS = {"_spread_kernel", "_reduce_kernel"} | {
+    f"_{verb}_{what}_kernel" for verb in ("store", "receive") for what in ("weights", "grads")
+}
 LOSSES = BalanceConfig(micro_batch_coef=0.01, sequence_coef=0.01, z_loss_coef=1e-3)
 
 
@@ -174,13 +176,15 @@ def run_quantised(device: str, index: Any) -> None:
 
 def run_pages(device: str, index: Any) -> None:
     """Rows to pages of the device and of the host, and back."""
-    rows_RB = torch.zeros(index.row_ids_R.shape[0], 64, dtype=torch.uint8, device=device)
-    pool = PagePool.make(2, 4, 64, rows_RB.device, num_host_pages=2)
-    table, order = pool.table(rows_RB.shape[0]), list_rows(index.row_ids_R - 3)
-    for used, which in ((index.num_rows, None), (order[1], order[0])):
-        stash_rows(rows_RB, table, pool, used, which)
-        pop_rows(rows_RB, table, pool, used, which)
-    return_pages(table, pool)
+    S, R = index.slots_SK.shape[0], index.row_ids_R.shape[0]
+    pool = PagePool.make(2, 256, torch.device(device), num_host_pages=2)
+    layout = Layout.of(pool, [(64, True), (32, False)], S, R)
+    matrices = [torch.zeros(n, B, dtype=torch.uint8, device=device) for n, B in ((S, 64), (R, 32))]
+    table, other = layout.table(), layout.table()
+    take_rows(table, layout, index.slots_SK, index.num_rows)
+    copy_rows(matrices, table, layout, stash=True)
+    copy_rows(matrices, table, layout, stash=False, over=(other, layout.num_entries))
+    return_pages(table, layout.num_entries, pool)
 
 
 def run_adamw(device: str) -> None:

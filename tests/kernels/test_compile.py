@@ -314,16 +314,19 @@ def run_used(row_bytes: int) -> None:
     used.copy_used(*torch.zeros(2, T, row_bytes, dtype=torch.uint8), ints(1)[0])
 
 
-def run_pages(row_bytes: int, num_host_pages: int = 0) -> None:
+def run_pages(x_bytes: int, h_bytes: int, num_host_pages: int = 0, k: int = K) -> None:
+    page_bytes = 64 * max(x_bytes, h_bytes)
     pool = free_list.PagePool.make(
-        8, 64, row_bytes, torch.device("cpu"), num_host_pages=num_host_pages
+        8, page_bytes, torch.device("cpu"), num_host_pages=num_host_pages
     )
-    x, table = torch.zeros(T, row_bytes, dtype=torch.uint8), pool.table(T)
-    order, num_rows = pages.list_rows(ints(T))
-    for which in (order, None):
-        pages.stash_rows(x, table, pool, num_rows, which)
-        pages.pop_rows(x, table, pool, num_rows, which)
-    free_list.return_pages(table, pool)
+    layout = pages.Layout.of(pool, [(x_bytes, True), (h_bytes, False)], T, T)
+    matrices = [torch.zeros(T, width, dtype=torch.uint8) for width in (x_bytes, h_bytes)]
+    table, other = layout.table(), layout.table()
+    pages.take_rows(table, layout, ints(T, k), ints(1)[0])
+    pages.copy_rows(matrices, table, layout, stash=True)
+    pages.copy_rows(matrices, table, layout, stash=False)
+    pages.copy_rows(matrices, table, layout, stash=False, over=(other, layout.num_entries))
+    free_list.return_pages(table, layout.num_entries, pool)
 
 
 def run_cross_entropy(V: int) -> None:
@@ -392,8 +395,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "AdamW, FP8 moments": (lambda: run_adamw(torch.uint8), 1),
     "AdamW, FP8 moments, remainders": (lambda: run_adamw(torch.uint8, split=True), 1),
     "AdamW, fp32 moments, remainders": (lambda: run_adamw(torch.float32, split=True), 1),
-    "pages": (lambda: run_pages(2 * D), 7),
-    "pages of odd rows, of the host too": (lambda: run_pages(1001, 4), 7),
+    "pages": (lambda: run_pages(2 * D, 6 * F), 5),
+    "pages of odd rows, of the host too": (lambda: run_pages(1001, 24, 4, 128), 5),
     "used rows": (lambda: run_used(6 * D), 1),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
@@ -452,12 +455,18 @@ def test_used_rows_move_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
     assert "ld.global.v4.b32" in kernel.asm["ptx"] and "st.global.v4.b32" in kernel.asm["ptx"]
 
 
-def test_rows_of_pages_move_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
-    run_pages(6 * D)
+@pytest.mark.parametrize("policy", ["", "evict_first"])
+def test_rows_of_pages_move_16_bytes_at_a_time(
+    policy: str, compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "EVICTION_POLICY", policy)
+    run_pages(6 * D, 4 * F)
     copies = [kernel for name, kernel in compiled.items() if "_copy_pages" in name]
-    assert len(copies) == 4
+    assert len(copies) == 3
     for kernel in copies:
-        assert "ld.global.v4.b32" in kernel.asm["ptx"] and "st.global.v4.b32" in kernel.asm["ptx"]
+        for operation in ("ld.global", "st.global"):
+            first = ".L1::evict_first.L2::cache_hint" if policy else ""
+            assert f"{operation}{first}.v4.b32" in kernel.asm["ptx"]
 
 
 def test_the_map_of_row_tiles_compiles(compiled: dict[str, Any]) -> None:

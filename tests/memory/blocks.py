@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moecore.memory.offload import Offload
-from moecore.memory.streams import CopyStream, Streams, Transfer
+from moecore.memory.streams import CopyStream, Streams
 from moecore.models import Decoder
 from moecore.models.block import Block
 from moecore.models.layers import MLP, Attention, RMSNorm
@@ -178,31 +178,46 @@ class LateStreams(Streams):
         super().__init__(device)
         self.queues: tuple[list[Callable[[], None]], ...] = ([], [])
 
-    def copy_out(self, transfers: Iterable[Transfer]) -> Any:
-        return self._later(self.queues[0], transfers, "source", None)
+    def copy_out(self, jobs: Iterable[Any], *after: Any) -> Any:
+        return self._later(self.queues[0], jobs, "source", after)
 
-    def copy_back(self, transfers: Iterable[Transfer], out: Any) -> Any:
-        transfers = list(transfers)
-        for transfer in transfers:
-            transfer.target.fill_(255)  # NaN in every float dtype
-        return self._later(self.queues[1], transfers, "target", out)
+    def copy_back(self, jobs: Iterable[Any], *after: Any) -> Any:
+        jobs = list(jobs)
+        for job in jobs:
+            for tensor in filter(_is_there, _as_tuple(job.target)):
+                tensor.fill_(255)  # NaN in every float dtype
+        return self._later(self.queues[1], jobs, "target", after)
 
     def _later(
         self,
         queue: list[Callable[[], None]],
-        transfers: Iterable[Transfer],
+        jobs: Iterable[Any],
         on_device: str,
-        after: LateMark | None,
+        after: tuple[Any, ...],
     ) -> LateMark:
-        for transfer in transfers:
-            device = weakref.ref(getattr(transfer, on_device))
-            host = transfer._replace(**{on_device: None})
-            queue.append(partial(_start, host, on_device, device, after))
+        for job in jobs:
+            device = getattr(job, on_device)
+            refs = [weakref.ref(t) if _is_there(t) else None for t in _as_tuple(device)]
+            is_one = isinstance(device, Tensor)
+            rest = job._replace(**{on_device: None})
+            queue.append(partial(_start, rest, on_device, refs, is_one, after))
         return LateMark(queue)
 
 
-def _start(transfer: Transfer, on_device: str, device: Any, after: LateMark | None) -> None:
-    assert device() is not None, f"the {on_device} of a copy was freed before it ran"
-    if after is not None:
-        after.hold(None)
-    transfer._replace(**{on_device: device()}).start(CopyStream(torch.device("cpu")))
+def _as_tuple(device: Any) -> tuple[Any, ...]:
+    return (device,) if isinstance(device, Tensor) else device
+
+
+def _is_there(tensor: Any) -> bool:
+    return tensor is not None
+
+
+def _start(job: Any, on_device: str, refs: list[Any], is_one: bool, after: tuple[Any, ...]) -> None:
+    device = tuple(None if ref is None else ref() for ref in refs)
+    is_whole = all((t is None) == (ref is None) for t, ref in zip(device, refs, strict=True))
+    assert is_whole, f"the {on_device} of a copy was freed before it ran"
+    for mark in after:
+        mark.hold(None)
+    job._replace(**{on_device: device[0] if is_one else device}).start(
+        CopyStream(torch.device("cpu"))
+    )

@@ -82,7 +82,7 @@ def gradients(
     if memory.stash is not None:
         assert isinstance(stash, Stash) and stash.out_bytes > 0
         stash.check()
-        assert all(pool.state[WANTED_WORD] == 0 for pool in stash.pages.pools.values())
+        assert stash.pages.pool is not None and stash.pages.pool.state[WANTED_WORD] == 0
     found = {n: p.grad.to_local().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
     return found, calls
 

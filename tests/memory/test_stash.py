@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,10 +35,12 @@ from moecore.kernels.rows.free_list import FREE_WORD, HOST_FREE_WORD, MOST_WORD,
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.record import Rows
 from moecore.memory import offload as offload_module
+from moecore.memory import page_store
 from moecore.memory.apply import apply_memory, apply_stash
 from moecore.memory.offload import Offload
-from moecore.memory.saved import used_rows
+from moecore.memory.saved import counting_rows, is_packing, packing, used_rows
 from moecore.memory.stash import Stash
+from moecore.memory.streams import CopyStream
 from moecore.moe.experts import _counting
 from moecore.moe.records import BalancedRows, ExpertInput
 from moecore.moe.state import moe_state
@@ -87,12 +91,24 @@ class Made(TorchDispatchMode):
 
 
 def all_free(stash: Stash) -> bool:
-    return all(
+    pool = stash.pages.pool
+    return pool is None or bool(
         pool.state[FREE_WORD] == pool.pages.shape[0]
         and pool.state[HOST_FREE_WORD] == pool.host_pages.shape[0]
         and pool.state[WANTED_WORD] == 0
-        for pool in stash.pages.pools.values()
     )
+
+
+def widths(stash: Stash) -> list[tuple[int, bool]]:
+    """Bytes of a row of each matrix of a layer, and whether a list has its rows in use."""
+    (kind,) = {kind.layout.widths: kind for kind in stash.pages._kinds.values()}.values()
+    return list(zip(kind.layout.widths, kind.layout.has_list, strict=True))
+
+
+def wanted(stash: Stash) -> int:
+    """Pages that tables have, or lack."""
+    assert stash.pages.pool is not None
+    return int(stash.pages.pool.state[WANTED_WORD])
 
 
 @pytest.mark.parametrize("run", [None, *ORDERS], ids=lambda run: getattr(run, "__name__", "early"))
@@ -111,7 +127,7 @@ def test_gradients_have_the_bits_of_those_without(
         assert_equal(gradients(model, run), want)
         assert stash.out_bytes > 0 and all_free(stash)
     stash.check()
-    assert len(stash.pages.pools) == 2, "X and H"
+    assert widths(stash) == [(4 * DIM, True), (4 * 2 * HIDDEN, False)], "X and H"
 
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {  # options of a tower, and widths in pages
@@ -138,13 +154,16 @@ def test_with_other_options(group: None, name: str, monkeypatch: pytest.MonkeyPa
     want = gradients(model, in_order)
     stash = stashed(model)
     assert_equal(gradients(model, in_order), want)
-    assert len(stash.pages.pools) == num_widths and all_free(stash)
+    assert len(widths(stash)) == num_widths and all_free(stash)
     for block in model.layers:
         block.moe.part("experts").set_backend("auto", recompute_fc1=True)
     stash.pages.clear()
     assert_equal(gradients(model, in_order), want)
-    of_h = [width for width in stash.pages.pools if not width[1]]
+    has_x = name != "rows that are sent again"
+    assert stash.pages.pool is None or widths(stash), "X"
+    of_h = [] if stash.pages.pool is None else [w for w in widths(stash) if not w[1]]
     assert not of_h, "H is computed again"
+    assert (stash.pages.pool is not None) == has_x
 
 
 def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> None:
@@ -159,20 +178,15 @@ def test_what_lies_between_forward_and_backward_is_what_came(group: None) -> Non
         loss = model(*batch(0))
     alive = made.alive()
     assert alive.count(source) == alive.count(expert) == 1, "of the last layer"
-    lists = alive.count(4 * MAX_TOKENS) * 4 * MAX_TOKENS
-    tables = sum(
-        pages.table.nbytes
-        for pages in (copy.piece for copy in stash._copies.values())
-        if pages is not None
-    )
-    held = lists + tables
-    for pool in stash.pages.pools.values():
-        held += int(pool.state[WANTED_WORD]) * page * pool.row_bytes
+    places = [copy.piece for copy in stash._copies.values()]
+    tables = {place.of.table for place in places if place is not None}
+    assert len(tables) == 5, "one per layer"
+    pool = stash.pages.pool
+    assert pool is not None and pool.page_bytes == page * row_bytes
+    held = sum(table.nbytes for table in tables) + wanted(stash) * pool.page_bytes
     actual = 5 * TOKENS * (1 + TOP_K) * row_bytes
     assert actual <= held <= 1.05 * actual
-    for (_, has_list), pool in stash.pages.pools.items():
-        rows = TOKENS if has_list else TOKENS * TOP_K
-        assert pool.state[WANTED_WORD] == 5 * cdiv(rows, page)
+    assert wanted(stash) == 5 * (cdiv(TOKENS, page) + cdiv(TOKENS * TOP_K, page))
     loss.backward()
     assert all_free(stash)
 
@@ -201,6 +215,21 @@ def test_matrices_are_told_apart(length: int) -> None:
     inp = replace(inp, balanced=None)
     with _counting(inp, is_quantised=False):
         assert used_rows(x) is None and used_rows(h) is None
+
+
+def test_nobody_is_asked_about_what_has_no_counted_rows() -> None:
+    """Which would take the host microseconds per tensor that a layer saves."""
+    x, asked = torch.ones(3, requires_grad=True), list[Tensor]()
+    with packing(asked.append, rows_alone=True):
+        x.exp()
+        assert not asked and is_packing()
+        with counting_rows():
+            x.exp()
+        assert len(asked) == 1
+        with packing(lambda tensor: None):
+            x.exp()
+        assert len(asked) == 2
+    assert not is_packing()
 
 
 @pytest.mark.parametrize("run", [in_order, last_first], ids=lambda run: run.__name__)
@@ -256,7 +285,7 @@ def test_too_few_pages_are_an_error_that_names_the_factor(group: None) -> None:
     stash = stashed(model, factor=0.2)
     found = gradients(model, one)
     assert any(grad.isnan().any() for grad in found.values()), "never wrong numbers"
-    with pytest.raises(ExchangeError, match=r"factor \(0.2\) must be >= (\d.\d+) for the 72") as e:
+    with pytest.raises(ExchangeError, match=r"factor \(0.2\) must be >= (\d.\d+) for the 90") as e:
         stash.poll()
     stash.poll()  # once
     assert all_free(stash) and "\n" not in str(e.value)
@@ -282,10 +311,80 @@ def test_pages_of_the_host_are_taken_when_no_other_is_left(group: None) -> None:
     stash = stashed(model, factor=0.2, host_bytes=100_000)
     assert_equal(gradients(model, in_order), want)
     stash.check()
-    pools = stash.pages.pools.values()
-    assert all(pool.state[MOST_WORD] > pool.pages.shape[0] for pool in pools)
-    assert 90_000 < sum(pool.host_pages.nbytes for pool in pools) <= 100_000
+    pool = stash.pages.pool
+    assert pool is not None and pool.state[MOST_WORD] > pool.pages.shape[0]
+    assert 99_000 < pool.host_pages.nbytes <= 100_000
     assert all_free(stash)
+
+
+def counted(function: Callable[..., None], counts: Counter[str]) -> Callable[..., None]:
+    def call(*args: Any, **how: Any) -> None:
+        counts[function.__name__] += 1
+        function(*args, **how)
+
+    return call
+
+
+class CountedStream:
+    """Stands for a stream; counts what is recorded and waited for on all of them."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self.counts = counts
+
+    def record_event(self) -> object:
+        self.counts["events"] += 1
+        return object()
+
+    def wait_event(self, event: object) -> None:
+        self.counts["waits"] += 1
+
+
+def test_a_layer_takes_three_launches_and_four_events(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages and a copy; a copy back, which returns pages. An event each way and direction.
+
+    The pages of what comes back last are returned alone.
+    """
+    model, counts = make_tower(5), Counter[str]()
+    for name in ("take_rows", "copy_rows", "return_pages"):
+        monkeypatch.setattr(page_store, name, counted(getattr(page_store, name), counts))
+    stash = stashed(model)
+    streams = stash._streams
+    here = CountedStream(counts)
+    monkeypatch.setattr(streams, "current", lambda: here)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(CopyStream, "running", lambda self: nullcontext())
+    for copies in (streams._out, streams._back):
+        copies._turns = [CountedStream(counts)]  # type: ignore[list-item]
+    want = gradients(model, one)
+    counts.clear()
+    assert_equal(gradients(model, one), want)
+    n = 4  # the last layer's rows stay
+    assert counts == {
+        "take_rows": n,
+        "copy_rows": 2 * n,
+        "return_pages": 1,
+        "events": 4 * n + 1,
+        "waits": 4 * n,
+    }
+
+
+@pytest.mark.parametrize("page_rows", [1, 4])
+def test_layers_of_other_widths_share_the_pages_of_the_first(page_rows: int) -> None:
+    model = make_tower(3, "roomy")
+    torch.manual_seed(1)
+    wide = MoELayer(MoEConfig(dim=DIM, hidden_dim=4 * HIDDEN, num_experts=4, top_k=TOP_K))
+    wide.dispatcher = model.layers[1].moe.dispatcher
+    model.layers[1].moe = wide
+    want = gradients(model, in_order)
+    stash = stashed(model, page_rows=page_rows, factor=9.0)
+    if page_rows == 1:
+        with pytest.raises(ValueError, match=r"page_rows \(1\) must be >= 4 for rows of 512 bytes"):
+            one(model)
+        return
+    assert_equal(gradients(model, in_order), want)
+    assert len(stash.pages._kinds) == 4 and all_free(stash), "two widths, two batches"
 
 
 def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,22 +393,19 @@ def test_a_graph_has_tables_of_its_own(group: None, monkeypatch: pytest.MonkeyPa
     stash = stashed(model)
     one(model)
     loss = model(*batch(0))
-    held = [int(pool.state[FREE_WORD]) for pool in stash.pages.pools.values()]
+    held = wanted(stash)
     with monkeypatch.context() as patch:
         patch.setattr(stash._streams, "is_capturing", lambda: True)
         del loss
         captured = model(*batch(0))
-        tables = [copy.piece.table for copy in stash._copies.values() if copy.piece is not None]
-        for pool, free in zip(stash.pages.pools.values(), held, strict=True):
-            assert int(pool.state[FREE_WORD]) < free, "nothing was returned"
+        places = [copy.piece for copy in stash._copies.values() if copy.piece is not None]
+        tables = {place.of.table: place.of.layout.num_entries for place in places}
+        assert wanted(stash) == 2 * held, "nothing was returned"
     del captured  # its replays return nothing
     one(model)
     one(model)
-    pools = list(stash.pages.pools.values())
-    assert all((table >= 0).any() for table in tables)
-    assert sum(int(pool.state[WANTED_WORD]) for pool in pools) == sum(
-        int((table >= 0).sum()) for table in tables
-    )
+    assert len(tables) == 2 and wanted(stash) == held
+    assert wanted(stash) == sum(int((table[:n] >= 0).sum()) for table, n in tables.items())
     with monkeypatch.context() as patch:
         patch.setattr(stash._streams, "is_capturing", lambda: True)
         one(model)  # in the same tables
@@ -329,20 +425,16 @@ def test_eager_rows_do_not_go_into_a_graph(group: None, monkeypatch: pytest.Monk
     one(model)
     model.zero_grad()
     loss = model(*batch(0))
-
-    def wanted() -> int:
-        return sum(int(pool.state[WANTED_WORD]) for pool in stash.pages.pools.values())
-
-    of_two_layers = wanted()
+    of_two_layers = wanted(stash)
     with monkeypatch.context() as patch:
         patch.setattr(stash._streams, "is_capturing", lambda: True)
         captured = model(*batch(0))
-        assert wanted() == 2 * of_two_layers
+        assert wanted(stash) == 2 * of_two_layers
         again = model(*batch(0))  # of the same graph
-        assert wanted() == 3 * of_two_layers + of_two_layers // 2
+        assert wanted(stash) == 3 * of_two_layers + of_two_layers // 2
         del captured, again
     model(*batch(0))
-    assert wanted() == 3 * of_two_layers // 2
+    assert wanted(stash) == 3 * of_two_layers // 2
     loss.backward()
     assert_equal({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, want)
     assert all_free(stash) and all(not of_graph for _, of_graph in stash._resting)

@@ -5,7 +5,7 @@ Holes are NaN in floats: who reads one shows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -15,9 +15,18 @@ from torch import Tensor
 
 from moecore._torch import all_gather_single
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout, SymmetricBuffer
+from moecore.kernels.exchange.clones import (
+    CloneBuffer,
+    CloneLayout,
+    Places,
+    bring_home_ref,
+    fetch_ref,
+)
 from moecore.kernels.exchange.copies import SlotEvent
 from moecore.kernels.exchange.operations import SpreadChoices, peers_ref, reduce_ref, spread_ref
 from moecore.kernels.rows.move import sum_rows_ref
+from moecore.moe.clones import carried
+from moecore.moe.dispatch.clone_exchange import CloneExchange
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 
@@ -136,8 +145,49 @@ def emulated() -> Iterator[None]:
         yield
 
 
+class EmulatedCloneExchange(CloneExchange):
+    """The same results over any process group; gradients in empty places are NaN."""
+
+    def fetch(self, tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
+        return [fetch_ref(self._gather(t, places), places)[self._block(places)] for t in tensors]
+
+    def bring_home_(self, grads: Sequence[Tensor], places: Places) -> list[Tensor]:
+        home = []
+        for grad in grads:
+            empty = self._here(places) < 0
+            grad[places.num_local :][empty] = float("nan")  # nobody reads those
+            block = bring_home_ref(self._gather(grad, places), places)[self._block(places)]
+            home.append(grad[: places.num_local].copy_(block))
+        return home
+
+    def _here(self, places: Places) -> Tensor:
+        return places.experts_N.view(-1, places.num_clones)[self._block(places)]
+
+    def _block(self, places: Places) -> int:
+        return self.buffer.rank // places.etp
+
+    def _gather(self, tensor: Tensor, places: Places) -> list[Tensor]:
+        """Return those of one rank per block."""
+        mine = carried(tensor.contiguous())
+        out = mine.new_empty(self.group.size(), *mine.shape)
+        all_gather_single(out.flatten(0, 1), mine, group=self.group)
+        own = self.buffer.rank % places.etp
+        return [t.view(tensor.dtype) for t in out[own :: places.etp]]
+
+
 class EmulatedExchangePool(ExchangePool):
     """Makes emulated exchanges with room for `options.max_tokens` tokens, on the CPU."""
+
+    def _make_clones(self, device: torch.device) -> CloneExchange:
+        buffer = CloneBuffer(
+            layout=CloneLayout(num_ranks=self.group.size()),
+            rank=dist.get_rank(self.group),
+            bases=torch.empty(0, dtype=torch.int64),
+            state=torch.zeros(NUM_WORDS, dtype=torch.int32),
+            report=torch.zeros(NUM_WORDS, dtype=torch.int32),
+            timeout_ns=round(self.options.timeout_s * 1e9),
+        )
+        return EmulatedCloneExchange(buffer, self.group)
 
     def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from moecore import (
     CloneOptions,
@@ -21,17 +22,21 @@ from moecore import (
     LayerLayout,
     MoEConfig,
     MoELayer,
+    NVLinkOptions,
     ParallelConfig,
     build_meshes,
 )
+from moecore.kernels.exchange.clones import Places
 from moecore.kernels.experts.contract import ExpertWeights
 from moecore.moe.balance import BalanceGroups
 from moecore.moe.clone_weights import with_clones
-from moecore.moe.clones import Cloner, Clones
+from moecore.moe.clones import AnyClones, Cloner, Clones, PeerClones
 from moecore.moe.dispatch.alltoall import AllToAllDispatcher
+from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.moe.low_rank import LowRank
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.state import MoEState
+from tests.moe.emulated_exchange import EmulatedExchangePool
 from tests.ranks import run_ranks
 
 EP, ETP, E, D = 3, 2, 6, 16
@@ -90,10 +95,35 @@ def travel() -> list[Any]:
     return of_blocks((*how, there.tolist(), home.tolist()))
 
 
-def kept() -> bool:
-    """Return whether backward keeps no copy of this rank's experts, and gives them the gradient."""
+def both_ways() -> dict[str, AnyClones]:
+    """Return the clones of `EXPERTS` as either way has them."""
     meshes, place = placed(2)
-    clones = Clones.of(EXPERTS, place, meshes.expert.get_group("ep"))
+    pool = EmulatedExchangePool(place.group, ep=EP, options=NVLinkOptions(max_tokens=64))
+    experts_N = torch.tensor(EXPERTS, dtype=torch.int32)
+    places = Places(experts_N=experts_N, num_clones=2, num_local=2, etp=ETP)
+    return {
+        "by sizes": Clones.of(EXPERTS, place, meshes.expert.get_group("ep")),
+        "over peers": PeerClones(pool.clones(torch.device("cpu")), places),
+    }
+
+
+def are_bits_equal(dtype: torch.dtype) -> bool:
+    """Return whether either way brings the same weights, and adds gradients to the same bits."""
+    found = []
+    for clones in both_ways().values():
+        torch.manual_seed(dist.get_rank())
+        (there,) = clones.fetch([torch.randn(2, 5).to(dtype)])
+        grads = torch.randn(4, 7).to(dtype)[: 2 + clones.num_here]
+        (home,) = clones.bring_home_([grads])
+        found.append((there[:2], home))
+    (there, home), (of_peers, home_of_peers) = found
+    n = there.shape[0]
+    empty = of_peers[n:]
+    return torch.equal(there, of_peers[:n]) and torch.equal(home, home_of_peers) and not empty.any()
+
+
+def kept(clones: AnyClones) -> bool:
+    """Return whether backward keeps no copy of this rank's experts, and gives them the gradient."""
     torch.manual_seed(dist.get_rank())
     w1, w2 = (torch.randn(2, D, D, requires_grad=True) for _ in range(2))
     with with_clones(ExpertWeights(w1_eCD=w1, w2_eDF=w2), clones) as weights:
@@ -107,7 +137,9 @@ def kept() -> bool:
     return is_gone and w1.grad is not None and torch.equal(w1.grad, expected)
 
 
-def skewed_layer(options: CloneOptions | None, form: Form = PLAIN) -> MoELayer:
+def skewed_layer(
+    options: CloneOptions | None, form: Form = PLAIN, *, over_peers: bool = False
+) -> MoELayer:
     """Return a layer whose tokens nearly all choose expert 0."""
     meshes, place = placed(0 if options is None else options.per_rank)
     torch.manual_seed(0)
@@ -120,24 +152,36 @@ def skewed_layer(options: CloneOptions | None, form: Form = PLAIN) -> MoELayer:
         a, b = (nn.Parameter(torch.randn(E, *shape)) for shape in ((4, D), (2 * D, 4)))
         layer.experts.adapt("w1", LowRank({"one": (a, b)}, {"one": 0.5}))
     layer.part("experts").shard(meshes.expert["ep", "etp"])
-    layer.dispatcher = AllToAllDispatcher(place)
+    pool = None
+    if over_peers:
+        pool = EmulatedExchangePool(place.group, ep=EP, options=NVLinkOptions(max_tokens=64))
+    layer.dispatcher = NVLinkDispatcher(place, pool) if pool else AllToAllDispatcher(place)
     if options is not None:
-        layer.cloner = Cloner(place, meshes.expert.get_group("ep"), options)
+        layer.cloner = Cloner(place, meshes.expert.get_group("ep"), options, pool)
     return layer
 
 
-def error_of(form: Form) -> float:
-    """Return the largest difference of outputs and gradients that clones make, over their size."""
+def error_of(form: Form, *, over_peers: bool, refresh: Any = "forward") -> float:
+    """Return the largest difference of outputs and gradients that clones make, over their size.
+
+    In the first step, or, with a plan that stays, in the second.
+    """
     found = []
-    for options in (None, CloneOptions(per_rank=2, least=0.0)):
-        layer = skewed_layer(options, form)
+    for options in (None, CloneOptions(per_rank=2, least=0.0, refresh=refresh)):
+        layer = skewed_layer(options, form, over_peers=over_peers)
         torch.manual_seed(dist.get_rank())
+        if refresh != "forward":
+            layer(torch.randn(30, D)).sum().backward()
+            state_of(layer).finish_step()
+            layer.zero_grad()
         x = torch.randn(20, D, requires_grad=True)
         y = layer(x)
         y.square().sum().backward()
         grads = [p.grad.to_local() for p in layer.experts.parameters()]
         found.append([y.detach(), x.grad, *grads])
-        is_cloned = layer.cloner is not None and sum(of_blocks(layer.cloner.counted[0])) > 0
+        is_cloned = (
+            layer.cloner is not None and sum(of_blocks(int(layer.cloner.counted(x.device)[0]))) > 0
+        )
         assert is_cloned == (options is not None)
     scales = [max(float(plain.abs().max()), 1e-3) for plain in found[0]]
     return max(
@@ -146,26 +190,102 @@ def error_of(form: Form) -> float:
     )
 
 
-def skewed(options: CloneOptions | None) -> list[float]:
+def state_of(layer: MoELayer) -> MoEState:
+    return MoEState({"layer": layer}, BalanceGroups(global_batch=dist.group.WORLD))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stays:
+    """What became of a plan that stays for two steps, and whether forwards could go on.
+
+    Attributes:
+        plans: experts in the places, after what has happened.
+        clones: clones of a rank, by step.
+        same: whether an evaluation and a forward that backward repeats had the same bits.
+    """
+
+    plans: dict[str, list[int]]
+    clones: list[float]
+    same: bool
+
+
+def staying(*, over_peers: bool) -> Stays:
+    """Run steps whose tokens nearly all choose expert 0, and then expert 5."""
+    layer = skewed_layer(CloneOptions(per_rank=1, least=0.01, refresh=2), over_peers=over_peers)
+    state, plans, clones = state_of(layer), {}, []
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(64, D, requires_grad=True)
+
+    def note(name: str) -> None:
+        assert layer.cloner is not None and layer.cloner._kept is not None
+        plan, _ = layer.cloner._kept._tensors(x.device)
+        plans[name] = plan.experts_N.tolist()
+        if not over_peers:
+            assert layer.cloner._kept.experts == plans[name]
+
+    def step(name: str, skipped: Any = False) -> list[Tensor]:
+        y = layer(x)
+        grads = torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+        clones.append(state.finish_step(skipped=skipped).to_dict()["clones_per_rank"])
+        note(name)
+        return [y, *grads]
+
+    step("skipped", skipped=True)
+    step("planned")
+    layer.router.expert_bias[0], layer.router.expert_bias[5] = 0.0, 2.0
+    with torch.no_grad():
+        evaluated = layer.eval()(x)
+    layer.train()
+    repeated = checkpoint(layer, x, use_reentrant=False)
+    grads = torch.autograd.grad(repeated.sum(), [x, *layer.parameters()])
+    layer.drop_step()
+    note("dropped")
+    again = step("kept")
+    same = all(torch.equal(a, b) for a, b in zip(again, [repeated, *grads], strict=True))
+    step("skipped on the device", skipped=torch.tensor(True))
+    step("kept for two more")
+    step("planned anew")
+    assert layer.cloner is not None
+    layer.cloner.drop_plan()
+    step("planned after a load")
+    found = Stays(plans=plans, clones=clones, same=same and torch.equal(evaluated, again[0]))
+    everyone = of_blocks(found)
+    assert all(one.plans == found.plans and one.clones == found.clones for one in everyone)
+    return replace(found, same=all(one.same for one in everyone))
+
+
+def skewed(options: CloneOptions | None, *, over_peers: bool = False) -> list[float]:
     """Return rows that each block computes, most of experts 0 and 1, and clones per rank."""
-    layer = skewed_layer(options)
+    layer = skewed_layer(options, over_peers=over_peers)
     rows: list[int] = []
     compute = layer._compute
     layer._compute = lambda inp: (rows.append(int(inp.index.num_rows)), compute(inp))[1]
     torch.manual_seed(dist.get_rank())
     y = layer(torch.randn(64, D))
     y.sum().backward()
-    metrics = MoEState({"layer": layer}, BalanceGroups(global_batch=dist.group.WORLD)).finish_step()
+    metrics = state_of(layer).finish_step()
     numbers = metrics.to_dict(per_expert=False)
     assert (options is None) == ("clones_per_rank" not in numbers)
     return [*of_blocks(rows[0]), numbers.get("clones_per_rank", 0.0)]
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"travel": travel(), "kept": of_blocks(kept())}
+    found: dict[str, Any] = {"travel": travel()}
+    found["kept"] = {way: of_blocks(kept(clones)) for way, clones in both_ways().items()}
+    dtypes = (torch.float32, torch.bfloat16)
+    found["bits"] = [of_blocks(are_bits_equal(dtype)) for dtype in dtypes]
     found["plain"] = skewed(None)
     found["cloned"] = skewed(CloneOptions(per_rank=1, least=0.01))
-    found["errors"] = {name: error_of(form) for name, form in FORMS.items()}
+    found["errors"] = {
+        (name, over_peers): error_of(form, over_peers=over_peers)
+        for name, form in FORMS.items()
+        for over_peers in (False, True)
+    }
+    for over_peers in (False, True):
+        how = dict(over_peers=over_peers, refresh=3)
+        found["error of a plan that stays", over_peers] = error_of(PLAIN, **how)
+        found["stays", over_peers] = staying(over_peers=over_peers)
+    found["over peers"] = skewed(CloneOptions(per_rank=1, least=0.01), over_peers=True)
     return found
 
 
@@ -182,13 +302,49 @@ def test_weights_go_to_their_places_and_gradients_home(results: dict[str, Any]) 
     ]
 
 
-def test_backward_keeps_the_clones_alone(results: dict[str, Any]) -> None:
-    assert results["kept"] == [True] * EP
+def test_both_ways_have_the_same_bits(results: dict[str, Any]) -> None:
+    assert results["bits"] == [[True] * EP] * 2
 
 
+@pytest.mark.parametrize("way", ["by sizes", "over peers"])
+def test_backward_keeps_the_clones_alone(way: str, results: dict[str, Any]) -> None:
+    assert results["kept"][way] == [True] * EP
+
+
+@pytest.mark.parametrize("over_peers", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_of_any_form_have_clones(form: str, results: dict[str, Any]) -> None:
-    assert results["errors"][form] < 1e-5
+def test_experts_of_any_form_have_clones(
+    form: str, over_peers: bool, results: dict[str, Any]
+) -> None:
+    assert results["errors"][form, over_peers] < 1e-5
+
+
+@pytest.mark.parametrize("over_peers", [False, True])
+def test_a_plan_stays_for_steps_and_is_made_of_the_last_ones_loads(
+    over_peers: bool, results: dict[str, Any]
+) -> None:
+    stays = results["stays", over_peers]
+    assert stays.same
+    plans = stays.plans
+    assert plans["skipped"] == [-1] * EP
+    assert 0 in plans["planned"] and 5 not in plans["planned"]
+    for name in ("dropped", "kept", "skipped on the device", "kept for two more"):
+        assert plans[name] == plans["planned"], name
+    assert 5 in plans["planned anew"] and 0 not in plans["planned anew"]
+    assert plans["planned after a load"] == plans["planned anew"]
+    has_clones = [number > 0 for number in stays.clones]
+    assert has_clones == [False, False, True, True, True, True, False]
+
+
+@pytest.mark.parametrize("over_peers", [False, True])
+def test_shares_of_a_plan_that_stays_change_no_gradient(
+    over_peers: bool, results: dict[str, Any]
+) -> None:
+    assert results["error of a plan that stays", over_peers] < 1e-5
+
+
+def test_clones_over_peers_are_the_same(results: dict[str, Any]) -> None:
+    assert results["over peers"] == results["cloned"]
 
 
 def test_busy_ranks_give_tokens_away(results: dict[str, Any]) -> None:

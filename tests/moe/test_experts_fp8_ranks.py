@@ -36,6 +36,7 @@ from moecore import (
 )
 from moecore import parallelize_moe as parallelize
 from moecore.models import Decoder, DecoderConfig
+from moecore.moe.clones import Cloner
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
 from moecore.optim import AdamW
 from moecore.precision.recipe import Recipe
@@ -106,6 +107,8 @@ def on_ranks(
         place = model[0].dispatcher.placement
         pool = EmulatedExchangePool(place.group, ep=place.ep, options=NVLINK[dispatcher])
         model[0].dispatcher = NVLinkDispatcher(place, pool)
+        if clones is not None:
+            model[0].cloner = Cloner(place, meshes.expert.get_group("ep"), clones, pool)
     x = batch(rank).requires_grad_()
     y = model(x)
     y.backward(gradient_of(y))

@@ -60,6 +60,7 @@ from moecore.checkpoint.state import (
 )
 from moecore.checkpoint.storage import Reader, SavePlannerOfLocals, Writer, checked_io
 from moecore.checkpoint.verify import Verify, verify_files
+from moecore.moe.layer import RoutedLayer
 from moecore.pipeline.across import find_stages
 from moecore.step import drop_step
 
@@ -182,6 +183,9 @@ def load(
     on_every_rank(lambda: check_fit(fit, path, strict=strict))
     verify_files(path, manifest, verify, meter)
     drop_step(model)
+    for layer in model.modules():
+        if isinstance(layer, RoutedLayer) and layer.cloner is not None:
+            layer.cloner.drop_plan()  # which no checkpoint holds
     _refresh_buffers(path, model)
     extra = _read(path, manifest, view, fit, meter, strict=strict)
     if fit.scheduler is not None:

@@ -345,10 +345,10 @@ def _check_dispatchers(state: MoEState) -> None:
     for name, layer in state.layers.items():
         capacity = layer.config.capacity
         pads = capacity is not None and capacity.pad
-        if layer.cloner is not None:
+        if layer.cloner is not None and layer.cloner.waits_on_host:
             raise ValueError(
-                f"clones of {name} ({layer.cloner.options}) must be None for a CUDA graph, because "
-                "their plan is read on the host: leave them out"
+                f"clones of {name} ({layer.cloner.options}) must go with dispatcher 'nvlink' for a "
+                "CUDA graph, because the host reads their plan with any other: leave them out"
             )
         if layer.dispatcher.waits_on_host and not pads:
             raise ValueError(

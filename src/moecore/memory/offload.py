@@ -31,8 +31,8 @@ that one begins by waiting for the block's. Host memory is given back by the las
 whoever gets it next copies after work that has waited for its last reader.
 
 Note "order": a part has run backward when each of its handles has been unpacked, or has died. The
-copy back is launched at the next handle's death or unpacking, which is after the part's last
-operation was launched. A retained graph brings everything back once more.
+copy back is launched once they all have died, or at the next unpacking, which is after the part's
+last operation was launched. A retained graph brings everything back once more.
 
 Note "where it does nothing": under no_grad, compilers, the caller's own hooks of saved tensors
 (activation checkpointing), and in a forward that backward repeats.
@@ -46,6 +46,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
@@ -58,7 +59,14 @@ from moecore._fields import Bound, CountOrZero, NumBytes, check_arguments
 from moecore._torch import is_recomputing, storage_key, version
 from moecore.memory.groups import REST, Chunk, Copy, Group, Key, Layer, Use, bytes_of
 from moecore.memory.host import HostPool
-from moecore.memory.saved import Handle, Kept, changed_in_place, packing, used_rows
+from moecore.memory.saved import (
+    Handle,
+    Kept,
+    UsedRows,
+    changed_in_place,
+    packing,
+    used_rows,
+)
 from moecore.memory.store import HostStore, Store
 from moecore.memory.streams import Streams
 from moecore.memory.wrap import within, wrap
@@ -115,6 +123,8 @@ class Offload:
         late_bytes: how much of that only when backward asked for it.
         observe: gets each tensor that is taken; None = nobody does.
     """
+
+    _rows_alone = False  # it takes nothing but matrices whose used rows are counted
 
     def __init__(
         self,
@@ -321,7 +331,7 @@ class Offload:
         self._layer.groups[key] = group
         is_done = False
         try:
-            with packing(partial(self._pack, group)):
+            with packing(partial(self._pack, group), rows_alone=self._rows_alone):
                 yield
             is_done = True
         finally:
@@ -354,12 +364,15 @@ class Offload:
         """Return the handle of a tensor; None leaves it to the other packers."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return None
+        used = used_rows(tensor)
+        if not self._store.takes(used):
+            return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(self.min_bytes, 1) or tensor.device != self._streams.device:
             return None
         if storage_key(tensor) in group.weights:
             return Kept(tensor)
-        if tensor.is_conj() or tensor.is_neg() or not self._store.takes(tensor):
+        if tensor.is_conj() or tensor.is_neg():
             return None
         with self._lock:  # deaths meanwhile are counted by the next call
             ref = StorageWeakRef(storage)
@@ -368,7 +381,7 @@ class Offload:
             if copy is None or not outlives or not copy.holds(tensor):
                 if outlives or not (group.layer.is_last or self._goes(ref, storage.nbytes())):
                     return None
-                copy = self._new(tensor, ref, group)
+                copy = self._new(tensor, ref, group, used)
             use = Use(copy, group, copy.readers.join(), group.readers.join())
         if self.observe is not None:
             self.observe(tensor)
@@ -387,7 +400,9 @@ class Offload:
         self._staying[ref.cdata] = ref
         return False
 
-    def _new(self, tensor: Tensor, ref: StorageWeakRef, group: Group) -> Copy:
+    def _new(
+        self, tensor: Tensor, ref: StorageWeakRef, group: Group, used: UsedRows | None
+    ) -> Copy:
         storage = tensor.untyped_storage()
         counter = tensor.detach()
         if not tensor.is_inference():
@@ -399,7 +414,7 @@ class Offload:
             version=version(tensor),
             data=bytes_of(storage),
             home=group.layer.stream,
-            used=used_rows(tensor),
+            used=used,
         )
         self._copies[ref.cdata] = copy
         group.fresh.append(copy)
@@ -435,7 +450,7 @@ class Offload:
                 raise changed_in_place(shape, version(copy.counter), copy.version)
             if copy.data is None:
                 self.late_bytes += copy.size
-                self._bring(copy)
+                self._bring([copy])
             data = copy.data
             assert data is not None
             if copy.is_back:
@@ -453,19 +468,29 @@ class Offload:
                 self._done.append(group)
         return data
 
-    def _bring_all(self, groups: Iterable[Group]) -> None:
-        """Start to copy back what is away of groups, in the order of backward."""
-        for group in groups:
-            for copy in reversed(group.fresh):
-                if copy.readers.alive and copy.data is None:
-                    self._bring(copy)
+    def _bring_all(self, groups: Iterable[Group], gone: Sequence[Any] = ()) -> None:
+        """Start to copy back what is away of groups, in the order of backward.
 
-    def _bring(self, copy: Copy) -> None:
-        """Start to copy a storage back."""
-        copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
-        copy.home, copy.is_back = self._streams.current(), True
-        self._store.bring(copy)
-        self.back_bytes += copy.size
+        Args:
+            groups: in that order.
+            gone: pieces that nobody asks for any more.
+        """
+        for group in groups:
+            copies = [c for c in reversed(group.fresh) if c.readers.alive and c.data is None]
+            if copies:
+                self._bring(copies, gone)
+                gone = ()
+        if gone:
+            self._store.give(gone)
+
+    def _bring(self, copies: Sequence[Copy], gone: Sequence[Any] = ()) -> None:
+        """Start to copy storages back."""
+        home = self._streams.current()
+        for copy in copies:
+            copy.data = torch.empty(copy.size, dtype=torch.uint8, device=self._streams.device)
+            copy.home, copy.is_back = home, True
+            self.back_bytes += copy.size
+        self._store.bring(copies, gone)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -483,12 +508,20 @@ class Offload:
     def _tend_if_free(self) -> None:
         while self._dead and self._lock.acquire(blocking=False):
             try:
-                self._tend()
+                self._tend(more_may_die=True)
             finally:
                 self._lock.release()
 
-    def _tend(self) -> None:
-        """Bring back what is next, and free what no handle stands for."""
+    def _tend(self, *, more_may_die: bool = False) -> None:
+        """Bring back what is next, and free what no handle stands for.
+
+        Args:
+            more_may_die: wait for the other handles of a part that has run backward, which die one
+                after the other: what they stood for is given back with what comes.
+        """
+        if not self._dead and not self._done:
+            return
+        gone = []
         while self._dead:
             use = self._dead.popleft()
             copy, group = use.copy, use.group
@@ -496,11 +529,12 @@ class Offload:
             if not copy.readers.alive or (is_over and copy.piece is not None):
                 copy.free()
             if not copy.readers.alive and copy.piece is not None:
-                self._store.give(copy)
+                gone.append(copy.piece)
                 copy.piece = None
             if group.readers.leave(use.group_turn) and group.is_asked:
                 self._done.append(group)
-        done, self._done = self._done, []
+        done = [g for g in self._done if not (more_may_die and g.readers.alive)]
+        self._done = [group for group in self._done if group not in done]
         for group in done:
             group.is_asked = False
-            self._bring_all(group.before)
+        self._bring_all(chain.from_iterable(group.before for group in done), gone)

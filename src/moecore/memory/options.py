@@ -39,9 +39,11 @@ class StashOptions:
     """Pages for rows that routed experts keep, where shapes have room for the worst case.
 
     Attributes:
-        page_rows: rows of a page.
-        factor: device pages, over those that all MoE layers of a forward fill with even loads. More
-            rows than fit are an `ExchangeError`, whose message has the least factor.
+        page_rows: rows of a page, of the widest matrix that the first layer keeps; of narrower ones
+            a page holds more, as many as its bytes do.
+        factor: device pages, over those that all MoE layers of a forward fill with even loads, if
+            they keep what the first does. More rows than fit are an `ExchangeError`, whose message
+            has the least factor.
         host_bytes: of pages in pinned host memory, which are taken when no other is left.
     """
 

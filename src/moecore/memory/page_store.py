@@ -2,10 +2,12 @@
 
 A matrix with room for the worst case lies in pages of the rows that are in use, and its own memory
 is free. The host never learns how many these are: kernels take pages and return them
-(`kernels/rows/free_list.py`).
+(`kernels/rows/free_list.py`). Matrices of one dispatch share a table, so that a layer takes two
+launches in forward, pages and a copy, and one in backward, a copy that returns the pages of the
+layer behind it.
 
-Note "one pool": rows of a width share one, those that are the first so many and those with a list
-apart. It is made by the first of them: balanced loads times the factor, for every layer.
+Note "one pool": all rows share one, whose pages have so many of the widest matrix, and more of
+narrower ones. The first layer makes it: its balanced loads times the factor, for every layer.
 
 Note "graphs": a CUDA graph has tables of its own, and takes and returns pages at each replay. What
 eager code returns while one is captured waits until the capture has ended: each replay would
@@ -15,68 +17,72 @@ return it again. What a graph has not returned itself its next replay does.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.free_list import MISSED_WORD, MOST_WORD, PagePool, return_pages
-from moecore.kernels.rows.pages import list_rows, pop_rows, stash_rows
+from moecore.kernels.rows.pages import MOST_MATRICES, Layout, copy_rows, take_rows
 from moecore.memory.groups import Copy
 from moecore.memory.options import StashOptions
-from moecore.memory.saved import UsedRows, used_rows
+from moecore.memory.saved import UsedRows
 from moecore.memory.streams import CopyStream, Mark, Streams
 
-Width = tuple[int, bool]  # bytes of a row, and whether a list has the rows
+PAGE_ALIGNMENT = 16  # bytes, of what a thread moves at once
 
 
 @dataclass(eq=False, slots=True)
-class Pages:
-    """Where the used rows of one matrix lie.
+class Dispatched:
+    """The matrices of one dispatch that are copied together, and their table.
 
     Attributes:
-        width: of the pool.
+        table: of pages.
+        layout: of the matrices.
+        free: where the table goes when it is empty.
         of_graph: a CUDA graph fills the table in every replay.
-        used: which rows.
-        num_rows, order: the same, as the kernels take them; known once the rows are there.
-        out: when the rows were there.
+        slots, num_rows: which rows are in use.
+        left: matrices that somebody may ask for.
+        out: when they were in pages.
         back: when they were last copied back.
     """
 
-    width: Width
-    pool: PagePool
     table: Tensor
+    layout: Layout
+    free: list[tuple[Tensor, Mark]]
     of_graph: bool
-    used: UsedRows
-    num_rows: Tensor | None = None
-    order: Tensor | None = None
+    slots: Tensor | None
+    num_rows: Tensor | None
+    left: int
     out: Mark | None = None
     back: Mark | None = None
 
-    def fill(self, data: Tensor) -> None:
-        """Take pages for the used rows of a storage and copy them there."""
-        self.num_rows = self.used.num_rows
-        if self.used.slots is not None:
-            self.order, self.num_rows = list_rows(self.used.slots.amax(1))
-        assert self.num_rows is not None
-        rows = data.view(self.used.length, -1)
-        stash_rows(rows, self.table, self.pool, self.num_rows, self.order)
+    def fill(self, matrices: Sequence[Tensor]) -> None:
+        """Take pages for the used rows of matrices and copy them there."""
+        take_rows(self.table, self.layout, self.slots, self.num_rows)
+        copy_rows(matrices, self.table, self.layout, stash=True)
 
-    def read(self, data: Tensor) -> None:
-        """Copy the used rows back; the others of `data` stay as they are."""
-        assert self.num_rows is not None
-        rows = data.view(self.used.length, -1)
-        pop_rows(rows, self.table, self.pool, self.num_rows, self.order)
+    def read(self, matrices: Sequence[Tensor | None], over: Dispatched | None) -> None:
+        """Copy the used rows back; the others stay as they are. Return the pages of another."""
+        gone = None if over is None else (over.table, over.layout.num_entries)
+        copy_rows(matrices, self.table, self.layout, stash=False, over=gone)
+
+
+class Place(NamedTuple):
+    """Where a matrix lies: the piece of a copy."""
+
+    of: Dispatched
+    number: int
 
 
 class ToPages(NamedTuple):
-    """A copy to pages: a `Transfer`."""
+    """A copy to pages: a `Job`."""
 
-    target: Pages
-    source: Tensor
+    target: Dispatched
+    source: tuple[Tensor, ...]
 
     def start(self, stream: CopyStream) -> None:
         """Start the copy; a CPU ends it."""
@@ -85,15 +91,16 @@ class ToPages(NamedTuple):
 
 
 class FromPages(NamedTuple):
-    """A copy back: a `Transfer`."""
+    """A copy back: a `Job`."""
 
-    target: Tensor
-    source: Pages
+    target: tuple[Tensor | None, ...]
+    source: Dispatched
+    over: Dispatched | None
 
     def start(self, stream: CopyStream) -> None:
         """Start the copy; a CPU ends it."""
         with stream.running():
-            self.source.read(self.target)
+            self.source.read(self.target, self.over)
 
 
 class Shortage(NamedTuple):
@@ -108,161 +115,224 @@ class Shortage(NamedTuple):
     num_pages: int
 
 
+@dataclass(eq=False, slots=True)
+class _Kind:
+    """Dispatches whose matrices have the same sizes, and the tables that are free for them.
+
+    Each table with when it was emptied, by whichever stream: only then is it filled.
+    """
+
+    layout: Layout
+    of_eager: list[tuple[Tensor, Mark]] = field(default_factory=list)
+    of_graphs: list[tuple[Tensor, Mark]] = field(default_factory=list)
+
+
 class PageStore:
     """Copies in pages: a `Store` of matrices whose used rows are counted on the device.
 
     Args:
         streams: of the device.
         options: sizes.
-        num_layers: how many matrices of each width a forward keeps.
+        num_layers: MoE layers of a forward.
 
     Attributes:
-        pools: by width.
+        pool: of pages; None until the first rows come.
     """
 
     def __init__(self, streams: Streams, options: StashOptions, num_layers: int) -> None:
         self._streams, self._options, self._num_layers = streams, options, num_layers
-        self.pools: dict[Width, PagePool] = {}
-        self._balanced: dict[Width, int] = {}  # rows of all layers with even loads
-        self._host_bytes = options.host_bytes  # that are left
-        # Free tables, and when they were emptied, by whichever stream: only then are they filled.
-        self._tables: defaultdict[tuple[Width, int, bool], list[tuple[Tensor, Mark]]]
-        self._tables = defaultdict(list)
-        self._waiting: list[Pages] = []  # eager code's, until a capture has ended
+        self.pool: PagePool | None = None
+        self._balanced_pages = 0.0  # of all layers, with even loads
+        self._kinds: dict[Any, _Kind] = {}  # by the sizes of their matrices
+        self._waiting: list[Dispatched] = []  # eager code's, until a capture has ended
 
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether it has rows that are not in use, and somebody knows how many may be."""
-        used = used_rows(tensor)
+    def takes(self, used: UsedRows | None) -> bool:
+        """Whether there are rows that are not in use, and somebody knows how many may be."""
         return used is not None and used.balanced is not None
 
     def put(self, copies: Sequence[Copy]) -> list[Copy]:
         """Start to copy used rows to pages."""
-        self._return_waiting()
-        self._make_pools(copies)
+        in_capture = self._start()
+        if not copies:
+            return []
+        pool = self.pool or self._make_pool(copies, in_capture=in_capture)
+        jobs, emptied = [], []
+        for group in _by_dispatch(copies):
+            found, mark = self._dispatched(pool, group, in_capture=in_capture)
+            for index, copy in enumerate(group):
+                copy.piece = Place(found, index)
+            jobs.append(ToPages(found, tuple(copy.data for copy in group if copy.data is not None)))
+            emptied += [] if mark is None else [mark]
+        out = self._streams.copy_out(jobs, *emptied)
         for copy in copies:
-            copy.piece = self._pages(copy)
-        if copies:
-            mark = self._streams.copy_out(
-                ToPages(copy.piece, copy.data) for copy in copies if copy.data is not None
-            )
-            for copy in copies:
-                copy.out = copy.busy = copy.piece.out = mark
+            copy.out = copy.busy = copy.piece.of.out = out
         return list(copies)
 
-    def bring(self, copy: Copy) -> None:
-        """Start to copy used rows back."""
-        assert copy.data is not None and copy.out is not None
-        self._return_waiting()
-        copy.busy = self._streams.copy_back([FromPages(copy.data, copy.piece)], copy.out)
-        copy.piece.back = copy.busy
+    def bring(self, copies: Sequence[Copy], gone: Sequence[Place] = ()) -> None:
+        """Start to copy used rows back; the same launch returns pages."""
+        in_capture = self._start()
+        matrices: dict[Dispatched, list[Tensor | None]] = {}
+        for copy in copies:
+            of, index = copy.piece
+            matrices.setdefault(of, [None] * len(of.layout.widths))[index] = copy.data
+        over, jobs = _over(gone), list[FromPages]()
+        for of, given in matrices.items():
+            # What reads its pages are copies back, which came before in the same stream.
+            goes_along = over and over[-1].back is not None and over[-1].of_graph == in_capture
+            jobs.append(FromPages(tuple(given), of, over.pop() if goes_along else None))
+        back = self._streams.copy_back(jobs, *(of.out for of in matrices if of.out is not None))
+        for job in jobs:
+            job.source.back = back
+            if job.over is not None:
+                job.over.free.append((job.over.table, back))
+        for copy in copies:
+            copy.busy = back
+        self._return(over, in_capture=in_capture)
 
-    def give(self, copy: Copy) -> None:
-        """Return the pages of a copy, behind its last reader."""
-        self._return(copy.piece)
-
-    def _return(self, pages: Pages) -> None:
-        in_capture = self._streams.is_capturing()
-        if in_capture and not pages.of_graph:
-            self._waiting.append(pages)
-            return
-        current = self._streams.current()
-        if pages.of_graph == in_capture:
-            for mark in (pages.out, pages.back):
-                if mark is not None:
-                    mark.hold(current)
-            return_pages(pages.table, pages.pool)
-        key = (pages.width, pages.table.shape[0], pages.of_graph)
-        self._tables[key].append((pages.table, Mark(current)))
+    def give(self, pieces: Sequence[Place]) -> None:
+        """Return pages, behind their last reader."""
+        self._return(_over(pieces), in_capture=self._start())
 
     def clear(self) -> None:
         """Free all pages."""
         self._waiting.clear()
-        self._tables.clear()
-        self.pools.clear()
-        self._balanced.clear()
-        self._host_bytes = self._options.host_bytes
+        self._kinds.clear()
+        self.pool = None
 
     def resize(self, options: StashOptions) -> None:
-        """Free all pages; the next pools have other sizes. When no rows lie in them."""
+        """Free all pages; the next pool has another size. When no rows lie in them."""
         self._options = options
         self.clear()
 
-    def needed_factors(self) -> list[Tensor]:
-        """Return of each pool the least factor that had held all rows, 0 = it did."""
-        return [
-            pool.state[MOST_WORD]
-            * (pool.state[MISSED_WORD] > 0)
-            * pool.page_rows
-            / self._balanced[width]
-            for width, pool in self.pools.items()
-        ]
+    def needed_factor(self) -> Tensor:
+        """Return the least factor that had held all rows, 0 = it did."""
+        if self.pool is None:
+            return torch.zeros(())
+        words = self.pool.state
+        return words[MOST_WORD] * (words[MISSED_WORD] > 0) / self._balanced_pages
 
-    def clear_needed(self) -> None:
-        """Let later rows be counted anew; the device has come to here."""
-        for pool in self.pools.values():
-            pool.clear_needed()
+    def clear_needed(self, *, report: bool = True) -> None:
+        """Let later rows be counted anew; see `PagePool.clear_needed`."""
+        if self.pool is not None:
+            self.pool.clear_needed(report=report)
 
     def shortage(self) -> Shortage | None:
-        """Return the largest so far, as far as the host can see without waiting, and start anew."""
-        found = []
-        for width, pool in self.pools.items():
-            words = pool.report.tolist()
-            if words[MISSED_WORD]:
-                rows = words[MOST_WORD] * pool.page_rows
-                found.append(Shortage(rows / self._balanced[width], words[MOST_WORD]))
-                pool.clear_needed()
-        return max(found, default=None)
+        """Return what was missing, as far as the host can see without waiting, and start anew."""
+        if self.pool is None or not self.pool.report[MISSED_WORD]:
+            return None
+        num_pages = int(self.pool.report[MOST_WORD])
+        self.pool.clear_needed()
+        return Shortage(num_pages / self._balanced_pages, num_pages)
 
-    def _return_waiting(self) -> None:
-        if self._waiting and not self._streams.is_capturing():
+    def _start(self) -> bool:
+        """Return whether a capture is on; after one return what has waited for its end."""
+        in_capture = self._streams.is_capturing()
+        if self._waiting and not in_capture:
             waiting, self._waiting = self._waiting, []
-            for pages in waiting:
-                self._return(pages)
+            self._return(waiting, in_capture=False)
+        return in_capture
 
-    def _pages(self, copy: Copy) -> Pages:
-        assert copy.used is not None
-        width, length = _width(copy), copy.used.length
-        pool, in_capture = self.pools[width], self._streams.is_capturing()
-        num_entries = cdiv(length, pool.page_rows)
-        for of_graph in (True, False) if in_capture else (False,):
-            free = self._tables[width, num_entries, of_graph]
-            if free:
-                table, emptied = free.pop()
-                emptied.hold(self._streams.current())
-                return Pages(width, pool, table, in_capture, copy.used)
-        return Pages(width, pool, pool.table(length), in_capture, copy.used)
+    def _return(self, over: Sequence[Dispatched], *, in_capture: bool) -> None:
+        """Return pages that no launched work of another stream will read."""
+        for of in over:
+            if in_capture and not of.of_graph:
+                self._waiting.append(of)
+                continue
+            current = self._streams.current()
+            if of.of_graph == in_capture:
+                for mark in (of.out, of.back):
+                    if mark is not None:
+                        mark.hold(current)
+                return_pages(of.table, of.layout.num_entries, of.layout.pool)
+            of.free.append((of.table, Mark(current)))
 
-    def _make_pools(self, copies: Sequence[Copy]) -> None:
-        """Make the pools that these need first. They share what is left of the host's memory."""
-        new = {_width(copy): copy for copy in copies if _width(copy) not in self.pools}
-        if not new:
-            return
-        if self._streams.is_capturing():
+    def _dispatched(
+        self, pool: PagePool, group: Sequence[Copy], *, in_capture: bool
+    ) -> tuple[Dispatched, Mark | None]:
+        """Return matrices with a table, and when that was emptied; None = nobody has had it."""
+        rows = {used.slots is not None: used for copy in group if (used := copy.used) is not None}
+        listed, first = rows.get(True), rows.get(False)
+        key = tuple(_row(copy) for copy in group)
+        lengths = tuple(0 if used is None else used.length for used in (listed, first))
+        kind = self._kinds.get((key, lengths))
+        if kind is None:
+            self._check_widths(pool, key)
+            kind = self._kinds[key, lengths] = _Kind(Layout.of(pool, key, *lengths))
+        own = kind.of_graphs if in_capture else kind.of_eager
+        free = own or (kind.of_eager if in_capture else own)
+        table, emptied = free.pop() if free else (kind.layout.table(), None)
+        found = Dispatched(
+            table=table,
+            layout=kind.layout,
+            free=own,
+            of_graph=in_capture,
+            slots=None if listed is None else listed.slots,
+            num_rows=None if first is None else first.num_rows,
+            left=len(group),
+        )
+        return found, emptied
+
+    def _check_widths(self, pool: PagePool, rows: Sequence[tuple[int, bool]]) -> None:
+        widest = max(width for width, _ in rows)
+        if widest > pool.page_bytes:
+            page_rows = self._options.page_rows
+            raise ValueError(
+                f"StashOptions.page_rows ({page_rows}) must be >= "
+                f"{cdiv(widest * page_rows, pool.page_bytes)} for rows of {widest} bytes in pages "
+                "that are made for the first layer's: raise it"
+            )
+
+    def _make_pool(self, copies: Sequence[Copy], *, in_capture: bool) -> PagePool:
+        """Make the pool, of the first layer's rows."""
+        if in_capture:
             raise RuntimeError(
                 "pages of MemoryOptions.stash must be made before a CUDA graph is captured: run "
                 "one forward and backward first"
             )
-        step, sizes = self._options.page_rows, {width: self._rows(c) for width, c in new.items()}
-        num_pages = {width: self._num_layers * cdiv(rows, step) for width, rows in sizes.items()}
-        all_bytes = sum(n * step * width[0] for width, n in num_pages.items())
-        host_bytes = self._host_bytes
-        for width, n in num_pages.items():
-            page_bytes = step * width[0]
-            num_host_pages = int(host_bytes * (n / all_bytes))
-            self.pools[width] = PagePool.make(
-                n, step, width[0], self._streams.device, num_host_pages=num_host_pages
-            )
-            self._host_bytes -= num_host_pages * page_bytes
-            used = new[width].used
-            assert used is not None and used.balanced is not None
-            self._balanced[width] = self._num_layers * max(1, used.balanced)
-
-    def _rows(self, copy: Copy) -> int:
-        """Return how many rows of a layer there is room for."""
-        assert copy.used is not None and copy.used.balanced is not None
-        return max(1, math.ceil(self._options.factor * copy.used.balanced))
+        options, num_layers = self._options, self._num_layers
+        widest = max(_row(copy)[0] for copy in copies)
+        page_bytes = cdiv(options.page_rows * widest, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        num_pages, self._balanced_pages = 0, 0.0
+        for copy in copies:
+            assert copy.used is not None and copy.used.balanced is not None
+            rows, step = max(1, copy.used.balanced), page_bytes // _row(copy)[0]
+            num_pages += num_layers * cdiv(math.ceil(options.factor * rows), step)
+            self._balanced_pages += num_layers * rows / step
+        self.pool = PagePool.make(
+            num_pages,
+            page_bytes,
+            self._streams.device,
+            num_host_pages=options.host_bytes // page_bytes,
+        )
+        return self.pool
 
 
-def _width(copy: Copy) -> Width:
+def _row(copy: Copy) -> tuple[int, bool]:
+    """Return the bytes of a row, and whether a list has the rows in use."""
     assert copy.used is not None
     return copy.size // copy.used.length, copy.used.slots is not None
+
+
+def _by_dispatch(copies: Sequence[Copy]) -> list[list[Copy]]:
+    """Return copies in groups with one list of rows in use at most, and one number of them."""
+    found: list[list[Copy]] = []
+    rows: dict[bool, UsedRows] = {}
+    for copy in copies:
+        used = copy.used
+        assert used is not None
+        is_full = not found or len(found[-1]) == MOST_MATRICES
+        if is_full or rows.setdefault(used.slots is not None, used) is not used:
+            found.append([])
+            rows = {used.slots is not None: used}
+        found[-1].append(copy)
+    return found
+
+
+def _over(pieces: Sequence[Place]) -> list[Dispatched]:
+    """Take places back; return the dispatches of which they were the last."""
+    found = []
+    for of, _ in pieces:
+        of.left -= 1
+        if not of.left:
+            found.append(of)
+    return found

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -109,12 +109,14 @@ _here = _Packers()
 
 
 @contextmanager
-def packing(packer: Packer, *, is_first: bool = False) -> Iterator[None]:
+def packing(packer: Packer, *, is_first: bool = False, rows_alone: bool = False) -> Iterator[None]:
     """Within, ask a packer about each tensor that an operation saves.
 
     Args:
         packer: returns a handle, or None for a tensor that it leaves to the next one.
         is_first: ask it before all that are on within, too; else inner ones are asked before it.
+        rows_alone: it takes nothing but what is saved within `counting_rows`: elsewhere nobody is
+            asked because of it, which would take the host longer.
     """
     hooks = saved_tensor_hooks()
     if hooks is not None and hooks[0] is not keep:
@@ -126,10 +128,7 @@ def packing(packer: Packer, *, is_first: bool = False) -> Iterator[None]:
     else:
         _here.inner = (packer, *_here.inner)
     try:
-        if hooks is not None:
-            yield
-            return
-        with torch.autograd.graph.saved_tensors_hooks(keep, _unpack):
+        with nullcontext() if rows_alone else _asking():
             yield
     finally:
         _here.first, _here.inner = before
@@ -144,20 +143,33 @@ def counting_rows(*rows: UsedRows) -> Iterator[None]:
     """
     before, _here.rows = _here.rows, rows
     try:
-        yield
+        with _asking():
+            yield
     finally:
         _here.rows = before
 
 
+def _asking() -> AbstractContextManager[Any]:
+    """Return a context within which packers are asked, if there are any and no other hooks."""
+    if saved_tensor_hooks() is not None or not is_packing():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(keep, _unpack)
+
+
 def used_rows(tensor: Tensor) -> UsedRows | None:
     """Return which rows of the storage of a tensor that is being saved are in use; None = all."""
-    return next((rows for rows in _here.rows if rows.is_of(tensor)), None)
+    for rows in _here.rows:
+        if rows.is_of(tensor):
+            return rows
+    return None
 
 
 def is_packing() -> bool:
     """Whether saved tensors are asked about: a packer is on, and no hooks of the caller's own."""
     hooks = saved_tensor_hooks()
-    return hooks is not None and hooks[0] is keep
+    if hooks is None:
+        return bool(_here.first or _here.inner)
+    return hooks[0] is keep
 
 
 def keep(tensor: Tensor) -> Handle:

@@ -32,7 +32,6 @@ from moecore.memory.groups import Group
 from moecore.memory.offload import Offload
 from moecore.memory.options import StashOptions
 from moecore.memory.page_store import PageStore
-from moecore.memory.saved import Handle
 from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.room import larger, warn_of_skipped
 
@@ -51,6 +50,7 @@ class Stash(Offload):
 
     option = "StashOptions.factor"
     may_be_small = True
+    _rows_alone = True
 
     def __init__(self, device: torch.device, options: StashOptions, num_layers: int) -> None:
         super().__init__(device, min_bytes=0)
@@ -66,10 +66,6 @@ class Stash(Offload):
     def _keys_of(self, module: nn.Module) -> frozenset[int]:
         """Return none: no weight has rows that the device counts."""
         return frozenset()
-
-    def _pack(self, group: Group, tensor: Tensor) -> Handle | None:
-        """Return the handle of a matrix that goes to pages; most of what a layer saves does not."""
-        return super()._pack(group, tensor) if self.pages.takes(tensor) else None
 
     def _send(self, group: Group) -> None:
         if group.layer.is_last:
@@ -103,8 +99,7 @@ class Stash(Offload):
 
     def needed_factor(self) -> Tensor:
         """Return the least factor that had held all rows; 0 = they fit. No host sync."""
-        found = self.pages.needed_factors()
-        return torch.stack(found).amax() if found else torch.zeros(())
+        return self.pages.needed_factor()
 
     def grow(self, factor: float | None) -> None:
         """Give later forwards more pages, None = as many, and clear what was needed.
@@ -133,8 +128,7 @@ class Stash(Offload):
 
     def clear_state(self) -> None:
         """Let the rows of the next step be counted anew on the device. No host sync."""
-        for pool in self.pages.pools.values():
-            pool.clear_needed(report=False)
+        self.pages.clear_needed(report=False)
 
     def poll(self) -> None:
         """Raise what has gone wrong so far, as far as the host can see without waiting; once.

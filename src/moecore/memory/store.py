@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from moecore.memory.groups import Copy
 from moecore.memory.host import HostPool, Piece
+from moecore.memory.saved import UsedRows
 from moecore.memory.streams import Streams, Transfer
 
 logger = logging.getLogger("moecore.memory")
@@ -22,20 +23,25 @@ logger = logging.getLogger("moecore.memory")
 class Store(Protocol):
     """Holds copies of storages. Called by one thread at a time; no call waits for the device."""
 
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether the storage of a tensor that is being saved may go there."""
+    def takes(self, used: UsedRows | None) -> bool:
+        """Whether a storage that is being saved may go there, by its rows in use; None = all."""
         ...
 
     def put(self, copies: Sequence[Copy]) -> list[Copy]:
         """Start to copy out what finds room; return those, with `piece`, `out` and `busy` set."""
         ...
 
-    def bring(self, copy: Copy) -> None:
-        """Start to fill `copy.data`, which is as large as the storage was; sets `busy`."""
+    def bring(self, copies: Sequence[Copy], gone: Sequence[Any] = ()) -> None:
+        """Start to fill the `data` of copies, which is as large as the storage was; sets `busy`.
+
+        Args:
+            copies: of one group.
+            gone: pieces to take back, as `give` does.
+        """
         ...
 
-    def give(self, copy: Copy) -> None:
-        """Take the piece of a copy back, which nobody asks for any more."""
+    def give(self, pieces: Sequence[Any]) -> None:
+        """Take the pieces of copies back, which nobody asks for any more."""
         ...
 
     def clear(self) -> None:
@@ -55,7 +61,7 @@ class HostStore:
         self._streams, self._pool = streams, pool
         self._is_full = False  # which is logged once
 
-    def takes(self, tensor: Tensor) -> bool:
+    def takes(self, used: UsedRows | None) -> bool:
         """Whatever it is."""
         return True
 
@@ -74,15 +80,18 @@ class HostStore:
                 copy.out = copy.busy = mark
         return going
 
-    def bring(self, copy: Copy) -> None:
-        """Start to copy a storage back."""
-        assert copy.data is not None and copy.out is not None
-        transfer = Transfer(copy.data, _host_memory(copy), _counted(copy))
-        copy.busy = self._streams.copy_back([transfer], copy.out)
+    def bring(self, copies: Sequence[Copy], gone: Sequence[Piece] = ()) -> None:
+        """Start to copy storages back; each is waited for alone, since the host's link is slow."""
+        self.give(gone)
+        for copy in copies:
+            assert copy.data is not None and copy.out is not None
+            transfer = Transfer(copy.data, _host_memory(copy), _counted(copy))
+            copy.busy = self._streams.copy_back([transfer], copy.out)
 
-    def give(self, copy: Copy) -> None:
+    def give(self, pieces: Sequence[Piece]) -> None:
         """Take host memory back. Whoever gets it next copies after its last reader."""
-        self._pool.give(copy.piece)
+        for piece in pieces:
+            self._pool.give(piece)
 
     def clear(self) -> None:
         """Free host memory."""

@@ -14,9 +14,9 @@ there: the device is idle when a capture begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,23 +64,33 @@ class Mark:
 
     Args:
         stream: whose work until now; None = that of a CPU, which is done.
+        in_capture: whether that goes into a CUDA graph; None = if the current stream's does.
     """
 
-    __slots__ = ("_event", "_in_capture")
+    __slots__ = ("_event", "_in_capture", "_passed")
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None, in_capture: bool | None = None) -> None:
         self._event: torch.cuda.Event | None = None
-        self._in_capture = False
+        self._passed = stream  # the last stream that goes on only behind it
+        if stream is None:
+            in_capture = False
+        elif in_capture is None:
+            in_capture = torch.cuda.is_current_stream_capturing()
+        self._in_capture = in_capture
         if stream is not None:
-            self._in_capture = torch.cuda.is_current_stream_capturing()
             self._event = stream.record_event()
 
     def hold(self, stream: torch.cuda.Stream | None) -> None:
         """Let a stream go on only when the point has passed."""
-        if self._event is None or stream is None:
+        if self._event is None or stream is None or stream == self._passed:
             return
         if self._in_capture == torch.cuda.is_current_stream_capturing():
             stream.wait_event(self._event)
+            self._passed = stream
+
+    def later(self, stream: torch.cuda.Stream | None) -> Mark:
+        """Return where a stream that waits for this point is now."""
+        return Mark(stream, self._in_capture)
 
 
 class CopyStream:
@@ -101,11 +111,9 @@ class CopyStream:
         """The stream of the next copy; None of a CPU."""
         return self._turns[0] if self._turns else None
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within, the current stream is that of the next copy."""
-        with torch.no_grad(), torch.cuda.stream(self.next):
-            yield
+    def running(self) -> AbstractContextManager[Any]:
+        """Return a context in which the current stream is that of the next copy."""
+        return torch.cuda.stream(self._turns[0]) if self._turns else nullcontext()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy, without a wait where the host's side is pinned.
@@ -115,13 +123,13 @@ class CopyStream:
             source: likewise, of the same shape and dtype.
         """
         if not target.is_cuda or target.nbytes <= PIECE_BYTES:
-            with self.running():
+            with torch.no_grad(), self.running():
                 target.copy_(source, non_blocking=bool(self._turns))
             return
         numel = PIECE_BYTES // target.element_size()
         pieces = zip(target.view(-1).split(numel), source.view(-1).split(numel), strict=True)
         for piece, of_source in pieces:
-            with self.running():
+            with torch.no_grad(), self.running():
                 piece.copy_(of_source, non_blocking=True)
             self._turns[1].wait_event(self._turns[0].record_event())
             self._turns.reverse()
@@ -169,30 +177,36 @@ class Streams:
         """Whether the current stream's work goes into a CUDA graph."""
         return self._out.is_capturing()
 
-    def copy_out(self, transfers: Iterable[Job]) -> Mark:
-        """Copy away what the current stream has made so far; return when it is there."""
-        return _copy(self._out, Mark(self.current()), transfers)
+    def copy_out(self, jobs: Iterable[Job], *after: Mark) -> Mark:
+        """Copy away what the current stream has made so far; return when it is there.
 
-    def copy_back(self, transfers: Iterable[Job], out: Mark) -> Mark:
+        Args:
+            jobs: in order.
+            after: what the copies come after, besides.
+        """
+        return self._copy(self._out, jobs, after)
+
+    def copy_back(self, jobs: Iterable[Job], *after: Mark) -> Mark:
         """Copy back into what the current stream has allocated; return when.
 
         Args:
-            transfers: of what was copied away.
-            out: when that was there.
+            jobs: of what was copied away.
+            after: when that was there.
         """
-        here = Mark(self.current())
-        out.hold(self._back.next)
-        return _copy(self._back, here, transfers)
+        return self._copy(self._back, jobs, after)
+
+    def _copy(self, stream: CopyStream, jobs: Iterable[Job], after: tuple[Mark, ...]) -> Mark:
+        """Copy behind the current stream, which has waited for most of `after` anyway."""
+        current = self.current()
+        for mark in after:
+            mark.hold(current)
+        here = Mark(current)
+        here.hold(stream.next)
+        for job in jobs:
+            job.start(stream)
+        return here.later(stream.next)
 
     def synchronize(self) -> None:
         """Wait for both. Host sync."""
         self._out.synchronize()
         self._back.synchronize()
-
-
-def _copy(stream: CopyStream, after: Mark, transfers: Iterable[Job]) -> Mark:
-    after.hold(stream.next)
-    for transfer in transfers:
-        transfer.start(stream)
-    with stream.running():
-        return Mark(stream.next)

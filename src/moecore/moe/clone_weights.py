@@ -26,11 +26,11 @@ from moecore.kernels.experts.contract import (
     LowRankUpdate,
 )
 from moecore.memory.saved import Handle, packing
-from moecore.moe.clones import Clones, carried
+from moecore.moe.clones import AnyClones, carried
 
 
 @contextmanager
-def with_clones(weights: ExpertWeights, clones: Clones | None) -> Iterator[ExpertWeights]:
+def with_clones(weights: ExpertWeights, clones: AnyClones | None) -> Iterator[ExpertWeights]:
     """Give the weights of e + n experts; within, what is saved of them is joined again.
 
     Args:
@@ -49,7 +49,7 @@ def with_clones(weights: ExpertWeights, clones: Clones | None) -> Iterator[Exper
 class _Joined:
     """Tensors of experts and clones, and how to make them again."""
 
-    def __init__(self, clones: Clones) -> None:
+    def __init__(self, clones: AnyClones) -> None:
         self.clones = clones
         self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # the whole is held: its key
 
@@ -140,7 +140,7 @@ class _How(NamedTuple):
 class _HomeSink:
     """Adds the clones' gradients to those of their experts, for the experts' own sink."""
 
-    def __init__(self, sink: GradSink, clones: Clones, dtype: torch.dtype) -> None:
+    def __init__(self, sink: GradSink, clones: AnyClones, dtype: torch.dtype) -> None:
         self._sink, self._clones, self._dtype = sink, clones, dtype
         self._is_home = False
 

@@ -8,9 +8,15 @@ Legend: E experts, e experts of a rank, c clones of a rank at most, n those of t
 of the dispatch group, T local tokens, K experts per token.
 
 A clone lives for one forward and its backward. It is no parameter: checkpoints, optimizers and
-norms know experts alone. Which experts are cloned is a function of all ranks' choices, so a forward
-that backward repeats makes the same clones. One all-gather of E numbers and one host sync per
-forward; one all-to-all per tensor of weights, forward and backward, where there are clones.
+norms know experts alone. Which experts are cloned is a function of all ranks' choices, or of a plan
+that stays for some steps (`kept_plan.py`), so a forward that backward repeats makes the same
+clones. They travel in one of two ways:
+
+    Clones      collectives, whose sizes the host reads: one all-gather of E numbers and one host
+                sync per forward; one all-to-all per tensor of weights, forward and backward, where
+                there are clones
+    PeerClones  stores into peers' memory, where the dispatcher is "nvlink": the plan stays on the
+                device, and every rank has c clones, of which some are empty
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,26 +32,35 @@ from torch import Tensor
 
 from moecore._fields import Bound, Count, check_fields
 from moecore._torch import all_gather_single, is_recomputing
-from moecore.kernels.routing.clones import physical_ids, plan_clones
+from moecore.kernels.exchange.clones import Places
+from moecore.kernels.routing.clones import ClonePlan, physical_ids, plan_clones
 from moecore.kernels.routing.counts import add_expert_counts
+from moecore.moe.dispatch.clone_exchange import CloneExchange
+from moecore.moe.dispatch.exchange_pool import ExchangePool
+from moecore.moe.kept_plan import KeptPlan
 from moecore.moe.lanes import Lanes, exchange
 from moecore.moe.placement import ExpertPlacement
 from moecore.moe.records import ExpertInput, Routing
 
+Refresh = Annotated[Count | Literal["forward"], "use 'forward' to plan in every forward"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloneOptions:
-    """Clones of hot experts on other ranks, planned anew in every forward.
+    """Clones of hot experts on other ranks.
 
     Attributes:
         per_rank: most clones that a rank holds in one layer; one clone costs the transfer of its
             expert's weights in forward, and of their gradients in backward.
         least: no clone gets fewer tokens than this share of a rank's mean, so ranks that are as
             close to it stay as they are.
+        refresh: when clones are planned. "forward": in every one, from its own choices. n: from the
+            loads of one optimizer step for the next n, so no forward waits for a plan.
     """
 
     per_rank: Count = 2
     least: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.05
+    refresh: Refresh = "forward"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -58,23 +73,55 @@ class Cloner:
         placement: of the layer's experts, with room for clones.
         group: ranks of the dispatch group that have this rank's part of their experts, in order.
         options: how many clones, and when.
-
-    Attributes:
-        counted: clones on this rank, and forwards, since the last optimizer step.
+        exchanges: of dispatcher "nvlink"; None with any other.
     """
 
     def __init__(
-        self, placement: ExpertPlacement, group: dist.ProcessGroup, options: CloneOptions
+        self,
+        placement: ExpertPlacement,
+        group: dist.ProcessGroup,
+        options: CloneOptions,
+        exchanges: ExchangePool | None = None,
     ) -> None:
         self.options = options
-        self.counted = (0, 0)
-        self._placement, self._group = placement, group
+        self._placement, self._group, self._exchanges = placement, group, exchanges
+        self._counted_2: Tensor | None = None  # stays where it is: CUDA graphs count there
+        self._kept: KeptPlan | None = None
+        if options.refresh != "forward":
+            how: Any = dict(least=options.least, is_read=self.waits_on_host)
+            self._kept = KeptPlan(placement, options.refresh, **how)
+
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether the host needs the plan: then forwards cannot be in a CUDA graph."""
+        return self._exchanges is None
+
+    def counted(self, device: torch.device) -> Tensor:
+        """Return clones on this rank, and forwards, since the last optimizer step: int64 [2]."""
+        if self._counted_2 is None:
+            self._counted_2 = torch.zeros(2, dtype=torch.int64, device=device)
+        return self._counted_2
+
+    def drop_step(self) -> None:
+        """Drop the counts since the last optimizer step."""
+        if self._counted_2 is not None:
+            self._counted_2.zero_()
+
+    def end_step(self, loads_E: Tensor, *, skipped: bool | Tensor) -> None:
+        """Plan the clones of the next steps, where forwards do not: see `KeptPlan.end_step`."""
+        if self._kept is not None:
+            self._kept.end_step(loads_E, skipped=skipped)
+
+    def drop_plan(self) -> None:
+        """Drop a plan that stays for several steps."""
+        if self._kept is not None:
+            self._kept.clear()
 
     @torch.compiler.disable
-    def place(self, routing: Routing, lanes: Lanes | None) -> tuple[Routing, Clones | None]:
+    def place(self, routing: Routing, lanes: Lanes | None) -> tuple[Routing, AnyClones | None]:
         """Return the routing with its physical experts, and the clones that this forward needs.
 
-        One all-gather and one host sync. On meta nobody has clones.
+        On meta nobody has clones.
 
         Args:
             routing: of this rank's tokens.
@@ -86,34 +133,65 @@ class Cloner:
         p, ids_TK = self._placement, routing.expert_ids_TK
         if ids_TK.is_meta:
             return replace(routing, physical_TK=p.physical_ids(ids_TK)), None
+        plan, before_E = self._plan(ids_TK, lanes)
+        sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
+        routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
+        self._count(plan.experts_N)
+        return routing, self._over_peers(plan.experts_N) or self._by_sizes(plan.experts_N, lanes)
+
+    def _plan(self, ids_TK: Tensor, lanes: Lanes | None) -> tuple[ClonePlan, Tensor]:
+        """Return the plan, and how many tokens of each expert precede this rank's, int32 [E]."""
+        p = self._placement
+        if self._kept is not None:
+            none_E = torch.zeros(p.num_experts, dtype=torch.int32, device=ids_TK.device)
+            return self._kept.part_of(ids_TK), none_E
         counts_GE = self._counts(ids_TK, lanes)
-        rank = dist.get_rank(p.group)
         plan = plan_clones(
             counts_GE.sum(0, dtype=torch.int32),
             num_ranks=p.ep,
             num_clones=p.num_clones,
             least=self.options.least,
         )
-        before_E = counts_GE[:rank].sum(0, dtype=torch.int32)
-        sizes = dict(num_local=p.num_local, num_clones=p.num_clones)
-        routing = replace(routing, physical_TK=physical_ids(ids_TK, before_E, plan, **sizes))
-        experts = plan.experts_N.tolist()
-        clones = None if max(experts) < 0 else Clones.of(experts, p, self._group, lanes)
-        if torch.is_grad_enabled() and not is_recomputing():
-            number, forwards = self.counted
-            self.counted = number + (0 if clones is None else clones.num_here), forwards + 1
-        return routing, clones
+        return plan, counts_GE[: dist.get_rank(p.group)].sum(0, dtype=torch.int32)
+
+    def _over_peers(self, experts_N: Tensor) -> PeerClones | None:
+        """Return clones that need no host; None where ranks cannot see each other's memory."""
+        if self._exchanges is None:
+            return None
+        p = self._placement
+        sizes = dict(num_clones=p.num_clones, num_local=p.num_local, etp=p.etp)
+        places = Places(experts_N=experts_N, **sizes)
+        return PeerClones(self._exchanges.clones(experts_N.device), places)
+
+    def _by_sizes(self, experts_N: Tensor, lanes: Lanes | None) -> Clones | None:
+        """Return clones that collectives bring, None without any.
+
+        One host sync, but for a plan that stays.
+        """
+        experts = experts_N.tolist() if self._kept is None else self._kept.experts
+        return None if max(experts) < 0 else Clones.of(experts, self._placement, self._group, lanes)
+
+    def _count(self, experts_N: Tensor) -> None:
+        """Count the clones on this rank, on the device, in forwards that train."""
+        if not torch.is_grad_enabled() or is_recomputing():
+            return
+        here_c = experts_N.view(self._placement.ep, -1)[dist.get_rank(self._group)] >= 0
+        counted_2 = self.counted(experts_N.device)
+        counted_2[0] += here_c.sum()
+        counted_2[1] += 1
 
     def _counts(self, ids_TK: Tensor, lanes: Lanes | None) -> Tensor:
         """Return the tokens of each rank for each expert, int64 [G, E]."""
         p = self._placement
         mine_1E = torch.zeros(1, p.num_experts, dtype=torch.int64, device=ids_TK.device)
         add_expert_counts(mine_1E, ids_TK)
+        if self._exchanges is not None:
+            return self._exchanges.clones(ids_TK.device).gather(mine_1E)
         counts_GE = mine_1E.new_empty(p.group.size(), p.num_experts)
         exchange([partial(all_gather_single, counts_GE, mine_1E, group=p.group)], lanes)
         return counts_GE
 
-    def cut(self, inp: ExpertInput, clones: Clones | None) -> ExpertInput:
+    def cut(self, inp: ExpertInput, clones: AnyClones | None) -> ExpertInput:
         """Return the experts' input without the places for clones that are empty on this rank."""
         number = self._placement.num_local + (0 if clones is None else clones.num_here)
         index = inp.index._replace(offsets_e=inp.index.offsets_e[:number])
@@ -236,6 +314,36 @@ class Clones:
             self.lanes,
         )
         return outs
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClones:
+    """The clones of one forward of a layer over peers' memory. No host sync.
+
+    Attributes:
+        exchange: of the dispatch group.
+        places: the plan, on the device.
+    """
+
+    exchange: CloneExchange
+    places: Places
+
+    @property
+    def num_here(self) -> int:
+        """Clones on this rank, empty ones too, n."""
+        return self.places.num_clones
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As of `Clones`; zeros where a place is empty."""
+        return self.exchange.fetch(tensors, self.places)
+
+    @torch.no_grad()
+    def bring_home_(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """As of `Clones`; in place where gradients are contiguous."""
+        return self.exchange.bring_home_(grads, self.places)
+
+
+AnyClones = Clones | PeerClones
 
 
 def carried(tensor: Tensor) -> Tensor:

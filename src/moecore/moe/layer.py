@@ -103,7 +103,7 @@ class RoutedLayer(nn.Module):
         self.tracker.reset()
         self.part("experts").reader.drop_copies()
         if self.cloner is not None:
-            self.cloner.counted = (0, 0)
+            self.cloner.drop_step()
 
     def _compute(self, expert_input: ExpertInput) -> Any:
         """Return what `Experts` do, in their unit."""

@@ -212,7 +212,8 @@ class ParamReader:
         """
         if not self.keep:
             return None
-        found = self.copies.get(key, params, make)
+        with torch.no_grad():
+            found = self.copies.get(key, params, make)
         for tensor in tree_leaves(found):
             self._made[storage_key(tensor)] = tensor
         return found

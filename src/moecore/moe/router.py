@@ -73,6 +73,12 @@ class Router(nn.Module):
         """The fp32 [E] buffer added to the scores for selection, or None."""
         return self._buffers.get(self.expert_bias_name)
 
+    @property
+    def chooses_alone(self) -> bool:
+        """Whether a token's experts depend on no other token: then no rank waits for others."""
+        is_own = self._factor() is None and self.config.assignment == "learned"
+        return is_own and not (self.training and self.config.balance.bias_per_micro_batch)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         """Move like any module, but keep the selection bias in fp32: its steps are small."""
         bias = self.selection_bias

@@ -159,6 +159,9 @@ class MoEState:
         if skipped is not True:
             for alike in _alike(self.layers):
                 self._move_biases(alike, counts, metrics.tokens_per_expert, skipped)
+        for name, layer in self.layers.items():
+            if layer.cloner is not None:
+                layer.cloner.end_step(metrics.tokens_per_expert[name], skipped=skipped)
         self._reset()
         return metrics
 
@@ -200,7 +203,7 @@ class MoEState:
         kept = {name: c.kept_E for name, c in counts.items() if c.kept_E is not None}
         device = next(iter(chosen.values())).device
         cloners = {name: la.cloner for name, la in self.layers.items() if la.cloner is not None}
-        clones = {name: torch.tensor(c.counted, device=device) for name, c in cloners.items()}
+        clones = {name: c.counted(device) for name, c in cloners.items()}
         parts = [
             torch.cat(list(found.values())).double()
             for found in (chosen, losses, entropies, kept, clones)

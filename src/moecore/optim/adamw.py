@@ -253,7 +253,7 @@ class AdamW(torch.optim.AdamW):
                     f"the gradient of a parameter {tuple(param.shape)} must be dense and real: use "
                     "an optimizer of torch for it"
                 )
-            grad, state = param.grad, self._state(param)
+            grad, state = param.grad, self.state_of(param)
             if isinstance(param, DTensor) and grad.placements != param.placements:
                 grad = grad.redistribute(placements=param.placements)  # may be partial sums
             optional = (state.get(name) for name in ("exponents", "remainder"))
@@ -268,7 +268,7 @@ class AdamW(torch.optim.AdamW):
             rows.setdefault(kind, []).append((row, number))
         return [AdamWTensors.of(found) for found in rows.values()]
 
-    def _state(self, param: Tensor) -> dict[str, Tensor]:
+    def state_of(self, param: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter, new or as this optimizer keeps it, whoever set it."""
         state: dict[str, Tensor] = self.state[param]
         kept = {"step": torch.float32, **dict.fromkeys(MOMENTS, self._moment_dtype(param))}

@@ -39,7 +39,8 @@ class RankBytes:
         roles: by role, in the order of the units.
         weights: buffers of whole parameters, kept from the first step on.
         sums: buffers of gradients, in which units that are freed take turns; kept likewise.
-        accumulated: sums of the other units, while micro-batches of a step add up.
+        accumulated: sums of the other units, while micro-batches of a step add up; without those
+            that become the gradients themselves, of units that one rank holds.
     """
 
     roles: tuple[RoleBytes, ...]
@@ -101,9 +102,14 @@ def _gathered(unit: UnitPlan) -> int:
 
 
 def _sums(unit: UnitPlan, params: Iterable[ParamPlan]) -> int:
-    """Return the bytes of a unit's sums of gradients."""
+    """Return the bytes of a unit's sums that are not its gradients."""
     trained = {param.name for param in params if param.trainable}
-    layouts = [la for la in unit.layouts if any(slot.param in trained for slot in la.slots)]
+    layouts = [
+        layout
+        for layout in unit.layouts
+        if any(slot.param in trained for slot in layout.slots)
+        and (layout.ranks > 1 or layout.dtype != unit.reduce_dtype)
+    ]
     return sum(layout.buffer_numel for layout in layouts) * _itemsize(unit.reduce_dtype)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -29,20 +30,29 @@ from moecore.kernels.rows.free_list import (
     WANTED_WORD,
     PagePool,
     return_pages,
-    take_pages,
 )
-from moecore.kernels.rows.pages import list_rows, pop_rows, stash_rows
+from moecore.kernels.rows.pages import Layout, copy_rows, take_rows
+
+STEP_BYTES = 16
 
 
-def make(num_pages: int, page_rows: int, row_bytes: int, device: str, host: int = 0) -> PagePool:
-    where = torch.device(device)
-    pool = PagePool.make(num_pages, page_rows, row_bytes, where, num_host_pages=host)
+def make(num_pages: int, page_bytes: int, device: str, host: int = 0) -> PagePool:
+    pool = PagePool.make(num_pages, page_bytes, torch.device(device), num_host_pages=host)
     pool.pages.fill_(255)
     return pool
 
 
+def first_rows(pool: PagePool, width: int, length: int) -> Layout:
+    """One matrix, the first so many of whose rows are in use."""
+    return Layout.of(pool, [(width, False)], 0, length)
+
+
 def int32(value: int, device: str = "cpu") -> Tensor:
     return torch.tensor(value, dtype=torch.int32, device=device)
+
+
+def random_rows(length: int, width: int, device: str) -> Tensor:
+    return torch.randint(0, 255, (length, width), dtype=torch.uint8).to(device)
 
 
 def free_ids(pool: PagePool) -> tuple[list[int], list[int]]:
@@ -55,21 +65,22 @@ def free_ids(pool: PagePool) -> tuple[list[int], list[int]]:
 
 
 def check_the_example(device: str) -> None:
-    """That of `free_list`."""
-    pool = make(4, 2, 4, device)
-    first, second = pool.table(5), pool.table(5)
-    take_pages(first, int32(3, device), 5, pool)
-    assert first.tolist() == [0, 1, NONE] and free_ids(pool)[0] == [2, 3]
+    """That of `free_list`, with pages of 2 rows."""
+    pool = make(4, STEP_BYTES, device)
+    layout = first_rows(pool, STEP_BYTES // 2, 5)
+    first, second = layout.table(), layout.table()
+    take_rows(first, layout, None, int32(3, device))
+    assert first[:3].tolist() == [0, 1, NONE] and free_ids(pool)[0] == [2, 3]
     assert pool.report.sum() == 0
-    take_pages(second, int32(5, device), 5, pool)
-    assert second.tolist() == [2, 3, MISSING] and free_ids(pool)[0] == []
+    take_rows(second, layout, None, int32(5, device))
+    assert second[:3].tolist() == [2, 3, MISSING] and free_ids(pool)[0] == []
     assert pool.report[MOST_WORD] == 5 and pool.report[MISSED_WORD] == 1
-    return_pages(first, pool)
-    assert first.tolist() == [NONE] * 3
-    take_pages(first, int32(2, device), 5, pool)
-    assert first.tolist() == [0, NONE, NONE]
-    return_pages(second, pool)
-    return_pages(second, pool)  # has nothing any more
+    return_pages(first, 3, pool)
+    assert first[:3].tolist() == [NONE] * 3
+    take_rows(first, layout, None, int32(2, device))
+    assert first[:3].tolist() == [0, NONE, NONE]
+    copy_rows([None], first, layout, stash=False, over=(second, 3))
+    return_pages(second, 3, pool)  # has nothing any more
     assert free_ids(pool)[0] == [1, 2, 3]
     assert pool.state[MOST_WORD] == 5 and pool.state[WANTED_WORD] == 1
 
@@ -82,155 +93,218 @@ def test_the_example_by_kernels(device: str) -> None:
     check_the_example(device)
 
 
-def check_rounds(device: str, num_rounds: int, sizes: tuple[int, int, int, int]) -> None:
+@dataclass(frozen=True)
+class Held:
+    """What a table of the model has: pages by matrix, and what lies in them."""
+
+    pages: list[list[int]]
+    matrices: list[Tensor]
+    used: list[Tensor]  # row ids, of each matrix
+
+
+def used_rows(layout: Layout, slots: Tensor | None, num_rows: Tensor | None) -> list[Tensor]:
+    found = []
+    for listed in layout.has_list:
+        if listed:
+            assert slots is not None
+            found.append((slots.amax(1) >= 0).nonzero()[:, 0])
+        else:
+            assert num_rows is not None
+            found.append(torch.arange(min(int(num_rows), layout.expert_rows)))
+    return found
+
+
+def check_rounds(device: str, num_rounds: int, P: int, Q: int, layout_of: Any) -> None:
     """Stash, pop and return in any order, beside a model: FIFO lists, and who holds which page."""
-    rng, (P, Q, R, step) = random.Random(0), sizes
-    g = torch.Generator().manual_seed(0)
-    pool = make(P, step, 8, device, host=Q)
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    pool = make(P, 48, device, host=Q)
+    layout: Layout = layout_of(pool)
+    lengths = [layout.source_rows if n else layout.expert_rows for n in layout.has_list]
     lists = deque(range(P)), deque(range(P, P + Q))
-    tables = [pool.table(R) for _ in range(4)]
-    held: list[list[int]] = [[], [], [], []]
-    kept: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    rows, wanted, most, missed = {}, [0] * 4, 0, 0
+    tables, N = [layout.table() for _ in range(4)], layout.num_entries
+    held: dict[int, Held] = {}
+    most = missed = 0
     for _ in range(num_rounds):
         i = rng.randrange(4)
-        for page in held[i]:
-            lists[page >= P].append(page)
-        held[i], wanted[i] = [], 0
-        kept = [k for k in kept if k[0] is not tables[i]]
-        rows.pop(i, None)
+        gone = held.pop(i, None)
+        for page in chain(*gone.pages) if gone is not None else ():
+            if page != MISSING:
+                lists[page >= P].append(page)
         if rng.random() < 0.3:
-            return_pages(tables[i], pool)
-            assert (tables[i] == NONE).all()
+            j = rng.choice(list(held)) if held and rng.random() < 0.5 else None
+            if j is None:
+                return_pages(tables[i], N, pool)
+            else:  # with a copy of another table
+                check_rows(tables[j], layout, held[j], over=(tables[i], N))
+            assert (tables[i][:N] == NONE).all()
         else:
-            x = torch.randint(0, 255, (R, 8), generator=g, dtype=torch.uint8).to(device)
-            used = rng.choice([0, R, R + 3, rng.randrange(R + 1)])
-            num_rows, order = int32(used, device), None
-            if rng.random() < 0.5:
-                places = torch.randint(-1, 2, (R,), generator=g, dtype=torch.int32).to(device)
-                order, num_rows = list_rows(places)
-                used = int(num_rows)
-            need = cdiv(min(used, R), step)
-            for _ in range(need):
-                ring = lists[0] or lists[1]
-                held[i].append(ring.popleft() if ring else MISSING)
-            missed += held[i].count(MISSING)
-            wanted[i] = need
-            most = max(most, sum(wanted))
-            stash_rows(x, tables[i], pool, num_rows, order)
-            assert tables[i].tolist() == held[i] + [NONE] * (tables[i].shape[0] - need)
-            held[i] = [page for page in held[i] if page != MISSING]
-            rows[i] = x, num_rows, order
+            slots = num_rows = None
+            if any(layout.has_list):
+                slots = torch.randint(-5, 2, (layout.source_rows, 3), dtype=torch.int32)
+                slots = slots.to(device)
+            if not all(layout.has_list):
+                R = layout.expert_rows
+                num_rows = int32(rng.choice([0, R, R + 3, rng.randrange(R + 1)]), device)
+            used = used_rows(layout, slots, num_rows)
+            pages: list[list[int]] = []
+            for rows, width in zip(used, layout.widths, strict=True):
+                need = cdiv(len(rows), pool.page_bytes // width)
+                rings = (lists[0] or lists[1] for _ in range(need))
+                pages.append([ring.popleft() if ring else MISSING for ring in rings])
+            matrices = [
+                random_rows(n, width, device)
+                for n, width in zip(lengths, layout.widths, strict=True)
+            ]
+            held[i] = Held(pages, matrices, used)
+            missed += list(chain(*pages)).count(MISSING)
+            take_rows(tables[i], layout, slots, num_rows)
+            copy_rows(matrices, tables[i], layout, stash=True)
+            taken = list(chain(*pages))
+            assert tables[i][:N].tolist() == taken + [NONE] * (N - len(taken))
         assert free_ids(pool) == tuple(map(list, lists))
-        everywhere = chain(*held, *lists)
-        assert sorted(everywhere) == list(range(P + Q))
+        everywhere = list(chain(*(chain(*one.pages) for one in held.values())))
+        wanted = len(everywhere)
+        most = max(most, wanted)
+        everywhere = [page for page in everywhere if page != MISSING]
+        assert sorted(chain(everywhere, *lists)) == list(range(P + Q))
         state = pool.state.tolist()
         assert (state[MOST_WORD], state[MISSED_WORD]) == (most, missed) and not state[LOCK_WORD]
-        assert state[WANTED_WORD] == sum(wanted)
-        if rows:
-            j = rng.choice(list(rows))
-            check_rows(tables[j], pool, *rows[j])
+        assert state[WANTED_WORD] == wanted
+        if held:
+            j = rng.choice(list(held))
+            skipped = rng.choice([None, *range(len(layout.widths))])
+            check_rows(tables[j], layout, held[j], skipped=skipped)
+    assert missed or num_rounds < 100, "the pool was never too small"
 
 
 def check_rows(
-    table: Tensor, pool: PagePool, x: Tensor, num_rows: Tensor, order: Tensor | None
+    table: Tensor,
+    layout: Layout,
+    held: Held,
+    *,
+    skipped: int | None = None,
+    over: tuple[Tensor, int] | None = None,
 ) -> None:
     """What has pages came back, what has none is NaN, and no other row is written."""
-    back = torch.full_like(x, 7)
-    pop_rows(back, table, pool, num_rows, order)
-    used = min(int(num_rows), x.shape[0])
-    places = torch.arange(x.shape[0], device=x.device)[:used] if order is None else order[:used]
-    pages = table.repeat_interleave(pool.page_rows)[:used]
-    want = torch.full_like(x, 7)
-    want[places.long()] = torch.where(pages[:, None] >= 0, x[places.long()], 255)
-    assert torch.equal(back, want)
+    back = [torch.full_like(x, 7) for x in held.matrices]
+    given = [None if m == skipped else x for m, x in enumerate(back)]
+    copy_rows(given, table, layout, stash=False, over=over)
+    for m, (x, rows, pages) in enumerate(zip(held.matrices, held.used, held.pages, strict=True)):
+        want = torch.full_like(x, 7)
+        step = layout.pool.page_bytes // layout.widths[m]
+        of_row = torch.tensor(pages, dtype=torch.int64, device=x.device).repeat_interleave(step)
+        has_page = of_row[: len(rows), None] >= 0
+        if m != skipped:
+            want[rows] = torch.where(has_page, x[rows], 255)
+        assert torch.equal(back[m], want), m
 
 
-def test_2000_rounds_follow_the_protocol() -> None:
-    check_rounds("cpu", 1500, (9, 0, 11, 2))
-    check_rounds("cpu", 500, (5, 4, 7, 1))
+LAYOUTS: dict[str, Any] = {
+    "first rows": lambda pool: first_rows(pool, 24, 11),
+    "a row fills a page": lambda pool: first_rows(pool, 48, 5),
+    "a list": lambda pool: Layout.of(pool, [(16, True)], 9, 0),
+    "X and H": lambda pool: Layout.of(pool, [(20, True), (16, False)], 9, 5),
+    "values and scales": lambda pool: Layout.of(
+        pool, [(8, True), (5, True), (16, False), (4, False)], 9, 14
+    ),
+}
 
 
-def test_rounds_by_kernels(device: str) -> None:
-    check_rounds(device, 40, (5, 3, 11, 3))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rounds_follow_the_protocol(name: str) -> None:
+    check_rounds("cpu", 250, 9, 0, LAYOUTS[name])
+    check_rounds("cpu", 150, 5, 4, LAYOUTS[name])
 
 
-@pytest.mark.parametrize(("page_rows", "row_bytes"), [(64, 64), (3, 5), (1, 8)])
-def test_a_pool_may_be_full_to_the_last_page(page_rows: int, row_bytes: int) -> None:
-    check_a_full_pool(page_rows, row_bytes, "cpu")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rounds_by_kernels(name: str, device: str) -> None:
+    check_rounds(device, 16, 5, 3, LAYOUTS[name])
 
 
-@pytest.mark.parametrize(("page_rows", "row_bytes"), [(64, 5000), (3, 5)])
-def test_a_full_pool_by_kernels(page_rows: int, row_bytes: int, device: str) -> None:
-    check_a_full_pool(page_rows, row_bytes, device)
+@pytest.mark.parametrize(("page_rows", "width"), [(64, 64), (4, 12), (1, 16)])
+def test_a_pool_may_be_full_to_the_last_page(page_rows: int, width: int) -> None:
+    check_a_full_pool(page_rows, width, "cpu")
 
 
-def check_a_full_pool(page_rows: int, row_bytes: int, device: str) -> None:
+@pytest.mark.parametrize(("page_rows", "width"), [(64, 5000), (16, 5)])
+def test_a_full_pool_by_kernels(page_rows: int, width: int, device: str) -> None:
+    check_a_full_pool(page_rows, width, device)
+
+
+def check_a_full_pool(page_rows: int, width: int, device: str) -> None:
     R = 3 * page_rows
-    pool = make(3, page_rows, row_bytes, device)
-    x = torch.randint(0, 255, (R, row_bytes), device=device, dtype=torch.uint8)
-    table, none = pool.table(R), pool.table(R)
-    stash_rows(x, none, pool, int32(0, device))
-    stash_rows(x, table, pool, int32(R, device))
+    pool = make(3, page_rows * width, device)
+    layout = first_rows(pool, width, R)
+    x, table, none = random_rows(R, width, device), layout.table(), layout.table()
+    take_rows(none, layout, None, int32(0, device))
+    take_rows(table, layout, None, int32(R, device))
+    copy_rows([x], table, layout, stash=True)
     assert pool.state[FREE_WORD] == 0 and pool.state[MISSED_WORD] == 0
-    check_rows(table, pool, x, int32(R, device), None)
-    stash_rows(x, none, pool, int32(1, device))
-    assert none.tolist() == [MISSING, NONE, NONE] and pool.report[MOST_WORD] == 4
+    check_rows(table, layout, Held([[0, 1, 2]], [x], [torch.arange(R)]))
+    take_rows(none, layout, None, int32(1, device))
+    assert none[:3].tolist() == [MISSING, NONE, NONE] and pool.report[MOST_WORD] == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_found_no_page_is_nan(dtype: torch.dtype) -> None:
-    pool = make(1, 2, 4 * dtype.itemsize, "cpu")
-    x, table = torch.randn(4, 4).to(dtype), pool.table(4)
+    pool = make(1, 8 * dtype.itemsize, "cpu")
+    layout = first_rows(pool, 4 * dtype.itemsize, 4)
+    x, table = torch.randn(4, 4).to(dtype), layout.table()
     back = torch.zeros_like(x)
-    stash_rows(x.view(torch.uint8), table, pool, int32(3))
-    pop_rows(back.view(torch.uint8), table, pool, int32(3))
+    take_rows(table, layout, None, int32(3))
+    copy_rows([x.view(torch.uint8)], table, layout, stash=True)
+    copy_rows([back.view(torch.uint8)], table, layout, stash=False)
     assert torch.equal(back[:2], x[:2]) and back[2].isnan().all() and not back[3].any()
 
 
 def test_no_rows_at_all() -> None:
-    pool = make(1, 2, 4, "cpu")
-    x, table = torch.zeros(0, 4, dtype=torch.uint8), pool.table(0)
-    stash_rows(x, table, pool, int32(0))
-    pop_rows(x, table, pool, int32(0))
-    return_pages(table, pool)
+    pool = make(1, 16, "cpu")
+    layout = first_rows(pool, 4, 0)
+    x, table = torch.zeros(0, 4, dtype=torch.uint8), layout.table()
+    take_rows(table, layout, None, int32(0))
+    copy_rows([x], table, layout, stash=True)
+    copy_rows([x], table, layout, stash=False)
+    return_pages(table, layout.num_entries, pool)
     assert free_ids(pool)[0] == [0]
 
 
-def test_a_list_of_rows() -> None:
-    places = torch.tensor([-1, 0, 7, -1, 1], dtype=torch.int32)
-    order, num_rows = list_rows(places)
-    assert order[:3].tolist() == [1, 2, 4] and num_rows == 3
-
-
-@pytest.mark.parametrize("length", [1, 300, 5000])
-def test_a_list_of_rows_by_kernels(length: int, device: str) -> None:
-    places = torch.randint(-2, 3, (length,), dtype=torch.int32, device=device)
-    order, num_rows = list_rows(places)
-    assert torch.equal(order[: int(num_rows)].long(), (places >= 0).nonzero()[:, 0])
+@pytest.mark.parametrize(("S", "K"), [(5, 1), (300, 6), (5000, 8)])
+def test_a_list_of_rows_by_kernels(S: int, K: int, device: str) -> None:
+    pool = make(1, 16, device)
+    layout = Layout.of(pool, [(16, True)], S, 0)
+    slots, table = torch.full((S, K), -1, dtype=torch.int32, device=device), layout.table()
+    slots[torch.arange(S) % 3 == 1, K - 1] = 0
+    slots[S - 1, 0] = 7
+    take_rows(table, layout, slots, None)
+    want = (slots.amax(1) >= 0).nonzero()[:, 0]
+    found = table[layout.num_entries :].tolist()
+    assert found[:2] == [len(want), NONE] and found[2:][: len(want)] == want.tolist()
 
 
 def test_addresses_past_2_to_the_31(device: str) -> None:
     """Of bytes, because the width is odd; memory that nobody touches costs nothing."""
     step, width = 64, 1001
     P = 2**31 // (step * width) + 2
-    memory = torch.empty(P, step, width, dtype=torch.uint8, device=device)
-    small = make(P, 1, 1, device)
+    memory = torch.empty(P, step * width, dtype=torch.uint8, device=device)
+    small = make(P, 1, device)
     pool = replace(small, pages=memory)
     pool.state[HEAD_WORD] = P - 1
-    x = torch.randint(0, 255, (70, width), device=device, dtype=torch.uint8)
-    table = pool.table(70)
-    stash_rows(x, table, pool, int32(70, device))
-    assert table.tolist() == [P - 1, 0]
-    check_rows(table, pool, x, int32(70, device), None)
+    layout = first_rows(pool, width, 70)
+    x, table = random_rows(70, width, device), layout.table()
+    take_rows(table, layout, None, int32(70, device))
+    copy_rows([x], table, layout, stash=True)
+    assert table[:2].tolist() == [P - 1, 0]
+    check_rows(table, layout, Held([[P - 1, 0]], [x], [torch.arange(70)]))
 
 
 @pytest.mark.gpu
 def test_streams_may_take_and_return_at_the_same_time() -> None:
     """No page has two owners, and none is lost."""
-    pool = make(400, 1, 16, "cuda", host=40)
+    pool = make(700, 16, "cuda", host=100)
+    layout = first_rows(pool, 16, 100)
     streams = [torch.cuda.Stream() for _ in range(4)]
-    tables = [pool.table(100) for _ in streams]
+    tables = [layout.table() for _ in range(8)]
     rows = [torch.full((100, 16), i, dtype=torch.uint8, device="cuda") for i in range(4)]
     used = [int32(n, "cuda") for n in (0, 1, 57, 99, 100)]
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
@@ -238,17 +312,18 @@ def test_streams_may_take_and_return_at_the_same_time() -> None:
     for round_ in range(500):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                count = used[(round_ + i) % 5]
-                stash_rows(rows[i], tables[i], pool, count)
+                table, other = tables[i + round_ % 2 * 4], tables[i + (round_ + 1) % 2 * 4]
+                take_rows(table, layout, None, used[(round_ + i) % 5])
+                copy_rows([rows[i]], table, layout, stash=True)
                 back = torch.full_like(rows[i], i)
-                pop_rows(back, tables[i], pool, count)
+                copy_rows([back], table, layout, stash=False, over=(other, layout.num_entries))
                 wrong[i] += (back != i).sum()
                 if round_ % 3:
-                    return_pages(tables[i], pool)
+                    return_pages(table, layout.num_entries, pool)
     torch.cuda.synchronize()
     for table in tables:
-        return_pages(table, pool)
+        return_pages(table, layout.num_entries, pool)
     here, there = free_ids(pool)
-    assert not any(wrong) and sorted(here) == list(range(400))
-    assert sorted(there) == list(range(400, 440))
+    assert not any(wrong) and sorted(here) == list(range(700))
+    assert sorted(there) == list(range(700, 800))
     assert pool.state[MISSED_WORD] == 0 and pool.state[WANTED_WORD] == 0

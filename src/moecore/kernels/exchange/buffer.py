@@ -111,28 +111,37 @@ class ExchangeLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SymmetricBuffer:
+class PeerBuffer:
     """One rank's view of the memory of all ranks, and its words of state.
 
     Attributes:
-        layout: the same on all ranks.
         rank: of this end.
         bases: int64 [4, G] on the device, addresses of every rank's regions as seen here.
         state: int32 [NUM_WORDS] on the device, zero at first.
         report: int32 [NUM_WORDS] in memory that host and device see; errors are written here too.
         timeout_ns: how long a receiver waits for a peer.
-        sums_slots: by peer, where `copy_sums` writes; empty without such a slot.
         memory: what must live as long as the addresses are used.
     """
 
-    layout: ExchangeLayout
     rank: int
     bases: Tensor
     state: Tensor
     report: Tensor
     timeout_ns: int
-    sums_slots: tuple[Tensor, ...] = ()
     memory: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SymmetricBuffer(PeerBuffer):
+    """That of an exchange of rows.
+
+    Attributes:
+        layout: the same on all ranks.
+        sums_slots: by peer, where `copy_sums` writes; empty without such a slot.
+    """
+
+    layout: ExchangeLayout
+    sums_slots: tuple[Tensor, ...] = ()
 
 
 def as_words(rows: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""The protocol of `operations.py`'s kernels, for one program each: who needs what, flags, ends.
+"""The protocol of an exchange's kernels, for one program each: who needs what, flags, ends.
 
 Why two slots need no barrier. Operation n uses slot n % 2. A rank that pushes n + 2 has ended
 n + 1, so it has seen the flags of n + 1 of every chunk of every rank (also of those without a row).
-Those ranks raised them after ending n, and so after the last read of slot n % 2.
+Those ranks raised them after ending n, and so after the last read of slot n % 2, whether they read
+it in their own memory or in that of the rank that pushes. Chunks of `clones.py` are its programs.
 
 Why a flag holds n + 1. It is never cleared, and a flag that comes after a timeout can not be taken
 for one of a later operation. n is counted on the device, so a replayed graph goes on counting. All

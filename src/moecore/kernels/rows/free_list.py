@@ -1,15 +1,16 @@
-"""Pages for rows, and the free list of their ids: who has which page, decided on the device.
+"""Pages of memory, and the free list of their ids: who has which page, decided on the device.
 
-    take_pages     gives a table the pages for some rows, from the head of the free list
+    take_pages     gives a table pages, from the head of the free list
     return_pages   puts a table's pages at the tail
 
-The free list is a circular buffer: a head, and how many ids follow it. A second one beside it has
-the pages in host memory, ids from the number of device pages on, which are taken when no other is
-left. Where none is left at all the entry is MISSING, and the pool's report counts it.
+A page holds rows of any width, as many as fit. The free list is a circular buffer: a head, and how
+many ids follow it. A second one beside it has the pages in host memory, ids from the number of
+device pages on, which are taken when no other is left. Where none is left at all the entry is
+MISSING, and the pool's report counts it.
 
-Example, pages of 2 rows, 4 pages: free list [0, 1, 2, 3]. 3 rows in use take [0, 1] and leave
-[2, 3]; 5 rows want 3 pages and get [2, 3, MISSING]. The first table is returned: [0, 1]; 2 rows
-take [0], and the second table is returned: [1, 2, 3]. The most that was wanted is 5 pages.
+Example, 4 pages: free list [0, 1, 2, 3]. A table that needs 2 takes [0, 1] and leaves [2, 3]; one
+that needs 3 gets [2, 3, MISSING]. The first table is returned: [0, 1]; one that needs 1 takes [0],
+and the second table is returned: [1, 2, 3]. The most that was wanted is 5 pages.
 
 Note "lock": the lists are changed by one program at a time, which holds a word of the state. So
 streams, and replays of CUDA graphs beside eager code, need no order among them: a page is in one
@@ -19,7 +20,7 @@ Note "static tables": a table keeps its entries from one replay to the next. `ta
 what the table still names before it takes anything, so a replayed forward whose backward did not
 run loses no page.
 
-Letters: R rows (length), B bytes of a row, P device pages, Q host pages, N entries of a table.
+Letters: P device pages, Q host pages, N entries of a table, which are its first words.
 """
 
 from dataclasses import dataclass
@@ -28,9 +29,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moecore.kernels.common import cdiv, on_device, tl, triton, use_kernel
+from moecore.kernels.common import on_device, tl, triton, use_kernel
 
-BLOCK_IDS = 1024  # entries of a table that its one program takes at once
+BLOCK_IDS = 512  # entries of a table that a program takes at once: few, or predicates are spilled
+NUM_WARPS = 8
 NONE, MISSING = -1, -2  # entries of a table without a page: not needed, and not to be had
 
 # Words of a pool's state and report. FREE ids from HEAD on; WANTED pages by all tables now; the
@@ -52,10 +54,10 @@ NO_PAGE, NO_ROOM = tl.constexpr(NONE), tl.constexpr(MISSING)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePool:
-    """Pages for rows of one width, and who has them.
+    """Pages for rows, and who has them.
 
     Attributes:
-        pages: uint8 [P, rows of a page, B], uninitialised.
+        pages: uint8 [P, bytes of a page], uninitialised.
         host_pages: the same in memory of the host that the device reaches; maybe none of them.
         free_ids: int32 [P + number of host pages], two circular buffers.
         state: int32 [NUM_WORDS] on the device.
@@ -70,31 +72,26 @@ class PagePool:
 
     @classmethod
     def make(
-        cls,
-        num_pages: int,
-        page_rows: int,
-        row_bytes: int,
-        device: torch.device,
-        *,
-        num_host_pages: int = 0,
+        cls, num_pages: int, page_bytes: int, device: torch.device, *, num_host_pages: int = 0
     ) -> "PagePool":
         """Return a pool whose pages are all free. Not inside the capture of a CUDA graph.
 
         Args:
             num_pages: P, at least 1.
-            page_rows: rows of a page.
-            row_bytes: B.
+            page_bytes: of a page, a multiple of 16.
             device: of the pages.
             num_host_pages: in host memory, pinned for a GPU.
         """
         pinned, num_ids = device.type == "cuda", num_pages + num_host_pages
         state = torch.zeros(NUM_WORDS, dtype=torch.int32)
         state[FREE_WORD], state[HOST_FREE_WORD] = num_pages, num_host_pages
-        page = (page_rows, row_bytes)
         return cls(
-            pages=torch.empty(num_pages, *page, dtype=torch.uint8, device=device),
+            pages=torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device),
             host_pages=torch.empty(
-                num_host_pages, *page, dtype=torch.uint8, pin_memory=pinned and num_host_pages > 0
+                num_host_pages,
+                page_bytes,
+                dtype=torch.uint8,
+                pin_memory=pinned and num_host_pages > 0,
             ),
             free_ids=torch.arange(num_ids, dtype=torch.int32, device=device),
             state=state.to(device),
@@ -102,14 +99,9 @@ class PagePool:
         )
 
     @property
-    def page_rows(self) -> int:
-        """Rows of a page."""
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
         return self.pages.shape[1]
-
-    @property
-    def row_bytes(self) -> int:
-        """B."""
-        return self.pages.shape[2]
 
     def clear_needed(self, *, report: bool = True) -> None:
         """Let MOST and MISSED be counted anew.
@@ -121,30 +113,24 @@ class PagePool:
             self.report[MOST_WORD:] = 0
         self.state[MOST_WORD:].zero_()
 
-    def table(self, length: int) -> Tensor:
-        """Return an empty table for up to so many rows. Not inside a capture: replays empty it."""
-        num_entries = cdiv(length, self.page_rows)
-        return torch.full((num_entries,), NONE, dtype=torch.int32, device=self.pages.device)
 
-
-def return_pages_ref(table_N: Tensor, pool: PagePool) -> None:
+def return_pages_ref(table: Tensor, num_entries: int, pool: PagePool) -> None:
     """Do what `return_pages` does."""
-    P, state = pool.pages.shape[0], pool.state
-    for page in table_N.tolist():
+    P, state, ids_N = pool.pages.shape[0], pool.state, table[:num_entries]
+    for page in ids_N.tolist():
         if page >= 0:
             first, size = (0, P) if page < P else (P, pool.host_pages.shape[0])
             head, free = (HEAD_WORD, FREE_WORD) if page < P else (HOST_HEAD_WORD, HOST_FREE_WORD)
             pool.free_ids[first + int(state[head] + state[free]) % size] = page
             state[free] += 1
         state[WANTED_WORD] -= int(page != NONE)
-    table_N.fill_(NONE)
+    ids_N.fill_(NONE)
 
 
-def take_pages_ref(table_N: Tensor, num_rows: Tensor, length: int, pool: PagePool) -> None:
-    """Return what a table has and give it the pages for some rows, from the head of the list."""
-    return_pages_ref(table_N, pool)
+def take_pages_ref(table: Tensor, num_entries: int, need: int, pool: PagePool) -> None:
+    """Return what a table has and give it so many pages, from the head of the list."""
+    return_pages_ref(table, num_entries, pool)
     P, state = pool.pages.shape[0], pool.state
-    need = cdiv(min(int(num_rows), length), pool.page_rows)
     rings = [(HEAD_WORD, FREE_WORD, 0, P)]
     rings += [(HOST_HEAD_WORD, HOST_FREE_WORD, P, pool.host_pages.shape[0])]
     taken: list[int] = []
@@ -154,7 +140,7 @@ def take_pages_ref(table_N: Tensor, num_rows: Tensor, length: int, pool: PagePoo
         state[head] = (state[head] + count) % max(size, 1)
         state[free] -= count
     missed = need - len(taken)
-    table_N[:need] = torch.tensor(taken + [MISSING] * missed, dtype=torch.int32)
+    table[:need] = torch.tensor(taken + [MISSING] * missed, dtype=torch.int32)
     state[WANTED_WORD] += need
     state[MOST_WORD] = state[MOST_WORD].maximum(state[WANTED_WORD])
     if missed:
@@ -212,8 +198,8 @@ def _put_back(
     return free, host_free, wanted
 
 
-@partial(triton.jit, do_not_specialize=["num_entries", "num_pages", "num_host"])
-def _return_pages_kernel(
+@triton.jit
+def put_back_pages(
     table_ptr,  # [N] int32, becomes NONE
     num_entries,  # N
     state_ptr,  # [NUM_WORDS] int32
@@ -222,6 +208,7 @@ def _return_pages_kernel(
     num_host,  # Q
     BLOCK: tl.constexpr,
 ):
+    """Put a table's pages at the tails of the lists: the work of one program."""
     _lock(state_ptr)
     free, host_free, wanted = _put_back(
         table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK
@@ -232,21 +219,19 @@ def _return_pages_kernel(
     _unlock(state_ptr)
 
 
-@partial(triton.jit, do_not_specialize=["length", "num_entries", "num_pages", "num_host"])
-def _take_pages_kernel(
+@triton.jit
+def take_pages(
     table_ptr,  # [N] int32: what it names is returned, what it gets is written
-    num_rows_ptr,  # int32
-    length,  # R
     num_entries,  # N
+    need,  # pages, at most N
     state_ptr,  # [NUM_WORDS] int32
     report_ptr,  # [NUM_WORDS] int32
     free_ptr,  # [P + Q] int32
     num_pages,  # P
     num_host,  # Q
-    PAGE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    need = (tl.minimum(tl.load(num_rows_ptr), length) + PAGE_ROWS - 1) // PAGE_ROWS
+    """Give a table pages: the work of one program."""
     _lock(state_ptr)
     head, host_head = _word(state_ptr, HEAD), _word(state_ptr, HOST_HEAD)
     most, missed = _word(state_ptr, MOST), _word(state_ptr, MISSED)
@@ -281,36 +266,28 @@ def _take_pages_kernel(
     _unlock(state_ptr)
 
 
-def take_pages(table_N: Tensor, num_rows: Tensor, length: int, pool: PagePool) -> None:
-    """Give a table the pages for some rows; what it names is returned first. No host sync.
+@partial(triton.jit, do_not_specialize=["num_entries", "num_pages", "num_host"])
+def _return_pages_kernel(
+    table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK: tl.constexpr
+):
+    put_back_pages(table_ptr, num_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK)
+
+
+def return_pages(table: Tensor, num_entries: int, pool: PagePool) -> None:
+    """Put a table's pages at the tail of the free list; the table is empty then. No host sync.
 
     Args:
-        table_N: of `PagePool.table(length)`.
-        num_rows: 0-dim int32 on the device; more than the length count as that.
-        length: R.
-        pool: whose pages are taken.
+        table: int32, on the device of the pool.
+        num_entries: N, how many of its first words are ids.
+        pool: whose pages they are.
     """
-    if not use_kernel(table_N, num_rows):
-        take_pages_ref(table_N, num_rows, length, pool)
-    elif table_N.shape[0]:
-        with on_device(table_N):
-            _take_pages_kernel[(1,)](
-                *(table_N, num_rows, length, table_N.shape[0]),
-                *(pool.state, pool.report, pool.free_ids),
-                *(pool.pages.shape[0], pool.host_pages.shape[0]),
-                PAGE_ROWS=pool.page_rows,
-                BLOCK=BLOCK_IDS,
-            )
-
-
-def return_pages(table_N: Tensor, pool: PagePool) -> None:
-    """Put a table's pages at the tail of the free list; the table is empty then. No host sync."""
-    if not use_kernel(table_N):
-        return_pages_ref(table_N, pool)
-    elif table_N.shape[0]:
-        with on_device(table_N):
+    if not use_kernel(table):
+        return_pages_ref(table, num_entries, pool)
+    elif num_entries:
+        with on_device(table):
             _return_pages_kernel[(1,)](
-                *(table_N, table_N.shape[0], pool.state, pool.free_ids),
+                *(table, num_entries, pool.state, pool.free_ids),
                 *(pool.pages.shape[0], pool.host_pages.shape[0]),
                 BLOCK=BLOCK_IDS,
+                num_warps=NUM_WARPS,
             )

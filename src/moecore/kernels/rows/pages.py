@@ -1,225 +1,405 @@
-"""Used rows of a matrix of the worst case, to pages and back, without a host sync.
+"""Used rows of matrices of the worst case, to pages and back, without a host sync.
 
-    stash_rows   takes pages for the rows (`free_list.py`), and copies them there
-    pop_rows     copies the rows back to where they were
+    take_rows   finds out which rows are in use and takes pages for them (`free_list.py`)
+    copy_rows   copies these rows to their pages, or back to where they were
 
-Which rows are in use is a number, the first so many, or a list of them. Both are on the device, and
-so is where they go. Rows whose table has no page for them come back as NaN.
+Matrices of one dispatch share a table. The used rows of a matrix are those with a slot, or the
+first so many; which and how many are on the device, and so is where they go. Rows whose table has
+no page for them come back as NaN.
 
-Letters: R rows (length), B bytes of a row, P device pages, Q host pages, N entries of a table.
-Bytes moved: 2 * used * B each way.
+A table is int32 on the device: the ids of the pages of the first matrix, then of the next, and so
+on, N entries; how many rows have a slot, and how many are the first ones; the rows with a slot.
+
+Letters: S source rows (with slots), K slots of a row, R expert rows (the first ones are in use),
+B bytes of a row, P device pages, Q host pages, N entries.
+Bytes moved: 4 * S * K for the list, 2 * used * B each way.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from moecore.kernels.common import cdiv, next_power_of_2, on_device, tl, triton, use_kernel
-from moecore.kernels.rows.free_list import PagePool, take_pages
+from moecore.kernels.rows.free_list import (
+    BLOCK_IDS,
+    NONE,
+    PagePool,
+    put_back_pages,
+    return_pages_ref,
+    take_pages,
+    take_pages_ref,
+)
 
+MOST_MATRICES = 4  # of a table
 PROGRAMS = 64  # of a copy: about half of an H200's multiprocessors, beside other work
 TILE_WORDS = 8192  # of 4 bytes, that a program has in flight
 MOST_WORDS = 1024  # of them in one row
 NUM_WARPS = 8
-BLOCK_PLACES = 4096
+# "evict_first" would leave L2 to the products beside a copy; not measured.
+EVICTION_POLICY = ""
+TAKE_SLOTS = 32768  # that the one program of a list looks at at once
+TAKE_WARPS = 16
 
 
-def list_rows_ref(places_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `list_rows` does; entries past the number are 0."""
-    used_R = places_R >= 0
-    order_R = torch.argsort(~used_R, stable=True).to(torch.int32)
-    num_rows = used_R.sum(dtype=torch.int32)
-    return order_R.where(torch.arange(len(used_R), device=used_R.device) < num_rows, 0), num_rows
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Matrices of one dispatch, and how their used rows lie in pages.
+
+    Attributes:
+        pool: whose pages.
+        widths: B of each, at most MOST_MATRICES, none above the bytes of a page.
+        has_list: of each, whether its used rows are those with a slot, else the first so many.
+        source_rows: S.
+        expert_rows: R.
+        num_entries: N, when all rows are in use.
+        listed_steps: rows of a page, of each matrix with a list.
+        first_steps: likewise, of each without.
+        block_rows, block_words: of each, the tile that a program copies at once.
+        programs: of a copy.
+    """
+
+    pool: PagePool
+    widths: tuple[int, ...]
+    has_list: tuple[bool, ...]
+    source_rows: int
+    expert_rows: int
+    num_entries: int
+    listed_steps: tuple[int, ...]
+    first_steps: tuple[int, ...]
+    block_rows: tuple[int, ...]
+    block_words: tuple[int, ...]
+    programs: int
+
+    @classmethod
+    def of(
+        cls,
+        pool: PagePool,
+        matrices: Sequence[tuple[int, bool]],
+        source_rows: int,
+        expert_rows: int,
+    ) -> "Layout":
+        """Return that of matrices.
+
+        Args:
+            pool: whose pages.
+            matrices: B of each, and whether its used rows are those with a slot.
+            source_rows: S.
+            expert_rows: R.
+        """
+        widths, has_list = zip(*matrices, strict=True)
+        steps = [pool.page_bytes // width for width in widths]
+        lengths = [source_rows if listed else expert_rows for listed in has_list]
+        words = [width // _word_bytes(width) for width in widths]
+        block_words = tuple(min(MOST_WORDS, next_power_of_2(n)) for n in words)
+        block_rows = tuple(
+            min(next_power_of_2(step), TILE_WORDS // block)
+            for step, block in zip(steps, block_words, strict=True)
+        )
+        num_pages = list(map(cdiv, lengths, steps))
+        tiles = (map(cdiv, steps, block_rows), map(cdiv, words, block_words), num_pages)
+        return cls(
+            pool=pool,
+            widths=widths,
+            has_list=has_list,
+            source_rows=source_rows,
+            expert_rows=expert_rows,
+            num_entries=sum(num_pages),
+            listed_steps=tuple(n for n, listed in zip(steps, has_list, strict=True) if listed),
+            first_steps=tuple(n for n, listed in zip(steps, has_list, strict=True) if not listed),
+            block_rows=block_rows,
+            block_words=block_words,
+            programs=min(PROGRAMS, max(map(math.prod, zip(*tiles, strict=True)))),
+        )
+
+    def table(self) -> Tensor:
+        """Return an empty table. Not inside a capture: replays empty it."""
+        num_listed = self.source_rows if any(self.has_list) else 0
+        size = self.num_entries + 2 + num_listed
+        return torch.full((size,), NONE, dtype=torch.int32, device=self.pool.pages.device)
 
 
-def copy_pages_ref(
-    rows_RB: Tensor,
-    table_N: Tensor,
-    pool: PagePool,
-    num_rows: Tensor,
-    order_R: Tensor | None,
-    *,
-    stash: bool,
+def _word_bytes(width: int) -> int:
+    return 4 if width % 4 == 0 else 1
+
+
+def take_rows_ref(
+    table: Tensor, layout: Layout, slots_SK: Tensor | None, num_rows: Tensor | None
 ) -> None:
-    """Copy used rows to the pages of a table, or back."""
-    P, step = pool.pages.shape[0], pool.page_rows
-    used = min(int(num_rows), rows_RB.shape[0])
-    for i, page in enumerate(table_N[: cdiv(used, step)].tolist()):
-        places = torch.arange(i * step, min(used, (i + 1) * step))
-        if order_R is not None:
-            places = order_R[places].long()
-        if page < 0:
-            if not stash:
-                rows_RB[places] = 255
-            continue
-        memory = pool.pages[page] if page < P else pool.host_pages[page - P]
-        if stash:
-            memory[: len(places)] = rows_RB[places]
-        else:
-            rows_RB[places] = memory[: len(places)]
+    """Do what `take_rows` does."""
+    N = layout.num_entries
+    table[N : N + 2] = 0
+    if slots_SK is not None:
+        rows = (slots_SK.amax(1) >= 0).nonzero()[:, 0]
+        table[N] = len(rows)
+        table[N + 2 :][: len(rows)] = rows
+    if num_rows is not None:
+        table[N + 1] = min(int(num_rows), layout.expert_rows)
+    listed, first = table[N : N + 2].tolist()
+    need = sum(cdiv(listed, n) for n in layout.listed_steps)
+    need += sum(cdiv(first, n) for n in layout.first_steps)
+    take_pages_ref(table, N, need, layout.pool)
 
 
-@partial(triton.jit, do_not_specialize=["length"])
-def _list_rows_kernel(
-    places_ptr,  # [R] int32, negative = not in use
-    order_ptr,  # [R] int32, out: the used rows in order
-    num_rows_ptr,  # int32, out
-    length,  # R
+def copy_rows_ref(
+    matrices: Sequence[Tensor | None], table: Tensor, layout: Layout, *, stash: bool
+) -> None:
+    """Copy used rows of matrices to the pages of a table, or back."""
+    pool, N, entry = layout.pool, layout.num_entries, 0
+    P = pool.pages.shape[0]
+    for matrix, width, listed in zip(matrices, layout.widths, layout.has_list, strict=True):
+        used, step = int(table[N + 1 - listed]), pool.page_bytes // width
+        rows = table[N + 2 :][:used].long() if listed else torch.arange(used)
+        for places in rows.split(step):
+            page, entry = int(table[entry]), entry + 1
+            if matrix is None:
+                continue
+            rows_RB = matrix.view(-1, width)
+            if page < 0:
+                if not stash:
+                    rows_RB[places] = 255
+                continue
+            memory = pool.pages[page] if page < P else pool.host_pages[page - P]
+            in_page = memory[: len(places) * width].view(-1, width)
+            if stash:
+                in_page.copy_(rows_RB[places])
+            else:
+                rows_RB[places] = in_page
+
+
+@triton.jit
+def _pages_of(used, STEPS: tl.constexpr):
+    need = 0
+    for m in tl.static_range(len(STEPS)):
+        need += (used + STEPS[m] - 1) // STEPS[m]
+    return need
+
+
+@partial(
+    triton.jit,
+    do_not_specialize=["source_rows", "expert_rows", "num_entries", "num_pages", "num_host"],
+)
+def _take_rows_kernel(
+    slots_ptr,  # [S, K] int32, negative = none; None = no matrix has a list
+    num_rows_ptr,  # int32: the first so many of R; None = no matrix is without a list
+    table_ptr,  # what it names is returned, what it gets is written
+    source_rows,  # S
+    expert_rows,  # R
+    num_entries,  # N
+    state_ptr,  # [NUM_WORDS] int32
+    report_ptr,  # [NUM_WORDS] int32
+    free_ptr,  # [P + Q] int32
+    num_pages,  # P
+    num_host,  # Q
+    K: tl.constexpr,
+    LISTED_STEPS: tl.constexpr,  # rows of a page of each matrix with a list
+    FIRST_STEPS: tl.constexpr,  # of each without
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    count = 0
-    for start in range(0, length, BLOCK):
-        rows = start + tl.arange(0, BLOCK)
-        used = tl.load(places_ptr + rows, mask=rows < length, other=-1) >= 0
-        before = count + tl.cumsum(used.to(tl.int32), axis=0) - 1
-        tl.store(order_ptr + before, rows, mask=used)
-        count += tl.sum(used.to(tl.int32), axis=0)
-    tl.store(num_rows_ptr, count)
+    need = 0
+    if slots_ptr is not None:
+        count = 0
+        for start in range(0, source_rows, BLOCK_S):
+            rows, columns = start + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
+            mask = (rows < source_rows)[:, None] & (columns < K)[None, :]
+            places = rows.to(tl.int64)[:, None] * K + columns[None, :]
+            slots = tl.load(slots_ptr + places, mask=mask, other=-1)
+            used = (tl.max(slots, axis=1) >= 0).to(tl.int32)
+            before = count + tl.cumsum(used, axis=0) - 1
+            tl.store(table_ptr + num_entries + 2 + before, rows, mask=used > 0)
+            count += tl.sum(used, axis=0)
+        tl.store(table_ptr + num_entries, count)
+        need += _pages_of(count, LISTED_STEPS)
+    if num_rows_ptr is not None:
+        first = tl.minimum(tl.load(num_rows_ptr), expert_rows)
+        tl.store(table_ptr + num_entries + 1, first)
+        need += _pages_of(first, FIRST_STEPS)
+    take_pages(
+        table_ptr, num_entries, need, state_ptr, report_ptr, free_ptr, num_pages, num_host, BLOCK
+    )
 
 
-@partial(triton.jit, do_not_specialize=["length", "num_pages"])
-def _copy_pages_kernel(
-    rows_ptr,  # [R, WORDS]
-    order_ptr,  # [R] int32, the used rows; None = the first ones
-    num_rows_ptr,  # int32
-    table_ptr,  # [N] int32
-    pages_ptr,  # [P, PAGE_ROWS, WORDS]
-    host_ptr,  # [Q, PAGE_ROWS, WORDS], or None
-    length,  # R
+@triton.jit
+def _copy_matrix(
+    rows_ptr,  # [S or R, B] bytes; None = not this time
+    table_ptr,  # its entries come first
+    order_ptr,  # [S] int32, the used rows; None = the first ones
+    used,  # how many these are
+    pages_ptr,  # [P, PAGE_BYTES] bytes
+    host_ptr,  # [Q, PAGE_BYTES] bytes, or None
     num_pages,  # P
-    PAGE_ROWS: tl.constexpr,
-    WORDS: tl.constexpr,  # of a row
+    PAGE_BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,  # B
     STASH: tl.constexpr,  # rows to pages; else pages to rows
     PROGRAMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (WORDS + BLOCK_W - 1) // BLOCK_W
-    PARTS: tl.constexpr = (PAGE_ROWS + BLOCK_R - 1) // BLOCK_R
-    used = tl.minimum(tl.load(num_rows_ptr), length)
-    tiles = (used + PAGE_ROWS - 1) // PAGE_ROWS * PARTS * BLOCKS
-    for tile in range(tl.program_id(0), tiles, PROGRAMS):
-        columns = tile % BLOCKS * BLOCK_W + tl.arange(0, BLOCK_W)
-        entry = tile // BLOCKS // PARTS
-        inside = tile // BLOCKS % PARTS * BLOCK_R + tl.arange(0, BLOCK_R)
-        places = entry * PAGE_ROWS + inside
-        exists = (inside < PAGE_ROWS) & (places < used)
-        rows = places
-        if order_ptr is not None:
-            rows = tl.load(order_ptr + places, mask=exists, other=0)
-        page = tl.load(table_ptr + entry).to(tl.int64)
-        base = pages_ptr + tl.maximum(page, 0) * (PAGE_ROWS * WORDS)
-        if host_ptr is not None:
-            if page >= num_pages:
-                base = host_ptr + (page - num_pages) * (PAGE_ROWS * WORDS)
-        mask = exists[:, None] & (columns < WORDS)[None, :]
-        in_page = base + inside[:, None] * WORDS + columns[None, :]
-        in_rows = rows_ptr + rows.to(tl.int64)[:, None] * WORDS + columns[None, :]
-        if STASH:
-            words = tl.load(in_rows, mask=mask & (page >= 0))
-            tl.store(in_page, words, mask=mask & (page >= 0))
-        else:  # all bits set: NaN in every float dtype
-            tl.store(in_rows, tl.load(in_page, mask=mask & (page >= 0), other=-1), mask=mask)
+    """Copy a matrix, this program's tiles of it; return where the next one's entries begin."""
+    STEP: tl.constexpr = PAGE_BYTES // WIDTH
+    WORD: tl.constexpr = tl.int32 if WIDTH % 4 == 0 else tl.int8
+    WORD_BYTES: tl.constexpr = 4 if WIDTH % 4 == 0 else 1
+    WORDS: tl.constexpr = WIDTH // WORD_BYTES
+    PAGE_WORDS: tl.constexpr = PAGE_BYTES // WORD_BYTES
+    entries = (used + STEP - 1) // STEP
+    if rows_ptr is not None:
+        BLOCKS: tl.constexpr = (WORDS + BLOCK_W - 1) // BLOCK_W
+        PARTS: tl.constexpr = (STEP + BLOCK_R - 1) // BLOCK_R
+        words_ptr = rows_ptr.to(tl.pointer_type(WORD))
+        here_ptr = pages_ptr.to(tl.pointer_type(WORD))
+        for tile in range(tl.program_id(0), entries * PARTS * BLOCKS, PROGRAMS):
+            columns = tile % BLOCKS * BLOCK_W + tl.arange(0, BLOCK_W)
+            entry = tile // BLOCKS // PARTS
+            inside = tile // BLOCKS % PARTS * BLOCK_R + tl.arange(0, BLOCK_R)
+            places = entry * STEP + inside
+            exists = (inside < STEP) & (places < used)
+            rows = places
+            if order_ptr is not None:
+                rows = tl.load(order_ptr + places, mask=exists, other=0)
+            page = tl.load(table_ptr + entry).to(tl.int64)
+            base = here_ptr + tl.maximum(page, 0) * PAGE_WORDS
+            if host_ptr is not None:
+                if page >= num_pages:
+                    there_ptr = host_ptr.to(tl.pointer_type(WORD))
+                    base = there_ptr + (page - num_pages) * PAGE_WORDS
+            mask = exists[:, None] & (columns < WORDS)[None, :]
+            has_page = mask & (page >= 0)
+            in_page = base + inside[:, None] * WORDS + columns[None, :]
+            in_rows = words_ptr + rows.to(tl.int64)[:, None] * WORDS + columns[None, :]
+            if STASH:
+                words = tl.load(in_rows, mask=has_page, eviction_policy=EVICTION)
+                tl.store(in_page, words, mask=has_page, eviction_policy=EVICTION)
+            else:  # all bits set: NaN in every float dtype
+                words = tl.load(in_page, mask=has_page, other=-1, eviction_policy=EVICTION)
+                tl.store(in_rows, words, mask=mask, eviction_policy=EVICTION)
+    return table_ptr + entries
 
 
-def _copy(
-    rows_RB: Tensor,
-    table_N: Tensor,
-    pool: PagePool,
-    num_rows: Tensor,
-    order_R: Tensor | None,
+@partial(triton.jit, do_not_specialize=["num_entries", "num_pages", "over_entries", "num_host"])
+def _copy_pages_kernel(
+    a_ptr,  # matrices: bytes, or None
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    table_ptr,  # int32
+    num_entries,  # N
+    pages_ptr,  # [P, PAGE_BYTES] bytes
+    host_ptr,  # [Q, PAGE_BYTES] bytes, or None
+    num_pages,  # P
+    over_ptr,  # a table whose pages go back; None = none do
+    over_entries,  # its N
+    state_ptr,  # [NUM_WORDS] int32
+    free_ptr,  # [P + Q] int32
+    num_host,  # Q
+    PAGE_BYTES: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    HAS_LIST: tl.constexpr,
+    STASH: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCKS_R: tl.constexpr,
+    BLOCKS_W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    if tl.program_id(0) < PROGRAMS:
+        listed, first = tl.load(table_ptr + num_entries), tl.load(table_ptr + num_entries + 1)
+        order_ptr, at_ptr = table_ptr + num_entries + 2, table_ptr
+        for m in tl.static_range(len(WIDTHS)):
+            rows_ptr = a_ptr if m == 0 else b_ptr if m == 1 else c_ptr if m == 2 else d_ptr
+            at_ptr = _copy_matrix(
+                *(rows_ptr, at_ptr, order_ptr if HAS_LIST[m] else None),
+                *(listed if HAS_LIST[m] else first, pages_ptr, host_ptr, num_pages),
+                *(PAGE_BYTES, WIDTHS[m], STASH, PROGRAMS, BLOCKS_R[m], BLOCKS_W[m], EVICTION),
+            )
+    elif over_ptr is not None:
+        put_back_pages(over_ptr, over_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK)
+
+
+def take_rows(
+    table: Tensor, layout: Layout, slots_SK: Tensor | None, num_rows: Tensor | None
+) -> None:
+    """Give a table pages for the rows in use, and write which these are. No host sync.
+
+    Args:
+        table: of `layout.table()`; what it names is returned first.
+        layout: of the matrices.
+        slots_SK: int32: a row all of whose slots are negative is not in use; None where no matrix
+            has a list.
+        num_rows: 0-dim int32: the first so many of R are in use, more than R count as R; None
+            where all matrices have a list.
+
+    Example: slots [[-1], [0], [7], [-1], [1]] give the list [1, 2, 4].
+    """
+    if not use_kernel(table):
+        take_rows_ref(table, layout, slots_SK, num_rows)
+        return
+    pool, K = layout.pool, 1 if slots_SK is None else slots_SK.shape[1]
+    block_k = next_power_of_2(K)
+    with on_device(table):
+        _take_rows_kernel[(1,)](
+            *(None if slots_SK is None else slots_SK.contiguous(), num_rows, table),
+            *(layout.source_rows, layout.expert_rows, layout.num_entries),
+            *(pool.state, pool.report, pool.free_ids),
+            *(pool.pages.shape[0], pool.host_pages.shape[0]),
+            K=K,
+            LISTED_STEPS=layout.listed_steps,
+            FIRST_STEPS=layout.first_steps,
+            BLOCK_S=max(1, TAKE_SLOTS // block_k),
+            BLOCK_K=block_k,
+            BLOCK=BLOCK_IDS,
+            num_warps=TAKE_WARPS,
+        )
+
+
+def copy_rows(
+    matrices: Sequence[Tensor | None],
+    table: Tensor,
+    layout: Layout,
     *,
     stash: bool,
+    over: tuple[Tensor, int] | None = None,
 ) -> None:
-    if not use_kernel(rows_RB, num_rows):
-        copy_pages_ref(rows_RB, table_N, pool, num_rows, order_R, stash=stash)
+    """Copy the used rows of matrices to their pages, or back to where they were. No host sync.
+
+    The table keeps its pages. Rows that are not in use stay as they are. On the way back what found
+    no page becomes NaN.
+
+    Args:
+        matrices: uint8, contiguous, those of the layout in order; None = not this one.
+        table: of `take_rows`.
+        layout: likewise.
+        stash: to the pages; else back.
+        over: a table of the same pool, and its N, whose pages nobody reads any more: they go to the
+            tail of the free list, which a launch of its own would do (`return_pages`).
+    """
+    if not use_kernel(table):
+        copy_rows_ref(matrices, table, layout, stash=stash)
+        if over is not None:
+            return_pages_ref(*over, layout.pool)
         return
-    (R, row_bytes), step = rows_RB.shape, pool.page_rows
-    word = torch.int32 if row_bytes % 4 == 0 else torch.int8
-    words = row_bytes // word.itemsize
-    block = min(MOST_WORDS, next_power_of_2(words))
-    block_rows = min(next_power_of_2(step), TILE_WORDS // block)
-    programs = min(PROGRAMS, table_N.shape[0] * cdiv(step, block_rows) * cdiv(words, block))
-    if not programs:
-        return
-    with on_device(rows_RB):
-        _copy_pages_kernel[(programs,)](
-            rows_RB.view(word),
-            order_R,
-            num_rows,
-            table_N,
-            pool.pages.view(word),
-            pool.host_pages.view(word) if pool.host_pages.shape[0] else None,
-            R,
+    pool = layout.pool
+    over_table, over_entries = (None, 0) if over is None else over
+    with on_device(table):
+        _copy_pages_kernel[(layout.programs + (over is not None),)](
+            *(*matrices, *(None,) * (MOST_MATRICES - len(matrices))),
+            *(table, layout.num_entries, pool.pages),
+            pool.host_pages if pool.host_pages.shape[0] else None,
             pool.pages.shape[0],
-            PAGE_ROWS=step,
-            WORDS=words,
+            *(over_table, over_entries, pool.state, pool.free_ids, pool.host_pages.shape[0]),
+            PAGE_BYTES=pool.page_bytes,
+            WIDTHS=layout.widths,
+            HAS_LIST=layout.has_list,
             STASH=stash,
-            PROGRAMS=programs,
-            BLOCK_R=block_rows,
-            BLOCK_W=block,
+            PROGRAMS=layout.programs,
+            BLOCKS_R=layout.block_rows,
+            BLOCKS_W=layout.block_words,
+            BLOCK=BLOCK_IDS,
+            EVICTION=EVICTION_POLICY,
             num_warps=NUM_WARPS,
         )
-
-
-def list_rows(places_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows in use, in order, and their number. No host sync.
-
-    Args:
-        places_R: int32, negative where a row is not in use.
-
-    Returns:
-        int32 [R], uninitialised past the number, and 0-dim int32.
-
-    Example: places [-1, 0, 7, -1, 1] give [1, 2, 4, ...] and 3.
-    """
-    if not use_kernel(places_R):
-        return list_rows_ref(places_R)
-    order_R, num_rows = torch.empty_like(places_R), places_R.new_empty(())
-    with on_device(places_R):
-        _list_rows_kernel[(1,)](
-            *(places_R, order_R, num_rows, places_R.shape[0]),
-            BLOCK=BLOCK_PLACES,
-            num_warps=NUM_WARPS,
-        )
-    return order_R, num_rows
-
-
-def stash_rows(
-    rows_RB: Tensor,
-    table_N: Tensor,
-    pool: PagePool,
-    num_rows: Tensor,
-    order_R: Tensor | None = None,
-) -> None:
-    """Copy the used rows of a matrix to pages of a pool. No host sync.
-
-    Args:
-        rows_RB: uint8, contiguous, rows of the pool's width.
-        table_N: of `PagePool.table(R)`; what it names is returned first.
-        num_rows: 0-dim int32 on the device: how many are in use; more than R count as R.
-        order_R: int32, which they are (`list_rows`); None = the first ones.
-        pool: whose pages are taken, from the head of its free list.
-    """
-    take_pages(table_N, num_rows, rows_RB.shape[0], pool)
-    _copy(rows_RB, table_N, pool, num_rows, order_R, stash=True)
-
-
-def pop_rows(
-    rows_RB: Tensor,
-    table_N: Tensor,
-    pool: PagePool,
-    num_rows: Tensor,
-    order_R: Tensor | None = None,
-) -> None:
-    """Copy rows from their pages to where they were. The table keeps its pages. No host sync.
-
-    Args:
-        rows_RB: out; rows that are not in use stay as they are. What found no page becomes NaN.
-        table_N: of `stash_rows`.
-        pool: likewise.
-        num_rows: likewise.
-        order_R: likewise.
-    """
-    _copy(rows_RB, table_N, pool, num_rows, order_R, stash=False)

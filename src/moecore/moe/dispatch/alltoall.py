@@ -9,8 +9,9 @@ group (ep * etp), M rows sent, S rows received, R expert rows.
 Sums run over the ranks in order, so the same bits come out in every run. One host sync per
 forward, none in backward: the split sizes (`_exchange_counts`).
 
-With lanes, rows are gathered before the host knows the split sizes, into as many as could be sent:
-then M is that number, and rows behind those that are sent have any value and are not read.
+The order of what is sent is queued before the host waits, with room for as many rows as could be
+sent. With lanes, rows are gathered before that, too: then M is that number, and rows behind those
+that are sent have any value and are not read.
 """
 
 from __future__ import annotations
@@ -51,6 +52,20 @@ class AllToAllPlan:
     receive_splits: list[int]
 
 
+class SendOrder(NamedTuple):
+    """What a rank sends.
+
+    Attributes:
+        token_ids_M: as of `AllToAllPlan`, and room behind them for as many as could be sent.
+        slots_TG: as of `AllToAllPlan`.
+        counts_G2: int64, tokens for each rank, and pairs of a token and an expert.
+    """
+
+    token_ids_M: Tensor
+    slots_TG: Tensor
+    counts_G2: Tensor
+
+
 class AllToAllDispatcher:
     """Sends each token once to every rank that owns at least one of its experts.
 
@@ -74,34 +89,26 @@ class AllToAllDispatcher:
 
         One host sync; 3 collectives. With `routing.pad` none after the first; 3, of equal splits.
         """
-        p, T = self.placement, x_TD.shape[0]
-        sent: _Sent | None = None
-        block_TK = torch.div(routing.destinations_TK, p.num_physical, rounding_mode="floor")
-        owned_PTK = block_TK == torch.arange(p.ep, device=x_TD.device)[:, None, None]
-        needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
+        p, T, ids_TK = self.placement, x_TD.shape[0], routing.destinations_TK
         if routing.pad:
             self._sizes.check(T, x_TD.device)
-            G = p.group.size()
             num_sent = min(T, p.num_physical * routing.most_rows_per_expert)
+            needs_GT = self._owned(ids_TK).any(-1).repeat_interleave(p.etp, 0)
             token_ids_M, slots_TG, used_M = static_send_order(needs_GT, num_sent)
-            send_splits = receive_splits = [num_sent] * G
+            send_splits = receive_splits = [num_sent] * p.group.size()
             num_rows = p.most_rows(routing)
             sent = _rows_of(x_TD, routing, token_ids_M, slots_TG, used_M)
         else:
-            pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
-            counts = (needs_GT.sum(1), pairs_G)
-            if x_TD.is_meta:
-                splits = _balanced(p, *routing.destinations_TK.shape)
-            elif self.lanes is None:
-                splits = _exchange_counts(*counts, p.group)
-            else:  # what is sent is queued before the other micro-batch computes
-                most = T * min(p.ep, routing.destinations_TK.shape[1]) * p.etp
-                token_ids_M, slots_TG = send_order(needs_GT, most)
+            token_ids_M, slots_TG, counts_G2 = self.prepare(ids_TK)
+            if self.lanes is not None:  # what is sent is queued before the other one computes
                 sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
-                splits = _exchange_counts(*counts, p.group, self.lanes)
+            if x_TD.is_meta:
+                splits = _balanced(p, *ids_TK.shape)
+            else:
+                splits = _exchange_counts(counts_G2, p.group, self.lanes)
             send_splits, receive_splits, num_rows = splits
-            if sent is None:
-                token_ids_M, slots_TG = send_order(needs_GT, sum(send_splits))
+            if self.lanes is None:
+                token_ids_M = token_ids_M[: sum(send_splits)]
                 sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
         plan = AllToAllPlan(token_ids_M, slots_TG, send_splits, receive_splits)
         is_ahead = not routing.pad
@@ -113,6 +120,25 @@ class AllToAllDispatcher:
         if routing.pad and not torch.compiler.is_compiling():  # which would guard on their number
             balanced = _balanced_rows(p, *routing.expert_ids_TK.shape)
         return ExpertInput(Rows(rows_SD), index, plan, balanced=balanced)
+
+    def prepare(self, ids_TK: Tensor) -> SendOrder:
+        """Return what this rank sends, as its device knows it: no host sync, no communication.
+
+        Args:
+            ids_TK: int32, the physical expert of each choice; -1 = dropped.
+        """
+        p, (T, K) = self.placement, ids_TK.shape
+        owned_PTK = self._owned(ids_TK)
+        needs_GT = owned_PTK.any(-1).repeat_interleave(p.etp, 0)
+        pairs_G = owned_PTK.sum((1, 2)).repeat_interleave(p.etp)
+        order = send_order(needs_GT, T * min(p.ep, K) * p.etp)
+        return SendOrder(*order, torch.stack([needs_GT.sum(1), pairs_G], dim=1))
+
+    def _owned(self, ids_TK: Tensor) -> Tensor:
+        """Return bool [P, T, K], whether an expert block has a choice's expert."""
+        p = self.placement
+        block_TK = torch.div(ids_TK, p.num_physical, rounding_mode="floor")
+        return block_TK == torch.arange(p.ep, device=ids_TK.device)[:, None, None]
 
     def combine(self, y_SD: Tensor, plan: AllToAllPlan) -> Tensor:
         """Send partial sums home and add them in fp32. No host sync; 1 collective."""
@@ -200,13 +226,13 @@ def _rows_of(
 
 
 def _exchange_counts(
-    tokens_G: Tensor, pairs_G: Tensor, group: dist.ProcessGroup, lanes: Lanes | None = None
+    counts_G2: Tensor, group: dist.ProcessGroup, lanes: Lanes | None = None
 ) -> tuple[list[int], list[int], int]:
     """Return send splits, receive splits and R. The one host sync of this dispatcher.
 
     Collectives with uneven splits take them from the host, so the counts must come over.
     """
-    both_2G2 = torch.stack([tokens_G, pairs_G], dim=1).repeat(2, 1, 1)
+    both_2G2 = counts_G2.repeat(2, 1, 1)
     sent_G2, received_G2 = both_2G2
     start = partial(dist.all_to_all_single, received_G2, sent_G2, group=group)
     sent, received = numbers_of(start, both_2G2, lanes)

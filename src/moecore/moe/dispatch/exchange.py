@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +14,7 @@ from moecore.kernels.exchange.buffer import (
     ERROR_WORD,
     NEEDED_WORD,
     ExchangeLayout,
+    PeerBuffer,
     SymmetricBuffer,
 )
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
@@ -36,6 +39,19 @@ class ExchangeError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.row_factor, self.stash_factor = row_factor, stash_factor
+
+
+def late_message(
+    buffer: PeerBuffer, group: dist.ProcessGroup, code: int, kinds: Sequence[str]
+) -> str:
+    """Return who came late to which of two kinds of operations."""
+    late = dist.get_global_rank(group, code // 2)
+    me = dist.get_global_rank(group, buffer.rank)
+    return (
+        f"rank {late} must come to a {kinds[code % 2]} within NVLinkOptions.timeout_s "
+        f"({buffer.timeout_ns / 1e9:g} s), but rank {me} waited in vain: look at rank "
+        f"{late}, then call close(); results since then are not valid"
+    )
 
 
 class Exchange:
@@ -178,7 +194,7 @@ class Exchange:
         words = self.buffer.report.tolist()
         error, needed = words[ERROR_WORD], words[NEEDED_WORD]
         if error:
-            raise ExchangeError(self._late(error - 1))
+            raise ExchangeError(late_message(self.buffer, self.group, error - 1, KINDS))
         if needed and not self.asks_later:
             self.clear_needed()
             raise ExchangeError(self._overflow(needed), needed / self.balanced_rows)
@@ -214,15 +230,6 @@ class Exchange:
             torch.cuda.synchronize(self.buffer.state.device)  # report is written by the device
         self.asks_later = False
         self.poll()
-
-    def _late(self, code: int) -> str:
-        late = dist.get_global_rank(self.group, code // 2)
-        me = dist.get_global_rank(self.group, self.buffer.rank)
-        return (
-            f"rank {late} must come to a {KINDS[code % 2]} within NVLinkOptions.timeout_s "
-            f"({self.buffer.timeout_ns / 1e9:g} s), but rank {me} waited in vain: look at rank "
-            f"{late}, then call close(); results since then are not valid"
-        )
 
     def _overflow(self, needed: int) -> str:
         me = dist.get_global_rank(self.group, self.buffer.rank)

@@ -5,7 +5,7 @@ Each is made at first use, by all ranks together. Its buffer lives until `close(
 last user of the pool is gone. Only the making and `check` wait for the device.
 
 Memory (`peer_memory.py`): 2 * G * C rows per rank and exchange, C the most tokens of any rank; 3
-with `NVLinkOptions.overlap_weight_grads`.
+with `NVLinkOptions.overlap_weight_grads`. Clones have slots of their own, twice `SET_BYTES`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,10 @@ from moecore.kernels.exchange.buffer import (
     ExchangeLayout,
     SymmetricBuffer,
 )
+from moecore.moe.dispatch.clone_exchange import CloneExchange
 from moecore.moe.dispatch.exchange import Exchange, MetaExchange
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
-from moecore.moe.dispatch.peer_memory import make_buffer
+from moecore.moe.dispatch.peer_memory import make_buffer, make_clone_buffer
 from moecore.moe.room import larger, warn_of_skipped
 
 # What `ExchangePool._agree` compares.
@@ -53,6 +55,7 @@ class ExchangePool:
         self.ep = ep
         self.options = options or NVLinkOptions()
         self._entries: dict[tuple[int, int, int], Exchange] = {}
+        self._clones: CloneExchange | None = None
         self._asks_later = False
 
     @property
@@ -126,10 +129,26 @@ class ExchangePool:
             )
         return exchange
 
+    def clones(self, device: torch.device) -> CloneExchange:
+        """Return the exchange of clones; made, by all ranks together, at first use.
+
+        Raises:
+            RuntimeError: when an earlier operation went wrong; when made inside a graph's capture.
+        """
+        if self._clones is None:
+            self._clones = self._make_clones(device)
+        self._clones.poll()
+        return self._clones
+
     @property
     def entries(self) -> tuple[Exchange, ...]:
-        """All exchanges that have been made."""
+        """All exchanges of rows that have been made."""
         return tuple(self._entries.values())
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """Everything that has buffers."""
+        return (*self.entries, *([] if self._clones is None else [self._clones]))
 
     def poll(self) -> None:
         """Raise what has gone wrong on this rank, as far as the host can see without waiting.
@@ -137,6 +156,7 @@ class ExchangePool:
         Raises:
             ExchangeError: when a rank did not come in time, or expert rows did not fit.
         """
+        self._poll_clones()
         for exchange in self._entries.values():
             exchange.asks_later = self._asks_later
             exchange.poll()
@@ -147,6 +167,7 @@ class ExchangePool:
         Raises:
             ExchangeError: when a rank did not come in time.
         """
+        self._poll_clones()
         factor = 0.0
         for exchange in self._entries.values():
             exchange.asks_later = True
@@ -172,8 +193,12 @@ class ExchangePool:
         Raises:
             ExchangeError: see `poll`.
         """
-        for exchange in self._entries.values():
-            exchange.check()
+        for one in self.held:
+            one.check()
+
+    def _poll_clones(self) -> None:
+        if self._clones is not None:
+            self._clones.poll()
 
     def close(self) -> None:
         """Free all buffers; collective. A later `get` makes new ones, of other sizes if need be.
@@ -184,9 +209,10 @@ class ExchangePool:
         try:
             self.check()
         finally:
-            if self._entries:
-                dist.barrier(self.group)  # no rank frees what another one still writes
+            if self.held:
+                dist.barrier(self.group)  # no rank frees what another one still writes or reads
             self._entries.clear()
+            self._clones = None
 
     def _make(self, x_TD: Tensor, top_k: int) -> Exchange:
         if not x_TD.is_cuda:
@@ -194,17 +220,19 @@ class ExchangePool:
                 f"device of the tokens ({x_TD.device}) must be a GPU for dispatcher ('nvlink'): "
                 "use 'alltoall'"
             )
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
-                "one step first"
-            )
+        _refuse_capture()
         programs = self.options.num_sms or num_sms(x_TD.device)
         layout = self._layout(x_TD, top_k, self._agree(x_TD, top_k, programs), programs)
         # An evaluation may come first: a training step can not write tensors of inference mode.
         with on_device(x_TD), torch.inference_mode(False):
             buffer = make_buffer(layout, self.group, x_TD.device, self.options.timeout_s)
         return Exchange(buffer, self.group, self.options, balanced_rows=self._balanced(layout))
+
+    def _make_clones(self, device: torch.device) -> CloneExchange:
+        _refuse_capture()
+        with torch.cuda.device(device), torch.inference_mode(False):
+            buffer = make_clone_buffer(self.group, device, self.options.timeout_s)
+            return CloneExchange(buffer, self.group)
 
     def _on_meta(self, x_TD: Tensor, top_k: int) -> Exchange:
         most = self.options.max_tokens or x_TD.shape[0]
@@ -259,6 +287,14 @@ class ExchangePool:
                     "and options"
                 )
         return max(row[0] for row in rows)
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the buffers of dispatcher ('nvlink') must be made before a graph is captured: run "
+            "one step first"
+        )
 
 
 def divide(programs: int) -> dict[str, int]:

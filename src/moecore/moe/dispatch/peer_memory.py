@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moecore._torch import symmetric_memory
 from moecore.kernels.common import HAS_TRITON, INTERPRET
@@ -20,32 +21,51 @@ from moecore.kernels.exchange.buffer import (
     ExchangeLayout,
     SymmetricBuffer,
 )
+from moecore.kernels.exchange.clones import CloneBuffer, CloneLayout
 
 
 def make_buffer(
     layout: ExchangeLayout, group: dist.ProcessGroup, device: torch.device, timeout_s: float
 ) -> SymmetricBuffer:
-    """Return this rank's buffer. Collective."""
+    """Return this rank's buffer of an exchange of rows. Collective."""
+    peers, how = _connect(layout, group, device, timeout_s)
+    targets = peers if layout.sums_slot else []
+    slots = tuple(layout.sums_at(peer, how["rank"]) for peer in targets)
+    return SymmetricBuffer(layout=layout, sums_slots=slots, **how)
+
+
+def make_clone_buffer(
+    group: dist.ProcessGroup, device: torch.device, timeout_s: float
+) -> CloneBuffer:
+    """Return this rank's slots for clones. Collective."""
+    layout = CloneLayout(num_ranks=group.size())
+    _, how = _connect(layout, group, device, timeout_s)
+    return CloneBuffer(layout=layout, **how)
+
+
+def _connect(
+    layout: ExchangeLayout | CloneLayout,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout_s: float,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return the memory of all ranks, and the fields of a `PeerBuffer`. Collective."""
     size = (layout.num_bytes,)
     memory, handle = symmetric_memory(layout.num_bytes, group, device)
     memory.zero_()  # the flags
     peers = [handle.get_remote_tensor(g, size, torch.uint8) for g in range(layout.num_ranks)]
     addresses = torch.tensor([layout.regions(peer.data_ptr()) for peer in peers])
-    rank = dist.get_rank(group)
-    targets = peers if layout.sums_slot else []
-    buffer = SymmetricBuffer(
-        layout=layout,
-        rank=rank,
+    how = dict(
+        rank=dist.get_rank(group),
         bases=addresses.T.contiguous().to(device),
         state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
         report=torch.zeros(NUM_WORDS, dtype=torch.int32, pin_memory=True),
         timeout_ns=round(timeout_s * 1e9),
-        sums_slots=tuple(layout.sums_at(peer, rank) for peer in targets),
         memory=(memory, handle),
     )
     torch.cuda.synchronize(device)
     dist.barrier(group)  # no rank raises a flag that another one has yet to clear
-    return buffer
+    return peers, how
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:

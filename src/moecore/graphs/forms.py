@@ -1,0 +1,72 @@
+"""Arguments and results of a graphed part, as tensors and what is left without them.
+
+    form_of(value, tensors)     the value with slots for its tensors, which are appended
+    filled(form, tensors)       the value again, with other tensors
+
+Two forms are equal where the values differ in tensors alone. Tensors are looked for in tuples,
+lists, dicts, dataclasses and rotary tables; anything else is compared as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from moecore.attention.rotary import RotaryTable
+
+
+class _Slot(NamedTuple):
+    """Stands for a tensor."""
+
+    number: int
+
+
+class _Record(NamedTuple):
+    """Stands for an object with attributes, or a named tuple, whose values are enough."""
+
+    cls: type
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+def form_of(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a value with slots for its tensors, which are appended in order."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    cls = type(value)
+    if cls in (tuple, list):
+        return cls(form_of(item, tensors) for item in value)
+    if cls is dict:
+        return {key: form_of(item, tensors) for key, item in value.items()}
+    if is_dataclass(cls):
+        names = tuple(f.name for f in fields(cls))
+    elif cls is RotaryTable:
+        names = tuple(vars(value))
+    elif isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+        return _Record(cls, (), tuple(form_of(item, tensors) for item in value))
+    else:
+        return value
+    return _Record(cls, names, tuple(form_of(getattr(value, name), tensors) for name in names))
+
+
+def filled(form: Any, tensors: list[Tensor]) -> Any:
+    """Return a value of a form with these tensors."""
+    cls = type(form)
+    if cls is _Slot:
+        return tensors[form.number]
+    if cls in (tuple, list):
+        return cls(filled(item, tensors) for item in form)
+    if cls is dict:
+        return {key: filled(item, tensors) for key, item in form.items()}
+    if cls is not _Record:
+        return form
+    values = [filled(item, tensors) for item in form.values]
+    if issubclass(form.cls, tuple):
+        return form.cls(*values)
+    made = object.__new__(form.cls)
+    for name, item in zip(form.names, values, strict=True):
+        object.__setattr__(made, name, item)
+    return made

@@ -1,0 +1,391 @@
+"""A part of a model whose forward is one CUDA graph, and its backward another.
+
+    calls 1 .. WARM_UP      run as they are
+    call WARM_UP + 1        captures both, which computes nothing; goes on as those after it
+    calls after it          inputs copied in, forward replayed; gradients copied in, backward
+                            replayed, gradients of inputs and parameters copied out
+
+What lies between parts (exchanges of tokens, whatever waits on the host) stays as it is, and so do
+hooks of units, which are around a part and never in it. A part runs as it is, too, where a graph
+would not be what is asked for: without gradients, under a tracer, inside of another graph, under
+hooks for saved tensors that are not moecore's (activation checkpointing), and for inputs of other
+shapes than those that the warm-up had.
+
+Note "in flight": the memory of a pair of graphs is that of one forward, until its backward has run
+or nothing holds it any more. A forward that comes before captures another pair, as between pipeline
+stages; each keeps what its forward saves for good.
+
+Note "one pool": what graphs free while they are captured others may use, whatever the order in
+which they run, for they run on one stream. What a forward saves and what a graph returns stays.
+
+Note "parameters": a graph reads them where they lie, and where they lie elsewhere it is captured
+anew: units keep their addresses. Its gradients go to autograd, in memory of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from moecore._torch import (
+    autocast_dtype,
+    foreach_copy_,
+    hooks_around,
+    is_plain_eager,
+    is_recomputing,
+    saved_tensor_hooks,
+)
+from moecore.graphs.forms import filled, form_of
+from moecore.kernels.experts.contract import SINK
+from moecore.memory.saved import Handle, Kept, is_packing, packing
+
+WARM_UP = 3  # calls: kernels are compiled, and caches are there
+T = TypeVar("T")
+
+
+class GraphMemory:
+    """What the graphs of parts that run on one stream share."""
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None  # of captures
+        self._grads: dict[Any, Tensor] = {}
+
+    def __reduce__(self) -> Any:  # a copy has graphs of its own
+        return GraphMemory, ()
+
+    def open(self) -> None:
+        """Make what captures need, once."""
+        if self.stream is None:
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def grads_of(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return memory for the gradients of outputs, which a backward reads before any other."""
+        keys = [(i, x.shape, x.dtype, x.device) for i, x in enumerate(outputs)]
+        for key, x in zip(keys, outputs, strict=True):
+            if key not in self._grads:
+                self._grads[key] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return [self._grads[key] for key in keys]
+
+
+class _Call(NamedTuple):
+    """What must be the same for a graph to be replayed.
+
+    Attributes:
+        form: of the arguments, without tensors (`graphs/forms.py`).
+        tensors: shape, dtype, and whether it needs a gradient, of each.
+        autocast: its dtype.
+        facts: of the modules: mode, config, and where tensors lie.
+    """
+
+    form: Any
+    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    autocast: torch.dtype | None
+    facts: list[Any]
+
+
+class GraphedPart:
+    """Stands in the place of a method.
+
+    Args:
+        name: of errors.
+        function: the method.
+        modules: whose parameters and buffers it reads; hooks of the first are around it.
+        memory: of its graphs.
+        may_run: whether it does what the host knows beforehand.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        memory: GraphMemory,
+        may_run: Callable[[], bool] | None = None,
+    ) -> None:
+        self._how = (name, function, modules, memory, may_run)
+        self._name, self._function, self._modules, self._memory, self._may_run = self._how
+        self._call: _Call | None = None  # of the warm-up, and then of the graphs
+        self._num_warm = 0
+        self._pairs: list[_Pair] = []
+
+    def __reduce__(self) -> Any:
+        return GraphedPart, self._how
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the method returns."""
+        if not (is_plain_eager() and torch.is_grad_enabled()):
+            return self._function(*args, **kwargs)
+        tensors: list[Tensor] = []
+        form = form_of((args, kwargs), tensors)
+        if not self._is_asked_for(tensors):
+            return self._function(*args, **kwargs)
+        facts = self._facts()
+        if facts is None:
+            return self._function(*args, **kwargs)
+        kinds = tuple((x.shape, x.dtype, x.requires_grad) for x in tensors)
+        call = _Call(form, kinds, autocast_dtype(tensors[0]), facts)
+        if self._num_warm < WARM_UP or self._call is None:
+            self._num_warm = self._num_warm + 1 if call == self._call else 1
+            self._call = call
+            return self._function(*args, **kwargs)
+        if call != self._call:
+            if call.facts != self._call.facts:
+                self._num_warm, self._pairs = 0, []
+            return self._function(*args, **kwargs)
+        pair = next((pair for pair in self._pairs if pair.is_free), None)
+        if pair is None:
+            pair = self._captured(form, tensors)
+            self._pairs.append(pair)
+        return pair.run(tensors, [p for _, _, p in _trained(self._modules)])
+
+    def _is_asked_for(self, tensors: list[Tensor]) -> bool:
+        if not tensors or not _may_hold(tensors[0]) or is_recomputing():
+            return False
+        if saved_tensor_hooks() is not None and not is_packing():
+            return False
+        return self._may_run is None or self._may_run()
+
+    def _facts(self) -> list[Any] | None:
+        """Return what graphs hold of the modules; None where they can hold none."""
+        facts: list[Any] = []
+        for i, module in enumerate(self._modules):
+            if i and hooks_around(module):
+                return None
+            facts += (module.training, vars(module).get("config"))
+            for tensors in (module._parameters, module._buffers):
+                for tensor in tensors.values():
+                    if isinstance(tensor, DTensor):
+                        return None
+                    if tensor is not None:
+                        facts += (tensor.data_ptr(), tensor.requires_grad)
+        return facts
+
+    def _captured(self, form: Any, tensors: list[Tensor]) -> _Pair:
+        """Return the graphs of a call, which have not run.
+
+        Raises:
+            RuntimeError: when it can not be captured.
+        """
+        inputs = [
+            torch.empty(x.shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+            for x in tensors
+        ]
+        args, kwargs = filled(form, inputs)
+        function = partial(self._function, *args, **kwargs)
+        try:
+            with _aliases(self._modules) as parameters:
+                sources = [x for x in inputs if x.requires_grad] + parameters
+                return _capture(function, inputs, sources, self._memory)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"{self._name} could not be captured in a CUDA graph ({error}): it must launch the "
+                "same work in every call and wait for none of it; set graph_dense=False"
+            ) from error
+
+
+@dataclass(eq=False, slots=True)
+class _Pair:
+    """The graphs of a part, and the tensors that they read and write.
+
+    Attributes:
+        forward: replays it.
+        inputs: copied in.
+        form, outputs: what the part returns, and its tensors.
+        held: what backward reads.
+        backward: replays it; None where nothing needs a gradient.
+        output_grads: of the outputs that need them, copied in.
+        grads: of inputs and parameters that need them, copied out; None = it has none.
+        holder: returns what lives until a backward has run, or can not come; None = it has run.
+    """
+
+    forward: Callable[[], None]
+    inputs: list[Tensor]
+    form: Any
+    outputs: list[Tensor]
+    held: Any
+    backward: Callable[[], None] | None = None
+    output_grads: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)
+    holder: Callable[[], _Turn | None] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no backward needs what the last forward has saved."""
+        return self.holder is None or self.holder() is None
+
+    def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
+        """Return what the part returns for these inputs."""
+        if self.backward is None:
+            self.replay(tensors)
+            found = _copies(self.outputs)
+        else:
+            found = list(_Replay.apply(self, len(tensors), *tensors, *parameters))
+        return filled(self.form, found)
+
+    def replay(self, tensors: list[Tensor]) -> None:
+        """Run the forward."""
+        with torch.no_grad():
+            foreach_copy_(self.inputs, tensors)
+        self.forward()
+
+
+class _Turn:
+    """A forward whose backward may come."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Replay(torch.autograd.Function):
+    """Forward and backward of a part."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: _Pair, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.pair, ctx.turn = pair, _Turn()
+        pair.holder = weakref.ref(ctx.turn)
+        ctx.needs_gradient = [x.requires_grad for x in tensors]
+        pair.replay(list(tensors[:num_inputs]))
+        outputs = tuple(x.detach() for x in pair.outputs)
+        fixed = [o for o, x in zip(outputs, pair.outputs, strict=True) if not x.requires_grad]
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pair = ctx.pair
+        if pair.holder is None or pair.holder() is not ctx.turn:
+            raise RuntimeError(
+                "backward of a part that runs as a CUDA graph must come once, before the next "
+                "forward of its kind: run the forward again, or set graph_dense=False"
+            )
+        given = [g for g, x in zip(grads, pair.outputs, strict=True) if x.requires_grad]
+        foreach_copy_(pair.output_grads, given)
+        pair.backward()
+        own = [grad for grad in pair.grads if grad is not None]
+        found = iter(_copies(own))
+        own_grads = iter([None if grad is None else next(found) for grad in pair.grads])
+        pair.holder = None
+        return None, None, *(next(own_grads) if needs else None for needs in ctx.needs_gradient)
+
+
+def _capture(
+    function: Callable[[], Any], inputs: list[Tensor], sources: list[Tensor], memory: GraphMemory
+) -> _Pair:
+    """Return the graphs of a function of some inputs; backward gives gradients of the sources."""
+    kept: list[Tensor] = []
+    forward, found = _record(partial(_forward, function, kept), memory)
+    outputs: list[Tensor] = []
+    form = form_of(found, outputs)
+    trained = [x for x in outputs if x.requires_grad]
+    pair = partial(_Pair, forward=forward, inputs=inputs, form=form)
+    if not trained:
+        return pair(outputs=outputs, held=kept)
+    output_grads = memory.grads_of(trained)
+    backward, grads = _record(partial(_gradients, trained, sources, output_grads), memory)
+    # Operations may keep tensors in other ways than autograd's, as long as their nodes live.
+    return pair(
+        backward=backward,
+        outputs=outputs,
+        output_grads=output_grads,
+        grads=list(grads),
+        held=(kept, sources),
+    )
+
+
+def _forward(function: Callable[[], Any], kept: list[Tensor]) -> Any:
+    """Return what a function returns; what it saves and nobody else packs is kept."""
+
+    def keep(tensor: Tensor) -> Handle:
+        kept.append(tensor.detach())
+        return Kept(tensor)
+
+    with packing(keep), _uncached_autocast():
+        return function()
+
+
+def _gradients(
+    outputs: list[Tensor], sources: list[Tensor], output_grads: list[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of the sources."""
+    return torch.autograd.grad(outputs, sources, output_grads, allow_unused=True)
+
+
+def _record(function: Callable[[], T], memory: GraphMemory) -> tuple[Callable[[], None], T]:
+    """Return what replays the work of a function, which has not run, and what that returns."""
+    memory.open()
+    assert memory.stream is not None
+    graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
+    gc.disable()  # a dead model may wait for the GPU when it is freed
+    memory.stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(memory.stream):
+            graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
+            try:
+                found = function()
+            except BaseException:
+                with suppress(RuntimeError):  # of a broken capture
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    current.wait_stream(memory.stream)
+    return graph.replay, found
+
+
+@contextmanager
+def _aliases(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Let modules have other parameters in the same memory, whose gradients nobody else takes."""
+    trained, found = list(_trained(modules)), list[Tensor]()
+    for module, name, param in trained:
+        alias = nn.Parameter(param.detach())
+        vars(alias).update({key: value for key, value in vars(param).items() if key != SINK})
+        module._parameters[name] = alias
+        found.append(alias)
+    try:
+        yield found
+    finally:
+        for module, name, param in trained:
+            module._parameters[name] = param
+
+
+def _trained(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield modules, names and parameters that are trained."""
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is not None and param.requires_grad:
+                yield module, name, param
+
+
+def _may_hold(x: Tensor) -> bool:
+    """Whether a graph may hold work on a tensor: it is on a GPU, and no graph is captured."""
+    return x.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def _uncached_autocast() -> AbstractContextManager[Any]:
+    """Return a context in which autocast keeps no casts of weights, which others would find."""
+    if not torch.is_autocast_enabled("cuda"):
+        return nullcontext()
+    dtype = torch.get_autocast_dtype("cuda")
+    return torch.autocast("cuda", dtype=dtype, cache_enabled=False)
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    found = [torch.empty_like(x) for x in tensors]
+    if found:
+        foreach_copy_(found, tensors)
+    return found

@@ -1,0 +1,16 @@
+"""What a run on a cluster would need, before anybody rents it."""
+
+from __future__ import annotations
+
+from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory
+from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.world import fake_world
+
+__all__ = [
+    "MemoryPlan",
+    "OptimizerOptions",
+    "RankMemory",
+    "TrainingRun",
+    "fake_world",
+    "plan_memory",
+]

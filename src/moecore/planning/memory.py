@@ -1,0 +1,262 @@
+"""Bytes that each pipeline rank of a run holds, by kind.
+
+    TrainingRun -> ShardPlan of each pipeline rank    parameters, gradients, buffers of units
+                -> kept_bytes of a model on meta      what each block's forward leaves
+                -> Schedule                           how many forwards wait for their backward
+
+These are the records that the run itself uses, made in a fake world: there is no formula beside
+them. Ranks of a pipeline stage hold as much as its first one, or less.
+
+Not counted: what an operation needs while it runs, what an allocator cannot use, NCCL's buffers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+
+from moecore._fields import check_arguments
+from moecore.memory.kept import KeptBytes, ModelKept, kept_bytes
+from moecore.mesh import build_meshes
+from moecore.models import Decoder
+from moecore.optim.adamw import AdamW
+from moecore.parallelize import parallelize_moe, plan_sharding
+from moecore.pipeline.layout import Stage
+from moecore.pipeline.orders import actions_of
+from moecore.pipeline.schedule import Schedule, make_schedule
+from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.world import fake_world
+from moecore.shard.plan import ShardPlan
+from moecore.shard.size import rank_bytes
+from moecore.tables import columns, shown_bytes
+
+WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
+SAMPLE = 1 << 20  # elements whose optimizer state is counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """What one rank holds at most, in bytes by kind.
+
+    Attributes:
+        pp_rank: pipeline rank.
+        stages: of this rank, in the letters of a layout.
+        device: in the GPU's memory.
+        host: in pinned host memory.
+        in_flight: micro-batches of the stages that wait for their backward when activations are
+            largest, in the order of the stages.
+    """
+
+    pp_rank: int
+    stages: tuple[str, ...]
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    in_flight: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """In the GPU's memory, of all kinds."""
+        return sum(self.device.values())
+
+    @property
+    def activations(self) -> int:
+        """What forwards have left for their backward."""
+        return sum(n for kind, n in self.device.items() if kind.startswith("activations"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """What all ranks of a run hold.
+
+    Attributes:
+        run: what was planned.
+        ranks: by pipeline rank.
+    """
+
+    run: TrainingRun
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def largest(self) -> RankMemory:
+        """The rank that holds most."""
+        return max(self.ranks, key=lambda rank: rank.num_bytes)
+
+    def table(self) -> str:
+        """Return a row per kind and a column per pipeline rank."""
+        kinds = dict.fromkeys(kind for rank in self.ranks for kind in rank.device)
+        hosts = dict.fromkeys(kind for rank in self.ranks for kind in rank.host)
+        lines = [("pp rank", *(str(rank.pp_rank) for rank in self.ranks))]
+        lines += [("stages", *(" ".join(rank.stages) for rank in self.ranks))]
+        in_flight = (" ".join(map(str, rank.in_flight)) for rank in self.ranks)
+        lines += [("in flight", *in_flight)]
+        for kind in kinds:
+            lines.append((kind, *(shown_bytes(rank.device.get(kind, 0)) for rank in self.ranks)))
+        lines.append(("all", *(shown_bytes(rank.num_bytes) for rank in self.ranks)))
+        for kind in hosts:
+            found = (shown_bytes(rank.host.get(kind, 0)) for rank in self.ranks)
+            lines.append((f"host: {kind}", *found))
+        return "\n".join(columns(lines))
+
+
+def plan_memory(run: TrainingRun) -> MemoryPlan:
+    """Return what each pipeline rank of a run holds. No GPU, no communication.
+
+    Raises:
+        ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
+    """
+    check_arguments(plan_memory, locals())
+    p, config = run.resolved, run.model
+    stages: Sequence[Stage] = [WHOLE]
+    schedule = None
+    if run.pipeline is not None:
+        layout = run.pipeline.stages(p.pp, config.num_layers, config.num_mtp_layers)
+        stages = layout.stages
+        schedule = make_schedule(
+            run.pipeline.schedule,
+            pp=p.pp,
+            chunks=layout.chunks(p.pp),
+            num_micro_batches=run.num_micro_batches,
+        )
+    kept, ranks = _kept(run), []
+    parts = [blocks_of_stage(stage, kept, config.num_layers) for stage in stages]
+    sizes = [sum(block.num_bytes for block in blocks) for blocks in parts]
+    for pp_rank in range(p.pp):
+        own = [s for s in stages if schedule is None or schedule.rank_of[s.index] == pp_rank]
+        plan = _shard_plan(run, pp_rank)
+        device = _stored(run, plan, pp_rank * run.num_gpus // p.pp)
+        in_flight = (1,) if schedule is None else in_flight_at_most(schedule, pp_rank, sizes)
+        here, there = Counter[str](), Counter[str]()
+        for stage, number in zip(own, in_flight, strict=True):
+            for block in parts[stage.index]:
+                for part, num_bytes in block.device.items():
+                    here[f"activations: {part}"] += number * num_bytes
+                for part, num_bytes in block.host.items():
+                    there[f"activations: {part}"] += number * num_bytes
+        state = device.pop("optimizer state")
+        away = int(run.optimizer.offload_fraction * state)
+        device["optimizer state"] = state - away
+        if away:
+            there["optimizer state"] = away
+        ranks.append(
+            RankMemory(
+                pp_rank=pp_rank,
+                stages=tuple(s.letters for s in own) if schedule is not None else ("all",),
+                device={kind: n for kind, n in (device | here).items() if n},
+                host=dict(there),
+                in_flight=tuple(in_flight),
+            )
+        )
+    return MemoryPlan(run=run, ranks=tuple(ranks))
+
+
+def blocks_of_stage(stage: Stage, kept: ModelKept, num_layers: int) -> list[KeptBytes]:
+    """Return what a stage's parts keep: its layers, its predictions, and what is outside of them.
+
+    The head and the loss count with the last stage, and so does the embedding, which keeps tokens.
+    """
+    if stage is WHOLE:
+        return [*kept.blocks, kept.outside]
+    found = [kept.blocks[i] for i in stage.layers]
+    found += [kept.blocks[num_layers + i] for i in stage.mtp]
+    return [*found, kept.outside] if stage.loss else found
+
+
+def in_flight_at_most(schedule: Schedule, rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return how many micro-batches of a rank's stages wait when they keep the most bytes.
+
+    A micro-batch waits from its forward to the gradient of its weights.
+
+    Args:
+        schedule: of all ranks.
+        rank: whose stages.
+        sizes: what a micro-batch of each stage keeps.
+    """
+    own = [stage for stage, of in enumerate(schedule.rank_of) if of == rank]
+    waiting, most, found = Counter[int](), -1, (0,) * len(own)
+    for item in schedule.orders[rank]:
+        for kind, stage, _ in actions_of(item):
+            waiting[stage] += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
+        size = sum(number * sizes[stage] for stage, number in waiting.items())
+        if size > most:
+            most, found = size, tuple(waiting[stage] for stage in own)
+    return found
+
+
+def _shard_plan(run: TrainingRun, pp_rank: int) -> ShardPlan:
+    """Return the plan of a pipeline rank."""
+    with fake_world(run.num_gpus, pp_rank * run.num_gpus // run.resolved.pp), _quiet():
+        return plan_sharding(
+            Decoder(run.model, device="meta", dtype=run.dtype),
+            build_meshes(run.parallel, "cpu"),
+            dispatcher="alltoall",
+            memory=run.memory,
+            precision=run.precision,
+            fsdp=run.fsdp,
+            pipeline=run.pipeline,
+        )
+
+
+def _kept(run: TrainingRun) -> ModelKept:
+    """Return what one micro-batch of a data rank leaves, of all layers on one rank."""
+    p = run.resolved
+    alone = {name: getattr(p, name) for name in ("tp", "cp", "ep", "etp")}
+    model = Decoder(run.model, device="meta", dtype=run.dtype)
+    tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
+    with fake_world(run.num_gpus // p.pp), _quiet():
+        meshes = build_meshes(type(p)(**alone), "cpu")
+        parallelize_moe(
+            model,
+            meshes,
+            dispatcher="alltoall",
+            precision=run.precision,
+            fsdp=run.fsdp,
+        )
+        blocks: list[nn.Module] = [*model.layers, *model.mtp]
+        return kept_bytes(
+            model,
+            blocks,
+            lambda copy: copy(tokens_BT, tokens_BT),
+            options=run.memory,
+            device_type="cuda",
+            dtype_of=lambda param: run.fsdp.param_dtype or param.dtype,
+        )
+
+
+def _stored(run: TrainingRun, plan: ShardPlan, rank: int) -> dict[str, int]:
+    """Return what a rank holds whatever it computes, by kind."""
+    size = rank_bytes(plan, rank)
+    found = {f"parameters: {role.role}": role.parameters for role in size.roles}
+    found |= {"gradients": size.gradients, "gathered weights": size.weights}
+    found["sums of gradients"] = size.sums
+    if run.num_micro_batches > 1:
+        found["sums over micro-batches"] = size.accumulated
+    per_element = state_bytes(run.optimizer, run.dtype)
+    found["optimizer state"] = int(size.parameters // run.dtype.itemsize * per_element)
+    return found
+
+
+@cache
+def state_bytes(options: OptimizerOptions, dtype: torch.dtype) -> float:
+    """Return bytes that AdamW keeps per element of a parameter."""
+    param = nn.Parameter(torch.empty(SAMPLE, dtype=dtype, device="meta"))
+    optimizer = AdamW(
+        [param],
+        moment_dtype=getattr(torch, options.moment_dtype),
+        master_remainder=options.master_remainder,
+    )
+    state = optimizer.state_of(param)
+    return sum(t.nbytes for name, t in state.items() if name != "step") / SAMPLE
+
+
+class _quiet(warnings.catch_warnings):
+    """Within, nobody is warned of what a plan is not asked about."""
+
+    def __enter__(self) -> None:  # type: ignore[override]
+        super().__enter__()
+        warnings.simplefilter("ignore")

@@ -1,0 +1,89 @@
+"""TrainingRun: a model, and how it is trained on how many GPUs. Records alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+
+from moecore._fields import Bound, Count, Rules, check_fields
+from moecore.memory.options import MemoryOptions
+from moecore.mesh import ParallelConfig
+from moecore.models.config import DecoderConfig
+from moecore.pipeline.config import PipelineConfig
+from moecore.precision.roles import Precision
+from moecore.shard.options import FSDPOptions
+
+MomentDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
+Fraction = Annotated[float, Bound(">=", 0), Bound("<=", 1)]
+BF16 = FSDPOptions(param_dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerOptions:
+    """What AdamW keeps between steps (`moecore.optim.AdamW`).
+
+    Attributes:
+        moment_dtype: of both moments.
+        master_remainder: parameters are bf16, and their state has what fp32 has more.
+        offload_fraction: of the state, in host memory while forward and backward run.
+    """
+
+    moment_dtype: MomentDtype = "float32"
+    master_remainder: bool = False
+    offload_fraction: Fraction = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRun:
+    """What is trained, on how many GPUs, and how.
+
+    Attributes:
+        model: the decoder.
+        num_gpus: ranks of the world.
+        parallel: its degrees; -1 takes what is left.
+        seq_len: tokens of a row.
+        batch_size: rows of a data rank's micro-batch.
+        num_micro_batches: of a step, on each data rank.
+        pipeline: stages; None without.
+        fsdp: how parameters are sharded.
+        memory: what is computed again, offloaded or in pages.
+        precision: which products are in FP8; None = none.
+        optimizer: what is kept between steps.
+    """
+
+    model: DecoderConfig
+    num_gpus: Count
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    seq_len: Count = 4096
+    batch_size: Count = 1
+    num_micro_batches: Count = 1
+    pipeline: PipelineConfig | None = None
+    fsdp: FSDPOptions = BF16
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    precision: Precision | None = None
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        if (self.parallel.pp > 1) != (self.pipeline is not None):
+            yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
+        longest = self.model.max_seq_len
+        if self.seq_len > longest:
+            yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
+
+    @property
+    def resolved(self) -> ParallelConfig:
+        """The degrees, without -1."""
+        return self.parallel.resolve(self.num_gpus)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the trained parameters."""
+        return torch.bfloat16 if self.optimizer.master_remainder else torch.float32

@@ -1,0 +1,105 @@
+"""CUDA graphs of parts of a model without a GPU: what was captured runs again at each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from moecore.graphs import graphed_part as module
+from moecore.graphs.forms import form_of
+
+
+class FakeRecorder:
+    """Replays write where the results of the capture lie, as those of a graph do.
+
+    A backward runs the forward again: that a graph's forward leaves what its backward reads is
+    proved on GPUs.
+    """
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+        self._forward: Callable[[], Any] = lambda: None
+        self._swap: Callable[[], Any] = lambda: None
+
+    @contextmanager
+    def aliases(self, modules: Any) -> Iterator[list[Tensor]]:
+        with ALIASES(modules) as found:
+            places = list(module._trained(modules))
+            self._swap = lambda: swapped(places)
+            yield found
+
+    def record(self, function: Any, memory: Any) -> tuple[Callable[[], None], Any]:
+        self.captures += 1
+        found: Any = function()
+        if function.func is module._forward:
+            self._forward = function
+            replay = self._replay_of_forward(function, found)
+        else:
+            replay = self._replay_of_backward(self._forward, function, found)
+        for tensor in tensors_of(found):  # a capture computes nothing
+            tensor.data.zero_()
+
+        def counted() -> None:
+            self.replays += 1
+            replay()
+
+        return counted, found
+
+    def _replay_of_forward(self, function: Any, found: Any) -> Callable[[], None]:
+        swap = self._swap
+
+        def replay() -> None:
+            with swap(), torch.enable_grad():
+                again = function()
+            for mine, new in zip(tensors_of(found), tensors_of(again), strict=True):
+                mine.data.copy_(new)
+
+        return replay
+
+    def _replay_of_backward(self, forward: Any, function: Any, found: Any) -> Callable[[], None]:
+        swap, (_, sources, output_grads) = self._swap, function.args
+
+        def replay() -> None:
+            with swap(), torch.enable_grad():
+                again = [x for x in tensors_of(forward()) if x.requires_grad]
+            grads = torch.autograd.grad(again, sources, output_grads, allow_unused=True)
+            for mine, new in zip(found, grads, strict=True):
+                if mine is not None:
+                    mine.data.copy_(new)
+
+        return replay
+
+
+ALIASES = module._aliases
+
+
+@contextmanager
+def swapped(places: Any) -> Iterator[None]:
+    before = [owner._parameters[name] for owner, name, _ in places]
+    for owner, name, alias in places:
+        owner._parameters[name] = alias
+    try:
+        yield
+    finally:
+        for (owner, name, _), param in zip(places, before, strict=True):
+            owner._parameters[name] = param
+
+
+@contextmanager
+def fake_graphs() -> Iterator[FakeRecorder]:
+    """Within, parts are graphs on CPUs too."""
+    fake = FakeRecorder()
+    fakes = dict(_record=fake.record, _aliases=fake.aliases, _may_hold=lambda x: True)
+    with patch.multiple(module, **fakes):
+        yield fake
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    form_of(value, found)
+    return found

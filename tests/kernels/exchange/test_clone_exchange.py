@@ -1,0 +1,424 @@
+"""Clones over peers' memory: references by hand, kernels against them bit for bit, late ranks.
+
+One process plays all ranks, as in `test_exchange.py`. That two sets of slots need no barrier is
+tried in random orders of what ranks do, in slots that are NaN while somebody writes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecore.kernels.common import INTERPRET
+from moecore.kernels.exchange import clones
+from moecore.kernels.exchange.buffer import ALIGNMENT, ERROR_WORD, NUM_WORDS
+from moecore.kernels.exchange.clones import (
+    CloneBuffer,
+    CloneLayout,
+    Piece,
+    Places,
+    bring_home_ref,
+    fetch_ref,
+)
+
+NAN = float("nan")
+HALF = torch.float16 if INTERPRET else torch.bfloat16  # to which the interpreter cuts sums
+EXPERTS = [4, 3, -1, -1, 2, 0]  # three ranks of two experts and two places each
+
+
+def ints(values: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def test_worked_example() -> None:
+    places = Places(experts_N=ints(EXPERTS), num_clones=2, num_local=2)
+    rows = list(torch.arange(6.0).split(2))
+    assert [t.tolist() for t in fetch_ref(rows, places)] == [[4, 3], [0, 0], [2, 0]]
+    parts = [torch.tensor([10.0 ** (2 * r), 10.0 ** (2 * r + 1)]) for r in range(3)]
+    grads = [torch.cat(pair) for pair in zip(rows, parts, strict=True)]
+    home = [t.tolist() for t in bring_home_ref(grads, places)]
+    assert home == [[0 + 1e5, 1], [2 + 1e4, 3 + 1e1], [4 + 1e0, 5]]
+
+
+def test_sums_are_rounded_once() -> None:
+    places = Places(experts_N=ints([-1, 0, 0, 0]), num_clones=1, num_local=1)
+    values = [(1.0, NAN), (NAN, 1.0), (NAN, 2.0**-7), (NAN, 2.0**-7)]
+    grads = [torch.tensor(pair).bfloat16() for pair in values]
+    assert bring_home_ref(grads, places)[0].tolist() == [2 + 2.0**-6]
+
+
+def test_layout() -> None:
+    layout = CloneLayout(num_ranks=3, set_bytes=1 << 12, num_programs=2)
+    assert layout.regions(1 << 20) == [1 << 20, 0, 0, (1 << 20) + 2 * (1 << 12)]
+    assert layout.num_bytes == 2 * (1 << 12) + 2 * 3 * 2 * 4
+    assert layout.slot_bytes(3) == 1280 and layout.slot_bytes(3) % ALIGNMENT == 0
+    rows = torch.empty(2, 700)
+    assert list(clones.pieces(layout, rows, 3)) == [(0, 320), (320, 320), (640, 60)]
+    assert list(clones.pieces(layout, rows[:, :0], 3)) == []
+
+
+# --------------------------------------------------------------------------- kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Ranks, experts and clones of each; what an expert's row is."""
+
+    num_ranks: int = 3
+    etp: int = 1
+    num_local: int = 2
+    num_clones: int = 2
+    shape: tuple[int, ...] = (5, 8)
+    dtype: torch.dtype = torch.float32
+    set_bytes: int = 1 << 12
+    times: int = 2
+
+
+CASES = {
+    "several pieces": Case(shape=(37, 33), times=1),
+    "one clone": Case(num_clones=1, dtype=HALF, shape=(3, 40), times=3),
+    "fp16, two ranks": Case(num_ranks=2, num_local=3, num_clones=3, dtype=torch.float16),
+    "odd words": Case(shape=(7, 1), dtype=HALF),
+    "etp": Case(num_ranks=6, etp=2, num_clones=1, times=1),
+    "one number": Case(shape=(), num_ranks=4, num_local=1),
+}
+
+
+class World:
+    """The ranks of one group, in one memory that is NaN at first, as bytes too."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+        self.layout = CloneLayout(
+            num_ranks=case.num_ranks, set_bytes=case.set_bytes, num_programs=2, num_warps=4
+        )
+        size, flags = self.layout.num_bytes, 2 * case.set_bytes
+        self.memory = torch.full((case.num_ranks + 1, size + ALIGNMENT), 255, dtype=torch.uint8)
+        self.memory = self.memory.to(device)
+        starts = [-(-m.data_ptr() // ALIGNMENT) * ALIGNMENT for m in self.memory[:-1]]
+        self.slots = []
+        for memory, start in zip(self.memory, starts, strict=False):
+            at = start - memory.data_ptr()
+            memory[at + flags : at + size] = 0
+            self.slots.append(memory[at : at + flags].view(2, case.set_bytes))
+        bases = torch.tensor([self.layout.regions(s) for s in starts]).T.contiguous().to(device)
+        self.buffers = [
+            CloneBuffer(
+                layout=self.layout,
+                rank=r,
+                bases=bases,
+                state=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
+                report=torch.zeros(NUM_WORDS, dtype=torch.int32, device=device),
+                timeout_ns=5 * 10**8,
+            )
+            for r in range(case.num_ranks)
+        ]
+
+    def places(self, seed: int) -> Places:
+        """A plan that leaves some places empty; none has an expert of its own rank."""
+        case, generator = self.case, random.Random(seed)
+        e, blocks = case.num_local, case.num_ranks // case.etp
+        found = []
+        for n in range(blocks * case.num_clones):
+            others = [x for x in range(blocks * e) if x // e != n // case.num_clones]
+            found.append(generator.choice([-1, *others]))
+        sizes: Any = dict(num_clones=case.num_clones, num_local=e, etp=case.etp)
+        return Places(experts_N=ints(found, self.device), **sizes)
+
+    def tensors(self, number: int, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.case.num_ranks, number, *self.case.shape)
+        values = torch.randn(shape, generator=generator)
+        return list(values.to(self.device, self.case.dtype))
+
+    def run(
+        self,
+        store: Callable[..., None],
+        receive: Callable[..., None],
+        tensors: tuple[list[Tensor], list[Tensor]],
+        places: Places,
+    ) -> None:
+        """Run an operation per piece: all ranks store, then all receive."""
+        for piece in list(clones.pieces(self.layout, tensors[0][0], places.num_clones)):
+            for function, ranks in ((store, tensors[0]), (receive, tensors[1])):
+                for buffer, tensor in zip(self.buffers, ranks, strict=True):
+                    function(buffer, tensor, places, piece)
+
+    def fetched(self, rows: list[Tensor], places: Places) -> list[Tensor]:
+        out = [r.new_empty(places.num_clones, *r.shape[1:]) for r in rows]
+        words = [clones._as_words(r) for r in rows]
+        into = [clones._as_rows(o).view(words[0].dtype) for o in out]
+        self.run(clones.store_weights, clones.receive_weights, (words, into), places)
+        return out
+
+    def brought_home(self, grads: list[Tensor], places: Places) -> list[Tensor]:
+        e, flat = places.num_local, [clones._as_rows(g) for g in grads]
+        pair = ([f[e:] for f in flat], [f[:e] for f in flat])
+        self.run(clones.store_grads, clones.receive_grads, pair, places)
+        return [grad[:e] for grad in grads]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clones, "BLOCK_BYTES", 256)
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Compare bits: of zeros, the sign too."""
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def by_block(
+    reference: Callable[..., list[Tensor]], tensors: list[Tensor], places: Places
+) -> list[Tensor]:
+    """Return what each rank gets, of one rank of every block together."""
+    found = [reference(tensors[t :: places.etp], places) for t in range(places.etp)]
+    return [tensor for of_block in zip(*found, strict=True) for tensor in of_block]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_references(name: str, device: str) -> None:
+    case = CASES[name]
+    world, e, c = World(case, device), case.num_local, case.num_clones
+    for seed in range(case.times):
+        places = world.places(seed)
+        rows, grads = world.tensors(e, seed), world.tensors(e + c, seed)
+        for grad in grads:
+            clones._as_rows(grad)[:, 0] = -0.0  # to which nothing else is added, not even 0
+        assert same(world.fetched(rows, places), by_block(fetch_ref, rows, places))
+        expected = by_block(bring_home_ref, grads, places)
+        for rank, grad in enumerate(grads):  # nobody reads an empty place
+            empty = places.experts_N.view(-1, c)[rank // case.etp] < 0
+            grad[e:][empty] = NAN
+        kept = [grad[e:].clone() for grad in grads]
+        assert same(world.brought_home(grads, places), expected)
+        assert same([grad[e:] for grad in grads], kept)
+    assert not any(b.state[1:].any() or b.report.any() for b in world.buffers)
+    assert len({int(b.state[0]) for b in world.buffers}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int64])
+def test_weights_of_any_dtype_travel(dtype: torch.dtype, device: str) -> None:
+    world = World(Case(shape=(3, 5)), device)
+    places = world.places(1)
+    rows = [(t * 50).to(dtype) for t in world.tensors(2, 1)]
+    assert same(world.fetched(rows, places), fetch_ref(rows, places))
+
+
+def test_counts_of_all_ranks_are_clones_of_every_rank(device: str) -> None:
+    """A plan in which every rank clones the only expert of each: an all-gather."""
+    world = World(Case(num_ranks=3), device)
+    places = Places(experts_N=ints([0, 1, 2] * 3, device), num_clones=3, num_local=1)
+    counts = [torch.arange(4, device=device)[None] + 10 * r for r in range(3)]
+    assert all(torch.equal(found, torch.cat(counts)) for found in world.fetched(counts, places))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (700, 3)])
+def test_a_rank_alone_runs_all_pieces(shape: tuple[int, ...], device: str) -> None:
+    """One rank that clones its own second expert: stores and reads follow each other."""
+    world = World(Case(num_ranks=1, shape=shape, dtype=HALF), device)
+    places = Places(experts_N=ints([1, -1], device), num_clones=2, num_local=2)
+    grads = world.tensors(4, 0)
+    rows, expected = grads[0][:2].clone(), bring_home_ref(grads, places)
+    assert same([clones.fetch(world.buffers[0], rows, places)], fetch_ref([rows], places))
+    home = clones.bring_home_(world.buffers[0], grads[0], places)
+    assert same([home], expected) and home.data_ptr() == grads[0].data_ptr()
+
+
+def test_slots_take_turns(device: str) -> None:
+    world = World(Case(), device)
+    places, rows = world.places(0), world.tensors(2, 0)
+    used = []
+    for _ in range(2):
+        world.fetched(rows, places)
+        used.append([not all((s[i] == 255).all() for s in world.slots) for i in range(2)])
+    assert used == [[True, False], [True, True]]
+
+
+def test_a_rank_that_does_not_come_is_recorded(device: str) -> None:
+    """Ranks 0 and 1 wait for 2: what they fetch is 0, their sums are as before; errors stay."""
+    world = World(Case(), device)
+    places = Places(experts_N=ints([2, 4, 0, 4, -1, -1], device), num_clones=2, num_local=2)
+    rows, grads = world.tensors(2, 0), world.tensors(4, 0)
+    piece = Piece(0, 40)
+    out = [torch.full((2, 40), NAN, device=device) for _ in range(2)]
+    for buffer, row in zip(world.buffers[:2], rows, strict=False):
+        clones.store_weights(buffer, clones._as_rows(row), places, piece)
+    for buffer, o in zip(world.buffers[:2], out, strict=False):
+        clones.receive_weights(buffer, o, places, piece)
+        assert int(buffer.state[ERROR_WORD]) == int(buffer.report[ERROR_WORD]) == 1 + 2 * 2
+        assert not o.any()
+    before = grads[0].clone()
+    flat = clones._as_rows(grads[0])
+    clones.store_grads(world.buffers[0], flat[2:], places, piece)
+    clones.receive_grads(world.buffers[0], flat[:2], places, piece)
+    assert torch.equal(grads[0], before)
+    assert int(world.buffers[0].report[ERROR_WORD]) == 1 + 2 * 2, "the first error stays"
+    assert int(world.buffers[0].state[0]) == 2 and not world.buffers[2].report.any()
+
+
+def test_a_late_rank_of_a_sum_is_named_so(device: str) -> None:
+    world = World(Case(num_ranks=2), device)
+    places, flat = world.places(0), clones._as_rows(world.tensors(4, 0)[0])
+    clones.store_grads(world.buffers[0], flat[2:], places, Piece(0, 40))
+    clones.receive_grads(world.buffers[0], flat[:2], places, Piece(0, 40))
+    assert int(world.buffers[0].report[ERROR_WORD]) == 1 + 1 * 2 + 1
+
+
+@pytest.mark.gpu
+def test_ranks_that_run_at_once_wait_for_each_other() -> None:
+    world = World(Case(num_ranks=4, shape=(513, 64), set_bytes=1 << 16), "cuda")
+    streams = [torch.cuda.Stream() for _ in world.buffers]
+    for n in range(50):
+        places, rows, grads = world.places(n), world.tensors(2, n), world.tensors(4, n)
+        right, sums = fetch_ref(rows, places), bring_home_ref(grads, places)
+        torch.cuda.synchronize()
+        came, home = [], []
+        for r, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(100_000 * ((r * 7 + n) % 5))
+                came.append(clones.fetch(world.buffers[r], rows[r], places))
+                home.append(clones.bring_home_(world.buffers[r], grads[r], places))
+        torch.cuda.synchronize()
+        assert same(came, right) and same(home, sums), n
+        assert not any(b.report.any() for b in world.buffers)
+
+
+# --------------------------------------------------------------------------- the protocol
+
+
+class Ranks:
+    """Ranks that run operations in any order that flags allow, one small step at a time.
+
+    Args:
+        generator: of plans, values and orders.
+        num_sets: of slots.
+        waits_for_all: else a rank waits only for those whose slots or stores it reads.
+    """
+
+    def __init__(
+        self, generator: random.Random, *, num_sets: int = 2, waits_for_all: bool = True
+    ) -> None:
+        self.generator, self.num_sets, self.waits_for_all = generator, num_sets, waits_for_all
+        self.G, self.c, self.e = generator.randint(2, 4), generator.randint(1, 2), 2
+        sets = range(num_sets)
+        self.slots = [[[NAN] * self.c for _ in sets] for _ in range(self.G)]
+        self.flags = [[[0] * self.G for _ in range(2)] for _ in range(self.G)]
+
+    def run(self, num_operations: int) -> bool:
+        """Return whether every rank found what it should."""
+        N = self.G * self.c
+        kinds, plans, values = [], [], []
+        for _ in range(num_operations):
+            kinds.append(self.generator.choice(["fetch", "bring home"]))
+            plans.append([self.generator.randint(-1, self.G * self.e - 1) for _ in range(N)])
+            sizes = range(self.e + self.c)
+            values.append(
+                [[float(self.generator.randint(1, 999)) for _ in sizes] for _ in range(self.G)]
+            )
+        found: list[list[Any]] = [[] for _ in range(self.G)]
+        work = list(zip(kinds, plans, values, strict=True))
+        alive = [self.steps(r, work, found[r]) for r in range(self.G)]
+        while alive:
+            one = self.generator.choice(alive)
+            for _ in range(self.generator.randint(1, 40)):
+                if next(one, "ended") == "ended":
+                    alive.remove(one)
+                    break
+        for n, (kind, plan, value) in enumerate(work):
+            places = Places(experts_N=ints(plan), num_clones=self.c, num_local=self.e)
+            if kind == "fetch":
+                right = fetch_ref([torch.tensor(v[: self.e]) for v in value], places)
+            else:
+                right = bring_home_ref([torch.tensor(v) for v in value], places)
+            if any(found[r][n] != right[r].tolist() for r in range(self.G)):
+                return False
+        return True
+
+    def steps(self, me: int, work: list[Any], found: list[Any]) -> Iterator[None]:
+        """Run the operations of one rank as the kernels do; others may run at each yield."""
+        e, c = self.e, self.c
+        for n, (kind, plan, value) in enumerate(work):
+            s, own = n % self.num_sets, range(me * e, (me + 1) * e)
+            read = set()  # ranks that this one must have heard of
+            for place, x in enumerate(plan):
+                peer, slot = divmod(place, c)
+                if kind == "fetch" and x in own:
+                    yield from self.write(peer, s, slot, value[me][x - own.start])
+                if kind == "fetch" and peer == me and x >= 0:
+                    read.add(x // e)
+                if kind == "bring home" and peer == me and x >= 0:
+                    yield from self.write(me, s, slot, value[me][e + slot])
+                if kind == "bring home" and x in own:
+                    read.add(peer)
+            for peer in range(self.G):
+                self.flags[peer][n % 2][me] = n + 1
+                yield
+            awaited = range(self.G) if self.waits_for_all else read
+            for peer in awaited:
+                while self.flags[me][n % 2][peer] != n + 1:
+                    yield
+            if kind == "fetch":
+                out = [0.0] * c
+                for slot in range(c):
+                    yield
+                    if plan[me * c + slot] >= 0:
+                        out[slot] = self.slots[me][s][slot]
+            else:
+                out = value[me][:e]
+                for place, x in enumerate(plan):
+                    yield
+                    if x in own:
+                        out[x - own.start] += self.slots[place // c][s][place % c]
+            found.append(out)
+
+    def write(self, peer: int, s: int, slot: int, value: float) -> Iterator[None]:
+        self.slots[peer][s][slot] = NAN
+        yield
+        self.slots[peer][s][slot] = value
+        yield
+
+
+def test_no_order_of_ranks_reads_a_slot_that_is_written() -> None:
+    for seed in range(250):  # 2,000 operations
+        assert Ranks(random.Random(seed)).run(8), seed
+
+
+def test_one_set_of_slots_is_not_enough() -> None:
+    assert not all(Ranks(random.Random(seed), num_sets=1).run(8) for seed in range(50))
+
+
+def test_to_wait_for_readers_alone_is_not_enough() -> None:
+    """Flags may then be overwritten before they are seen, too: who waits for ever is stopped."""
+    for seed in range(200):
+        if not finishes(Ranks(random.Random(seed), waits_for_all=False)):
+            return
+    raise AssertionError("nothing went wrong")
+
+
+def finishes(ranks: Ranks) -> bool:
+    """Return whether all is right, and nobody waits for a flag that is gone."""
+    steps, count = ranks.steps, 0
+
+    def counted(*args: Any) -> Iterator[None]:
+        nonlocal count
+        for _ in steps(*args):
+            count += 1
+            if count > 20_000:
+                return
+            yield
+
+    ranks.steps = counted  # type: ignore[method-assign]
+    try:
+        return ranks.run(8)
+    except IndexError:  # what was stopped has found less
+        return False

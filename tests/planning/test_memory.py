@@ -1,0 +1,171 @@
+"""A plan says what ranks hold: parameters, gradients, optimizer state, forwards in flight."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from moecore import (
+    FSDPOptions,
+    MemoryOptions,
+    ParallelConfig,
+    PipelineConfig,
+    TrainStep,
+    build_meshes,
+    parallelize_moe,
+)
+from moecore.cli import main
+from moecore.models import Decoder, preset
+from moecore.optim import AdamW
+from moecore.pipeline import make_schedule
+from moecore.planning import OptimizerOptions, TrainingRun, fake_world, plan_memory
+from moecore.planning.memory import in_flight_at_most
+from tests.ranks import run_ranks
+
+WORLD = 4
+SHORT = 32
+CONFIG = replace(preset("tiny-deepseek-v3"), num_layers=3)
+BASE = TrainingRun(model=CONFIG, num_gpus=WORLD, seq_len=SHORT)
+BF16 = FSDPOptions(param_dtype=torch.bfloat16)
+RUNS = {
+    "sharded": replace(BASE, parallel=ParallelConfig(ep=2)),
+    "bf16 moments, weights whole": replace(
+        BASE,
+        parallel=ParallelConfig(tp=2, ep=4),
+        fsdp=replace(BF16, dense_strategy="optim"),
+        optimizer=OptimizerOptions(moment_dtype="bfloat16", master_remainder=True),
+    ),
+    "stages": replace(
+        BASE,
+        parallel=ParallelConfig(pp=2, ep=2),
+        num_micro_batches=2,
+        pipeline=PipelineConfig(layout="Ett|tmL"),
+    ),
+}
+
+
+def held(run: TrainingRun) -> dict[str, int]:
+    """Train one step of a run; return what this rank holds."""
+    model = Decoder(run.model, device="meta", dtype=run.dtype)
+    meshes = build_meshes(run.parallel, "cpu")
+    how: dict[str, Any] = dict(fsdp=run.fsdp, pipeline=run.pipeline, dispatcher="alltoall")
+    parallelize_moe(model, meshes, **how)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    options = run.optimizer
+    moments = getattr(torch, options.moment_dtype)
+    optimizer = AdamW(
+        model.parameters(), moment_dtype=moments, master_remainder=options.master_remainder
+    )
+    step = TrainStep(model, optimizer, num_micro_batches=run.num_micro_batches)
+    g = torch.Generator().manual_seed(meshes.data_rank)
+    sizes = (run.num_micro_batches, run.batch_size, run.seq_len)
+    tokens = torch.randint(0, run.model.vocab_size, sizes, generator=g)
+    step.forward_backward([dict(tokens_BT=x, labels_BT=x.roll(-1, 1)) for x in tokens])
+    found = {"gradients": bytes_of(p.grad for p in model.parameters() if p.grad is not None)}
+    step.finish()
+    found["parameters"] = bytes_of(model.parameters())
+    states = [state for p in model.parameters() for state in [optimizer.state[p]]]
+    found["optimizer state"] = bytes_of(
+        t for state in states for name, t in state.items() if name != "step"
+    )
+    return found
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def worker(rank: int, device: torch.device) -> dict[str, list[dict[str, int]]]:
+    results = {}
+    for name, run in RUNS.items():
+        of_ranks: list[Any] = [None] * WORLD
+        dist.all_gather_object(of_ranks, held(run))
+        results[name] = of_ranks
+    return results
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[dict[str, int]]]:
+    return run_ranks(WORLD, worker)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ranks_hold_what_is_planned(name: str, found: dict[str, Any]) -> None:
+    run = RUNS[name]
+    plan = plan_memory(run)
+    pp = run.resolved.pp
+    for rank in plan.ranks:
+        real = found[name][rank.pp_rank * WORLD // pp]
+        assert rank.device["gradients"] == real["gradients"]
+        assert rank.device["optimizer state"] == real["optimizer state"]
+        kinds = [kind for kind in rank.device if kind.startswith("parameters")]
+        assert sum(rank.device[kind] for kind in kinds) == real["parameters"]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_forwards_in_flight_are_those_of_the_schedule(rank: int) -> None:
+    even = [1, 1, 1, 1]
+    flat = make_schedule("1f1b", pp=4, chunks=1, num_micro_batches=8)
+    assert in_flight_at_most(flat, rank, even) == (4 - rank,)
+    gpipe = make_schedule("gpipe", pp=4, chunks=1, num_micro_batches=8)
+    assert in_flight_at_most(gpipe, rank, even) == (8,)
+    virtual = make_schedule("interleaved", pp=4, chunks=2, num_micro_batches=8)
+    assert sum(in_flight_at_most(virtual, rank, 2 * even)) == 2 * (4 - rank - 1) + 4 + 1
+    # A stage that keeps nothing has no say.
+    assert in_flight_at_most(virtual, rank, [0, 0, 0, 0, *even])[1] > 0
+
+
+def test_what_is_offloaded_is_in_host_memory() -> None:
+    run = replace(RUNS["stages"], batch_size=256)  # small storages stay
+    memory, optimizer = MemoryOptions(offload=("experts",)), OptimizerOptions(offload_fraction=0.5)
+    away = plan_memory(replace(run, memory=memory, optimizer=optimizer))
+    for rank, before in zip(away.ranks, plan_memory(run).ranks, strict=True):
+        assert rank.host["optimizer state"] * 2 == before.device["optimizer state"]
+        moved = before.activations - rank.activations
+        assert rank.host.get("activations: experts", 0) == moved
+    assert away.ranks[0].host["activations: experts"] > 0
+
+
+def test_a_world_is_fake_alone() -> None:
+    with fake_world(8, rank=5):
+        assert (dist.get_rank(), dist.get_world_size()) == (5, 8)
+        with pytest.raises(ValueError, match=r"process group \(8 ranks\) must not be there"):
+            plan_memory(RUNS["sharded"])
+    assert not dist.is_initialized()
+    with (
+        pytest.raises(ValueError, match=r"rank \(8\) must be < world_size \(8\)"),
+        fake_world(8, 8),
+    ):
+        pass
+
+
+def test_a_run_is_refused_as_it_would_be() -> None:
+    with pytest.raises(ValueError, match=r"TrainingRun.pipeline \(None\) must be there when pp"):
+        TrainingRun(model=CONFIG, num_gpus=4, parallel=ParallelConfig(pp=2))
+    with pytest.raises(ValueError, match=r"seq_len \(.*\) must be <= DecoderConfig.max_seq_len"):
+        TrainingRun(model=CONFIG, num_gpus=4, seq_len=1 << 20)
+    with pytest.raises(ValueError, match=r"num_experts \(8\) must be divisible by"):
+        plan_memory(
+            TrainingRun(model=CONFIG, num_gpus=16, parallel=ParallelConfig(ep=16), seq_len=32)
+        )
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    call = "plan --preset tiny-deepseek-v3 --gpus 4 --pp 2 --ep 2 --seq-len 32 --micro-batches 4"
+    assert main([*call.split(), "--recompute", "gemm_last"]) == 0
+    table = capsys.readouterr().out
+    assert table.startswith("pp rank") and "of 84.8 GB (h100-80)" in table
+    assert main([*call.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and len(found["ranks"]) == 2
+    assert main(["plan", "--preset", "qwen3-30b-a3b", "--gpus", "1", "--micro-batches", "2"]) == 1
+    assert "does not fit: " in capsys.readouterr().out
+    assert main(["plan", "--preset", "tiny", "--gpus", "3", "--ep", "2", "--seq-len", "32"]) == 1
+    assert "must divide the world size (3)" in capsys.readouterr().err
