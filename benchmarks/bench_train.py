@@ -73,6 +73,8 @@ SHOWN = (
     "graph_dense",
     "cuda_graph",
     "recompute",
+    "stash",
+    "clones",
     "gather_once",
     "keep_experts",
     "precision",

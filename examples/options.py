@@ -15,7 +15,7 @@ import torch
 from data import VOCAB_SIZE
 
 from moecore import DynamicLossScale, MoEConfig, NVLinkOptions, ParallelConfig, PipelineConfig
-from moecore.memory.options import RECOMPUTED, MemoryOptions
+from moecore.memory.options import RECOMPUTED, MemoryOptions, StashOptions
 from moecore.models import DecoderConfig, preset
 from moecore.moe.backends import ExpertBackend
 from moecore.parallelize import DispatcherName
@@ -64,6 +64,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         choices=("gemm_last", *RECOMPUTED),
         help="what backward computes again; gemm_last costs no product",
     )
+    add("--stash", action="store_true", help="experts' rows in pages, where there is room for more")
+    add("--clones", action="store_true", help="clones of hot experts on ranks with few tokens")
     add("--gather-once", action="store_true", help="keep dense parameters gathered for backward")
     add("--keep-experts", action="store_true", help="keep gathered or cast experts for backward")
     add("--blocks-per-unit", type=whole, default=1, help="blocks that FSDP2 gathers together")
@@ -249,9 +251,12 @@ def _with_bias(moe: MoEConfig, args: argparse.Namespace) -> MoEConfig:
 
 
 def memory_options(args: argparse.Namespace) -> MemoryOptions:
-    """Return what is computed again in backward."""
+    """Return what is computed again in backward, and where experts' rows lie until then."""
     parts = tuple(args.recompute)
-    return MemoryOptions(recompute="gemm_last" if parts == ("gemm_last",) else parts)
+    return MemoryOptions(
+        recompute="gemm_last" if parts == ("gemm_last",) else parts,
+        stash=StashOptions() if args.stash else None,
+    )
 
 
 def pipeline_config(args: argparse.Namespace) -> PipelineConfig | None:

@@ -95,6 +95,7 @@ from schedule import is_due, lr_at
 from torch import Tensor
 
 from moecore import (
+    CloneOptions,
     FSDPOptions,
     Meshes,
     MoELayer,
@@ -349,6 +350,7 @@ def build_model(args: argparse.Namespace, config: DecoderConfig, meshes: Meshes)
         nvlink=nvlink_options(args),
         expert_backend=args.experts,
         memory=memory_options(args),
+        clones=CloneOptions() if args.clones else None,
         compile_dense=args.compile,
         graph_dense=args.graph_dense,
         loss="sum",
