@@ -7,6 +7,7 @@ everything else everywhere but under the interpreter, whose process is for kerne
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -31,8 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in slow)
 
 
-@pytest.fixture
-def no_group_left() -> Iterator[None]:
+@contextmanager
+def without_group() -> Iterator[None]:
     """No default process group before and after, whoever made one in this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -40,3 +41,17 @@ def no_group_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def no_group_left() -> Iterator[None]:
+    """For a test, see `without_group`."""
+    with without_group():
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_group_in_file() -> Iterator[None]:
+    """For a whole file, see `without_group`."""
+    with without_group():
+        yield
