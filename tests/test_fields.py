@@ -40,7 +40,7 @@ from moecore.optim.matrices import MatrixLayout
 from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
 from moecore.pipeline.layout import LayoutCosts
 from moecore.pipeline.simulate import Costs
-from moecore.planning import OptimizerOptions, TrainingRun
+from moecore.planning import OptimizerOptions, TrainingRun, Work
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
 from moecore.upcycle.models import MLPNames
@@ -132,6 +132,9 @@ MLA = MLAConfig(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_d
 DECODER: dict[str, Any] = dict(
     vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
 )
+WORK: dict[str, Any] = dict(
+    name="aten.mm", kind="product", flops=16, num_bytes=24, shape=(2, 2, 2), dtype="bfloat16"
+)
 RECORDS: list[tuple[type, dict[str, Any]]] = [
     (MoEConfig, LAYER),
     (MoEConfig, LAYER | dict(score_function="sigmoid", expert_bias=True, shared_hidden_dim=8)),
@@ -170,6 +173,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Costs, dict.fromkeys(("forward", "backward_inputs", "backward_weights"), (1.0, 2.0))),
     (OptimizerOptions, {}),
     (TrainingRun, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
+    (Work, WORK),
 ]
 VALUES: list[Any] = [
     *(True, False, None, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 10**400, -(10**5000)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory
 from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.work import Work
 from moecore.planning.world import fake_world
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "OptimizerOptions",
     "RankMemory",
     "TrainingRun",
+    "Work",
     "fake_world",
     "plan_memory",
 ]

@@ -1,0 +1,50 @@
+"""Work: one operation of a step on the device, as numbers: what a recording has, what costs time.
+
+recording of a step -> Work, .. -> CostTable.seconds(work)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from moecore._fields import Bound, CountOrZero, Rules, check_fields
+
+Kind = Literal["product", "grouped product", "attention", "rows", "collective", "copy"]
+Many = Annotated[int, Bound(">=", 0), Bound("<", 2**63)]
+DIMS = {
+    "product": ("M", "N", "K"),
+    "grouped product": ("experts", "rows", "N", "K"),
+    "attention": ("B", "H", "T", "d", "v"),
+    "collective": ("ranks",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One operation on the device.
+
+    Attributes:
+        name: the kernel's or torch operation's name, such as "aten.mm".
+        kind: what its time depends on.
+        flops: of products and attention.
+        num_bytes: read and written; of a collective, sent and received by this rank.
+        shape: (M, N, K) of a product, (experts, rows, N, K) of a grouped product with the rows of
+            all experts, (B, H, T, d, v) of attention, (ranks,) of a collective; else anything.
+        dtype: of what is multiplied or moved, such as "bfloat16" or "float8_e4m3fn".
+    """
+
+    name: str
+    kind: Kind
+    flops: Many
+    num_bytes: Many
+    shape: tuple[CountOrZero, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        dims = DIMS.get(self.kind, self.shape)
+        if len(self.shape) != len(dims):
+            yield "shape", f"be ({', '.join(map(str, dims))}) of kind {self.kind!r}: pass these"
