@@ -14,8 +14,9 @@ to what it is used for: a torch that renames one fails there by name. These do n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -83,9 +84,6 @@ _AROUND = tuple(n for n in HOOKS if n.endswith("hooks") and ("forward" in n or "
 
 StridedShard = _StridedShard
 
-# A context without dispatch modes, such as selective checkpointing's.
-no_dispatch_modes = _disable_current_modes
-
 
 # What sees the operations that run.
 
@@ -97,7 +95,7 @@ _unpack = forward_ad.unpack_dual
 def _plain_keys() -> frozenset[int]:
     """Return the dispatch keys of a thread without modes, transforms and tracers."""
     found = set()
-    with no_dispatch_modes():
+    with _disable_current_modes():
         for mode in (False, True):
             with torch.inference_mode(mode):
                 found.add(_keys().raw_repr())
@@ -108,13 +106,46 @@ _PLAIN_KEYS = _plain_keys()
 _UNTRACKED = torch.zeros(())  # carries no derivative
 
 
+class _Seen(threading.local):
+    """What modes of this thread see."""
+
+    inside = False
+
+
+_seen = _Seen()
+
+
+@contextmanager
+def inside_operations() -> Iterator[None]:
+    """Within, modes see what moecore's operations do, on meta too, in place of the operations."""
+    before, _seen.inside = _seen.inside, True
+    try:
+        yield
+    finally:
+        _seen.inside = before
+
+
+def is_inside() -> bool:
+    """Whether modes see what operations do."""
+    return _seen.inside
+
+
+def is_silent(x: Tensor) -> bool:
+    """Whether ranks send nothing for a tensor: it is on meta, and nothing records what they do."""
+    return x.is_meta and not _seen.inside
+
+
+def no_dispatch_modes() -> AbstractContextManager[Any]:
+    """Return a context without modes such as selective checkpointing's."""
+    return nullcontext() if _seen.inside else _disable_current_modes()
+
+
 def is_plain_eager() -> bool:
     """Whether autograd alone sees operations: no compiler, mode, transform or tracer."""
-    return not (
-        torch.compiler.is_compiling()
-        or _keys().raw_repr() not in _PLAIN_KEYS
-        or _unpack(_UNTRACKED).primal is not _UNTRACKED
-    )
+    if torch.compiler.is_compiling():
+        return False
+    traced = _unpack(_UNTRACKED).primal is not _UNTRACKED
+    return (_keys().raw_repr() in _PLAIN_KEYS and not traced) or _seen.inside
 
 
 def in_forward_mode() -> bool:

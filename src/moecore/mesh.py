@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moecore._fields import Count, OneOf, Rules, check_arguments, check_fields
-from moecore._torch import default_timeout, inherit_timeout
+from moecore._torch import default_timeout, inherit_timeout, is_inside
 from moecore.agreement import check_same, fields_of
 
 DENSE_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -170,6 +170,11 @@ class Meshes:
     def device_type(self) -> str:
         """The device type of both meshes, "cpu" or "cuda"."""
         return self.dense.device_type
+
+    @property
+    def device(self) -> torch.device:
+        """Where models of these meshes compute: there, or on meta in a dry run."""
+        return torch.device("meta" if is_inside() else self.device_type)
 
 
 def build_meshes(parallel: ParallelConfig, device_type: DeviceType | None = None) -> Meshes:

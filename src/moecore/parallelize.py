@@ -331,7 +331,7 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
         options = inductor_options(blocks, request.memory)
         compile_blocks(blocks, dynamic=False, options=options)
         compiled = {module for block in blocks for module in compiled_modules(block)}
-    device = torch.device(meshes.device_type)
+    device = meshes.device
     chunks = None if planned.layout is None else blocks_of(model, blocks, planned.stages)
     offload = apply_memory(blocks, request.memory, device, compiled=compiled, stages=chunks)
     stash = apply_stash(blocks, request.memory, device, compiled=compiled)
@@ -378,7 +378,7 @@ def _apply_pipeline(
         rank=meshes.pp_rank,
         groups=meshes.pipeline_groups,
         dtype=request.fsdp.param_dtype or planned.dtype,
-        device=torch.device(meshes.device_type),
+        device=meshes.device,
         offload=offload,
     )
     connect(pipeline.groups, pipeline.schedule(1).rank_of, pipeline.rank, pipeline.device)

@@ -160,7 +160,7 @@ class Request:
             dim=layer.config.expert_dim,
             hidden_dim=layer.config.hidden_dim // self.meshes.parallel.etp,
             dtypes=frozenset([self.fsdp.param_dtype or next(experts.parameters()).dtype]),
-            device=torch.device(self.meshes.device_type),
+            device=self.meshes.device,
             recipe=recipe,
         )
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moecore._fields import Count, MaxNorm, check_arguments
-from moecore._torch import mark
+from moecore._torch import is_inside, mark
 from moecore.agreement import check_same
 from moecore.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from moecore.moe.lanes import Lanes
@@ -148,7 +148,7 @@ class TrainStep:
             engine.progress = weakref.ref(self._progress)
         request = request_of(models[0])
         assert request is not None, "a model with a state was parallelized"
-        self._reruns = Reruns(self._states, torch.device(request.meshes.device_type))
+        self._reruns = Reruns(self._states, request.meshes.device)
         asked = request.pipeline
         self._is_overlapped = asked is not None and asked.schedule == "overlapped"
         self._lanes = Lanes([engine.resume for engine in self._engines])
@@ -563,7 +563,7 @@ def _check_real(
 ) -> None:
     """Raise for an optimizer of parameters that `to_empty` will replace."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
-    if (optimizers or loss_scale is not None) and on_meta is not None:
+    if (optimizers or loss_scale is not None) and on_meta is not None and not is_inside():
         what = "optimizer" if optimizers else "loss scale"
         raise ValueError(
             f"{on_meta} (on meta) must have storage before the {what} is made: call "

@@ -10,12 +10,15 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moecore._torch import inside_operations
 
 try:
     import triton
@@ -24,16 +27,25 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
 
     class _NoTriton:
-        """Decorators become identities, constants themselves."""
+        """Decorators become identities, constants themselves; kernels know their names alone."""
+
+        def __init__(self, name: str = "") -> None:
+            self.name = name
 
         def __getattr__(self, name: str) -> Any:
             return self
 
+        def __getitem__(self, grid: Any) -> Any:
+            return partial(record_launch, self.name)
+
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if args and callable(args[0]) and hasattr(args[0], "__name__"):
+                return _NoTriton(args[0].__name__)
             return args[0] if args else self
 
     triton = tl = gluon = gl = hopper = TensorDescriptor = GluonDescriptor = _NoTriton()
@@ -49,10 +61,14 @@ HAS_TRITON = not type(triton).__name__.startswith("_")
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+Launched = Callable[[str, Sequence[Any]], None]  # name and arguments of a kernel
+
+
 class _Meta(threading.local):
     """What a meta device stands for in this thread."""
 
     is_gpu = False
+    launched: Launched | None = None
 
 
 _meta = _Meta()
@@ -68,13 +84,56 @@ def meta_as(device_type: str) -> Iterator[None]:
         _meta.is_gpu = before
 
 
+@contextmanager
+def launches_on_meta(launched: Launched) -> Iterator[None]:
+    """Within, meta stands for a Hopper GPU: the host's code runs, and kernels' names are recorded.
+
+    Modes see what operations allocate, as if each were its kernels.
+
+    Args:
+        launched: called in place of each kernel of this package.
+    """
+    before, _meta.launched = _meta.launched, launched
+    with meta_as("cuda"), inside_operations(), _launches_recorded():
+        try:
+            yield
+        finally:
+            _meta.launched = before
+
+
+def record_launch(name: str, *args: Any, **_: Any) -> None:
+    """Record a kernel of `launches_on_meta`, where anybody does."""
+    if _meta.launched is not None:
+        _meta.launched(name, args)
+
+
+@contextmanager
+def _launches_recorded() -> Iterator[None]:
+    """Within, Triton launches nothing in this thread."""
+    if not HAS_TRITON or INTERPRET:
+        yield
+        return
+    run = JITFunction.run
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if _meta.launched is None:
+            return run(self, *args, grid=grid, warmup=warmup, **options)
+        return record_launch(self.fn.__name__, *args)
+
+    JITFunction.run = record
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
 def use_kernel(*tensors: Tensor) -> bool:
     """Return whether Triton kernels can run on these tensors.
 
     On meta none can, but an operation that autograd records has a form without one.
     """
     if tensors[0].is_meta:
-        return _meta.is_gpu and torch.is_grad_enabled()
+        return _meta.is_gpu and (torch.is_grad_enabled() or _meta.launched is not None)
     return HAS_TRITON and (INTERPRET or all(t.is_cuda for t in tensors))
 
 
@@ -91,9 +150,18 @@ def all_used(num_rows: Tensor, length: int) -> bool:
     return num_rows.device.type == "cpu" and int(num_rows) >= length
 
 
-@functools.cache
+def is_gpu(x: Tensor) -> bool:
+    """Return whether a tensor is on a GPU, or on meta where that stands for one."""
+    return x.is_cuda or (x.is_meta and _meta.is_gpu)
+
+
 def has_hopper_kernels(device: torch.device) -> bool:
     """Return whether Gluon kernels for Hopper can run on this device; none is interpreted."""
+    return _meta.launched is not None if device.type == "meta" else _is_hopper(device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
     if not HAS_TRITON or INTERPRET or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
@@ -151,7 +219,7 @@ def halves(x):
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors (4 for a CPU that interprets)."""
+    """Return the number of multiprocessors (4 for a CPU that interprets, and on meta)."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._torch import is_plain_eager
+from moecore._torch import is_inside, is_plain_eager
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -116,4 +116,4 @@ def _function(
 
 def _is_plain(t: Tensor) -> bool:
     """Whether a tensor is nothing but its memory: no subclass, not fake, no negation pending."""
-    return type(t) in PLAIN_TYPES and not t.is_meta and not t.is_neg()
+    return type(t) in PLAIN_TYPES and (not t.is_meta or is_inside()) and not t.is_neg()

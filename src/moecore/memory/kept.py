@@ -6,11 +6,6 @@ There is no formula: a copy of the model on meta runs its forward once, with the
 offload and the packers of the real one, and what autograd saves has a size and no memory. So what a
 part drops is seen to be dropped. Ranks send nothing: on meta a dispatcher makes the shapes of
 balanced loads (`moe/placement.py`).
-
-Note "meta": `_OnMeta` has the operations that keep on a device what they do not keep on meta:
-attention keeps queries, keys, values, its output and one fp32 sum per row and head, as flash and
-memory-efficient kernels do; a norm on a GPU its input and one fp32 number per row. moecore's own
-kernels are recorded there without running (`kernels.common.meta_as`).
 """
 
 from __future__ import annotations
@@ -23,16 +18,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
-from moecore._torch import is_grouped_mm, storage_key, tree_leaves, tree_map_only
+from moecore._torch import storage_key
 from moecore.kernels.common import cdiv, meta_as
 from moecore.memory.apply import apply_memory
 from moecore.memory.copies import copy_modules
+from moecore.memory.on_meta import META, OnMeta
 from moecore.memory.options import MemoryOptions, StashOptions
 from moecore.memory.parts import find_parts
 from moecore.memory.saved import packing, used_rows
@@ -41,7 +35,6 @@ from moecore.moe.experts import Experts
 from moecore.moe.layer import RoutedLayer
 from moecore.moe.params import ParamReader
 
-META = torch.device("meta")
 OWN_PARTS = ("ep", "etp", "tp")  # mesh dims whose ranks compute with their own part of a parameter
 OBSERVERS = ("tape", "observe_scores")  # attributes that would record what did not happen
 NAMES = {"moe": "routing"}  # what is left of an MoE layer beside its experts
@@ -112,7 +105,7 @@ def kept_bytes(
     for module in copies.values():
         if isinstance(module, Experts):
             module.recompute_fc1 = "expert_fc1" in options.parts
-    on_meta = _OnMeta(device_type)
+    on_meta = OnMeta(device_type)
     weights = {storage_key(p) for p in copies[model].parameters()}
     count = _Count(weights, on_meta.move, options.stash)
     without = {copies[module] for module in compiled}
@@ -248,75 +241,3 @@ def _own_shape(param: Tensor) -> list[int]:
             if name in OWN_PARTS and not placement.is_replicate():
                 shape[placement.dim] //= param.device_mesh.size(i)  # type: ignore[attr-defined]
     return shape
-
-
-class _OnMeta(TorchFunctionMode):
-    """Moves real tensors to meta beside others there, and keeps what a device keeps."""
-
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
-        self._is_gpu = device_type == "cuda"
-        self.moved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> itself, and one on meta
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-            return func(*args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
-        if func is F.scaled_dot_product_attention:
-            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-            return _Attention.apply(*args[:3], mask)
-        if func is F.rms_norm and self._is_gpu:
-            return _Norm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
-        if is_grouped_mm(func):
-            return _grouped_mm(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def move(self, x: Tensor) -> Tensor:
-        """Return a tensor on meta; views of one storage share one there."""
-        if x.is_meta or type(x) is not Tensor:
-            return x
-        key = storage_key(x)
-        if key not in self.moved:
-            num_bytes = x.untyped_storage().nbytes()
-            self.moved[key] = x, torch.empty(num_bytes, dtype=torch.uint8, device=META)
-        storage = self.moved[key][1].untyped_storage()
-        view = torch.empty(0, dtype=x.dtype, device=META)
-        return view.set_(storage, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
-
-
-class _Attention(torch.autograd.Function):
-    """[B, H, T, d] -> [B, H, T, v], in memory [B, T, H, v]."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        B, H, T, _ = q.shape
-        out = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, mask, out, q.new_empty(B, H, T, dtype=torch.float32))
-        return out
-
-
-class _Norm(torch.autograd.Function):
-    """The norm of a GPU, of one kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
-        return torch.empty_like(x)
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a_RK: Tensor, b_eKN: Tensor, offs: Tensor) -> Tensor:
-        of_a, of_b, _ = ctx.needs_input_grad
-        ctx.save_for_backward(a_RK if of_b else None, b_eKN if of_a else None, offs)
-        return a_RK.new_empty(a_RK.shape[0], b_eKN.shape[2])
-
-
-def _grouped_mm(a_RK: Tensor, b_eKN: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Return what torch's product does, which takes bf16 alone on meta."""
-    out: Tensor = _GroupedProduct.apply(a_RK, b_eKN, offs)
-    return out

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moecore._fields import Count, check_arguments
 from moecore._torch import autocast_dtype
-from moecore.kernels.common import no_autocast
+from moecore.kernels.common import is_gpu, no_autocast
 from moecore.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_
 from moecore.kernels.rows.scaled_cast import scaled_cast
 
@@ -168,14 +168,14 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a @ b in `dtype`, not rounded to the dtype of a and b on the way."""
     if a.dtype == dtype:
         return a @ b
-    if a.is_cuda:
+    if is_gpu(a):
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
 
 def _add_product_(out: Tensor, a: Tensor, b: Tensor, *, beta: int) -> None:
     """Write out * beta + a @ b to out, in its dtype; beta 0 does not read it."""
-    if a.dtype != out.dtype and a.is_cuda:
+    if a.dtype != out.dtype and is_gpu(a):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from moecore._torch import is_silent
 from moecore.memory.products import once
 from moecore.models.config import DecoderConfig
 from moecore.moe.dispatch.collectives import gather_ranks, sum_ranks
@@ -170,7 +171,7 @@ def _scatter_sum(y_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     value = value.clone(memory_format=torch.contiguous_format)
-    if not value.is_meta:
+    if not is_silent(value):
         dist.all_reduce(value, group=group)
     return value
 

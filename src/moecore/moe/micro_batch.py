@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import all_gather_single
+from moecore._torch import all_gather_single, is_silent
 from moecore.kernels.documents import documents_of
 from moecore.kernels.zigzag import held_tokens, row_borders
 
@@ -61,7 +61,7 @@ class MicroBatch:
         if self.group is None:
             return x_TX
         out = x_TX.new_empty((self.num_ranks * x_TX.shape[0], *x_TX.shape[1:]))
-        if not out.is_meta:  # where bytes are counted
+        if not is_silent(out):  # where bytes are counted
             all_gather_single(out, x_TX.contiguous(), group=self.group)
         if self.cp > 1:
             in_order = torch.empty_like(out)

@@ -112,7 +112,7 @@ def make_all_stages(model: nn.Module, meshes: Meshes) -> AllStages:
         pp_rank=meshes.pp_rank,
         num_holders={name: len(stages) for name, stages in stages_of.items()},
         holders=shared,
-        device=torch.device(device_type),
+        device=meshes.device,
     )
 
 

@@ -209,7 +209,8 @@ def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.dev
             dist.send(number, group=group, group_dst=target)
         elif rank == target:
             dist.recv(number, group=group, group_src=source)
-        number.item()  # on a GPU it has come when this returns
+        if number.is_cuda:
+            number.item()  # it has come when this returns
 
 
 def _group_of(groups: Groups, source: int, target: int) -> dist.ProcessGroup:

@@ -12,7 +12,6 @@ Not counted: what an operation needs while it runs, what an allocator cannot use
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from moecore.pipeline.layout import Stage
 from moecore.pipeline.orders import actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.planning.world import fake_world
+from moecore.planning.world import fake_world, quiet
 from moecore.shard.plan import ShardPlan
 from moecore.shard.size import rank_bytes
 from moecore.tables import columns, shown_bytes
@@ -190,7 +189,7 @@ def in_flight_at_most(schedule: Schedule, rank: int, sizes: Sequence[int]) -> tu
 
 def _shard_plan(run: TrainingRun, pp_rank: int) -> ShardPlan:
     """Return the plan of a pipeline rank."""
-    with fake_world(run.num_gpus, pp_rank * run.num_gpus // run.resolved.pp), _quiet():
+    with fake_world(run.num_gpus, pp_rank * run.num_gpus // run.resolved.pp), quiet():
         return plan_sharding(
             Decoder(run.model, device="meta", dtype=run.dtype),
             build_meshes(run.parallel, "cpu"),
@@ -208,7 +207,7 @@ def _kept(run: TrainingRun) -> ModelKept:
     alone = {name: getattr(p, name) for name in ("tp", "cp", "ep", "etp")}
     model = Decoder(run.model, device="meta", dtype=run.dtype)
     tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
-    with fake_world(run.num_gpus // p.pp), _quiet():
+    with fake_world(run.num_gpus // p.pp), quiet():
         meshes = build_meshes(type(p)(**alone), "cpu")
         parallelize_moe(
             model,
@@ -252,11 +251,3 @@ def state_bytes(options: OptimizerOptions, dtype: torch.dtype) -> float:
     )
     state = optimizer.state_of(param)
     return sum(t.nbytes for name, t in state.items() if name != "step") / SAMPLE
-
-
-class _quiet(warnings.catch_warnings):
-    """Within, nobody is warned of what a plan is not asked about."""
-
-    def __enter__(self) -> None:  # type: ignore[override]
-        super().__enter__()
-        warnings.simplefilter("ignore")

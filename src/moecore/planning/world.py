@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,8 +33,17 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
         )
     if rank >= world_size:
         raise ValueError(f"rank ({rank}) must be < world_size ({world_size}): pass a smaller one")
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    store = dist.HashStore()
+    dist.init_process_group("cpu:fake,meta:fake", store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within, nobody is warned of what a plan is not asked about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

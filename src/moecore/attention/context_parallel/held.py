@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import all_gather_single
+from moecore._torch import all_gather_single, is_silent
 from moecore.attention.context_parallel.group import ContextParallel
 from moecore.attention.context_parallel.layout import Layout
 from moecore.memory.products import once
@@ -85,7 +85,7 @@ class HeldTokens:
         """Return x_BTX of all ranks in order, outside of autograd. Collective."""
         size = self.cp.size
         out = x_BtX.new_empty((size * x_BtX.shape[0], *x_BtX.shape[1:]))
-        if not out.is_meta:  # where bytes are counted
+        if not is_silent(out):  # where bytes are counted
             all_gather_single(out, x_BtX.contiguous(), group=self.cp.group)
         return self.layout.join(out.unflatten(0, (size, x_BtX.shape[0])))
 

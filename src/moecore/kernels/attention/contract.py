@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from moecore._fields import Count, CountOrZero, Rules, check_fields
+from moecore.kernels.common import is_gpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,9 +139,9 @@ def refuse_half(q: Tensor, v: Tensor, capability: tuple[int, int]) -> str | None
         v: [B, S, h, v].
         capability: the least of the device.
     """
-    if q.device.type != "cuda":
+    if not is_gpu(q):
         return f"device ({q.device.type}) must be cuda: it has kernels for GPUs alone"
-    if torch.cuda.get_device_capability(q.device) < capability:
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < capability:
         return f"device must have compute capability >= {capability}: it has no kernel for it"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype ({q.dtype}) must be bfloat16 or float16: it multiplies no others"

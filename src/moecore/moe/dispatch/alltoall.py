@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore._torch import is_silent
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.kernels.rows.record import Rows
@@ -275,7 +276,7 @@ def _all_to_all(
         [
             partial(dist.all_to_all_single, out[:num_received], x[:num_sent].contiguous(), **how)
             for out, x in zip(outs, xs, strict=True)
-            if out is not None and x is not None and not out.is_meta
+            if out is not None and x is not None and not is_silent(out)
         ],
         lanes,
         is_ahead=is_ahead,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore._torch import all_gather_single, assert_async
+from moecore._torch import all_gather_single, assert_async, is_silent
 from moecore.moe.lanes import Lanes, exchange
 
 
@@ -110,7 +110,7 @@ def _gather_from_ranks(
         [
             partial(all_gather_single, out, x_C.contiguous(), group=group)
             for out, x_C in zip(outs, xs_C, strict=True)
-            if out is not None and x_C is not None and not out.is_meta
+            if out is not None and x_C is not None and not is_silent(out)
         ],
         lanes,
     )
@@ -128,7 +128,7 @@ def _sum_over_ranks(
         [
             partial(dist.all_to_all_single, out, y_S.contiguous(), group=group)
             for out, y_S in zip(received, ys_S, strict=True)
-            if out is not None and y_S is not None and not out.is_meta
+            if out is not None and y_S is not None and not is_silent(out)
         ],
         lanes,
     )

@@ -1,0 +1,147 @@
+"""torch's operations, this package's kernels and collectives -> Work, from what each is given.
+
+Legend: R rows of experts, e experts of a rank, M N K the sizes of one product, B rows, T tokens of
+a row, H heads, d and v dims of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from moecore._torch import storage_key, tree_leaves
+from moecore.planning.work import Kind, Work
+
+PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
+COPIES = ("copy_", "_to_copy", "clone", "cat", "stack", "_foreach_copy_")
+WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
+ATTENTION = ("_scaled_dot_product_cudnn_attention", "_flash_attention_forward")
+Args = Sequence[Any]
+
+
+def work_of_operation(
+    name: str, args: Args, kwargs: Mapping[str, Any], out: Any, *, changes: bool
+) -> Work | None:
+    """Return what an operation of torch does on the device; None for views and new memory.
+
+    Args:
+        name: without its namespace and overload.
+        args: as it is called.
+        kwargs: likewise.
+        out: what it returns.
+        changes: whether it writes memory, new or given.
+    """
+    tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+    if not changes or name in WITHOUT_WORK or not tensors:
+        return None
+    if name in PRODUCTS:
+        a, b = args[PRODUCTS[name] :][:2]
+        M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+        return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
+    if name.removesuffix("_backward") in ATTENTION:
+        return _attention(name, [t for t in tensors if t.ndim == 4], "backward" in name)
+    kind: Kind = "copy" if name in COPIES else "rows"
+    return Work(name, kind, 0, _bytes(tensors), (), _dtype(tensors[0]))
+
+
+def work_of_kernel(name: str, args: Args) -> Work:
+    """Return what a kernel of this package does, or what stands for one of torch's on meta."""
+    tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
+    if name.startswith("attention"):
+        return _attention(name, tensors, name.endswith("bwd"))
+    dtype = _dtype(tensors[0]) if tensors else "uint8"
+    if name in GROUPED:
+        e, R, N, K = GROUPED[name](args)
+        shape, flops = (e, R, N, K), 2 * R * N * K
+        return Work(name, "grouped product", flops, _bytes(tensors), shape, dtype)
+    return Work(name, "rows", 0, _bytes(tensors), (), dtype)
+
+
+def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
+    """Return what a collective moves: this rank's part of what it sends and receives.
+
+    Args:
+        name: without its namespace.
+        args: as it is called.
+        num_ranks: of its group.
+    """
+    tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    dtype = _dtype(tensors[0]) if tensors else "uint8"
+    return Work(name, "collective", 0, sum(t.nbytes for t in tensors), (num_ranks,), dtype)
+
+
+def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool) -> Work:
+    """Return the work of causal attention; a backward multiplies five times where one does two."""
+    heads = tensors[1:] if is_backward and name.startswith("_") else tensors  # behind the gradient
+    (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
+    flops = B * H * T * T * (d + v) * (5 if is_backward else 2) // 2
+    shape = (B, H, T, d, v)
+    return Work(name, "attention", flops, _bytes(tensors), shape, _dtype(heads[0]))
+
+
+def _cooperative(args: Args) -> tuple[int, int, int, int]:
+    a, b, h, out = args[0], args[1], args[4], args[6]
+    (R, K), N = a.shape, (out if h is None else h).shape[1]
+    return prod(b.shape) // (N * K), R, N, K
+
+
+def _activation_bwd(args: Args) -> tuple[int, int, int, int]:
+    R, D, F = args[-3:]
+    return prod(args[2].shape) // (D * F), R, F, D
+
+
+def _wgrad(args: Args) -> tuple[int, int, int, int]:
+    y_RN, (e, M, N) = args[2], args[7:10]
+    return e, y_RN.shape[0], N, M
+
+
+def _fp8(args: Args) -> tuple[int, int, int, int]:
+    b, out_RN, K, N = args[1], args[5], *args[7:9]
+    return prod(b.shape) // (N * K), out_RN.shape[0], N, K
+
+
+def _fp8_wgrad(args: Args) -> tuple[int, int, int, int]:
+    x, (e, M, N) = args[0], args[7:10]
+    return e, prod(x.shape) // M, N, M
+
+
+def _gemm(args: Args) -> tuple[int, int, int, int]:
+    out_RN, (e, N, K) = args[5], args[6:9]
+    return e, out_RN.shape[0], N, K
+
+
+def _gemm_activation(args: Args) -> tuple[int, int, int, int]:
+    h_RC, (e, _, D) = args[5], args[7:10]
+    return e, *h_RC.shape, D
+
+
+def _grouped_mm(args: Args) -> tuple[int, int, int, int]:
+    a_RK, b_eKN, _ = args
+    e, K, N = b_eKN.shape
+    return e, a_RK.shape[0], N, K
+
+
+# Kernel -> (e, R, N, K) of the arguments that its launcher gives it.
+GROUPED: dict[str, Callable[[Args], tuple[int, int, int, int]]] = {
+    "sm90_bf16_grouped_kernel": _cooperative,
+    "sm90_bf16_grouped_nn_act_bwd_kernel": _activation_bwd,
+    "sm90_bf16_grouped_wgrad_kernel": _wgrad,
+    "sm90_fp8_grouped_nt_kernel": _fp8,
+    "sm90_fp8_grouped_wgrad_kernel": _fp8_wgrad,
+    "_grouped_gemm_fwd_kernel": _gemm,
+    "_grouped_gemm_activation_fwd_kernel": _gemm_activation,
+    "grouped_mm": _grouped_mm,
+}
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of different tensors."""
+    found = {(storage_key(t), t.storage_offset(), t.shape): t.nbytes for t in tensors}
+    return sum(found.values())
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,105 @@
+"""Follows what a program allocates on meta, and writes down what a GPU would work on.
+
+    the host's code of a step, on meta -> allocations -> level, peak
+                                       -> kernels, products, collectives -> Work
+
+Storages are those of tensors that are no subclass: a DTensor's are its rank's part. Sizes are
+rounded as torch's allocator rounds them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moecore._torch import storage_key, tree_leaves, tree_map_only
+from moecore.kernels.ops import PLAIN_TYPES
+from moecore.planning.operations import work_of_collective, work_of_kernel, work_of_operation
+from moecore.planning.work import Work
+
+ALIGNMENT = 512  # bytes: what torch's allocator rounds to
+FOREACH = "_foreach"
+
+
+class Recorder(TorchDispatchMode):
+    """The mode; within `launches_on_meta`, with `launched` for it.
+
+    Attributes:
+        level: bytes that are allocated.
+        peak: most of them since `mark`.
+        works: what ran since `mark`, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = self.peak = 0
+        self.works: list[Work] = []
+        self._sizes: dict[int, int] = {}
+
+    def mark(self) -> None:
+        """Begin anew: no work, and the peak is what is allocated now."""
+        self.peak, self.works = self.level, []
+
+    def take(self, tensor: Tensor) -> bool:
+        """Count the memory of a tensor on meta, once; return whether it is new."""
+        key = storage_key(tensor)
+        if key in self._sizes:
+            return False
+        storage = tensor.untyped_storage()
+        self._sizes[key] = size = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        self.level += size
+        self.peak = max(self.peak, self.level)
+        weakref.finalize(storage, self._free, key)
+        return True
+
+    def _free(self, key: int) -> None:
+        self.level -= self._sizes.pop(key)
+
+    def launched(self, name: str, args: Sequence[Any]) -> None:
+        """Write down a kernel of this package."""
+        self.works.append(work_of_kernel(name, args))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:  # it comes back with this rank's parts
+            return NotImplemented
+        namespace, name = func.name().split("::")
+        (name, _, overload), kwargs = name.partition("."), kwargs or {}
+        if namespace == "c10d":
+            return self._communicate(func, name, args, kwargs)
+        if name == "_local_scalar_dense" and args[0].is_meta:
+            return 0  # what a host reads: no gradient overflows, and nothing is skipped
+        changes = name.endswith("_") or overload.endswith("out")
+        is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
+        out = None if is_foreach else func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            if type(tensor) in PLAIN_TYPES and tensor.is_meta:
+                changes |= self.take(tensor)
+        work = work_of_operation(name, args, kwargs, out, changes=changes)
+        if work is not None:
+            self.works.append(work)
+        return out
+
+    def _communicate(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Write a collective down; ranks that are not there get nothing."""
+        groups = [x for x in args if isinstance(x, torch.ScriptObject)]
+        sizes = [g.size() for x in groups if (g := _group(x)) is not None]
+        self.works.append(work_of_collective(name, args, max(sizes, default=1)))
+        args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
+        args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]
+        return func(*args, **kwargs)
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except RuntimeError:
+        return None
