@@ -8,7 +8,7 @@ arrived. Nothing else takes time: the optimizer, and the gradients of a step, co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moecore._fields import PositiveOrZero, Rules, check_arguments, check_fields
@@ -99,23 +99,40 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"costs.forward ({len(costs.forward)} stages) must have a time per stage of the "
             f"schedule ({schedule.num_stages}): pass as many"
         )
-    spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     exposed = [0.0] * schedule.pp
+    spans = spans_of(schedule, lambda item: _duration(item, costs)[1], costs.transfer)
+    for rank, items in enumerate(spans):
+        for _, _, item in items:
+            compute, taken = _duration(item, costs)
+            exposed[rank] += taken - compute
+    return Timeline(spans=spans, exposed_exchange=tuple(exposed))
+
+
+def spans_of(
+    schedule: Schedule, duration: Callable[[Item], float], transfer: float
+) -> tuple[tuple[Span, ...], ...]:
+    """Return when each rank runs what.
+
+    Args:
+        schedule: of all ranks.
+        duration: of an item.
+        transfer: time of a message from one rank to another.
+    """
+    spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
     done: dict[Action, tuple[int, float]] = {}  # rank and end
     for rank, item in schedule.in_time():
         before = spans[rank][-1].end if spans[rank] else 0.0
         actions = actions_of(item)
         arrivals = (done[i] for action in actions for i in schedule.inputs_of(action))
-        arrived = (end + costs.transfer * (source != rank) for source, end in arrivals)
+        arrived = (end + transfer * (source != rank) for source, end in arrivals)
         start = max(before, *arrived, 0.0)
-        compute, taken = _duration(item, costs)
-        exposed[rank] += taken - compute
-        spans[rank].append(Span(start, start + taken, item))
+        end = start + duration(item)
+        spans[rank].append(Span(start, end, item))
         for action in actions:
-            done[action] = rank, start + taken
+            done[action] = rank, end
             if action.kind == "B":
-                done[action._replace(kind="D")] = rank, start + taken
-    return Timeline(spans=tuple(map(tuple, spans)), exposed_exchange=tuple(exposed))
+                done[action._replace(kind="D")] = rank, end
+    return tuple(map(tuple, spans))
 
 
 def _duration(item: Item, costs: Costs) -> tuple[float, float]:

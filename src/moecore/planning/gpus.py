@@ -7,24 +7,73 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 GIB = 1 << 30
+TERA, GIGA = 10**12, 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One kind of GPU.
+    """One kind of GPU, in a server of 8. Rates are peaks, of dense products.
 
     Attributes:
         memory: bytes that a process can allocate.
+        bf16_flops, fp8_flops, fp32_flops: per second; fp8_flops is None where there is no FP8.
+        memory_bandwidth: bytes per second.
+        nvlink: bytes per second, both directions together.
+        pcie: bytes per second in one direction, to and from the host.
+        network: bytes per second, both directions together, of a GPU's share of the network cards.
     """
 
     memory: int
+    bf16_flops: float
+    fp8_flops: float | None
+    fp32_flops: float
+    memory_bandwidth: float
+    nvlink: float
+    pcie: float
+    network: float
 
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "a100-80": Gpu(memory=79 * GIB),
-        "h100-80": Gpu(memory=79 * GIB),
-        "h200-141": Gpu(memory=139 * GIB),
-        "b200-180": Gpu(memory=178 * GIB),
+        "a100-80": Gpu(
+            memory=79 * GIB,
+            bf16_flops=312 * TERA,
+            fp8_flops=None,
+            fp32_flops=19.5 * TERA,
+            memory_bandwidth=2039 * GIGA,
+            nvlink=600 * GIGA,
+            pcie=32 * GIGA,
+            network=50 * GIGA,  # 200 Gb/s each way
+        ),
+        "h100-80": Gpu(
+            memory=79 * GIB,
+            bf16_flops=989.4 * TERA,
+            fp8_flops=1978.9 * TERA,
+            fp32_flops=66.9 * TERA,
+            memory_bandwidth=3350 * GIGA,
+            nvlink=900 * GIGA,
+            pcie=64 * GIGA,
+            network=100 * GIGA,  # ConnectX-7: 400 Gb/s each way
+        ),
+        "h200-141": Gpu(
+            memory=139 * GIB,
+            bf16_flops=989.4 * TERA,
+            fp8_flops=1978.9 * TERA,
+            fp32_flops=66.9 * TERA,
+            memory_bandwidth=4800 * GIGA,
+            nvlink=900 * GIGA,
+            pcie=64 * GIGA,
+            network=100 * GIGA,
+        ),
+        "b200-180": Gpu(
+            memory=178 * GIB,
+            bf16_flops=2250 * TERA,
+            fp8_flops=4500 * TERA,
+            fp32_flops=75 * TERA,
+            memory_bandwidth=8000 * GIGA,
+            nvlink=1800 * GIGA,
+            pcie=64 * GIGA,
+            network=100 * GIGA,
+        ),
     }
 )
