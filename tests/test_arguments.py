@@ -21,7 +21,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.optim import assign_matrices
 from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
 from moecore.pipeline import Costs, LayoutCosts, Timeline, make_schedule
-from moecore.planning import TrainingRun
+from moecore.planning import CostTable, TrainingRun, Work
 from moecore.rl import RouterReplay
 from moecore.shard import ShardPlan
 from tests.test_api import SECTIONS
@@ -35,6 +35,7 @@ OPTIONS = UpcycleOptions(expansion=2, granularity=2, top_k=2)
 NOTHING: dict[str, Any] = dict.fromkeys(("layers", "linears", "params", "units", "blocks"), ())
 NAMES = dict.fromkeys(("model", "device_type", "dispatcher", "dispatcher_reason"), "")
 PLAN = ShardPlan(parallel=ParallelConfig(dp_shard=1, edp_shard=1), **NOTHING, **NAMES)
+TABLE = CostTable.of("h200-141")
 TOKENS = torch.ones(1, 4, dtype=torch.long)
 
 # What is no call: types of annotations, protocols, and records that moecore itself fills.
@@ -82,6 +83,7 @@ METHODS: tuple[tuple[Any, str], ...] = (
     (OPTIONS, "moe_config"),
     *((PackedBatchSampler([1], 4), n) for n in ("set_epoch", "state_dict", "load_state_dict")),
     (schedule_documents([1], ranks=1, max_tokens=1), "of_rank"),
+    *((TABLE, n) for n in ("of", "read", "on", "write", "extended", "seconds", "wall")),
     *((REPLAY, n) for n in ("choices", "replay", "select", "to_engine", "from_engine")),
 )
 # Valid values of parameters without a default, by name, and where one name has several types.
@@ -93,6 +95,7 @@ VALID: dict[str, Any] = {
     **dict(loads_E=TOKENS[0], num_ranks=1, layer=MoELayer(LAYER), order_E=TOKENS[0]),
     **dict(lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),
     **dict(sizes=[1], bytes_per_second=1.0),
+    **dict(gpu="h200-141", points=[], source="here", work=Work("copy", "copy", 0, 1, (), "uint8")),
     **dict(documents=[[1]], costs=[1.0], cu_seqlens=torch.tensor([0, 2])),
     **dict(pp=1, chunks=1, num_micro_batches=1, text="EtL", num_layers=1, num_stages=1),
     "schedule": make_schedule("1f1b", pp=1, chunks=1, num_micro_batches=1),

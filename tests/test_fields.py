@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,7 +40,8 @@ from moecore.optim.matrices import MatrixLayout
 from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
 from moecore.pipeline.layout import LayoutCosts
 from moecore.pipeline.simulate import Costs
-from moecore.planning import OptimizerOptions, TrainingRun, Work
+from moecore.planning import CostTable, OptimizerOptions, TrainingRun, Work
+from moecore.planning.costs import Point
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
 from moecore.upcycle.models import MLPNames
@@ -135,6 +136,7 @@ DECODER: dict[str, Any] = dict(
 WORK: dict[str, Any] = dict(
     name="aten.mm", kind="product", flops=16, num_bytes=24, shape=(2, 2, 2), dtype="bfloat16"
 )
+H200 = replace(CostTable.of("h200-141"), points=())
 RECORDS: list[tuple[type, dict[str, Any]]] = [
     (MoEConfig, LAYER),
     (MoEConfig, LAYER | dict(score_function="sigmoid", expert_bias=True, shared_hidden_dim=8)),
@@ -174,6 +176,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (OptimizerOptions, {}),
     (TrainingRun, dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8)),
     (Work, WORK),
+    (Point, dict(work=Work(**WORK), seconds=1.0)),
+    (CostTable, {f.name: getattr(H200, f.name) for f in fields(H200)}),
 ]
 VALUES: list[Any] = [
     *(True, False, None, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 10**400, -(10**5000)),

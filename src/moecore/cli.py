@@ -1,4 +1,4 @@
-"""The command line: checkpoints (inspect, verify, convert, prune), and plans of runs.
+"""The command line: checkpoints (inspect, verify, convert, prune), plans of runs, measurements.
 
 Exit codes: 0 no problem; 1 a problem was found, named in one line on stderr; 2 wrong usage.
 """
@@ -20,6 +20,7 @@ from moecore.checkpoint.directory import Step, latest, prunable, prune, whole_di
 from moecore.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.checkpoint.meter import Progress
 from moecore.planning.command import add_plan
+from moecore.planning.measure import add_measure
 
 DESCRIPTION = """\
 Work with checkpoints. A path is a step directory (runs/a/step-000100), a run (runs/a; its latest
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     remove.add_argument("--keep", type=int, required=True, help="how many of the newest stay, >= 1")
     remove.add_argument("--dry-run", action="store_true", help="only print which would go")
     add_plan(rooms)
+    add_measure(rooms)
     return parser
 
 

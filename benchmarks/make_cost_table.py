@@ -1,0 +1,270 @@
+r"""Writes the table of costs that `moecore.planning` ships, from the committed records.
+
+    python -m benchmarks.make_cost_table
+
+The newest record of an operation counts. Of the machine's ceilings, which every session measures
+at another temperature, it is the median one.
+
+Legend: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T K rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from benchmarks.dispatch_cases import SHAPES as EP_SHAPES
+from benchmarks.gate import ROOT
+from benchmarks.records import RESULTS, latest, load
+from benchmarks.shapes import SHAPES
+from moecore.planning.costs import CostTable, Point
+from moecore.planning.work import Work
+
+TABLE = ROOT / "src" / "moecore" / "planning" / "tables" / "h200.json"
+ATTENTION_PAGE = "printed/2026-11-22-attention.txt"  # forward and backward apart
+ATTENTION = re.compile(r"\((.*)\) (cudnn|flash) dense: fwd (\S+) ms .* bwd (\S+) ms")
+LINEARS_PAGE = "printed/2026-11-22-fp8.txt"
+LINEARS = re.compile(r" T=(\d+) K=(\d+) N=(\d+) bf16 (\S+) ")
+ATTENTION_NAMES = {
+    "cudnn": "aten._scaled_dot_product_cudnn_attention",
+    "flash": "aten._flash_attention",
+}
+GROUPED, WGRAD = "sm90_bf16_grouped_kernel", "sm90_bf16_grouped_wgrad_kernel"
+PRODUCTS: dict[str, tuple[str, Callable[[int, int], tuple[int, int]]]] = {  # kernel, N and K
+    "fc1": (GROUPED, lambda D, F: (2 * F, D)),
+    "fc2": (GROUPED, lambda D, F: (D, F)),
+    "fc1_dgrad": (GROUPED, lambda D, F: (D, 2 * F)),
+    "fc2_dgrad": ("sm90_bf16_grouped_nn_act_bwd_kernel", lambda D, F: (F, D)),
+    "fc1_wgrad": (WGRAD, lambda D, F: (2 * F, D)),
+    "fc2_wgrad": (WGRAD, lambda D, F: (D, F)),
+}
+FP8_PRODUCTS = {  # op: kernel, the products of its time
+    "fp8_four_products": (
+        "sm90_fp8_grouped_nt_kernel",
+        ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad"),
+    ),
+    "fp8_two_wgrads": ("sm90_fp8_grouped_wgrad_kernel", ("fc1_wgrad", "fc2_wgrad")),
+}
+ROWS = {  # op: part of the kernel's name, dtype
+    "router_logits": ("router_logits", "float32"),
+    "router_logits_bwd": ("router_logits_bwd", "float32"),
+    "route": ("route", "float32"),
+    "route_bwd": ("route_bwd", "float32"),
+    "build_index": ("build_index", "int32"),
+    "gather_rows": ("gather_rows", "bfloat16"),
+    "sum_rows": ("sum_rows", "bfloat16"),
+    "weighted_activation": ("weighted_activation", "bfloat16"),
+    "weighted_activation_bwd": ("weighted_activation_bwd", "bfloat16"),
+    "count_experts": ("expert_counts", "int32"),
+    "balance_statistics": ("balance_statistics", "float32"),
+    "balance_statistics_bwd": ("balance_statistics_bwd", "float32"),
+    "adamw": ("adamw", "float32"),
+    "adamw_bf16_moments": ("adamw", "bfloat16"),
+}
+MOVES = {"dispatch": "_spread_kernel", "combine": "_reduce_kernel"}
+WAYS = {"p2p": "send", "allgather": "all_gather", "a2a": "all_to_all"}
+ASSUMED = (
+    "the three products of a linear were timed together: each has their rate",
+    "dense products in FP8 reach the share of their peak that those in bf16 reach",
+    "products in FP8 of a layer were timed together: each has their rate",
+    "bytes of NCCL's all-to-all are those of even choices",
+    "collectives without records (all_reduce, reduce_scatter, broadcast) have all_gather's "
+    "efficiency",
+    "rows of operations without records, such as torch's own, have the efficiency of a copy",
+    "copies to the device are as fast as copies to the host",
+    "between nodes: the maker's 400 Gb/s of a ConnectX-7 per GPU, from the maker and not "
+    "measured; the share of it that is reached, and the latency of a collective, are assumed",
+)
+Record = dict[str, Any]
+
+
+def make_table(results: Path = RESULTS) -> CostTable:
+    """Return the table of the records in a folder."""
+    records: list[Record] = load(results)  # type: ignore[assignment]
+    newest: list[Record] = latest(records)  # type: ignore[arg-type]
+    alone = [r for r in newest if r["gpu"] == "NVIDIA H200"]
+    points = [
+        *_ceilings(records),
+        *_grouped(alone),
+        *_fp8(alone),
+        *_linears(results / LINEARS_PAGE),
+        *_attention(results / ATTENTION_PAGE),
+        *_rows(alone),
+        *_host_copies(results / "checkpoint"),
+        *_moves(newest),
+        *_travels(results / "sequences"),
+    ]
+    return CostTable(
+        gpu="h200-141",
+        measured_on="h200-141",
+        source="records under benchmarks/results, of NVIDIA H200",
+        launch_seconds=min(r["ms"] / r["launches"] for r in alone if r.get("launches")) / 1e3,
+        points=tuple(points),
+        stands_for={
+            "product": "aten.mm",
+            "grouped product": "aten._grouped_mm",
+            "attention": ATTENTION_NAMES["cudnn"],
+            "rows": "aten.copy_",
+            "collective": "all_gather",
+            "copy": "copy to host",
+        },
+        efficiency={
+            "product": 0.7,
+            "grouped product": 0.7,
+            "attention": 0.5,
+            "rows": 0.8,
+            "collective": 0.6,
+            "copy": 0.8,
+            "network": 0.9,
+        },
+        network_seconds=20e-6,
+        assumed=ASSUMED,
+    )
+
+
+def point(
+    record: Record, name: str, kind: Any, ms: float, shape: Iterable[int], dtype: str, **sizes: int
+) -> Point:
+    """Return a measured operation; seconds have six digits, as records have."""
+    work = Work(
+        name,
+        kind,
+        flops=sizes.get("flops", 0),
+        num_bytes=sizes["num_bytes"],
+        shape=tuple(shape),
+        dtype=dtype,
+    )
+    seconds = float(f"{ms / 1e3:.6g}")
+    return Point(work=work, seconds=seconds, commit=record["commit"], date=record["date"][:10])
+
+
+def _ceilings(records: list[Record]) -> Iterator[Point]:
+    """Yield a dense product of n^3 and a copy of so many bytes."""
+    for op in ("ceiling_dense", "ceiling_copy"):
+        found = [r for r in records if r["op"] == op and r["gpu"] == "NVIDIA H200"]
+        ms = median_low(r["ms"] for r in found)
+        record = next(r for r in found if r["ms"] == ms)
+        number = int(re.split(r"\D", record["shape"])[0])
+        if op == "ceiling_dense":
+            sizes = dict(flops=2 * number**3, num_bytes=6 * number**2)
+            yield point(record, "aten.mm", "product", ms, [number] * 3, "bfloat16", **sizes)
+        else:
+            num_bytes = 2 * number << 20  # read and written
+            yield point(record, "aten.copy_", "rows", ms, (), "bfloat16", num_bytes=num_bytes)
+
+
+def _grouped(records: list[Record]) -> Iterator[Point]:
+    """Yield moecore's products in bf16, and torch's of the same rows, which lie gathered."""
+    for r in records:
+        if r["op"] in PRODUCTS and r["backend"] == "triton":
+            kernel = PRODUCTS[r["op"]][0]
+            yield _product(r, r["op"], kernel, r["ms"])
+            if kernel != WGRAD:
+                yield _product(r, r["op"], "aten._grouped_mm", r["baseline_ms"])
+
+
+def _fp8(records: list[Record]) -> Iterator[Point]:
+    """Yield products in FP8, each with its share of the time of several, by FLOP."""
+    for r in records:
+        if r["op"] in FP8_PRODUCTS:
+            kernel, ops = FP8_PRODUCTS[r["op"]]
+            flops = [_product(r, op, kernel, r["ms"], "float8_e4m3fn").work.flops for op in ops]
+            for op, share in zip(ops, flops, strict=True):
+                ms = r["ms"] * share / sum(flops)
+                yield _product(r, op, kernel, ms, "float8_e4m3fn")
+
+
+def _product(r: Record, op: str, kernel: str, ms: float, dtype: str = "bfloat16") -> Point:
+    s = SHAPES[r["shape"]]
+    N, K = PRODUCTS[op][1](s.dim, s.hidden_dim)
+    size = 1 if dtype.startswith("float8") else 2
+    E, R = s.num_experts, s.rows
+    if "wgrad" in op:
+        num_bytes = size * R * (N + K) + 2 * E * N * K
+    else:
+        num_bytes = size * (R * K + E * N * K) + 2 * R * N
+    sizes = dict(flops=2 * R * N * K, num_bytes=num_bytes)
+    return point(r, kernel, "grouped product", ms, (E, R, N, K), dtype, **sizes)
+
+
+def _linears(path: Path) -> Iterator[Point]:
+    """Yield the forward and the weight's gradient of linears, of three products of one size."""
+    record = dict(commit="unknown", date=path.name[:10])
+    for line in path.read_text().splitlines():
+        if found := LINEARS.search(line):
+            T, K, N = map(int, found.groups()[:3])
+            ms = float(found[4]) / 3
+            sizes = dict(flops=2 * T * K * N, num_bytes=2 * (T * K + K * N + T * N))
+            yield point(record, "aten.mm", "product", ms, (T, N, K), "bfloat16", **sizes)
+            yield point(record, "aten.mm", "product", ms, (N, K, T), "bfloat16", **sizes)
+
+
+def _attention(path: Path) -> Iterator[Point]:
+    """Yield causal attention: 2 (d + v) FLOP per head and pair that sees each other."""
+    text = path.read_text()
+    record = dict(commit=re.findall(r"commit (\w+)", text)[0], date=path.name[:10])
+    for line in text.splitlines():
+        if not (found := ATTENTION.match(line)):
+            continue
+        T, B, H, G, d, v = map(int, found[1].split(","))
+        flops, num_bytes = B * H * T * T * (d + v), 2 * B * T * (H + G) * (d + v)
+        name, shape = ATTENTION_NAMES[found[2]], (B, H, T, d, v)
+        sizes = dict(flops=flops, num_bytes=num_bytes)
+        yield point(record, name, "attention", float(found[3]), shape, "bfloat16", **sizes)
+        sizes = dict(flops=flops * 5 // 2, num_bytes=2 * num_bytes)
+        backward, ms = f"{name}_backward", float(found[4])
+        yield point(record, backward, "attention", ms, shape, "bfloat16", **sizes)
+
+
+def _rows(records: list[Record]) -> Iterator[Point]:
+    """Yield operations that move rows: the fewest bytes that each must move."""
+    for r in records:
+        if r["op"] in ROWS:
+            name, dtype = ROWS[r["op"]]
+            num_bytes = round(r["gbps"] * r["ms"] * 1e6)
+            yield point(r, name, "rows", r["ms"], (), dtype, num_bytes=num_bytes)
+
+
+def _host_copies(folder: Path) -> Iterator[Point]:
+    """Yield the last copy to pinned host memory."""
+    found = [r for r in _lines(folder) if r["op"] == "device_to_host_copy"]
+    r = found[-1]
+    yield point(r, "copy to host", "copy", r["ms"], (), "bfloat16", num_bytes=r["bytes"])
+
+
+def _moves(records: list[Record]) -> Iterator[Point]:
+    """Yield the kernels of dispatcher nvlink, and NCCL's all-to-all of a row per choice."""
+    for r in records:
+        found = re.fullmatch(r"(.+)-ep(\d+)", r["shape"])
+        if r["op"] in MOVES and r["backend"] == "nvlink" and r["routing"] == "even" and found:
+            ranks = int(found[2])
+            yield _collective(r, MOVES[r["op"]], r["ms"], ranks, round(r["gbps"] * r["ms"] * 1e6))
+            if r["op"] == "dispatch":
+                s = EP_SHAPES[found[1]]
+                rows = s.tokens * s.top_k * (ranks - 1) // ranks
+                yield _collective(r, "all_to_all", r["baseline_ms"], ranks, 2 * rows * s.dim)
+
+
+def _travels(folder: Path) -> Iterator[Point]:
+    """Yield what context parallel ranks send, alone: as many bytes come as go."""
+    for r in _lines(folder):
+        if r["op"] == "context_parallel" and r["way"] in WAYS:
+            yield _collective(r, WAYS[r["way"]], r["travel_ms"], r["cp"], r["sent_bytes"])
+
+
+def _collective(r: Record, name: str, ms: float, ranks: int, sent: int) -> Point:
+    """Return a collective in which each rank gets as many bytes as it sends."""
+    return point(r, name, "collective", ms, [ranks], "bfloat16", num_bytes=2 * sent)
+
+
+def _lines(folder: Path) -> Iterator[Record]:
+    for path in sorted(folder.glob("*h200.jsonl")):
+        yield from map(json.loads, path.read_text().splitlines())
+
+
+if __name__ == "__main__":
+    make_table().write(TABLE)

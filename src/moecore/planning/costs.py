@@ -1,0 +1,330 @@
+"""CostTable: how long one operation takes on a GPU, from operations that were measured.
+
+    seconds(work) = launch + roofline(work) / efficiency(work)
+
+The roofline is the longest of FLOP, bytes of memory and bytes of each link over the maker's rates.
+The efficiency is that of measured operations of the same name (else of those that stand for its
+kind), at sizes near by: weighted by the inverse square of the distance between logarithms of what
+matters of a shape, so a measured operation takes what it took. A GPU without measurements has the
+efficiencies of one that has some, and its own maker's rates.
+
+| kind | what matters of a shape |
+|---|---|
+| product | M, N, K |
+| grouped product | rows per expert, N, K |
+| attention | B H, T, d, v |
+| rows, copy | bytes |
+| collective | ranks, bytes |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from moecore._fields import (
+    Bound,
+    CountOrZero,
+    OneOf,
+    Positive,
+    Rules,
+    check_arguments,
+    check_fields,
+)
+from moecore.planning.gpus import GPUS
+from moecore.planning.work import Kind, Work
+
+KINDS = get_args(Kind)
+GpuName = Annotated[str, OneOf(tuple(GPUS)), "use one of these"]
+Share = Annotated[float, Bound(">", 0), Bound("<=", 1)]
+Wall = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
+SHIPPED = "h200"  # the table in tables/
+NODE = 8  # GPUs that NVLink connects
+BACKWARD = re.compile("backward|bwd")
+ALL_TO_ALL = re.compile("all.?to.?all|spread|reduce_kernel|dispatch|combine")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """An operation that was measured.
+
+    Attributes:
+        work: what ran.
+        seconds: that it took.
+        commit, date: of the record.
+    """
+
+    work: Work
+    seconds: Positive
+    commit: str = ""
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostTable:
+    """What operations take on a kind of GPU.
+
+    Attributes:
+        gpu: whose seconds these are.
+        measured_on: where the points were measured.
+        source: where they come from, in a sentence.
+        launch_seconds: of any operation, besides what it computes and moves.
+        points: what was measured.
+        stands_for: by kind, the name of points that operations without points of their own take.
+        efficiency: by kind, and of "network": that of operations without any point.
+        network_seconds: of a collective between nodes, besides its bytes.
+        assumed: what of this was not measured, in sentences.
+    """
+
+    gpu: GpuName
+    measured_on: GpuName
+    source: str
+    launch_seconds: Positive
+    points: tuple[Point, ...]
+    stands_for: Mapping[str, str]
+    efficiency: Mapping[str, Share]
+    network_seconds: Positive
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        missing = [kind for kind in (*KINDS, "network") if kind not in self.efficiency]
+        if missing:
+            yield "efficiency", f"have {', '.join(map(repr, missing))}: add a share for each"
+        for point in self.points:
+            if point.seconds <= self.launch_seconds or not point.work.num_bytes:
+                yield "points", f"take longer than a launch and move bytes, not {point.work}: drop"
+
+    @classmethod
+    def of(cls, gpu: GpuName) -> CostTable:
+        """Return the table that moecore ships, for a GPU by name.
+
+        Raises:
+            ValueError: for a GPU that `moecore plan` does not know.
+        """
+        check_arguments(CostTable.of, locals())
+        return _shipped().on(gpu)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> CostTable:
+        """Return the table of a file that `write` or `moecore measure` has written.
+
+        Raises:
+            ValueError: of one line, when the file is no such table.
+        """
+        check_arguments(CostTable.read, locals())
+        return _parsed(Path(path).read_text(), os.fspath(path))
+
+    def on(self, gpu: GpuName) -> CostTable:
+        """Return this table for another GPU: the same efficiencies of its maker's rates."""
+        check_arguments(CostTable.on, locals())
+        if gpu == self.gpu:
+            return self
+        scaled = f"efficiencies measured on {self.measured_on}, with the maker's rates of {gpu}"
+        own = self.source if gpu == self.measured_on else scaled
+        return replace(self, gpu=gpu, source=own)
+
+    def extended(self, points: Sequence[Point], source: str) -> CostTable:
+        """Return a table with points that were measured on its GPU, in place of those so named.
+
+        Args:
+            points: what was measured.
+            source: where, in a sentence.
+        """
+        check_arguments(CostTable.extended, locals())
+        names = {point.work.name for point in points}
+        has_fp8 = GPUS[self.gpu].fp8_flops is not None
+        kept = [
+            replace(point, seconds=self.seconds(point.work))
+            for point in self.points
+            if point.work.name not in names
+            and (has_fp8 or not point.work.dtype.startswith("float8"))
+        ]
+        return replace(
+            self,
+            measured_on=self.gpu,
+            points=(*points, *kept),
+            source=f"{source}; what it does not have: {self.source}",
+        )
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as JSON, a line per point."""
+        check_arguments(CostTable.write, locals())
+        Path(path).write_text(self.text())
+
+    def text(self) -> str:
+        """Return the table as JSON, a line per point."""
+        fields = asdict(self)
+        points = [json.dumps(point) for point in fields.pop("points")]
+        head = json.dumps(fields, indent=1).removesuffix("\n}")
+        return f'{head},\n "points": [\n  ' + ",\n  ".join(points) + "\n ]\n}\n"
+
+    def seconds(self, work: Work, node_ranks: CountOrZero = 0) -> float:
+        """Return how long an operation takes.
+
+        Args:
+            work: the operation.
+            node_ranks: of a collective: how many of its ranks one node has; 0 = as many as fit.
+
+        Raises:
+            ValueError: for FP8 on a GPU without, and ranks that a node cannot have.
+        """
+        check_arguments(CostTable.seconds, locals())
+        return sum(self._parts(work, node_ranks))
+
+    def wall(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
+        """Return what an operation's time is for the most part: which rate must grow."""
+        check_arguments(CostTable.wall, locals())
+        launch, rest = self._parts(work, node_ranks)
+        rates = self._roofline(work, self.gpu, _in_node(work, node_ranks))
+        return "launch" if launch >= rest else max(rates, key=lambda wall: rates[wall])
+
+    def _parts(self, work: Work, node_ranks: int) -> tuple[float, float]:
+        """Return seconds that depend on nothing, and those of what is computed and moved."""
+        inside = _in_node(work, node_ranks)
+        rates = self._roofline(work, self.gpu, inside)
+        network = rates.pop("network", 0.0) / self.efficiency["network"]
+        launch = self.launch_seconds + self.network_seconds * (network > 0)
+        return launch, max(max(rates.values()) / self._efficiency(work), network)
+
+    def _roofline(self, work: Work, name: str, inside: int) -> dict[Wall, float]:
+        """Return the seconds that each of the maker's rates alone would take."""
+        gpu = GPUS[name]
+        if work.kind == "copy":
+            return {"pcie": work.num_bytes / gpu.pcie}
+        if work.kind == "collective":
+            return _links(work, inside, gpu.nvlink, gpu.network)
+        peak = gpu.fp32_flops if work.dtype in ("float32", "float64") else gpu.bf16_flops
+        if work.dtype.startswith("float8") and work.flops:
+            if gpu.fp8_flops is None:
+                raise ValueError(
+                    f"dtype ({work.dtype}) must be of 16 bits on {name}: it has no FP8"
+                )
+            peak = gpu.fp8_flops
+        return {"compute": work.flops / peak, "memory": work.num_bytes / gpu.memory_bandwidth}
+
+    def _efficiency(self, work: Work) -> float:
+        """Return the share of the roofline that operations like this one reach."""
+        place, near = _place(work), []
+        for point in self._like(work):
+            rates = self._roofline(point.work, self.measured_on, _in_node(point.work, 0))
+            reached = max(rates.values()) / (point.seconds - self.launch_seconds)
+            near.append((math.dist(place, _place(point.work)), math.log(reached)))
+        if not near:
+            return self.efficiency[work.kind]
+        if min(near)[0] < 1e-9:
+            return math.exp(min(near)[1])
+        weights = [distance**-2 for distance, _ in near]
+        logs = (weight * log for weight, (_, log) in zip(weights, near, strict=True))
+        return math.exp(sum(logs) / sum(weights))
+
+    def _like(self, work: Work) -> list[Point]:
+        """Return the points of its name, or of the one that stands for its kind; perhaps none.
+
+        A point's name is within the operation's, without case and signs: "sum_rows" is that of
+        "_sum_rows_fwd_kernel". The longest one counts, then those of its dtype if there are any.
+        """
+        ours = [point for point in self.points if point.work.kind == work.kind]
+        other = self.stands_for.get(work.kind, "")
+        backward = "backward" if BACKWARD.search(work.name) else ""
+        for name in (work.name, other + backward):
+            lengths = {
+                len(_plain(p.work.name)) for p in ours if _plain(p.work.name) in _plain(name)
+            }
+            found = [
+                point
+                for point in ours
+                if _plain(point.work.name) in _plain(name)
+                and len(_plain(point.work.name)) == max(lengths)
+            ]
+            same = [point for point in found if point.work.dtype == work.dtype]
+            if found:
+                return same or found
+        return []
+
+
+@cache
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+def _place(work: Work) -> tuple[float, ...]:
+    """Return where an operation stands among those of its kind: logarithms of its sizes."""
+    sizes: tuple[float, ...] = (work.num_bytes,)
+    if work.kind == "product":
+        sizes = work.shape
+    elif work.kind == "grouped product":
+        experts, rows, N, K = work.shape
+        sizes = (rows / max(experts, 1), N, K)
+    elif work.kind == "attention":
+        B, H, T, d, v = work.shape
+        sizes = (B * H, T, d, v)
+    elif work.kind == "collective":
+        sizes = (work.shape[0], work.num_bytes)
+    return tuple(math.log(max(size, 1)) for size in sizes)
+
+
+def _in_node(work: Work, node_ranks: int) -> int:
+    """Return how many ranks of a collective one node has."""
+    if work.kind != "collective":
+        return 0
+    ranks = work.shape[0]
+    if node_ranks > min(ranks, NODE):
+        raise ValueError(
+            f"node_ranks ({node_ranks}) must be <= the collective's ranks ({ranks}) and {NODE}: "
+            "count those of one node"
+        )
+    return node_ranks or min(ranks, NODE)
+
+
+def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall, float]:
+    """Return the seconds of a collective's bytes on each link.
+
+    What goes to each rank on its own crosses the network but for the share of its node. What all
+    ranks get, or sum, is passed on from node to node once, by the cards of all its ranks there.
+    """
+    ranks = work.shape[0]
+    if inside == ranks:
+        return {"nvlink": work.num_bytes / nvlink}
+    if ALL_TO_ALL.search(work.name.lower()):
+        away = work.num_bytes * (ranks - inside) / (ranks - 1)
+        return {"nvlink": (work.num_bytes - away) / nvlink, "network": away / network}
+    within = work.num_bytes / nvlink if inside > 1 else 0.0
+    return {"nvlink": within, "network": work.num_bytes / (inside * network)}
+
+
+@cache
+def _shipped() -> CostTable:
+    file = files("moecore.planning") / "tables" / f"{SHIPPED}.json"
+    return _parsed(file.read_text(), SHIPPED)
+
+
+def _parsed(text: str, path: str) -> CostTable:
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        fields["points"] = tuple(_points(fields["points"]))
+        fields["assumed"] = tuple(fields["assumed"])
+        return CostTable(**fields)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"table ({path}) must be one of `moecore measure`, found {error!r}: measure again"
+        ) from error
+
+
+def _points(points: list[dict[str, Any]]) -> Iterator[Point]:
+    for fields in points:
+        work = fields["work"]
+        yield Point(**fields | {"work": Work(**work | {"shape": tuple(work["shape"])})})

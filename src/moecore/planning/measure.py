@@ -1,0 +1,327 @@
+"""`moecore measure`: what operations take on this machine, as the table that plans read.
+
+    moecore measure --out table.json
+    torchrun --nproc-per-node 8 -m moecore measure --out table.json      collectives too
+
+Each operation runs until the GPU has settled, and then in rounds, each after a read of more than
+its L2 holds, which also gives the host time to queue the call. The median counts; of a collective
+that of the slowest rank.
+
+Legend: M, N, K of a product, R rows of E experts, B rows of T tokens with H heads of d dims.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
+
+from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward, cudnn
+from moecore.kernels.attention.attention import choose_kernel
+from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.grouped import cooperative, pingpong, row_tiles, wgrad
+from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
+from moecore.kernels.rows.move import gather_rows, sum_rows
+from moecore.optim.adamw import AdamW
+from moecore.planning.costs import NODE, CostTable, Point
+from moecore.planning.gpus import GPUS
+from moecore.planning.work import Work
+
+Call = Callable[[], Any]
+WARM_UP_S, ROUNDS, MOST = 0.3, 15, 1000
+FLUSH_BYTES = 1 << 30
+SWIGLU = ActivationOptions(kind="swiglu")
+CUDNN, FLASH = "aten._scaled_dot_product_cudnn_attention", "aten._flash_attention"
+
+
+class Sizes(NamedTuple):
+    """What is measured; tests measure less.
+
+    Attributes:
+        products: M, N, K.
+        grouped: E, R, D, F of an MoE layer.
+        attention: B, H, T, d, v.
+        num_bytes: of a tensor that is copied, stepped by the optimizer, or sent at most.
+    """
+
+    products: tuple[tuple[int, int, int], ...]
+    grouped: tuple[tuple[int, int, int, int], ...]
+    attention: tuple[tuple[int, int, int, int, int], ...]
+    num_bytes: int
+
+
+FULL = Sizes(
+    products=(
+        *((1024, 2048, 2048), (4096, 4096, 2048), (16384, 4096, 2048), (16384, 2048, 4096)),
+        *((16384, 4096, 4096), (16384, 7168, 7168), (4096, 2048, 16384), (2048, 151936, 2048)),
+        (8192, 8192, 8192),
+    ),
+    grouped=(
+        *((16, 131072, 2048, 768), (128, 262144, 2048, 768), (32, 131072, 7168, 2048)),
+        *((8, 32768, 4096, 14336), (128, 196608, 1536, 256)),
+    ),
+    attention=(
+        *((4, 32, 4096, 128, 128), (1, 32, 16384, 128, 128), (1, 32, 65536, 128, 128)),
+        *((2, 128, 4096, 192, 128), (1, 32, 16384, 192, 128)),
+    ),
+    num_bytes=1 << 30,
+)
+
+
+def add_measure(rooms: Any) -> None:
+    """Add the command to those of `moecore`."""
+    parser = rooms.add_parser(
+        "measure",
+        help="what operations take on this machine's GPU, as a table for plans",
+        description="Times products, attention, copies and kernels of rows on this GPU, under "
+        "torchrun collectives too, and writes them as a table of costs.",
+    )
+    parser.set_defaults(run=run_measure)
+    parser.add_argument("--out", type=Path, default=Path("table.json"), help="what to write")
+
+
+def run_measure(args: Any) -> int:
+    """Measure and write the table; under torchrun the first rank writes it."""
+    device = _device()
+    gpu = gpu_name(torch.cuda.get_device_name(device))
+    calls = [alone(device, FULL)]
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl", device_id=device)
+        calls.append(together(device, FULL.num_bytes))
+    points = [point for each in calls for point in measured(each, device)]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        where = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+        CostTable.of(gpu).extended(points, where).write(args.out)
+        print(f"{len(points)} operations of {gpu} -> {args.out}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def gpu_name(device_name: str) -> str:
+    """Return the name under which plans know a GPU.
+
+    Raises:
+        ValueError: when they do not.
+    """
+    for name in GPUS:
+        if name.split("-")[0] in device_name.lower():
+            return name
+    raise ValueError(f"device ({device_name}) must be one of {', '.join(GPUS)}: use one of these")
+
+
+def measured(calls: Iterable[tuple[Work, Call]], device: torch.device) -> Iterator[Point]:
+    """Yield the median time of each call, that of the slowest rank if there are several."""
+    flush = torch.ones(FLUSH_BYTES // 4 if device.type == "cuda" else 1, device=device)
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    for work, call in calls:
+        once = _slowest(_median_seconds(call, flush, 3), device)  # so that ranks warm up alike
+        _median_seconds(call, flush, min(MOST, int(WARM_UP_S / once)))
+        seconds = _slowest(_median_seconds(call, flush, ROUNDS), device)
+        yield Point(work=work, seconds=float(f"{seconds:.6g}"), date=date)
+
+
+def alone(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
+    """Yield operations of one GPU; tensors of one are gone when the next is asked for."""
+    for M, N, K in sizes.products:
+        a, b = _random(device, M, K), _random(device, K, N)
+        num_bytes = 2 * (M * K + K * N + M * N)
+        work = Work("aten.mm", "product", 2 * M * N * K, num_bytes, (M, N, K), "bfloat16")
+        yield work, lambda a=a, b=b: a @ b  # type: ignore[misc]
+    for E, R, D, F in sizes.grouped:
+        yield from _grouped(device, E, R, D, F)
+    for B, H, T, d, v in sizes.attention:
+        yield from _attention(device, B, H, T, d, v)
+    yield from _rows(device, sizes)
+    device_bytes = torch.empty(sizes.num_bytes, dtype=torch.uint8, device=device)
+    host_bytes = torch.empty(sizes.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for name, target, source in (
+        ("copy to host", host_bytes, device_bytes),
+        ("copy to device", device_bytes, host_bytes),
+    ):
+        work = Work(name, "copy", 0, sizes.num_bytes, (), "uint8")
+        yield work, lambda t=target, s=source: t.copy_(s, non_blocking=True)  # type: ignore[misc]
+
+
+def together(device: torch.device, num_bytes: int) -> Iterator[tuple[Work, Call]]:
+    """Yield collectives over all ranks, of one node, from a small part of the bytes to all.
+
+    Raises:
+        ValueError: for more ranks than a node has: between nodes other links count.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if not 2 <= ranks <= NODE or int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) != ranks:
+        raise ValueError(f"ranks ({ranks}) must be 2 to {NODE} of one node: start as many there")
+    for shift in (10, 6, 2, 0):
+        numel = (num_bytes >> shift) // (2 * ranks) * ranks
+        whole, part = _random(device, numel), _random(device, numel // ranks)
+        other = torch.empty_like(whole)
+        moved = 2 * (whole.nbytes - part.nbytes)  # sent and received
+
+        def work(name: str, times: int = 1, moved: int = moved) -> Work:
+            return Work(name, "collective", 0, times * moved, (ranks,), "bfloat16")
+
+        def shift_on(other: Tensor = other, whole: Tensor = whole) -> None:
+            to, source = (rank + 1) % ranks, (rank - 1) % ranks
+            ops = [dist.P2POp(dist.isend, whole, to), dist.P2POp(dist.irecv, other, source)]
+            for request in dist.batch_isend_irecv(ops):
+                request.wait()
+
+        yield work("all_gather"), lambda w=whole, p=part: dist.all_gather_into_tensor(w, p)  # type: ignore[misc]
+        yield work("reduce_scatter"), lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w)  # type: ignore[misc]
+        yield work("all_reduce", 2), lambda w=whole: dist.all_reduce(w)  # type: ignore[misc]
+        yield work("all_to_all"), lambda w=whole, o=other: dist.all_to_all_single(o, w)  # type: ignore[misc]
+        yield Work("send", "collective", 0, 2 * whole.nbytes, (ranks,), "bfloat16"), shift_on
+
+
+def _grouped(device: torch.device, E: int, R: int, D: int, F: int) -> Iterator[tuple[Work, Call]]:
+    """Yield the products of a layer with even loads: torch's, on Hopper moecore's too."""
+    ends = (torch.arange(1, E + 1, device=device) * (R // E)).int()
+    x_RD, h_RC, a_RF = (_random(device, R, n) for n in (D, 2 * F, F))
+    w1_ECD, w2_EDF = _random(device, E, 2 * F, D), _random(device, E, D, F)
+
+    def work(name: str, N: int, K: int) -> Work:
+        num_bytes, shape = 2 * (R * (N + K) + E * N * K), (E, R, N, K)
+        return Work(name, "grouped product", 2 * R * N * K, num_bytes, shape, "bfloat16")
+
+    products = (  # fc1, fc2, and their input gradients
+        (x_RD, w1_ECD.transpose(1, 2)),
+        (a_RF, w2_EDF.transpose(1, 2)),
+        (x_RD, w2_EDF),
+        (h_RC, w1_ECD),
+    )
+    for a, b in products:
+        shape = (b.shape[2], b.shape[1])
+        yield work("aten._grouped_mm", *shape), lambda a=a, b=b: grouped_mm(a, b, offs=ends)  # type: ignore[misc]
+    if not has_hopper_kernels(device):
+        return
+    tiles, weights_R = row_tiles.map_row_tiles(ends, R), torch.ones(R, device=device)
+    name = "sm90_bf16_grouped_kernel"
+    yield (
+        work(name, 2 * F, D),
+        lambda: cooperative.cooperative_activation(x_RD, w1_ECD, tiles, weights_R, SWIGLU),
+    )
+    for i in (1, 3):
+        a, b = products[i]
+        shape = (b.shape[2], b.shape[1])
+        yield work(name, *shape), lambda a=a, b=b: cooperative.cooperative_gemm(a, b, tiles)  # type: ignore[misc]
+    yield (
+        work("sm90_bf16_grouped_nn_act_bwd_kernel", F, D),
+        lambda: pingpong.pingpong_activation_bwd(
+            x_RD, w2_EDF, tiles, h_RC, weights_R, ends, SWIGLU
+        ),
+    )
+    name = "sm90_bf16_grouped_wgrad_kernel"
+    yield work(name, 2 * F, D), lambda: wgrad.grouped_wgrad(h_RC, x_RD, ends)
+    yield work(name, D, F), lambda: wgrad.grouped_wgrad(x_RD, a_RF, ends)
+
+
+def _attention(
+    device: torch.device, B: int, H: int, T: int, d: int, v: int
+) -> Iterator[tuple[Work, Call]]:
+    """Yield causal attention and its backward: 2 (d + v) FLOP per head and pair that is seen."""
+    q, k, do, values = (_random(device, B, T, H, n) for n in (d, d, v, v))
+    mask, scale = AttentionMask(causal=True), d**-0.5
+    name = CUDNN if choose_kernel(q, k, values, mask) is cudnn else FLASH
+    shape = (B, H, T, d, v)
+    flops, num_bytes = B * H * T * T * (d + v), 4 * B * T * H * (d + v)
+    forward = Work(name, "attention", flops, num_bytes, shape, "bfloat16")
+    yield forward, lambda: attention_forward(q, k, values, mask, scale)
+    o, lse = attention_forward(q, k, values, mask, scale)
+    sizes = (flops * 5 // 2, 2 * num_bytes, shape)
+    backward = Work(f"{name}_backward", "attention", *sizes, "bfloat16")
+    yield backward, lambda: attention_backward(do, q, k, values, o, lse, mask, scale)
+
+
+def _rows(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
+    """Yield what moves bytes: a copy, moves of expert rows, the activation, the optimizer."""
+
+    def work(name: str, num_bytes: int, dtype: str = "bfloat16") -> Work:
+        return Work(name, "rows", 0, num_bytes, (), dtype)
+
+    source, K, F = _random(device, sizes.num_bytes // 2), 8, 768
+    target = torch.empty_like(source)
+    yield work("aten.copy_", 2 * source.nbytes), lambda: target.copy_(source)
+    D = 2048
+    S = max(1, sizes.num_bytes // (2 * K * D))
+    x_SD, y_RD, h_RC = (_random(device, n, m) for n, m in ((S, D), (S * K, D), (S * K, 2 * F)))
+    order_R = torch.randperm(S * K, device=device).int()
+    slots_SK = torch.empty_like(order_R)
+    slots_SK[order_R.long()] = torch.arange(S * K, device=device, dtype=torch.int32)
+    where = (order_R // K, slots_SK.view(S, K))
+    moved = x_SD.nbytes + y_RD.nbytes + order_R.nbytes
+    yield work("gather_rows", moved), lambda: gather_rows(x_SD, *where)
+    yield work("sum_rows", moved), lambda: sum_rows(y_RD, *where)
+    weights_R = torch.ones(S * K, device=device)
+    moved = h_RC.nbytes * 3 // 2 + weights_R.nbytes
+    activation = lambda: weighted_activation(h_RC, weights_R, None, SWIGLU)  # noqa: E731
+    yield work("weighted_activation", moved), activation
+    param = nn.Parameter(torch.zeros(sizes.num_bytes // 4, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = AdamW([param], lr=1e-4)
+    yield work("adamw", 7 * param.nbytes, "float32"), optimizer.step
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    """Return bf16 values about 0: a GPU takes longer for them than for zeros."""
+    if prod(shape) > 1 << 24:  # large ones by repetition, to save the time that randn takes
+        return (
+            torch.randn(1 << 24, device=device)
+            .bfloat16()
+            .repeat(-(-prod(shape) // (1 << 24)))[: prod(shape)]
+            .view(shape)
+        )
+    return torch.randn(shape, device=device).bfloat16()
+
+
+def _median_seconds(call: Call, flush: Tensor, rounds: int) -> float:
+    """Return the median time of so many calls; 0 without one."""
+    times, spans = [], []
+    for _ in range(rounds):
+        flush.sum()
+        if flush.is_cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            spans.append((begin, end))
+        else:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    if spans:
+        torch.cuda.synchronize()
+        times = [begin.elapsed_time(end) / 1e3 for begin, end in spans]
+    return median(times) if times else 0.0
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    """Return the longest time of all ranks."""
+    if not dist.is_initialized():
+        return seconds
+    longest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def _device() -> torch.device:
+    """Return this rank's GPU.
+
+    Raises:
+        ValueError: without one.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("device (cpu) must be a GPU: run `moecore measure` where torch sees one")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device

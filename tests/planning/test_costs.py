@@ -1,0 +1,343 @@
+"""Tables of costs: exact where it was measured, plausible between, made from the records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.make_cost_table import TABLE, make_table
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from moecore.cli import main
+from moecore.planning import CostTable, Work, fake_world, measure
+from moecore.planning.costs import KINDS, Point
+from moecore.planning.gpus import GPUS
+
+H200 = CostTable.of("h200-141")
+TINY = measure.Sizes(
+    products=((8, 16, 32),),
+    grouped=((2, 32, 16, 16),),
+    attention=((1, 2, 16, 8, 8),),
+    num_bytes=1 << 16,
+)
+CPU = torch.device("cpu")
+
+
+def product(M: int, N: int, K: int, dtype: str = "bfloat16") -> Work:
+    moved = 2 * (M * K + K * N + M * N)
+    return Work("aten.mm", "product", 2 * M * N * K, moved, (M, N, K), dtype)
+
+
+def grouped(E: int, R: int, N: int, K: int, name: str = "sm90_bf16_grouped_kernel") -> Work:
+    shape, moved = (E, R, N, K), 2 * (R * (N + K) + E * N * K)
+    return Work(name, "grouped product", 2 * R * N * K, moved, shape, "bfloat16")
+
+
+def attention(T: int, name: str = "aten._scaled_dot_product_cudnn_attention", B: int = 1) -> Work:
+    H, d = 32, 128
+    flops = 2 * B * H * T * T * d * (2.5 if "backward" in name else 1)
+    return Work(name, "attention", int(flops), 8 * B * T * H * d, (B, H, T, d, d), "bfloat16")
+
+
+def rows(num_bytes: int, name: str = "aten.add") -> Work:
+    return Work(name, "rows", 0, num_bytes, (), "bfloat16")
+
+
+def collective(ranks: int, num_bytes: int, name: str = "c10d._allgather_base_") -> Work:
+    return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
+
+
+SIZES: dict[str, tuple[Callable[[int], Work], int]] = {
+    "products, rows": (lambda i: product(2**i, 4096, 2048), 19),
+    "products, columns": (lambda i: product(4096, 2**i, 2048), 19),
+    "products, sums": (lambda i: product(4096, 4096, 2**i), 16),
+    "grouped, rows": (lambda i: grouped(64, 2**i, 3072, 4096), 20),
+    "grouped, fp8": (
+        lambda i: replace(grouped(16, 2**i, 2048, 768, "sm90_fp8_x"), dtype="float8_e4m3fn"),
+        20,
+    ),
+    "grouped, columns": (lambda i: grouped(64, 65536, 2**i, 2048), 15),
+    "attention": (lambda i: attention(2**i), 20),
+    "attention, backward": (
+        lambda i: attention(2**i, "aten._scaled_dot_product_cudnn_attention_backward"),
+        20,
+    ),
+    "attention, rows": (lambda i: attention(2048, "attention", 2**i), 10),
+    "rows": (lambda i: rows(2**i), 36),
+    "all-gathers": (lambda i: collective(4, 2**i), 36),
+    "all-to-alls": (lambda i: collective(8, 2**i, "c10d.alltoall_base_"), 36),
+    "between nodes": (lambda i: collective(64, 2**i, "c10d.alltoall_base_"), 36),
+    "host": (lambda i: Work("copy to device", "copy", 0, 2**i, (), "bfloat16"), 36),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_more_takes_longer(name: str, gpu: str) -> None:
+    make, most = SIZES[name]
+    if GPUS[gpu].fp8_flops is None and "fp8" in name:
+        pytest.skip("no FP8")
+    seconds = [CostTable.of(gpu).seconds(make(i)) for i in range(most)]
+    assert seconds == sorted(seconds) and 0 < seconds[0] < seconds[-1] < 1000
+
+
+def test_what_was_measured_takes_what_it_took() -> None:
+    assert len(H200.points) > 150 and {p.work.kind for p in H200.points} == set(KINDS)
+    for point in H200.points:
+        assert H200.seconds(point.work) == pytest.approx(point.seconds, rel=1e-6), point
+        assert point.commit and point.date.startswith("2026-11-2")
+
+
+def test_the_shipped_table_is_made_of_the_records() -> None:
+    assert make_table().text() == TABLE.read_text()
+
+
+def test_units() -> None:
+    seconds = H200.seconds(product(16384, 4096, 4096))
+    assert 500e12 < 2 * 16384 * 4096 * 4096 / seconds < 900e12
+    assert 3e12 < 2**30 / H200.seconds(rows(2**30)) < 4.8e12  # bytes per second
+    assert 30e9 < 2**30 / H200.seconds(Work("x", "copy", 0, 2**30, (), "bfloat16")) < 64e9
+    assert 2e11 < 2**30 / H200.seconds(collective(8, 2**30)) < 9e11
+    assert H200.seconds(rows(0)) == H200.launch_seconds < 10e-6
+    # The head's product in a traced step of Qwen3-30B took 1.78 ms (benchmarks/results/train).
+    assert H200.seconds(product(2048, 151936, 2048)) == pytest.approx(1.78e-3, rel=0.05)
+
+
+def test_between_sizes_time_is_between() -> None:
+    small, large = (H200.seconds(attention(T)) for T in (16384, 65536))
+    assert small < H200.seconds(attention(32768)) < large
+    name = "sm90_bf16_grouped_wgrad_kernel"
+    rates = [
+        grouped(128, 262144, N, K, name).flops / H200.seconds(grouped(128, 262144, N, K, name))
+        for N, K in ((1536, 2048), (1792, 2048), (2048, 768))
+    ]
+    assert min(rates[0], rates[2]) * 0.97 < rates[1] < max(rates[0], rates[2]) * 1.03
+
+
+def test_names() -> None:
+    def of(name: str, num_bytes: int = 2**30) -> float:
+        return H200.seconds(rows(num_bytes, name))
+
+    assert of("_sum_rows_fwd_kernel") == of("moecore.sum_rows") < of("aten.copy_") == of("unknown")
+    assert of("moecore::router_logits_bwd") > of("_router_logits_fwd") > of("_sum_rows_fwd_kernel")
+    backward = H200.seconds(attention(4096, "my_attention_backward"))
+    assert backward > 2.5 * H200.seconds(attention(4096, "my_attention"))
+    assert H200.seconds(attention(4096, "aten._flash_attention_forward")) > 1.5 * H200.seconds(
+        attention(4096)
+    )
+    assert H200.seconds(grouped(8, 4096, 2048, 2048, "unknown")) == H200.seconds(
+        grouped(8, 4096, 2048, 2048, "aten._grouped_mm")
+    )
+
+
+def test_a_kind_without_points_has_its_share_of_the_roofline() -> None:
+    bare = replace(H200, points=())
+    work = product(16384, 4096, 4096)
+    peak = GPUS["h200-141"].bf16_flops
+    expected = H200.launch_seconds + work.flops / peak / H200.efficiency["product"]
+    assert bare.seconds(work) == pytest.approx(expected)
+
+
+def test_other_gpus_have_their_makers_rates() -> None:
+    work, copied = product(8192, 8192, 8192), rows(2**32)
+    for gpu, made in GPUS.items():
+        table, own = CostTable.of(gpu), GPUS["h200-141"]
+        compute, memory = (table.seconds(w) - table.launch_seconds for w in (work, copied))
+        here, moved = (H200.seconds(w) - H200.launch_seconds for w in (work, copied))
+        assert compute / here == pytest.approx(own.bf16_flops / made.bf16_flops)
+        assert memory / moved == pytest.approx(own.memory_bandwidth / made.memory_bandwidth)
+        scaled = gpu != "h200-141"
+        assert ("efficiencies measured on h200-141, with the maker's" in table.source) == scaled
+        assert table.on("h200-141").points == H200.points
+    with pytest.raises(ValueError, match=r"^dtype \(float8_e4m3fn\) must be of 16 bits on a100-80"):
+        CostTable.of("a100-80").seconds(product(8, 8, 8, "float8_e4m3fn"))
+
+
+def test_collectives_between_nodes() -> None:
+    def seconds(*args: Any, node_ranks: int = 0) -> float:
+        return H200.seconds(collective(*args), node_ranks)
+
+    size, name = 2**33, "c10d.alltoall_base_"
+    share = GPUS["h200-141"].network * H200.efficiency["network"]
+    fixed = H200.launch_seconds + H200.network_seconds
+    # Half of what 16 ranks send leaves the node; a rank per node sends all of it.
+    assert seconds(16, size, name) == pytest.approx(fixed + size * 8 / 15 / share)
+    assert seconds(4, size, name, node_ranks=1) == pytest.approx(fixed + size / share)
+    # Eight cards bring what all ranks of a node get.
+    assert seconds(4, size, node_ranks=1) == pytest.approx(fixed + size / share)
+    assert seconds(64, size, node_ranks=8) < seconds(64, size, node_ranks=2)
+    assert seconds(8, size) < seconds(16, size) <= seconds(64, size)
+    assert H200.wall(collective(8, size)) == "nvlink"
+    assert H200.wall(collective(64, size, name)) == "network"
+    for ranks, most in ((4, 5), (64, 9)):
+        with pytest.raises(ValueError, match=rf"^node_ranks \({most}\) must be <= the collective"):
+            seconds(ranks, size, node_ranks=most)
+
+
+def test_walls() -> None:
+    walls = {
+        H200.wall(work)
+        for work in (product(8192, 8192, 8192), product(4, 65536, 8192), rows(64), rows(2**30))
+    }
+    assert walls == {"compute", "memory", "launch"}
+    assert H200.wall(Work("x", "copy", 0, 2**30, (), "bfloat16")) == "pcie"
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    for gpu in GPUS:
+        table = CostTable.of(gpu)
+        table.write(path)
+        assert CostTable.read(path) == table
+    path.write_text("[]")
+    with pytest.raises(
+        ValueError, match=r"table \(.*table.json\) must be one of `moecore measure`"
+    ):
+        CostTable.read(path)
+    fields = json.loads(TABLE.read_text())
+    fields["efficiency"]["rows"] = 2.0
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="efficiency"):
+        CostTable.read(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gpu": "h201"}, r"CostTable.gpu \('h201'\) must be one of 'a100-80', .*: use one of"),
+        ({"launch_seconds": 0.0}, r"launch_seconds \(0.0\) must be a finite number > 0"),
+        ({"efficiency": {}}, r"efficiency \({}\) must have 'product', .*'network': add a share"),
+        (
+            {"points": (Point(work=rows(64), seconds=1e-7),)},
+            r"points .* must take longer than a launch and move bytes",
+        ),
+    ],
+)
+def test_errors(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(H200, **fields)
+
+
+# --------------------------------------------------------------------------- moecore measure
+
+
+def test_what_was_measured_goes_before_what_is_shipped() -> None:
+    point = Point(work=replace(product(64, 64, 64), name="aten.mm"), seconds=1e-3)
+    for gpu in GPUS:
+        base = CostTable.of(gpu)
+        table = base.extended([point], "here")
+        assert table.measured_on == gpu and table.source.startswith("here; what it does not")
+        assert table.seconds(point.work) == pytest.approx(1e-3)
+        assert table.seconds(product(8192, 8192, 8192)) > 2 * base.seconds(
+            product(8192, 8192, 8192)
+        )
+        for work in (rows(2**30), attention(16384), collective(8, 2**28)):
+            assert table.seconds(work) == pytest.approx(base.seconds(work))
+
+
+def test_measures() -> None:
+    points = list(measure.measured(measure.alone(CPU, TINY), CPU))
+    kinds = [point.work.kind for point in points]
+    assert {k: kinds.count(k) for k in kinds} == {
+        "product": 1,
+        "grouped product": 4,
+        "attention": 2,
+        "rows": 5,
+        "copy": 2,
+    }
+    assert all(point.seconds > 0 and point.date for point in points)
+    named = {p.work.name for p in H200.points}
+    assert {p.work.name for p in points} - {"copy to device"} <= named | {"attention"}
+
+
+def test_measures_kernels_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they run nothing is measured here: what they are given, and its shape."""
+    seen = []
+
+    def gemm(a_RK: Tensor, b_eKN: Tensor, tiles: object) -> Tensor:
+        seen.append((b_eKN.shape[2], b_eKN.shape[1]))
+        return grouped_mm(a_RK, b_eKN, offs=tiles)  # type: ignore[arg-type]
+
+    def activation(x: Tensor, w1: Tensor, tiles: object, weights: Tensor, _: object) -> None:
+        assert weights.shape == x.shape[:1] and weights.dtype == torch.float32
+        gemm(x, w1.transpose(1, 2), tiles)
+
+    def activation_bwd(dy: Tensor, w2: Tensor, tiles: object, h: Tensor, *_: object) -> None:
+        da = gemm(dy, w2, tiles)
+        assert h.shape == (da.shape[0], 2 * da.shape[1])
+
+    fakes = dict(
+        has_hopper_kernels=lambda device: True,
+        cooperative=SimpleNamespace(cooperative_gemm=gemm, cooperative_activation=activation),
+        pingpong=SimpleNamespace(pingpong_activation_bwd=activation_bwd),
+        row_tiles=SimpleNamespace(map_row_tiles=lambda ends, R: ends),
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setattr(measure, name, fake)
+    ran = {}
+    for work, call in measure.alone(CPU, TINY._replace(grouped=((2, 32, 16, 24),))):
+        seen.clear()
+        result = call()
+        if work.kind == "grouped product":
+            assert (
+                work.num_bytes and work.flops == 2 * work.shape[1] * work.shape[2] * work.shape[3]
+            )
+            shape = seen[0] if seen else tuple(result.shape[-2:])
+            ran[work.name, work.shape[2:]] = shape
+    assert len(ran) == 10
+    for (name, sizes), shape in ran.items():
+        if name != "aten._grouped_mm":
+            assert shape == sizes, name
+
+
+def test_measures_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(4, rank=1):
+        points = {}
+        for work, call in measure.together(CPU, 1 << 20):
+            call()
+            points.setdefault(work.name, []).append(work)
+        with pytest.raises(ValueError, match=r"^ranks \(4\) must be 2 to 8 of one node"):
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+            next(measure.together(CPU, 1 << 20))
+    assert list(points) == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+    assert [w.num_bytes for w in points["all_gather"]] == [
+        2 * 3 * (2**20 >> shift) // 4 for shift in (10, 6, 2, 0)
+    ]
+    assert points["all_reduce"][-1].num_bytes == 2 * points["all_gather"][-1].num_bytes
+    assert points["send"][-1].num_bytes == 2 * 2**20
+
+
+def test_names_of_gpus() -> None:
+    assert measure.gpu_name("NVIDIA H100 80GB HBM3") == "h100-80"
+    assert measure.gpu_name("NVIDIA H200") == "h200-141"
+    with pytest.raises(ValueError, match=r"^device \(NVIDIA L4\) must be one of a100-80, "):
+        measure.gpu_name("NVIDIA L4")
+
+
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["measure", "--out", str(tmp_path / "t.json")]) == 1
+    assert capsys.readouterr().err == (
+        "moecore: device (cpu) must be a GPU: run `moecore measure` where torch sees one\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    assert main(["measure", "--out", str(path)]) == 0
+    table = CostTable.read(path)
+    for point in table.points:
+        assert table.seconds(point.work) == pytest.approx(point.seconds, rel=1e-6)
+    own = CostTable.of(table.gpu)
+    for work in (product(16384, 4096, 4096), attention(16384), rows(2**30)):
+        assert 0.5 < table.seconds(work) / own.seconds(work) < 2
