@@ -40,8 +40,9 @@ demo: $(READY)  ## train the tiny preset into runs/demo
 bench: $(READY)  ## run the benchmarks (on a GPU; else a smoke), then: make bench-docs
 	$(PY) -m pytest -q benchmarks $(ARGS)
 
-bench-docs: $(READY)  ## write docs/benchmarks.md and its plot from benchmarks/results
+bench-docs: $(READY)  ## write docs/benchmarks.md, its plot and the table of costs from benchmarks/results
 	$(PY) -m benchmarks.report
+	$(PY) -m benchmarks.make_cost_table
 
 lint: $(READY)  ## check format, lint rules and types
 	$(PY) -m ruff format --check .

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.make_cost_table import TABLE, make_table
+from benchmarks.records import RESULTS
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
@@ -108,6 +109,33 @@ def test_units() -> None:
     assert H200.seconds(rows(0)) == H200.launch_seconds < 10e-6
     # The head's product in a traced step of Qwen3-30B took 1.78 ms (benchmarks/results/train).
     assert H200.seconds(product(2048, 151936, 2048)) == pytest.approx(1.78e-3, rel=0.05)
+
+
+TRACED = {  # part of a kernel's name: our name, N and K of its products; None = attention
+    "cooperative_kernel": ("sm90_bf16_grouped_kernel", ((1536, 2048), (2048, 768), (2048, 1536))),
+    "pingpong_kernel": ("sm90_bf16_grouped_nn_act_bwd_kernel", ((768, 2048),)),
+    "grouped_wgrad_kernel": ("sm90_bf16_grouped_wgrad_kernel", ((1536, 2048), (2048, 768))),
+    "flash_fprop": ("aten._scaled_dot_product_cudnn_attention", None),
+    "flash_bprop": ("aten._scaled_dot_product_cudnn_attention_backward", None),
+}
+
+
+def test_kernels_of_a_traced_step() -> None:
+    """A step of Qwen3-30B on 4 GPUs, of another kernel size than any that the table is made of."""
+    lines = (RESULTS / "train" / "2026-11-21-nvidia-h200.jsonl").read_text().splitlines()
+    steps = [r for r in map(json.loads, lines) if r["num_gpus"] == 4 and r["grad_accum"] == 1]
+    traced = [
+        r for r in steps if not r["overlap"] and "cooperative_kernel" in str(r.get("longest"))
+    ]
+    (step,) = traced
+    R = step["batch_size"] * step["seq_len"] * 8
+    for part, (name, products) in TRACED.items():
+        (ms,) = (ms for kernel, ms, _ in step["longest"] if part in kernel)
+        works = [attention(step["seq_len"], name, step["batch_size"])]
+        if products:
+            works = [grouped(128 // step["ep"], R, N, K, name) for N, K in products]
+        expected = step["layers"] * sum(map(H200.seconds, works)) * 1e3
+        assert expected == pytest.approx(ms, rel=0.07), part
 
 
 def test_between_sizes_time_is_between() -> None:

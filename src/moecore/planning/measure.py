@@ -97,7 +97,7 @@ def run_measure(args: Any) -> int:
     calls = [alone(device, FULL)]
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl", device_id=device)
-        calls.append(together(device, FULL.num_bytes))
+        calls.insert(0, together(device, FULL.num_bytes))  # first: it refuses several nodes
     points = [point for each in calls for point in measured(each, device)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         where = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}"

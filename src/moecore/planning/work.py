@@ -28,7 +28,8 @@ class Work:
         name: the kernel's or torch operation's name, such as "aten.mm".
         kind: what its time depends on.
         flops: of products and attention.
-        num_bytes: read and written; of a collective, sent and received by this rank.
+        num_bytes: read and written; of a collective, sent and received by this rank; of a copy from
+            or to the host, those that pass.
         shape: (M, N, K) of a product, (experts, rows, N, K) of a grouped product with the rows of
             all experts, (B, H, T, d, v) of attention, (ranks,) of a collective; else anything.
         dtype: of what is multiplied or moved, such as "bfloat16" or "float8_e4m3fn".
