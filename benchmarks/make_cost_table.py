@@ -101,7 +101,7 @@ def make_table(results: Path = RESULTS) -> CostTable:
     return CostTable(
         gpu="h200-141",
         measured_on="h200-141",
-        source="records under benchmarks/results, of NVIDIA H200",
+        points_from="records under benchmarks/results, of NVIDIA H200",
         launch_seconds=min(r["ms"] / r["launches"] for r in alone if r.get("launches")) / 1e3,
         points=tuple(points),
         stands_for={

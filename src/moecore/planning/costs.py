@@ -78,7 +78,7 @@ class CostTable:
     Attributes:
         gpu: whose seconds these are.
         measured_on: where the points were measured.
-        source: where they come from, in a sentence.
+        points_from: where, as text.
         launch_seconds: of any operation, besides what it computes and moves.
         points: what was measured.
         stands_for: by kind, the name of points that operations without points of their own take.
@@ -89,7 +89,7 @@ class CostTable:
 
     gpu: GpuName
     measured_on: GpuName
-    source: str
+    points_from: str
     launch_seconds: Positive
     points: tuple[Point, ...]
     stands_for: Mapping[str, str]
@@ -131,18 +131,21 @@ class CostTable:
     def on(self, gpu: GpuName) -> CostTable:
         """Return this table for another GPU: the same efficiencies of its maker's rates."""
         check_arguments(CostTable.on, locals())
-        if gpu == self.gpu:
-            return self
-        scaled = f"efficiencies measured on {self.measured_on}, with the maker's rates of {gpu}"
-        own = self.source if gpu == self.measured_on else scaled
-        return replace(self, gpu=gpu, source=own)
+        return replace(self, gpu=gpu)
+
+    @property
+    def source(self) -> str:
+        """Return where the seconds come from."""
+        if self.gpu == self.measured_on:
+            return self.points_from
+        return f"{self.points_from}, its efficiencies with the maker's rates of {self.gpu}"
 
     def extended(self, points: Sequence[Point], source: str) -> CostTable:
         """Return a table with points that were measured on its GPU, in place of those so named.
 
         Args:
             points: what was measured.
-            source: where, in a sentence.
+            source: where, as text.
         """
         check_arguments(CostTable.extended, locals())
         names = {point.work.name for point in points}
@@ -157,7 +160,8 @@ class CostTable:
             self,
             measured_on=self.gpu,
             points=(*points, *kept),
-            source=f"{source}; what it does not have: {self.source}",
+            points_from=f"{source}; what it does not have: {self.source}",
+            launch_seconds=min(self.launch_seconds, *(point.seconds / 2 for point in points)),
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -183,22 +187,24 @@ class CostTable:
             ValueError: for FP8 on a GPU without, and ranks that a node cannot have.
         """
         check_arguments(CostTable.seconds, locals())
-        return sum(self._parts(work, node_ranks))
+        launch, rates = self._parts(work, node_ranks)
+        return launch + max(rates.values())
 
     def wall(self, work: Work, node_ranks: CountOrZero = 0) -> Wall:
         """Return what an operation's time is for the most part: which rate must grow."""
         check_arguments(CostTable.wall, locals())
-        launch, rest = self._parts(work, node_ranks)
-        rates = self._roofline(work, self.gpu, _in_node(work, node_ranks))
-        return "launch" if launch >= rest else max(rates, key=lambda wall: rates[wall])
+        launch, rates = self._parts(work, node_ranks)
+        longest = max(rates, key=lambda wall: rates[wall])
+        return longest if rates[longest] > launch else "launch"
 
-    def _parts(self, work: Work, node_ranks: int) -> tuple[float, float]:
+    def _parts(self, work: Work, node_ranks: int) -> tuple[float, dict[Wall, float]]:
         """Return seconds that depend on nothing, and those of what is computed and moved."""
-        inside = _in_node(work, node_ranks)
-        rates = self._roofline(work, self.gpu, inside)
-        network = rates.pop("network", 0.0) / self.efficiency["network"]
-        launch = self.launch_seconds + self.network_seconds * (network > 0)
-        return launch, max(max(rates.values()) / self._efficiency(work), network)
+        rates = self._roofline(work, self.gpu, _in_node(work, node_ranks))
+        reached, launch = self._efficiency(work), self.launch_seconds
+        if "network" in rates:
+            launch += self.network_seconds
+        shares = {"network": self.efficiency["network"]}
+        return launch, {wall: took / shares.get(wall, reached) for wall, took in rates.items()}
 
     def _roofline(self, work: Work, name: str, inside: int) -> dict[Wall, float]:
         """Return the seconds that each of the maker's rates alone would take."""
