@@ -29,11 +29,12 @@ from moecore import ParallelConfig, _torch, build_meshes
 from moecore.mesh import concatenate
 
 SRC = Path(moecore.__file__).parent
-MOST = 17
+MOST = 18
 
 # Each name, and where torch has it.
 NAMES = {
     "CustomGraphPass": "_inductor.custom_graph_pass.CustomGraphPass",
+    "TorchDispatchMode": "utils._python_dispatch.TorchDispatchMode",
     "_StridedShard": "distributed.tensor.placement_types._StridedShard",
     "_SymmetricMemory": "distributed._symmetric_memory._SymmetricMemory.empty_strided_p2p",
     "_backward_hooks": "Tensor._backward_hooks",

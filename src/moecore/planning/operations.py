@@ -15,10 +15,9 @@ from torch import Tensor
 from moecore._torch import storage_key, tree_leaves
 from moecore.planning.work import Kind, Work
 
-PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
-COPIES = ("copy_", "_to_copy", "clone", "cat", "stack", "_foreach_copy_")
+PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
+COPIES = ("copy_", "to_copy", "clone", "cat", "stack", "foreach_copy_")
 WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
-ATTENTION = ("_scaled_dot_product_cudnn_attention", "_flash_attention_forward")
 Args = Sequence[Any]
 
 
@@ -28,7 +27,7 @@ def work_of_operation(
     """Return what an operation of torch does on the device; None for views and new memory.
 
     Args:
-        name: without its namespace and overload.
+        name: without its namespace, leading underscores and overload.
         args: as it is called.
         kwargs: likewise.
         out: what it returns.
@@ -41,7 +40,7 @@ def work_of_operation(
         a, b = args[PRODUCTS[name] :][:2]
         M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
         return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
-    if name.removesuffix("_backward") in ATTENTION:
+    if "attention" in name:
         return _attention(name, [t for t in tensors if t.ndim == 4], "backward" in name)
     kind: Kind = "copy" if name in COPIES else "rows"
     return Work(name, kind, 0, _bytes(tensors), (), _dtype(tensors[0]))
@@ -75,7 +74,7 @@ def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
 
 def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool) -> Work:
     """Return the work of causal attention; a backward multiplies five times where one does two."""
-    heads = tensors[1:] if is_backward and name.startswith("_") else tensors  # behind the gradient
+    heads = tensors[1:] if name.endswith("backward") else tensors  # torch's begins with dO
     (B, H, T, d), v = heads[0].shape, heads[2].shape[-1]
     flops = B * H * T * T * (d + v) * (5 if is_backward else 2) // 2
     shape = (B, H, T, d, v)

@@ -17,18 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from moecore._torch import storage_key, tree_leaves, tree_map_only
+from moecore._torch import DispatchMode, storage_key, tree_leaves, tree_map_only
 from moecore.kernels.ops import PLAIN_TYPES
 from moecore.planning.operations import work_of_collective, work_of_kernel, work_of_operation
 from moecore.planning.work import Work
 
 ALIGNMENT = 512  # bytes: what torch's allocator rounds to
-FOREACH = "_foreach"
+FOREACH = "foreach"
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """The mode; within `launches_on_meta`, with `launched` for it.
 
     Attributes:
@@ -72,10 +71,10 @@ class Recorder(TorchDispatchMode):
         if DTensor in types:  # it comes back with this rank's parts
             return NotImplemented
         namespace, name = func.name().split("::")
-        (name, _, overload), kwargs = name.partition("."), kwargs or {}
+        (name, _, overload), kwargs = name.lstrip("_").partition("."), kwargs or {}
         if namespace == "c10d":
             return self._communicate(func, name, args, kwargs)
-        if name == "_local_scalar_dense" and args[0].is_meta:
+        if name == "local_scalar_dense" and args[0].is_meta:
             return 0  # what a host reads: no gradient overflows, and nothing is skipped
         changes = name.endswith("_") or overload.endswith("out")
         is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
