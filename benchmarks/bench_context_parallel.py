@@ -43,8 +43,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import trace
 from benchmarks.records import append_rows
+from benchmarks.trace import kernels_of
 from moecore import (
     FSDPOptions,
     Meshes,
@@ -63,6 +63,7 @@ from moecore.attention.sequence import Sequence
 from moecore.models import Decoder, preset
 from moecore.moe.forced import force_even_load
 from moecore.optim import AdamW
+from moecore.planning.trace import break_down
 
 Call = Callable[[], Any]
 Row = dict[str, Any]
@@ -385,9 +386,9 @@ def exposed_ms(call: Call, args: argparse.Namespace, *, num_steps: int) -> float
         call()
 
     dist.barrier()
-    kernels = trace.kernels_of(aligned, num_steps=num_steps)
+    kernels = kernels_of(aligned, num_steps=num_steps)
     ours = [k for k in kernels if "AllReduce" not in k.name]  # which wait for the other ranks
-    found = trace.break_down(ours, num_steps=num_steps)
+    found = break_down(ours, num_steps=num_steps)
     least = torch.tensor(found.exposed, device=args.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return float(least)

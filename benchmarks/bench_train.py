@@ -38,12 +38,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import trace
 from benchmarks.gate import ROOT
 from benchmarks.power import PowerLog
 from benchmarks.records import RESULTS, Environment
+from benchmarks.trace import trace
 from moecore.models.size import active_params, flops_per_token, num_params
 from moecore.moe.forced import force_even_load
+from moecore.planning.trace import Breakdown, table
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -253,7 +254,7 @@ def describe_run(job: train.Job, seconds: list[float], metrics: list[Metrics]) -
 def traced(job: train.Job, *, first_step: int) -> Row:
     """Return the breakdown of one more step on rank 0; every rank steps."""
     dist.barrier()
-    found = trace.trace(lambda: train.train_step(job, first_step).metrics())
+    found = trace(lambda: train.train_step(job, first_step).metrics())
     return {
         "trace_wall_ms": found.wall,
         "trace_ms": found.categories,
@@ -290,7 +291,7 @@ def report(row: Row, folder: Path | None) -> None:
     loads = f"load {row['load_max_over_mean']:.2f}, of ranks {row['rank_loads'][-1]:.2f}"
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {loads}")
     if "trace_ms" in row:
-        found = trace.Breakdown(
+        found = Breakdown(
             wall=row["trace_wall_ms"],
             categories=row["trace_ms"],
             exposed=row["exposed_ms"],
@@ -298,7 +299,7 @@ def report(row: Row, folder: Path | None) -> None:
             kernels=row["kernels"],
             longest={},
         )
-        print("\n".join(trace.table(found)), flush=True)
+        print("\n".join(table(found)), flush=True)
     if folder is None:
         return
     command = shlex.join(["-m", "benchmarks.bench_train", *sys.argv[1:]])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.trace import OTHER, Kernel, break_down, category_of, table
 
+from moecore.planning.trace import OTHER, Kernel, break_down, category_of, table
 from tests.kernels.every_kernel import OF_SEVERAL_RANKS, every_kernel
 
 US = 1e-3  # ms
@@ -53,6 +53,7 @@ def test_nothing_ran() -> None:
         ("triton_per_fused_add_0", "compiled"),
         ("Memcpy DtoD (Device -> Device)", "fsdp copies"),
         ("Memcpy PtoP (Device -> Device)", "copies to peers"),
+        ("Memcpy DtoH (Device -> Pinned)", "host copies"),
         ("_gather_packed_rows_kernel", "experts"),
         ("quantise_weights_kernel", "quantisation"),
         ("_cast_kernel", "quantisation"),
