@@ -48,6 +48,7 @@ NO_CALLS = {
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
     *("RankBytes", "RoleBytes", "MemoryPlan", "RankMemory"),
+    *("Breakdown", "Kernel", "Lever", "Report", "Trace"),
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
@@ -116,6 +117,7 @@ OWN: dict[str, dict[str, Any]] = {
     "adopt_experts": {"config": LAYER, "layout": ExpertLayout()},
     **{n: {"config": {}} for n in ("native_to_hf", "dcp_to_native", "native_to_dcp")},
     "make_schedule": {"name": "1f1b"},
+    "report_step": {"step": print},
     "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
     "simulate": {"costs": Costs.of_forward((1.0,))},
     "offload_fractions": {"costs": Costs.of_forward((1.0,))},

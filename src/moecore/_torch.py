@@ -30,7 +30,6 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 # Operators; their overloads are for torchtitan's selective checkpointing.

@@ -1,4 +1,4 @@
-"""The command line: checkpoints (inspect, verify, convert, prune), plans of runs, measurements.
+"""The command line: checkpoints (inspect, verify, convert, prune), plans, costs, reports of runs.
 
 Exit codes: 0 no problem; 1 a problem was found, named in one line on stderr; 2 wrong usage.
 """
@@ -21,6 +21,8 @@ from moecore.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.checkpoint.meter import Progress
 from moecore.planning.command import add_plan
 from moecore.planning.measure import add_measure
+from moecore.planning.report_command import add_report
+from moecore.usage import UsageError
 
 DESCRIPTION = """\
 Work with checkpoints. A path is a step directory (runs/a/step-000100), a run (runs/a; its latest
@@ -49,10 +51,6 @@ FITTING = {
     "max_shard_size": ("native", "hf"),
 }
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-class UsageError(Exception):
-    """What was asked for makes no sense; exit code 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     remove.add_argument("--dry-run", action="store_true", help="only print which would go")
     add_plan(rooms)
     add_measure(rooms)
+    add_report(rooms)
     return parser
 
 

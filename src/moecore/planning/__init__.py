@@ -1,20 +1,31 @@
-"""What a run on a cluster would need, before anybody rents it."""
+"""What a run on a cluster would need, before anybody rents it, and where its time went."""
 
 from __future__ import annotations
 
+from moecore.planning.chrome import Trace, read_trace
 from moecore.planning.costs import CostTable
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory
+from moecore.planning.report import Lever, Report, report_step, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.trace import Breakdown, Kernel
 from moecore.planning.work import Work
 from moecore.planning.world import fake_world
 
 __all__ = [
+    "Breakdown",
     "CostTable",
+    "Kernel",
+    "Lever",
     "MemoryPlan",
     "OptimizerOptions",
     "RankMemory",
+    "Report",
+    "Trace",
     "TrainingRun",
     "Work",
     "fake_world",
     "plan_memory",
+    "read_trace",
+    "report_step",
+    "report_trace",
 ]
