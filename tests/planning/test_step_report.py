@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from moecore import ParallelConfig, build_meshes
 from moecore.cli import main
-from moecore.planning import Kernel, Report, Trace, read_trace, report_step, report_trace
+from moecore.planning import (
+    Kernel,
+    Report,
+    Trace,
+    fake_world,
+    read_trace,
+    report_step,
+    report_trace,
+)
 from moecore.planning.advice import LIMIT_OF, PARTS, TABLE, Advice
 from moecore.planning.chrome import Range
 from moecore.planning.report import part_of, report
@@ -142,6 +151,17 @@ def test_a_step_by_hand(name: str, tmp_path: Path) -> None:
     ] * 2
 
 
+def test_what_a_computation_hides_takes_no_time(tmp_path: Path) -> None:
+    events = Events()
+    events.kernel("nvjet_hsh", 0, 10, launched=-9)
+    for start, end in ((2, 4), (6, 10)):
+        events.kernel("ncclDevKernel_AllGather", start, end, launched=-5)
+    events.kernel("nvjet_hsh", 12, 15, launched=-1)
+    found = report_trace(events.write(tmp_path / "trace.json"))
+    assert found.parts == pytest.approx({"dense products": 13 * US, "gaps between kernels": 2 * US})
+    assert found.breakdown.categories["nccl"] == pytest.approx(6 * US)
+
+
 def test_the_allocator_explains_a_gap(tmp_path: Path) -> None:
     events = a_step()
     events.host("cuda_runtime", "cudaFree", 79, 88)
@@ -198,6 +218,25 @@ def test_phases_of_a_pipeline_and_of_a_graph(tmp_path: Path) -> None:
 )
 def test_whose_a_collective_is(kernel: dict[str, str], part: str) -> None:
     assert part_of(Kernel(**{"name": "ncclKernel", "start": 0, "end": 1} | kernel)) == part
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_groups_of_meshes_have_the_names_that_are_looked_for() -> None:
+    with fake_world(64):
+        meshes = build_meshes(ParallelConfig(pp=2, dp_replicate=2, tp=2, cp=2, ep=4), "cpu")
+        found = {
+            "dispatch by collectives": [meshes.dispatch_group],
+            "pipeline": meshes.pipeline_groups,
+            "tensor parallelism": [meshes.dense.get_group("tp")],
+            "context parallelism": [meshes.dense.get_group("cp")],
+            "sharding": [
+                g for m in (meshes.dense_fsdp, meshes.expert_fsdp) for g in m.get_all_groups()
+            ],
+        }
+        for part, groups in found.items():
+            for group in groups:
+                kernel = Kernel(name="ncclKernel", start=0, end=1, group=group.group_desc)
+                assert part_of(kernel) == part
 
 
 def test_every_category_has_a_part() -> None:

@@ -23,7 +23,7 @@ from moecore.planning.trace import UNMARKED, Kernel
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
 GRAPH = "GraphLaunch"
-LAUNCH = re.compile(r"Launch|Mem(cpy|set)\w*Async")
+LAUNCH = re.compile(r"Launch|Mem(cpy|set)")
 WAIT = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
 ALLOCATION = re.compile(r"^cuda(Malloc|Free)(_|$)|^cuMem(Create|Map|Unmap|Release)")
 PIPELINE = {"F": "forward", "B": "backward", "D": "backward", "W": "weight gradients"}
