@@ -229,9 +229,7 @@ def test_groups_of_meshes_have_the_names_that_are_looked_for() -> None:
             "pipeline": meshes.pipeline_groups,
             "tensor parallelism": [meshes.dense.get_group("tp")],
             "context parallelism": [meshes.dense.get_group("cp")],
-            "sharding": [
-                g for m in (meshes.dense_fsdp, meshes.expert_fsdp) for g in m.get_all_groups()
-            ],
+            "sharding": meshes.dense_fsdp.get_all_groups() + meshes.expert_fsdp.get_all_groups(),
         }
         for part, groups in found.items():
             for group in groups:

@@ -35,7 +35,8 @@ from moecore.tables import columns
 MOST_LEVERS = 3
 LEAST_SHARE = 0.01  # of a step that a lever is worth
 LONGEST = 5
-# NCCL: by the mesh of its group, else by the mark around it, else by what it does.
+# NCCL: by the mesh dim of its group, else by the mark around it, else by what it does. A group of
+# all ranks names no dim.
 GROUPS = {
     "dispatch by collectives": r"^mesh_(ep|etp|ep_etp)$",
     "tensor parallelism": r"^mesh_tp$",
