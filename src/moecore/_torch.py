@@ -30,7 +30,7 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # Operators; their overloads are for torchtitan's selective checkpointing.
 aten = torch.ops.aten
@@ -83,6 +83,7 @@ HOOKS = frozenset(n for n, value in vars(nn.Module()).items() if "hook" in n and
 _AROUND = tuple(n for n in HOOKS if n.endswith("hooks") and ("forward" in n or "backward" in n))
 
 StridedShard = _StridedShard
+DispatchMode = TorchDispatchMode
 
 
 # What sees the operations that run.
