@@ -58,8 +58,8 @@ from moecore.precision.roles import Precision
 from tests.moe.reference import ReferenceOutput, moe_reference
 from tests.parts import on_parts
 from tests.shard.units import unit_of
+from tests.whole import Held, gather_whole
 
-CPU = torch.device("cpu")
 OPTIMIZERS = ("sgd", "adamw")  # one per step
 ALL_LOSSES = BalanceConfig(
     micro_batch_coef=0.03, sequence_coef=0.05, global_batch_coef=0.07, z_loss_coef=0.01
@@ -211,7 +211,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
         model.init_weights(seed=5)
         initial = {n: t.clone() for n, t in whole(model.state_dict()).items()}
         if case.pipeline is not None:
-            initial = of_all_stages(initial, device)
+            initial = {name: t.to(device) for name, t in gather_whole(initial).items()}
         if case.pipeline is None or dist.get_rank() == 0:
             reference = Decoder(config).to(device)
             reference.init_weights(seed=5)
@@ -222,8 +222,7 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     batches = make_batches(case, meshes, device)
     with counted_copies() as copies:
         found = train(model, meshes, batches, case)
-    if case.pipeline is not None:
-        found = of_all_stages(found, device)
+    found = {name: t.to(device) for name, t in gather_whole(found).items()}
     if dist.get_rank() != 0:
         return {}
     expected = train_reference(config, initial, batches, case, device)
@@ -233,18 +232,6 @@ def run_case(case: Case, device: torch.device) -> dict[str, float]:
     plain = train_reference(config, initial, batches, case, device, is_rough=True)
     names = [n for n in expected if n.startswith(("loss/0", "norm/0", "grad/"))]
     return errors | {n: error_ratio(found[n], plain[n], expected[n]) for n in names}
-
-
-def of_all_stages(found: dict[str, Any], device: torch.device = CPU) -> dict[str, Any]:
-    """Return on rank 0 what all found, on one device; what several have must be the same bits."""
-    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object({name: t.cpu() for name, t in found.items()}, everyone)
-    merged: dict[str, Any] = {}
-    for one in everyone or ():
-        for name, tensor in one.items():
-            same = torch.equal(merged.setdefault(name, tensor), tensor)
-            assert same or name.startswith("loss/"), f"{name} differs between stages"
-    return {name: t.to(device) for name, t in merged.items()}
 
 
 @contextmanager
@@ -407,7 +394,7 @@ def loss_scale(case: Case, step: list[list[Batch]]) -> dict[str, Any]:
 def train(
     model: nn.Module, meshes: Meshes, batches: list[list[list[Batch]]], case: Case
 ) -> dict[str, Any]:
-    """A step of each optimizer on this rank; returns whole tensors."""
+    """A step of each optimizer on this rank; returns what this rank holds of every tensor."""
     optimizers = {n: make_optimizer(model, n, is_torchs=case.torch_optimizers) for n in OPTIMIZERS}
     owner = TrainStep(model, max_norm=0.7, num_micro_batches=case.accumulate)
     found: dict[str, Any] = {}
@@ -432,7 +419,9 @@ def train(
         if i == 0:
             scale = max(1.0, (norm.total + 1e-6) / 0.7)
             grads = {n: p.grad for n, p in named(model.named_parameters()) if p.requires_grad}
-            found |= {f"grad/{n}": g * scale for n, g in whole(grads).items()}
+            for name, grad in grads.items():
+                held = Held.of(grad)
+                found[f"grad/{name}"] = replace(held, local=held.local * scale)
         metrics = owner.finish().metrics
         for name, counts in named(metrics.tokens_per_expert.items()):
             found[f"counts/{i}/{name}"] = counts.float()
@@ -442,8 +431,7 @@ def train(
             found[f"entropy/{i}/{name}"] = entropy
         optimizers[OPTIMIZERS[i]].step()
         model.zero_grad()
-    after = whole(dict(named(model.state_dict().items())))
-    found |= {f"after/{n}": t.clone() for n, t in after.items()}
+    found |= {f"after/{n}": t for n, t in named(model.state_dict().items())}
     owner.check()
     return found
 

@@ -34,10 +34,11 @@ from moecore.pipeline.orders import Action
 from moecore.pipeline.run import _Run, pipeline_of
 from moecore.pipeline.schedule import make_schedule
 from tests.hf.hf_models import random_model
-from tests.parity import Case, of_all_stages, run_case, worst_error
+from tests.parity import Case, run_case, worst_error
 from tests.parts import on_parts
 from tests.ranks import run_ranks
 from tests.test_parity import BF16, FP8, FP32_BOUND, case
+from tests.whole import gather_whole
 
 pytestmark = pytest.mark.slow
 
@@ -308,7 +309,7 @@ def predicts(rank: int, name: str) -> dict[str, float]:
         means = losses.clone()
         dist.all_reduce(means)
         found[f"losses {i}"] = means / dist.get_world_size()
-    found = of_all_stages(found | gathered(model))
+    found = gather_whole(found | dict(model.named_parameters()))
     if rank != 0:
         return {}
     wanted = alone(decoder, batches)
@@ -339,10 +340,6 @@ def batch(step: int, micro: int, rank: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
     tokens = torch.randint(0, 61, (2, 9 + 2 * micro), generator=generator)
     return {"tokens_BT": tokens[:, :-1], "labels_BT": tokens[:, 1:].contiguous()}
-
-
-def gathered(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -418,7 +415,7 @@ def transformers_models(rank: int) -> dict[str, dict[str, float]]:
             [{"input_ids": ids, "labels": ids} for ids in rows[:, meshes.data_rank]]
         )
         step.finish()
-        ours = of_all_stages({f"losses {meshes.data_rank}": losses} | gathered(model))
+        ours = gather_whole({f"losses {meshes.data_rank}": losses} | dict(model.named_parameters()))
         if rank != 0:
             continue
         every = [[whole(input_ids=ids, labels=ids).loss for ids in micro] for micro in rows]

@@ -1,0 +1,88 @@
+"""Whole tensors on rank 0 in one exchange: `full_tensor` takes one or two for each of them.
+
+A rank sends what it holds of all tensors in one message. Rank 0 lays every shard where its
+placements put it: it cuts a tensor of positions as DTensor cuts tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a tensor, and where it belongs."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...] = ()
+    mesh: tuple[int, ...] = ()  # the sizes of the mesh's axes
+    coordinate: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Held:
+        if not isinstance(tensor, DTensor):
+            return cls(tensor.detach(), tuple(tensor.shape))
+        assert not any(p.is_partial() for p in tensor.placements)
+        mesh = tensor.device_mesh
+        place = tuple(mesh.get_coordinate() or ())
+        local = tensor.detach().to_local()
+        return cls(local, tuple(tensor.shape), tensor.placements, tuple(mesh.shape), place)
+
+
+def gather_whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of all ranks on rank 0's CPU, DTensors whole; {} on the other ranks.
+
+    Ranks that hold the same elements must hold the same bits, but for losses of their own.
+    """
+    held = {n: t if isinstance(t, Held) else Held.of(t) for n, t in tensors.items()}
+    flat = {
+        dtype: torch.cat([h.local.flatten().cpu() for h in held.values() if h.local.dtype == dtype])
+        for dtype in {h.local.dtype for h in held.values()}
+    }
+    specs = {
+        n: (h.local.dtype, h.local.numel(), (h.shape, h.placements, h.mesh, h.coordinate))
+        for n, h in held.items()
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object((specs, flat), everyone if dist.get_rank() == 0 else None)
+    found: dict[str, Tensor] = {}
+    written: dict[str, Tensor] = {}
+    for specs, flat in everyone if dist.get_rank() == 0 else ():
+        starts = dict.fromkeys(flat, 0)
+        for name, (dtype, size, place) in specs.items():
+            values = flat[dtype][starts[dtype] : starts[dtype] + size]
+            starts[dtype] += size
+            whole = found.setdefault(name, torch.empty(place[0], dtype=dtype)).view(-1)
+            mask = written.setdefault(name, torch.zeros(whole.shape, dtype=torch.bool))
+            at = positions(*place)
+            was = mask[at]
+            same = torch.equal(whole[at][was], values[was])
+            assert same or name.startswith("loss/"), f"{name} differs between ranks"
+            whole[at[~was]], mask[at] = values[~was], True
+    assert all(mask.all() for mask in written.values())
+    return found
+
+
+@cache
+def positions(
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> Tensor:
+    """Return where in the flat whole tensor the elements of one rank belong."""
+    at = torch.arange(prod(shape)).view(shape)
+    for placement, size, place in zip(placements, mesh, coordinate, strict=True):
+        if not placement.is_replicate():
+            at = placement._split_tensor(at, size, with_padding=False)[0][place]
+    return at.flatten()
