@@ -15,7 +15,7 @@ to what it is used for: a torch that renames one fails there by name. These do n
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -188,6 +188,17 @@ def current_node() -> Node:
 def is_recomputing() -> bool:
     """Whether this forward runs inside a backward: activation checkpointing repeats it."""
     return torch._C._current_autograd_node() is not None
+
+
+def run_backward(outputs: Sequence[Any], grads: Sequence[Tensor]) -> None:
+    """Run a backward as `torch.autograd.backward` does, past function modes, which see inside.
+
+    Args:
+        outputs: tensors, or edges of the graph.
+        grads: of each.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(outputs), tuple(grads), False, False, (), True, accumulate_grad=True)
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

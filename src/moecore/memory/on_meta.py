@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moecore._torch import is_grouped_mm, storage_key, tree_leaves, tree_map_only
+from moecore._torch import is_grouped_mm, run_backward, storage_key, tree_leaves, tree_map_only
 from moecore.kernels.common import record_launch
 
 META = torch.device("meta")
@@ -36,6 +36,12 @@ class OnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            func, args, kwargs = torch.autograd.backward, ([args[0]], [kwargs["gradient"]]), {}
+        if func is torch.autograd.backward:  # what it computes again is seen
+            grads = [torch.ones_like(x) if g is None else g for x, g in zip(*args, strict=True)]
+            with self:
+                return run_backward(args[0], grads)
         leaves = tree_leaves((args, kwargs))
         if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return func(*args, **kwargs)
@@ -77,8 +83,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, out, sums = ctx.saved_tensors
+        dq_sums = torch.empty_like(q, dtype=torch.float32)  # cuDNN's, while it runs
         found = tuple(torch.empty_like(x) for x in (q, k, v))
         record_launch("attention_bwd", q, k, v, out, sums, *grads, *found)
+        del dq_sums
         return *found, None
 
 

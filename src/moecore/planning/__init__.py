@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moecore.planning.chrome import Trace, read_trace
 from moecore.planning.costs import CostTable
+from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory
 from moecore.planning.report import Lever, Report, report_step, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun
@@ -14,6 +15,7 @@ from moecore.planning.world import fake_world
 __all__ = [
     "Breakdown",
     "CostTable",
+    "DryRun",
     "Kernel",
     "Lever",
     "MemoryPlan",
@@ -23,6 +25,7 @@ __all__ = [
     "Trace",
     "TrainingRun",
     "Work",
+    "dry_run",
     "fake_world",
     "plan_memory",
     "read_trace",

@@ -96,13 +96,13 @@ def _send_on(x: Tensor, group: dist.ProcessGroup) -> _Travelling:
         return _Travelling(x, received, [])
     G, rank = group.size(), group.rank()
     after, before = (dist.get_global_rank(group, (rank + way) % G) for way in (1, -1))
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, after, group),
-            dist.P2POp(dist.irecv, received, before, group),
-        ]
-    )
-    return _Travelling(x, received, works)
+    both = [
+        dist.P2POp(dist.isend, x, after, group),
+        dist.P2POp(dist.irecv, received, before, group),
+    ]
+    if x.is_meta:  # of which a group has no backend to ask
+        return _Travelling(x, received, [one.op(one.tensor, one.peer, group) for one in both])
+    return _Travelling(x, received, dist.batch_isend_irecv(both))
 
 
 def _rounds(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:

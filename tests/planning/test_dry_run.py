@@ -1,0 +1,140 @@
+"""A step on meta holds what GPUs held, and multiplies what the model's formula counts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moecore import FSDPOptions, MemoryOptions, ParallelConfig, PipelineConfig
+from moecore.models import flops_per_token, preset
+from moecore.planning import DryRun, OptimizerOptions, TrainingRun, dry_run
+
+pytestmark = pytest.mark.usefixtures("no_group_in_file")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+GIB = 2**30
+TINY = TrainingRun(model=preset("tiny-deepseek-v3"), num_gpus=4, seq_len=64)
+BIG = TrainingRun(model=replace(preset("qwen3-30b-a3b"), num_layers=4), num_gpus=8, batch_size=8)
+BF16 = FSDPOptions(param_dtype=torch.bfloat16)
+SEQUENCES = "sequences/2026-11-23-nvidia-h200.jsonl"
+SHARDING = "sharding/2026-11-23-2-x-nvidia-h200.jsonl"
+
+
+def records() -> Iterator[Any]:
+    """Yield what GPUs held, and of which run."""
+    for line in (RESULTS / SHARDING).read_text().splitlines():
+        row = json.loads(line)
+        if row["provider"] == "moecore" and row["model"] == "qwen3-30b-a3b":
+            config = replace(preset(row["model"]), num_layers=row["layers"])
+            sizes: dict[str, Any] = dict(batch_size=row["batch_size"], seq_len=row["seq_len"])
+            run = TrainingRun(model=config, num_gpus=row["ranks"], **sizes)
+            yield pytest.param(run, row, id=f"{row['ranks']} GPUs, {row['batch_size']} rows")
+    for line in (RESULTS / SEQUENCES).read_text().splitlines():
+        row = json.loads(line)
+        if row["op"] == "context_parallel_step":
+            config = preset(row["preset"])
+            config = replace(config, num_layers=row["layers"], max_seq_len=row["tokens"])
+            fsdp = replace(BF16, dense_strategy="optim")
+            run = TrainingRun(model=config, num_gpus=1, seq_len=row["tokens"], fsdp=fsdp)
+            yield pytest.param(run, row, id=f"{row['tokens']} tokens")
+
+
+@pytest.mark.parametrize("run, row", list(records()))
+def test_gpus_held_as_much(run: TrainingRun, row: dict[str, Any]) -> None:
+    found = dry_run(run)
+    assert found.peak / GIB == pytest.approx(row["peak_gib"], rel=0.015)
+    if "held_gib" in row:
+        assert found.held / GIB == pytest.approx(row["held_gib"], rel=0.001)
+
+
+@cache
+def found(run: TrainingRun, rank: int = 0) -> DryRun:
+    return dry_run(run, rank)
+
+
+def test_products_are_those_of_the_model() -> None:
+    config = replace(preset("qwen3-30b-a3b"), num_layers=3)
+    run = TrainingRun(model=config, num_gpus=1, seq_len=1024)
+    flops = sum(work.flops for work in found(run).forward_backward)
+    # Routers' products are of three parts, by a kernel that is counted by its bytes.
+    assert flops == pytest.approx(1024 * flops_per_token(config, 1024), rel=0.02)
+
+
+def names(run: TrainingRun, rank: int = 0) -> Counter[str]:
+    return Counter(work.name for work in found(run, rank).forward_backward)
+
+
+def test_experts_run_on_kernels_and_tokens_travel() -> None:
+    config = replace(preset("qwen3-30b-a3b"), num_layers=2)
+    run = TrainingRun(model=config, num_gpus=4, parallel=ParallelConfig(ep=2), seq_len=256)
+    ran = names(run)
+    assert ran["sm90_bf16_grouped_wgrad_kernel"] == 2 * config.num_layers
+    assert ran["sm90_bf16_grouped_nn_act_bwd_kernel"] == config.num_layers
+    travels = [w for w in found(run).forward_backward if w.name == "alltoall_base_"]
+    assert {work.shape for work in travels} == {(2,)}
+    # Rows and sums, in backward both again, of each token to nearly each rank; sent and received.
+    rows = sum(work.num_bytes for work in travels if work.dtype == "bfloat16")
+    once = 2 * (256 * 2) * config.dim * torch.bfloat16.itemsize
+    assert rows == pytest.approx(4 * config.num_layers * once, rel=0.01)
+
+
+def test_a_step_of_more_micro_batches_works_more_and_holds_sums() -> None:
+    both = replace(TINY, num_micro_batches=2)
+    once, twice = names(TINY), names(both)
+    products = ("mm", "attention_fwd", "attention_bwd", "rms_norm_bwd")
+    assert {name: twice[name] for name in products} == {n: 2 * once[n] for n in products}
+    assert found(both).peak > found(TINY).peak
+    assert found(both).held == pytest.approx(found(TINY).held, rel=0.01)
+    assert found(both).optimizer == found(TINY).optimizer
+
+
+def test_levers_take_memory_and_cost_work() -> None:
+    run = replace(TINY, num_gpus=1, seq_len=128, batch_size=8)
+    levers = replace(run, memory=MemoryOptions(recompute=("norm", "mla_up_proj", "moe")))
+    assert found(levers).peak < 0.8 * found(run).peak and found(levers).held == found(run).held
+    assert names(levers)["rms_norm_fwd"] > names(run)["rms_norm_fwd"]
+    large = replace(BIG, memory=MemoryOptions(offload=("experts", "attention")))
+    assert found(large).peak < 0.9 * found(BIG).peak and found(large).held == found(BIG).held
+    small = replace(run, optimizer=OptimizerOptions(moment_dtype="bfloat16"))
+    assert found(small).held < 0.8 * found(run).held
+
+
+def test_stages_run_their_order_and_every_rank_has_its_own() -> None:
+    run = replace(
+        TINY,
+        parallel=ParallelConfig(pp=2, ep=2),
+        num_micro_batches=4,
+        pipeline=PipelineConfig(layout="Et|tmL"),
+        model=replace(TINY.model, num_layers=2),
+    )
+    first, last = names(run), names(run, 3)
+    assert first["send"] == last["send"] == first["recv_"] == last["recv_"] == 4
+    assert last["_cross_entropy_kernel"] and not first["_cross_entropy_kernel"]
+    assert found(run).peak != found(run, 3).peak
+
+
+def test_a_laptop_needs_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from moecore.models import preset\n"
+        "from moecore.planning import TrainingRun, dry_run\n"
+        "run = TrainingRun(model=preset('tiny'), num_gpus=1, seq_len=64)\n"
+        "print(dry_run(run).peak)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = TrainingRun(model=preset("tiny"), num_gpus=1, seq_len=64)
+    assert int(done.stdout) == found(run).peak
+
+
+def test_a_world_that_is_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^rank \(4\) must be < world_size \(4\)"):
+        dry_run(TINY, 4)
