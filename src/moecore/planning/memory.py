@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 import torch
 from torch import nn
@@ -29,10 +30,11 @@ from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.pipeline.layout import Stage
 from moecore.pipeline.orders import actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
+from moecore.planning.alike import few_layers, lone_rank
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.world import fake_world, quiet
 from moecore.shard.plan import ShardPlan
-from moecore.shard.size import rank_bytes
+from moecore.shard.size import RankBytes, rank_bytes
 from moecore.tables import columns, shown_bytes
 
 WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
@@ -122,13 +124,12 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
             chunks=layout.chunks(p.pp),
             num_micro_batches=run.num_micro_batches,
         )
-    kept, ranks = _kept(run), []
+    kept, ranks = _kept_by_layers(run), []
     parts = [blocks_of_stage(stage, kept, config.num_layers) for stage in stages]
     sizes = [sum(block.num_bytes for block in blocks) for blocks in parts]
     for pp_rank in range(p.pp):
         own = [s for s in stages if schedule is None or schedule.rank_of[s.index] == pp_rank]
-        plan = _shard_plan(run, pp_rank)
-        device = _stored(run, plan, pp_rank * run.num_gpus // p.pp)
+        device = _stored(run, _rank_size(run, pp_rank, own))
         in_flight = (1,) if schedule is None else in_flight_at_most(schedule, pp_rank, sizes)
         here, there = Counter[str](), Counter[str]()
         for stage, number in zip(own, in_flight, strict=True):
@@ -187,6 +188,17 @@ def in_flight_at_most(schedule: Schedule, rank: int, sizes: Sequence[int]) -> tu
     return found
 
 
+def _rank_size(run: TrainingRun, pp_rank: int, own: Sequence[Stage]) -> RankBytes:
+    """Return the bytes of a pipeline rank, found once for all ranks that are alike."""
+    found = None if run.pipeline is None else lone_rank(run, own)
+    return _size(*(found or (replace(run, num_micro_batches=1), pp_rank)))
+
+
+@lru_cache(maxsize=1024)
+def _size(run: TrainingRun, pp_rank: int) -> RankBytes:
+    return rank_bytes(_shard_plan(run, pp_rank), pp_rank * run.num_gpus // run.resolved.pp)
+
+
 def _shard_plan(run: TrainingRun, pp_rank: int) -> ShardPlan:
     """Return the plan of a pipeline rank."""
     with fake_world(run.num_gpus, pp_rank * run.num_gpus // run.resolved.pp), quiet():
@@ -201,7 +213,27 @@ def _shard_plan(run: TrainingRun, pp_rank: int) -> ShardPlan:
         )
 
 
+def _kept_by_layers(run: TrainingRun) -> ModelKept:
+    """Return what `_kept` does, found once for all layers and runs that are alike."""
+    alone = replace(run, num_micro_batches=1)
+    small, like = few_layers(run) or (alone, range(run.model.num_layers))
+    kept = _kept(small)
+    mtp = kept.blocks[small.model.num_layers :]
+    return ModelKept((*(kept.blocks[i] for i in like), *mtp), kept.outside)
+
+
+@lru_cache(maxsize=256)
 def _kept(run: TrainingRun) -> ModelKept:
+    """Return what `_count_kept` does, from a thread of its own.
+
+    Each thread remembers meshes in which DTensors were computed with, by their sizes. Those of an
+    earlier world have groups that are gone.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_count_kept, run).result()
+
+
+def _count_kept(run: TrainingRun) -> ModelKept:
     """Return what one micro-batch of a data rank leaves, of all layers on one rank."""
     p = run.resolved
     alone = {name: getattr(p, name) for name in ("tp", "cp", "ep", "etp")}
@@ -227,9 +259,8 @@ def _kept(run: TrainingRun) -> ModelKept:
         )
 
 
-def _stored(run: TrainingRun, plan: ShardPlan, rank: int) -> dict[str, int]:
+def _stored(run: TrainingRun, size: RankBytes) -> dict[str, int]:
     """Return what a rank holds whatever it computes, by kind."""
-    size = rank_bytes(plan, rank)
     found = {f"parameters: {role.role}": role.parameters for role in size.roles}
     found |= {"gradients": size.gradients, "gathered weights": size.weights}
     found["sums of gradients"] = size.sums

@@ -1,0 +1,105 @@
+"""Runs of few layers that stand for a run of many, because layers of one kind are alike.
+
+    few_layers(run)        a layer of each kind, and the last one     what layers keep for backward
+    lone_rank(run, own)    the stages of one pipeline rank            what that rank stores
+
+Both are exact, and made equal where they can be: runs whose small ones are equal share what was
+found out about them. None where layers of a kind may differ: a precision that goes by names, an
+offload that counts layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import lcm
+
+from moecore.memory.options import MemoryOptions
+from moecore.models.config import DecoderConfig
+from moecore.pipeline.config import PipelineConfig
+from moecore.pipeline.layout import Stage
+from moecore.planning.run import OptimizerOptions, TrainingRun
+
+
+def few_layers(run: TrainingRun) -> tuple[TrainingRun, tuple[int, ...]] | None:
+    """Return a run of few layers on few ranks without stages, and which is like each layer.
+
+    The last layer is one of its own, because an offload leaves it.
+    """
+    p, model = run.resolved, run.model
+    if not _are_alike(run):
+        return None
+    kinds = [model.is_dense(i) for i in range(model.num_layers)]
+    found = [kinds.index(kind) for kind in dict.fromkeys(kinds[:-1])] + [model.num_layers - 1]
+    like = [next(n for n, i in enumerate(found) if kinds[i] == kind) for kind in kinds]
+    small = replace(
+        run,
+        model=_of_kinds(model, [kinds[i] for i in found], model.num_mtp_layers),
+        num_gpus=lcm(p.tp * p.cp, p.ep * p.etp),
+        parallel=type(p)(tp=p.tp, cp=p.cp, ep=p.ep, etp=p.etp),
+        num_micro_batches=1,
+        pipeline=None,
+        optimizer=_of_dtype(run),
+    )
+    return small, (*like[:-1], len(found) - 1)
+
+
+def lone_rank(run: TrainingRun, own: Sequence[Stage]) -> tuple[TrainingRun, int] | None:
+    """Return a run of two or three pipeline ranks, and which of them holds these stages alone.
+
+    Args:
+        run: with a pipeline.
+        own: the stages of one rank, in their order.
+    """
+    p, model = run.resolved, run.model
+    embeds, has_loss = own[0].embedding, own[-1].loss
+    kinds = [model.is_dense(i) for stage in own for i in stage.layers]
+    mtp = sum(len(stage.mtp) for stage in own)
+    last = model.is_dense(model.num_layers - 1)  # multi-token prediction has a layer of this kind
+    if not _are_alike(run) or (embeds and (has_loss or mtp)) or (mtp and kinds[-1:] == [not last]):
+        return None
+    # A model has a layer, and one with experts where it has any: it may be another rank's.
+    spare = [] if any(kind == last for kind in kinds) else [last]
+    letters = "E" * embeds + "t" * len(kinds) + "m" * mtp + "L" * has_loss
+    if embeds:
+        stages, kinds, place = [letters, "t" * len(spare) + "L"], kinds + spare, 0
+    else:
+        stages, kinds, place = ["E" + "t" * len(spare), letters], spare + kinds, 1
+        stages += [] if has_loss else ["L"]
+    small = replace(
+        run,
+        model=_of_kinds(model, kinds, mtp),
+        num_gpus=run.num_gpus // p.pp * len(stages),
+        parallel=replace(p, pp=len(stages)),
+        seq_len=min(run.seq_len, model.num_mtp_layers + 1),
+        batch_size=1,
+        num_micro_batches=1,
+        pipeline=PipelineConfig(layout="|".join(stages)),
+        memory=MemoryOptions(recompute=run.memory.recompute),
+        optimizer=_of_dtype(run),
+    )
+    return small, place
+
+
+def _are_alike(run: TrainingRun) -> bool:
+    memory, precision = run.memory, run.precision
+    counts = memory.offload_fraction != 1.0 or memory.offload_host_bytes is not None
+    return not counts and memory.stash is None and (precision is None or not precision.overrides)
+
+
+def _of_kinds(model: DecoderConfig, kinds: Sequence[bool], mtp: int) -> DecoderConfig:
+    """Return the model with these layers, True = dense, and so many predictions."""
+    dense = () if model.moe is None else tuple(i for i, kind in enumerate(kinds) if kind)
+    return replace(
+        model,
+        num_layers=len(kinds),
+        dense_layers=dense,
+        mlp_hidden_dim=model.mlp_hidden_dim if any(kinds) else 0,
+        num_mtp_layers=mtp,
+        mtp_loss_coef=model.mtp_loss_coef if mtp else 0.0,
+    )
+
+
+def _of_dtype(run: TrainingRun) -> OptimizerOptions:
+    """Return what alone of an optimizer decides the parameters' dtype."""
+    return OptimizerOptions(master_remainder=run.optimizer.master_remainder)
