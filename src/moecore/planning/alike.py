@@ -56,7 +56,9 @@ def lone_rank(run: TrainingRun, own: Sequence[Stage]) -> tuple[TrainingRun, int]
     kinds = [model.is_dense(i) for stage in own for i in stage.layers]
     mtp = sum(len(stage.mtp) for stage in own)
     last = model.is_dense(model.num_layers - 1)  # multi-token prediction has a layer of this kind
-    if not _are_alike(run) or (embeds and (has_loss or mtp)) or (mtp and kinds[-1:] == [not last]):
+    is_split = mtp != model.num_mtp_layers and (mtp or has_loss)  # the norm is with the first one
+    is_wide = embeds and (has_loss or mtp)
+    if not _are_alike(run) or is_split or is_wide or (mtp and kinds[-1:] == [not last]):
         return None
     # A model has a layer, and one with experts where it has any: it may be another rank's.
     spare = [] if any(kind == last for kind in kinds) else [last]
