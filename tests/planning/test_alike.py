@@ -19,6 +19,7 @@ DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))
 TIED = replace(preset("tiny-shared"), num_layers=6)
 BASE = TrainingRun(model=DEEP, num_gpus=16, seq_len=64, batch_size=32, num_micro_batches=4)
 OPTIM = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim", blocks_per_unit=2)
+BF16 = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
 INTERLEAVED = PipelineConfig(schedule="interleaved", chunks=2)
 RUNS: dict[str, TrainingRun] = {
     "stages": replace(BASE, parallel=ParallelConfig(pp=2, tp=2, ep=4), pipeline=INTERLEAVED),
@@ -40,6 +41,10 @@ RUNS: dict[str, TrainingRun] = {
         parallel=ParallelConfig(ep=8),
         memory=MemoryOptions(recompute="gemm_last", offload=("experts", "attention")),
     ),
+    "one stage, tied": replace(BASE, model=TIED, parallel=ParallelConfig(tp=2, ep=2), fsdp=BF16),
+    "one stage, sharded, FP8": replace(
+        BASE, parallel=ParallelConfig(ep=4), precision=Precision.of("tensorwise")
+    ),
     "predictions alone": replace(
         BASE, parallel=ParallelConfig(pp=4, ep=4), pipeline=PipelineConfig(layout="Ettt|tttt|m|L")
     ),
@@ -53,6 +58,7 @@ def test_plans_are_those_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatc
     assert few_layers(run) is not None
     monkeypatch.setattr(memory, "few_layers", lambda run: None)
     monkeypatch.setattr(memory, "lone_rank", lambda run, own: None)
+    monkeypatch.setattr(memory, "shallow", lambda run: None)
     assert found == plan_memory(run)
 
 

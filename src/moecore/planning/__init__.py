@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from moecore.planning.call import call_of
 from moecore.planning.chrome import Trace, read_trace
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory
+from moecore.planning.picture import draw_memory
 from moecore.planning.report import Lever, Report, report_step, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.search import (
 from moecore.planning.trace import Breakdown, Kernel
 from moecore.planning.work import Work
 from moecore.planning.world import fake_world
 
 __all__ = [
     "Breakdown",
+    "Candidate",
     "CostTable",
     "DryRun",
+    "Folding",
     "Kernel",
     "Lever",
     "MemoryPlan",
     "OptimizerOptions",
     "RankMemory",
     "Report",
+    "SearchRequest",
+    "SearchResult",
     "Trace",
     "TrainingRun",
     "Work",
+    "call_of",
+    "draw_memory",
     "dry_run",
+    "explain_folding",
     "fake_world",
     "plan_memory",
     "read_trace",
     "report_step",
     "report_trace",
+    "search",
 ]

@@ -2,6 +2,7 @@
 
     few_layers(run)        a layer of each kind, and the last one     what layers keep for backward
     lone_rank(run, own)    the stages of one pipeline rank            what that rank stores
+    shallow(run)           4 and 5 layers of the last kind            what n layers store
 
 Both are exact, and made equal where they can be: runs whose small ones are equal share what was
 found out about them. None where layers of a kind may differ: a precision that goes by names, an
@@ -19,6 +20,9 @@ from moecore.models.config import DecoderConfig
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.layout import Stage
 from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.shard.size import RankBytes
+
+LAYERS = 4  # of a kind, from which on each adds as much as the one before
 
 
 def few_layers(run: TrainingRun) -> tuple[TrainingRun, tuple[int, ...]] | None:
@@ -77,10 +81,50 @@ def lone_rank(run: TrainingRun, own: Sequence[Stage]) -> tuple[TrainingRun, int]
         batch_size=1,
         num_micro_batches=1,
         pipeline=PipelineConfig(layout="|".join(stages)),
-        memory=MemoryOptions(recompute=run.memory.recompute),
+        memory=_only_fc1(run),
         optimizer=_of_dtype(run),
     )
     return small, place
+
+
+def shallow(run: TrainingRun) -> tuple[TrainingRun, TrainingRun, int] | None:
+    """Return two runs that differ by a layer, and how many more of it the run has than the first.
+
+    Stored bytes grow by as many per layer: units of a kind take turns in a few buffers.
+    """
+    model = run.model
+    kinds = [model.is_dense(i) for i in range(model.num_layers)]
+    first = next(i for i, kind in enumerate(kinds) if kinds[i:] == [kind] * (len(kinds) - i))
+    units = run.fsdp.blocks_per_unit == 1 and run.fsdp.prefetch_blocks <= 1
+    if run.pipeline is not None or not units or not _are_alike(run) or len(kinds) < first + LAYERS:
+        return None
+    plain = replace(run, num_micro_batches=1, batch_size=1, memory=_only_fc1(run))
+    plain = replace(plain, seq_len=model.num_mtp_layers + 1, optimizer=_of_dtype(run))
+    low, high = (
+        replace(plain, model=_of_kinds(model, kinds[: first + n], model.num_mtp_layers))
+        for n in (LAYERS, LAYERS + 1)
+    )
+    return low, high, len(kinds) - first - LAYERS
+
+
+def deeper(low: RankBytes, high: RankBytes, times: int) -> RankBytes:
+    """Return `low` with the difference to `high` added so many times."""
+
+    def grown(a: int, b: int) -> int:
+        return a + times * (b - a)
+
+    names = ("num_units", "parameters", "gradients", "gathered")
+    roles = tuple(
+        replace(a, **{name: grown(getattr(a, name), getattr(b, name)) for name in names})
+        for a, b in zip(low.roles, high.roles, strict=True)
+    )
+    sums = {n: grown(getattr(low, n), getattr(high, n)) for n in ("weights", "sums", "accumulated")}
+    return RankBytes(roles=roles, **sums)
+
+
+def _only_fc1(run: TrainingRun) -> MemoryOptions:
+    """Return what alone of the memory options experts may refuse."""
+    return MemoryOptions(recompute=("expert_fc1",) if "expert_fc1" in run.memory.parts else ())
 
 
 def _are_alike(run: TrainingRun) -> bool:

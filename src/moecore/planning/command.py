@@ -1,10 +1,11 @@
-"""`moecore plan`: what each pipeline rank of a run holds, as a table or as JSON."""
+"""`moecore plan`: foldings that fit, or what each pipeline rank of one run holds."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -14,26 +15,42 @@ from moecore.mesh import ParallelConfig
 from moecore.models import PRESETS
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.orders import ScheduleName
+from moecore.planning.call import call_of
 from moecore.planning.gpus import GPUS
-from moecore.planning.memory import plan_memory
+from moecore.planning.memory import MemoryPlan, plan_memory
+from moecore.planning.picture import draw_memory
 from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
+from moecore.planning.search import (
+    ANY,
+    Candidate,
+    Folding,
+    SearchRequest,
+    explain_folding,
+    search,
+    shown_levers,
+)
 from moecore.precision.roles import Precision, PrecisionName
 from moecore.shard.options import FSDPOptions, Strategy
 from moecore.tables import shown_bytes
 
 EXAMPLE = """\
-example:
+examples:
+  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80
+  moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --explain pp=8,ep=8
   moecore plan --preset deepseek-v3 --gpus 256 --gpu h100-80 --pp 8 --ep 32 \\
     --schedule interleaved --chunks 2 --micro-batches 64 --precision blockwise --recompute moe"""
+
+DEGREES = tuple(field.name for field in fields(ParallelConfig))
 
 
 def add_plan(rooms: Any) -> None:
     """Add the command to those of `moecore`."""
     parser = rooms.add_parser(
         "plan",
-        help="what a training run holds on each rank of a cluster that is not there",
-        description="Prints bytes by kind for each pipeline rank, from the plan and the forward "
-        "that the run itself has. What an operation needs while it runs is not counted.",
+        help="which training run fits a cluster that is not there, and what its ranks hold",
+        description="Without degrees: foldings that fit, best first. With degrees: bytes by kind "
+        "for each pipeline rank, from the plan and the forward that the run itself has. What an "
+        "operation needs while it runs is not counted.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,27 +61,45 @@ def add_plan(rooms: Any) -> None:
     add("--gpu", default="h100-80", choices=tuple(GPUS), help="its kind")
     add("--seq-len", type=int, default=4096, help="tokens of a row")
     add("--batch-size", type=int, default=1, help="rows of a micro-batch of a data rank")
-    add("--micro-batches", type=int, default=1, help="of a step, on a data rank")
-    for field in fields(ParallelConfig):
-        add(f"--{field.name.replace('_', '-')}", type=int, default=field.default, help="degree")
+    add("--micro-batches", type=int, default=1, help="of a step, on a data rank; with degrees")
+    add("--global-batch", type=int, help="rows of a step; without degrees; default: 8 per GPU")
+    add("--gpus-per-node", type=int, default=8, help="within NVLink; without degrees")
+    for name in DEGREES:
+        add(f"--{name.replace('_', '-')}", type=int, help="degree; default: search")
     add("--layout", help='pipeline stages, such as "Et*3|(tt|)*29m|L"')
     add("--chunks", type=int, help="pipeline stages of a rank; not with --layout")
     add("--schedule", default="1f1b", choices=get_args(ScheduleName), help="of pipeline stages")
     strategies = get_args(Strategy)
     add("--dense-strategy", default="optim_grads_params", choices=strategies, help="ZeRO of blocks")
     add("--experts-strategy", choices=strategies, help="of experts; default: as blocks")
-    add("--precision", choices=get_args(PrecisionName), help="of products; default: bf16")
+    precisions = (*get_args(PrecisionName), "bf16")
+    add("--precision", choices=precisions, help="default: bf16, or in a search as needed")
     add("--recompute", nargs="+", default=(), help="parts, as of MemoryOptions")
     add("--offload", nargs="+", default=(), help="parts, likewise")
     add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
     add("--master-remainder", action="store_true", help="bf16 weights, see moecore.optim.AdamW")
     add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
+    add("--top", type=int, default=3, help="foldings to find")
+    add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
+    add("--call", action="store_true", help="print the Python of the run, or of the best one")
+    add("--png", type=Path, metavar="FILE", help="write bars of its memory")
     add("--json", action="store_true", help="print one JSON object")
 
 
 def run_plan(args: Any) -> int:
-    """Print the plan; 1 where it does not fit."""
-    plan = plan_memory(_run(args))
+    """Print the plan, or what a search finds; 1 where nothing fits."""
+    if args.explain is not None:
+        text = explain_folding(_request(args), _folding(args.explain))
+        print(text)
+        return 0 if ": fits, " in text else 1
+    if all(getattr(args, name) is None for name in DEGREES):
+        return _search(args)
+    run = _run(args)
+    plan = plan_memory(run)
+    _write(args, plan)
+    if args.call:
+        print(call_of(run))
+        return 0
     largest, memory = plan.largest, GPUS[args.gpu].memory
     fits = largest.num_bytes <= memory
     if args.json:
@@ -82,10 +117,109 @@ def run_plan(args: Any) -> int:
     return 0 if fits else 1
 
 
+def _search(args: Any) -> int:
+    """Print what fits, best first."""
+    request = _request(args)
+    result = search(request, wanted=args.top, most_planned=args.top + 1)
+    found = result.fitting
+    if found:
+        _write(args, found[0].plan)
+    if args.json:
+        rows = [_row(candidate) for candidate in found]
+        others = dict(refused=result.refused, not_planned=result.not_planned, change=result.change)
+        print(json.dumps({"gpu": args.gpu, "limit": request.limit, "fitting": rows, **others}))
+        return 0 if found else 1
+    if found and args.call:
+        print(call_of(found[0].run))
+        return 0
+    if found:
+        print(result.table())
+    for other in result.too_large:
+        print(f"too large with all levers: {other.folding}")
+    refused = sum(result.refused.values())
+    print(
+        f"of {shown_bytes(request.limit)} a rank ({args.gpu} less {request.reserve:.0%}); "
+        f"{refused} foldings refused by rules, {result.not_planned} behind these not planned"
+    )
+    if not found:
+        print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
+    return 0 if found else 1
+
+
+def _row(found: Candidate) -> dict[str, Any]:
+    run = found.run
+    return found.folding._asdict() | {
+        "schedule": None if run.pipeline is None else run.pipeline.schedule,
+        "num_micro_batches": run.num_micro_batches,
+        "levers": shown_levers(found),
+        "overhead": found.levers.overhead,
+        "num_bytes": found.plan.largest.num_bytes,
+        "headroom": found.headroom,
+    }
+
+
+def _write(args: Any, plan: MemoryPlan) -> None:
+    """Write the pictures that are asked for."""
+    if args.png is not None:
+        try:
+            draw_memory(plan, args.png, GPUS[args.gpu].memory)
+        except ImportError as error:
+            raise ValueError(f"--png ({args.png}) must be left out: {error}") from error
+
+
+def _folding(text: str) -> Folding:
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name.strip() not in Folding._fields or not value.isdecimal() or int(value) < 1:
+            names = ", ".join(Folding._fields)
+            raise ValueError(f"--explain ({part!r}) must be NAME=NUMBER, of {names}: use pp=8,ep=8")
+        found[name.strip()] = int(value)
+    found.setdefault("chunks", 2 if found.get("pp", 1) > 1 else 1)
+    return Folding(**found)
+
+
+def _request(args: Any) -> SearchRequest:
+    options, memory = _optimizer(args), _memory(args)
+    is_plain = options == OptimizerOptions()
+    precision: Any = ANY if args.precision is None else _precision(args)
+    return SearchRequest(
+        model=PRESETS[args.preset],
+        num_gpus=args.gpus,
+        gpu=args.gpu,
+        gpus_per_node=args.gpus_per_node,
+        seq_len=args.seq_len,
+        global_batch=args.global_batch,
+        memory=ANY if memory == MemoryOptions() else memory,
+        precision=precision,
+        optimizer=ANY if is_plain else options,
+    )
+
+
+def _precision(args: Any) -> Precision | None:
+    return Precision.of(None if args.precision == "bf16" else args.precision)
+
+
+def _memory(args: Any) -> MemoryOptions:
+    return MemoryOptions(
+        recompute="gemm_last" if args.recompute == ["gemm_last"] else tuple(args.recompute),
+        offload=tuple(args.offload),
+    )
+
+
+def _optimizer(args: Any) -> OptimizerOptions:
+    return OptimizerOptions(
+        moment_dtype=args.moments,
+        master_remainder=args.master_remainder,
+        offload_fraction=args.state_offload,
+    )
+
+
 def _run(args: Any) -> TrainingRun:
-    degrees = {field.name: getattr(args, field.name) for field in fields(ParallelConfig)}
+    given = {name: getattr(args, name) for name in DEGREES}
+    degrees = {name: value for name, value in given.items() if value is not None}
     pipeline = None
-    if args.pp > 1:
+    if (args.pp or 1) > 1:
         pipeline = PipelineConfig(layout=args.layout, chunks=args.chunks, schedule=args.schedule)
     return TrainingRun(
         model=PRESETS[args.preset],
@@ -100,14 +234,7 @@ def _run(args: Any) -> TrainingRun:
             dense_strategy=args.dense_strategy,
             experts_strategy=args.experts_strategy,
         ),
-        memory=MemoryOptions(
-            recompute="gemm_last" if args.recompute == ["gemm_last"] else tuple(args.recompute),
-            offload=tuple(args.offload),
-        ),
-        precision=Precision.of(args.precision),
-        optimizer=OptimizerOptions(
-            moment_dtype=args.moments,
-            master_remainder=args.master_remainder,
-            offload_fraction=args.state_offload,
-        ),
+        memory=_memory(args),
+        precision=_precision(args),
+        optimizer=_optimizer(args),
     )

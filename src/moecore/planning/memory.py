@@ -30,7 +30,7 @@ from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.pipeline.layout import Stage
 from moecore.pipeline.orders import actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
-from moecore.planning.alike import few_layers, lone_rank
+from moecore.planning.alike import deeper, few_layers, lone_rank, shallow
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.world import fake_world, quiet
 from moecore.shard.plan import ShardPlan
@@ -124,7 +124,7 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
             run.pipeline.schedule,
             pp=p.pp,
             chunks=layout.chunks(p.pp),
-            num_micro_batches=run.num_micro_batches,
+            num_micro_batches=_until_steady(run),
         )
     kept, ranks = _kept_by_layers(run), []
     parts = [blocks_of_stage(stage, kept, config.num_layers) for stage in stages]
@@ -190,8 +190,18 @@ def in_flight_at_most(schedule: Schedule, rank: int, sizes: Sequence[int]) -> tu
     return found
 
 
+def _until_steady(run: TrainingRun) -> int:
+    """Return micro-batches after which no rank holds more: rounds of a pipeline are alike."""
+    number, round_ = run.num_micro_batches, run.resolved.pp
+    is_steady = run.pipeline is not None and run.pipeline.schedule != "gpipe"
+    return min(number, 4 * round_) if is_steady and number % round_ == 0 else number
+
+
 def _rank_size(run: TrainingRun, pp_rank: int, own: Sequence[Stage]) -> RankBytes:
     """Return the bytes of a pipeline rank, found once for all ranks that are alike."""
+    if (pair := shallow(run)) is not None:
+        low, high, times = pair
+        return deeper(_size(low, 0), _size(high, 0), times)
     found = None if run.pipeline is None else lone_rank(run, own)
     return _size(*(found or (replace(run, num_micro_batches=1), pp_rank)))
 

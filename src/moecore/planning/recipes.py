@@ -1,0 +1,153 @@
+"""Runs that the report measured, as data: tables 17, 18 and 20, and what moecore has of each.
+
+Tables 17 and 20 disagree about DeepSeek-V3 on H100: pp 8 in one, 4 in the other. Both are here.
+
+Source: arXiv:2603.07685, section 9.2 and appendix B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from moecore._fields import check_arguments
+from moecore.memory.options import MemoryOptions, Recomputed
+from moecore.mesh import ParallelConfig
+from moecore.models.presets import PRESETS
+from moecore.pipeline.config import PipelineConfig
+from moecore.planning.levers import WHOLE
+from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.precision.roles import Precision
+
+GB200, GB300 = "GB200, 192 GB", "GB300, 288 GB"
+NO_MXFP8 = "MXFP8: blocks of 32 do not exist here"
+NO_GPU = "the GPU is none of moecore.planning.gpus.GPUS"
+UP_MLP: tuple[Recomputed, ...] = ("mla_up_proj", "mlp")
+CHEAP: tuple[Recomputed, ...] = ("activation", "norm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """One measured run.
+
+    Attributes:
+        preset: of the model.
+        gpu: a key of `GPUS`, or the name of one that is not there.
+        num_gpus: how many.
+        tflops: reported, per GPU.
+        source: table.
+        degrees: tp, pp, cp, ep; experts are cut by ep alone.
+        chunks: stages of a pipeline rank.
+        rows: of a step.
+        precision: "bf16", "blockwise" or "mxfp8".
+        layout: of stages, where it is printed.
+        batch_size: rows of a micro-batch.
+        seq_len: tokens of a row.
+        recompute: parts, in names of moecore.
+        offload_fraction: of the optimizer's state.
+        bf16_moments: whether moments are bf16.
+        without: what of it moecore does not have, so that its plan is of something near.
+    """
+
+    preset: str
+    gpu: str
+    num_gpus: int
+    tflops: int
+    source: str
+    degrees: tuple[int, int, int, int]
+    chunks: int
+    rows: int
+    precision: str = "bf16"
+    layout: str | None = None
+    batch_size: int = 1
+    seq_len: int = 4096
+    recompute: tuple[Recomputed, ...] = ()
+    offload_fraction: float = 0.0
+    bf16_moments: bool = False
+    without: tuple[str, ...] = ()
+
+
+def run_of(recipe: Recipe) -> TrainingRun:
+    """Return the run of a recipe here; `Recipe.without` has what differs.
+
+    Stages without a printed layout are as even as layers divide, fewer chunks where there are not
+    as many layers as stages. Weights stay whole in a step, as with a distributed optimizer.
+    """
+    check_arguments(run_of, locals())
+    tp, pp, cp, ep = recipe.degrees
+    model = PRESETS[recipe.preset]
+    chunks = None if recipe.layout else recipe.chunks
+    return TrainingRun(
+        model=replace(model, max_seq_len=max(model.max_seq_len, recipe.seq_len)),
+        num_gpus=recipe.num_gpus,
+        parallel=ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep),
+        seq_len=recipe.seq_len,
+        batch_size=recipe.batch_size,
+        num_micro_batches=recipe.rows * tp * pp * cp // recipe.num_gpus // recipe.batch_size,
+        pipeline=PipelineConfig(layout=recipe.layout, chunks=chunks, schedule="interleaved"),
+        fsdp=WHOLE,
+        memory=MemoryOptions(recompute=recipe.recompute),
+        precision=Precision.of("blockwise" if recipe.precision == "blockwise" else None),
+        optimizer=OptimizerOptions(
+            moment_dtype="bfloat16" if recipe.bf16_moments else "float32",
+            offload_fraction=recipe.offload_fraction,
+        ),
+    )
+
+
+def _deepseek(gpu: str, num_gpus: int, tflops: int, source: str, **more: object) -> Recipe:
+    same = dict(preset="deepseek-v3", gpu=gpu, num_gpus=num_gpus, tflops=tflops, source=source)
+    return Recipe(**same, chunks=4, bf16_moments=True, **more)  # type: ignore[arg-type]
+
+
+def _qwen(gpu: str, num_gpus: int, tflops: int, **more: object) -> Recipe:
+    same = dict(preset="qwen3-235b-a22b", gpu=gpu, num_gpus=num_gpus, tflops=tflops)
+    return Recipe(**same, source="table 20", **more)  # type: ignore[arg-type]
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "deepseek-v3-gb300-256": _deepseek(
+            GB300, 256, 1233, "table 20", degrees=(1, 4, 1, 64), rows=8192, precision="mxfp8",
+            without=(NO_GPU, NO_MXFP8),
+        ),
+        "deepseek-v3-gb200-256": _deepseek(
+            GB200, 256, 1048, "tables 17, 18, 20", degrees=(1, 4, 1, 64), rows=8192,
+            layout="Et*4|(tttt|)*14tmL", precision="mxfp8", recompute=("mlp",),
+            offload_fraction=1.0, without=(NO_GPU, NO_MXFP8),
+        ),
+        "deepseek-v3-gb200-256-bf16": _deepseek(
+            GB200, 256, 857, "table 20", degrees=(1, 8, 1, 32), rows=4096, recompute=("mlp",),
+            offload_fraction=1.0, without=(NO_GPU,),
+        ),
+        "deepseek-v3-h100-1024": _deepseek(
+            "h100-80", 1024, 368, "tables 17, 18", degrees=(2, 8, 1, 64), rows=8192,
+            layout="Et*3|(tt|)*29m|L", precision="blockwise",
+            recompute=("mlp", "mla_up_proj", "activation", "norm"),
+        ),
+        "deepseek-v3-h100-1024-pp4": _deepseek(
+            "h100-80", 1024, 368, "table 20", degrees=(2, 4, 1, 64), rows=8192,
+            precision="blockwise", recompute=UP_MLP,
+        ),
+        "qwen3-235b-gb300-256": _qwen(
+            GB300, 256, 974, degrees=(1, 4, 1, 64), chunks=6, batch_size=2, rows=3072,
+            precision="mxfp8", without=(NO_GPU, NO_MXFP8),
+        ),
+        "qwen3-235b-gb200-256": _qwen(
+            GB200, 256, 919, degrees=(1, 4, 1, 64), chunks=6, batch_size=3, rows=3072,
+            precision="mxfp8", recompute=CHEAP, without=(NO_GPU, NO_MXFP8),
+        ),
+        "qwen3-235b-gb200-256-bf16": _qwen(
+            GB200, 256, 750, degrees=(1, 4, 1, 32), chunks=12, rows=8192, recompute=CHEAP,
+            without=(NO_GPU,),
+        ),
+        "qwen3-235b-h100-256": _qwen(
+            "h100-80", 256, 320, degrees=(2, 8, 1, 32), chunks=4, rows=2048, recompute=CHEAP,
+        ),
+        "qwen3-235b-gb300-128-128k": _qwen(
+            GB300, 128, 1150, degrees=(4, 4, 4, 32), chunks=12, rows=1024, seq_len=131_072,
+            precision="mxfp8", without=(NO_GPU, NO_MXFP8),
+        ),
+    }
+)  # fmt: skip
