@@ -21,7 +21,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.optim import assign_matrices
 from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
 from moecore.pipeline import Costs, LayoutCosts, Timeline, make_schedule
-from moecore.planning import CostTable, TrainingRun, Work
+from moecore.planning import CostTable, Folding, SearchRequest, TrainingRun, Work
 from moecore.rl import RouterReplay
 from moecore.shard import ShardPlan
 from tests.test_api import SECTIONS
@@ -105,6 +105,8 @@ VALID: dict[str, Any] = {
     "batch": PackedCollator(row_tokens=4)([[1]]),
     "assignment": assign_matrices(META),
     "run": TrainingRun(model=TINY, num_gpus=1, seq_len=8),
+    "request": SearchRequest(model=TINY, num_gpus=1, seq_len=8),
+    "folding": Folding(),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
     **dict(hidden_ND=TOKENS, weight_VD=TOKENS, labels_N=TOKENS, tokens_BT=TOKENS, seq_len=1),
     **dict(

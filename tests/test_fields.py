@@ -40,7 +40,7 @@ from moecore.optim.matrices import MatrixLayout
 from moecore.packing import DocumentCost, MeasuredCost, PackedCollator
 from moecore.pipeline.layout import LayoutCosts
 from moecore.pipeline.simulate import Costs
-from moecore.planning import CostTable, OptimizerOptions, TrainingRun, Work
+from moecore.planning import CostTable, OptimizerOptions, SearchRequest, TrainingRun, Work
 from moecore.planning.costs import Point
 from moecore.precision.recipe import Recipe
 from moecore.precision.roles import Precision
@@ -178,6 +178,10 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Work, WORK),
     (Point, dict(work=Work(**WORK), seconds=1.0)),
     (CostTable, {f.name: getattr(H200, f.name) for f in fields(H200)}),
+    (
+        SearchRequest,
+        dict(model=DecoderConfig(**DECODER, mlp_hidden_dim=8), num_gpus=4, seq_len=8),
+    ),
 ]
 VALUES: list[Any] = [
     *(True, False, None, 0, 1, -1, 2, 3, 4, 8, 2**31, 2**63, 10**400, -(10**5000)),

@@ -20,7 +20,7 @@ from moecore.models.config import DecoderConfig
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.layout import Stage
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.shard.size import RankBytes
+from moecore.shard.size import RankBytes, RoleBytes
 
 LAYERS = 4  # of a kind, from which on each adds as much as the one before
 
@@ -113,9 +113,14 @@ def deeper(low: RankBytes, high: RankBytes, times: int) -> RankBytes:
     def grown(a: int, b: int) -> int:
         return a + times * (b - a)
 
-    names = ("num_units", "parameters", "gradients", "gathered")
     roles = tuple(
-        replace(a, **{name: grown(getattr(a, name), getattr(b, name)) for name in names})
+        RoleBytes(
+            role=a.role,
+            num_units=grown(a.num_units, b.num_units),
+            parameters=grown(a.parameters, b.parameters),
+            gradients=grown(a.gradients, b.gradients),
+            gathered=grown(a.gathered, b.gathered),
+        )
         for a, b in zip(low.roles, high.roles, strict=True)
     )
     sums = {n: grown(getattr(low, n), getattr(high, n)) for n in ("weights", "sums", "accumulated")}

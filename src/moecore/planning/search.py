@@ -167,17 +167,20 @@ class SearchResult:
 
     def table(self) -> str:
         """Return a row per folding that fits."""
-        lines = [
+        lines: list[tuple[str, ...]] = [
             ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "levers", "bytes", "left")
         ]
         for i, found in enumerate(self.fitting):
             p, pipeline = found.folding, found.run.pipeline
-            order = "-" if pipeline is None else pipeline.schedule
-            order += f" x{p.chunks}" if p.chunks > 1 else ""
+            order = (
+                "-"
+                if pipeline is None
+                else f"{pipeline.schedule}{f' x{p.chunks}' * (p.chunks > 1)}"
+            )
             numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), order)
             used = shown_bytes(found.plan.largest.num_bytes)
             rows = str(found.run.num_micro_batches)
-            lines += [(*numbers, rows, shown_levers(found), used, shown_bytes(found.headroom))]
+            lines.append((*numbers, rows, shown_levers(found), used, shown_bytes(found.headroom)))
         return "\n".join(columns(lines))
 
 
@@ -492,14 +495,14 @@ def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:
         yield f"{fewer} rows of a step", replace(request, global_batch=fewer)
     node = request.gpus_per_node
     rented = list[tuple[int, str, SearchRequest]]()
-    for factor in (1, 2, 4, 8, 16, 32):
+    counts = {request.num_gpus, *(max(request.num_gpus, node) * 2**n for n in range(6))}
+    for num_gpus in counts:
         for gpu, facts in GPUS.items():
-            least = max(request.num_gpus, node) if factor > 1 else request.num_gpus
-            num_gpus = factor * least
-            if facts.memory < GPUS[request.gpu].memory or (gpu, factor) == (request.gpu, 1):
+            is_less = facts.memory < GPUS[request.gpu].memory
+            if is_less or (gpu, num_gpus) == (request.gpu, request.num_gpus):
                 continue
             rows = max(request.rows, num_gpus)
             changed = replace(request, gpu=gpu, num_gpus=num_gpus, global_batch=rows)
             rented.append((num_gpus * facts.memory, f"{num_gpus} {gpu}", changed))
-    for _, text, changed in sorted(rented, key=lambda item: item[0]):
+    for _, text, changed in sorted(rented, key=lambda item: item[:2]):
         yield text, changed

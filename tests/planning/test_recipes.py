@@ -1,0 +1,45 @@
+"""Recipes of the report are legal here, and hold what fits the GPU that they ran on."""
+
+from __future__ import annotations
+
+import pytest
+
+from moecore.planning import plan_memory
+from moecore.planning.gpus import GPUS
+from moecore.planning.recipes import GB200, GB300, RECIPES, run_of
+from moecore.planning.search import Folding, SearchRequest, refuse
+
+pytestmark = pytest.mark.usefixtures("no_group_in_file")
+MEMORY = {GB200: 186 << 30, GB300: 279 << 30} | {name: gpu.memory for name, gpu in GPUS.items()}
+# What our plan of a recipe does not fit, and why.
+TOO_LARGE = {
+    # Table 17 has 8 stages for these numbers, and its text says why; 4 are a line of table 20.
+    "deepseek-v3-h100-1024-pp4": "four stages",
+    # Rows of three sequences, of two bytes per element where theirs have one.
+    "qwen3-235b-gb200-256": "bf16 in place of MXFP8",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_where_it_ran(name: str) -> None:
+    recipe = RECIPES[name]
+    plan = plan_memory(run_of(recipe))
+    assert (plan.largest.num_bytes <= MEMORY[recipe.gpu]) == (name not in TOO_LARGE)
+    assert ("none of" in "".join(recipe.without)) == (recipe.gpu not in GPUS)
+    assert run_of(recipe).num_micro_batches * recipe.num_gpus * recipe.batch_size == (
+        recipe.rows * recipe.degrees[0] * recipe.degrees[1] * recipe.degrees[2]
+    )
+
+
+def test_the_guidelines_are_those_of_the_recipes() -> None:
+    for recipe in RECIPES.values():
+        tp, pp, cp, ep = recipe.degrees
+        run = run_of(recipe)
+        request = SearchRequest(
+            model=run.model,
+            num_gpus=recipe.num_gpus,
+            gpus_per_node=8 if recipe.gpu in GPUS else 4,
+            seq_len=recipe.seq_len,
+            global_batch=recipe.rows,
+        )
+        assert refuse(request, Folding(pp, tp, cp, ep, 1, min(recipe.chunks, 4))) is None

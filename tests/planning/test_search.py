@@ -1,0 +1,151 @@
+"""A search finds foldings that fit, says why others do not, and what would make one fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecore import MemoryOptions
+from moecore.cli import main
+from moecore.models import preset
+from moecore.planning import (
+    Folding,
+    OptimizerOptions,
+    SearchRequest,
+    call_of,
+    explain_folding,
+    fake_world,
+    search,
+)
+from moecore.planning.search import data_ranks, foldings, planned_with, refuse, rungs_of
+
+pytestmark = pytest.mark.usefixtures("no_group_in_file")
+TINY = preset("tiny-deepseek-v3")
+DEEPSEEK = preset("deepseek-v3")
+SMALL = SearchRequest(model=TINY, num_gpus=16, seq_len=32)
+LARGE = SearchRequest(model=DEEPSEEK, num_gpus=256)
+
+
+@pytest.mark.parametrize(
+    ("folding", "rule", "text"),
+    [
+        (Folding(pp=8, ep=6), "degrees divide the GPUs", "expert view (48 ranks)"),
+        (Folding(pp=3), "degrees divide the GPUs", "dense view (3 ranks)"),
+        (Folding(tp=256), "heads divide", "DecoderConfig.num_heads (128)"),
+        (Folding(pp=64), "a layer per stage", "num_layers (61)"),
+        (Folding(ep=8, etp=2), "EP before TP for experts", "use etp=1"),
+        (Folding(tp=16), "TP within NVLink", "tp (16)"),
+        (Folding(cp=2), "CP for long rows", "rows have 4096"),
+        (Folding(pp=8, ep=8), "VPP where there is PP", "use chunks"),
+    ],
+)
+def test_a_refusal_names_its_rule(folding: Folding, rule: str, text: str) -> None:
+    refusal = refuse(LARGE, folding)
+    assert refusal is not None and refusal.rule == rule and text in refusal.reason
+    assert refusal.reason in explain_folding(LARGE, folding)
+
+
+def test_rules_depend_on_rows_and_nodes() -> None:
+    long = replace(LARGE, seq_len=16_384)
+    assert refuse(long, Folding(cp=4, ep=8)) is None
+    assert refuse(long, Folding(cp=8, ep=8)) is not None
+    few = replace(LARGE, global_batch=96)
+    assert refuse(few, Folding(ep=8)).rule == "rows for all data ranks"  # type: ignore[union-attr]
+    few = replace(LARGE, global_batch=32)
+    filled = refuse(few, Folding(pp=8, ep=8, chunks=2))
+    assert filled is not None and filled.rule == "micro-batches fill the pipeline"
+    inside = refuse(replace(LARGE, num_gpus=8), Folding(pp=2, ep=4, chunks=2))
+    assert inside is not None and inside.rule == "PP across nodes"
+
+
+def test_what_no_rule_refuses_can_be_planned() -> None:
+    request = replace(SMALL, num_gpus=8, gpus_per_node=4)
+    open_foldings = [f for f in foldings(8) if refuse(request, f) is None]
+    assert {f.pp for f in open_foldings} == {1, 2} and {f.ep for f in open_foldings} >= {1, 4}
+    for folding in open_foldings[::5]:
+        assert planned_with(request, folding, rungs_of(request)[-1]).fits
+
+
+def test_memory_falls_from_rung_to_rung() -> None:
+    request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16))
+    folding = Folding(pp=2, ep=8, chunks=2)
+    used = [-planned_with(request, folding, rung).headroom for rung in rungs_of(request)[:6]]
+    assert used == sorted(used, reverse=True) and len(set(used)) == len(used)
+
+
+def test_a_search_ranks_what_fits() -> None:
+    found = search(SMALL)
+    assert len(found.fitting) == 3 and found.change is None and not found.too_large
+    assert [c.levers.name for c in found.fitting] == ["none"] * 3
+    degrees = [max(c.folding.tp, c.folding.ep) * c.folding.pp for c in found.fitting]
+    assert degrees == sorted(degrees)
+    every = len(list(foldings(16)))
+    assert sum(found.refused.values()) + found.not_planned + 3 == every
+    other = search(SMALL, rank_by=lambda c: -c.folding.tp)
+    assert other.fitting[0].folding.tp == max(c.folding.tp for c in found.fitting)
+    given = MemoryOptions(recompute="gemm_last")
+    kept = search(replace(SMALL, memory=given, precision=None, optimizer=OptimizerOptions()))
+    assert {c.run.memory for c in kept.fitting} == {given}
+
+
+def test_deepseek_v3() -> None:
+    found = search(LARGE, wanted=1, most_planned=2)
+    assert found.fitting and found.fitting[0].plan.largest.num_bytes <= LARGE.limit
+    assert found.fitting[0].folding.tp * found.fitting[0].folding.ep >= 8
+    best = found.fitting[0]
+    ranks = data_ranks(LARGE, best.folding)
+    assert best.run.num_micro_batches * ranks == LARGE.rows
+
+
+def test_what_cannot_fit_names_the_smallest_change() -> None:
+    request = SearchRequest(model=preset("qwen3-30b-a3b"), num_gpus=1)
+    found = search(request, most_planned=1)
+    assert not found.fitting and found.change is not None and found.change.startswith("8 ")
+    given = replace(SMALL, num_gpus=8, global_batch=12)
+    assert any(refuse(given, f) is None for f in foldings(8)) is False
+    text = search(given).change
+    assert text is not None and text.startswith("8 rows of a step")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_the_call_runs(fraction: float) -> None:
+    request = replace(SMALL, num_gpus=8, optimizer=OptimizerOptions(offload_fraction=fraction))
+    found = search(request, wanted=1, most_planned=1).fitting[0]
+    names: dict[str, Any] = {}
+    with fake_world(8):
+        exec(call_of(found.run), names)
+    assert names["meshes"].parallel == found.run.resolved
+    assert names["step"].num_micro_batches == found.run.num_micro_batches
+
+
+def test_the_command_searches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "16", "--seq-len", "32"]
+    file = tmp_path / "memory.png"
+    assert main([*call, "--png", str(file)]) == 0
+    table = capsys.readouterr().out
+    assert table.splitlines()[1].startswith("1") and "foldings refused by rules" in table
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert main([*call, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["fitting"]) == 3
+    assert main([*call, "--explain", "tp=16"]) == 1
+    assert "must be a multiple of tp (16)" in capsys.readouterr().out
+    assert main([*call, "--explain", "ep=8"]) == 0
+    assert "fits, " in capsys.readouterr().out
+    assert main([*call, "--explain", "pp"]) == 1
+    assert "must be NAME=NUMBER" in capsys.readouterr().err
+    assert main([*call, "--call"]) == 0
+    assert "parallelize_moe(" in capsys.readouterr().out
+
+
+def test_without_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    call = ["plan", "--preset", "tiny-deepseek-v3", "--gpus", "4", "--ep", "2", "--seq-len", "32"]
+    assert main([*call, "--png", str(tmp_path / "memory.png")]) == 1
+    assert "needs matplotlib" in capsys.readouterr().err
