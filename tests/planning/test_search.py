@@ -106,8 +106,8 @@ def test_what_cannot_fit_names_the_smallest_change() -> None:
     request = SearchRequest(model=preset("qwen3-30b-a3b"), num_gpus=1)
     found = search(request, most_planned=1)
     assert not found.fitting and found.change is not None and found.change.startswith("8 ")
-    given = replace(SMALL, num_gpus=8, global_batch=12)
-    assert any(refuse(given, f) is None for f in foldings(8)) is False
+    given = replace(SMALL, num_gpus=8, global_batch=13)
+    assert all(refuse(given, f) is not None for f in foldings(8))
     text = search(given).change
     assert text is not None and text.startswith("8 rows of a step")
 

@@ -453,8 +453,10 @@ def _promise(request: SearchRequest) -> Callable[[Folding], tuple[float, ...]]:
     needs = _about(request)
 
     def key(folding: Folding) -> tuple[float, ...]:
-        is_large = needs(folding) > request.limit
-        return (is_large, *_by_degrees(folding, _crosses(request, folding)))
+        crosses_nodes, needed = _crosses(request, folding), needs(folding)
+        if needed > request.limit:  # with dear levers: what needs least first
+            return (True, crosses_nodes, needed)
+        return (False, *_by_degrees(folding, crosses_nodes))
 
     return key
 
