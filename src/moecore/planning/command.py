@@ -79,7 +79,7 @@ def add_plan(rooms: Any) -> None:
     add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
     add("--master-remainder", action="store_true", help="bf16 weights, see moecore.optim.AdamW")
     add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
-    add("--top", type=int, default=3, help="foldings to find")
+    add("--top", type=int, default=3, help="foldings to plan in full")
     add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
     add("--call", action="store_true", help="print the Python of the run, or of the best one")
     add("--png", type=Path, metavar="FILE", help="write bars of its memory")
@@ -120,7 +120,7 @@ def run_plan(args: Any) -> int:
 def _search(args: Any) -> int:
     """Print what fits, best first."""
     request = _request(args)
-    result = search(request, wanted=args.top, most_planned=args.top + 1)
+    result = search(request, wanted=args.top, most_planned=args.top)
     found = result.fitting
     if found:
         _write(args, found[0].plan)
