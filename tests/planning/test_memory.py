@@ -166,7 +166,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*call.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and len(found["ranks"]) == 2
-    assert main(["plan", "--preset", "qwen3-30b-a3b", "--gpus", "1", "--micro-batches", "2"]) == 1
+    large = "plan --preset qwen3-30b-a3b --gpus 1 --ep 1 --micro-batches 2"
+    assert main(large.split()) == 1
     assert "does not fit: " in capsys.readouterr().out
     assert main(["plan", "--preset", "tiny", "--gpus", "3", "--ep", "2", "--seq-len", "32"]) == 1
     assert "must divide the world size (3)" in capsys.readouterr().err
