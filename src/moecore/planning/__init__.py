@@ -1,4 +1,4 @@
-"""What a run on a cluster would need, before anybody rents it, and where its time went."""
+"""What a run on a cluster would need, before anybody rents it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from moecore.planning.picture import draw_memory
 from moecore.planning.report import Lever, Report, report_step, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.search import (
+    Candidate,
+    Folding,
+    SearchRequest,
+    SearchResult,
+    explain_folding,
+    search,
+)
 from moecore.planning.trace import Breakdown, Kernel
 from moecore.planning.work import Work
 from moecore.planning.world import fake_world
