@@ -111,6 +111,7 @@ class _Seen(threading.local):
     """What modes of this thread see."""
 
     inside = False
+    on_host = False
 
 
 _seen = _Seen()
@@ -129,6 +130,21 @@ def inside_operations() -> Iterator[None]:
 def is_inside() -> bool:
     """Whether modes see what operations do."""
     return _seen.inside
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """Within, what is allocated on meta stands for host memory."""
+    _seen.on_host = True
+    try:
+        yield
+    finally:
+        _seen.on_host = False
+
+
+def is_host_memory() -> bool:
+    """Whether what is allocated on meta stands for host memory."""
+    return _seen.on_host
 
 
 def is_silent(x: Tensor) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecore._torch import host_memory
+
 SLAB_BYTES = 2**30  # large beside a tensor, so that little is left at its end
 ALIGN_BYTES = 64  # a cache line; no dtype needs more
 
@@ -64,7 +66,8 @@ class Slabs:
             RuntimeError: when there is no memory.
         """
         where: dict[str, Any] = dict(device=self.device, pin_memory=self.pinned)
-        memory = torch.empty(num_bytes, dtype=torch.uint8, **where)
+        with host_memory():
+            memory = torch.empty(num_bytes, dtype=torch.uint8, **where)
         self.slabs.append(Slab(memory))
         return self.slabs[-1]
 

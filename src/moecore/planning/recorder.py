@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore._torch import DispatchMode, storage_key, tree_leaves, tree_map_only
+from moecore._torch import DispatchMode, is_host_memory, storage_key, tree_leaves, tree_map_only
 from moecore.kernels.ops import PLAIN_TYPES
 from moecore.planning.operations import work_of_collective, work_of_kernel, work_of_operation
 from moecore.planning.work import Work
@@ -50,6 +50,9 @@ class Recorder(DispatchMode):
         """Count the memory of a tensor on meta, once; return whether it is new."""
         key = storage_key(tensor)
         if key in self._sizes:
+            return False
+        if is_host_memory():
+            self._sizes[key] = 0
             return False
         storage = tensor.untyped_storage()
         self._sizes[key] = size = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
