@@ -21,7 +21,7 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.optim import assign_matrices
 from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
 from moecore.pipeline import Costs, LayoutCosts, Timeline, make_schedule
-from moecore.planning import CostTable, Folding, SearchRequest, TrainingRun, Work
+from moecore.planning import CostTable, Folding, MemoryPlan, SearchRequest, TrainingRun, Work
 from moecore.rl import RouterReplay
 from moecore.shard import ShardPlan
 from tests.test_api import SECTIONS
@@ -36,6 +36,7 @@ NOTHING: dict[str, Any] = dict.fromkeys(("layers", "linears", "params", "units",
 NAMES = dict.fromkeys(("model", "device_type", "dispatcher", "dispatcher_reason"), "")
 PLAN = ShardPlan(parallel=ParallelConfig(dp_shard=1, edp_shard=1), **NOTHING, **NAMES)
 TABLE = CostTable.of("h200-141")
+RUN = TrainingRun(model=TINY, num_gpus=1, seq_len=8)
 TOKENS = torch.ones(1, 4, dtype=torch.long)
 
 # What is no call: types of annotations, protocols, and records that moecore itself fills.
@@ -48,7 +49,8 @@ NO_CALLS = {
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
     *("RankBytes", "RoleBytes", "MemoryPlan", "RankMemory"),
-    *("Breakdown", "Kernel", "Lever", "Report", "Trace"),
+    *("Breakdown", "Candidate", "DryRun", "Folding", "Kernel", "Lever", "Report", "SearchResult"),
+    "Trace",
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
 }
@@ -104,7 +106,7 @@ VALID: dict[str, Any] = {
     "costs": [1.0],
     "batch": PackedCollator(row_tokens=4)([[1]]),
     "assignment": assign_matrices(META),
-    "run": TrainingRun(model=TINY, num_gpus=1, seq_len=8),
+    "run": RUN,
     "request": SearchRequest(model=TINY, num_gpus=1, seq_len=8),
     "folding": Folding(),
     **dict(forward_backward=print, choices={}, tensors={}, params=[], forward=None, max_norm=1.0),
@@ -120,6 +122,7 @@ OWN: dict[str, dict[str, Any]] = {
     **{n: {"config": {}} for n in ("native_to_hf", "dcp_to_native", "native_to_dcp")},
     "make_schedule": {"name": "1f1b"},
     "report_step": {"step": print},
+    "draw_memory": {"plan": MemoryPlan(run=RUN, ranks=())},
     "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
     "simulate": {"costs": Costs.of_forward((1.0,))},
     "offload_fractions": {"costs": Costs.of_forward((1.0,))},

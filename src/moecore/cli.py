@@ -20,6 +20,7 @@ from moecore.checkpoint.directory import Step, latest, prunable, prune, whole_di
 from moecore.checkpoint.manifest import DTYPE_NAMES, MANIFEST, read_manifest
 from moecore.checkpoint.meter import Progress
 from moecore.planning.command import add_plan
+from moecore.planning.dry_run_command import add_dry_run
 from moecore.planning.measure import add_measure
 from moecore.planning.report_command import add_report
 from moecore.usage import UsageError
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     remove.add_argument("--keep", type=int, required=True, help="how many of the newest stay, >= 1")
     remove.add_argument("--dry-run", action="store_true", help="only print which would go")
     add_plan(rooms)
+    add_dry_run(rooms)
     add_measure(rooms)
     add_report(rooms)
     return parser

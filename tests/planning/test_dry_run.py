@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from moecore import FSDPOptions, MemoryOptions, ParallelConfig, PipelineConfig
+from moecore.cli import main
 from moecore.models import flops_per_token, preset
-from moecore.planning import DryRun, OptimizerOptions, TrainingRun, dry_run
+from moecore.planning import CostTable, DryRun, OptimizerOptions, TrainingRun, dry_run
 
 pytestmark = pytest.mark.usefixtures("no_group_in_file")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -54,6 +55,13 @@ def test_gpus_held_as_much(run: TrainingRun, row: dict[str, Any]) -> None:
     assert found.peak / GIB == pytest.approx(row["peak_gib"], rel=0.015)
     if "held_gib" in row:
         assert found.held / GIB == pytest.approx(row["held_gib"], rel=0.001)
+
+
+@pytest.mark.parametrize("run, row", [r for r in records() if r.values[0].num_gpus == 1])
+def test_a_gpu_took_as_long(run: TrainingRun, row: dict[str, Any]) -> None:
+    step, table = dry_run(run), CostTable.of("h200-141")
+    seconds = sum(table.seconds(work) for work in (*step.forward_backward, *step.optimizer))
+    assert seconds * 1e3 == pytest.approx(row["step_ms"], rel=0.1)
 
 
 @cache
@@ -133,6 +141,21 @@ def test_a_laptop_needs_no_triton() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     run = TrainingRun(model=preset("tiny"), num_gpus=1, seq_len=64)
     assert int(done.stdout) == found(run).peak
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["dry-run", "--preset", "tiny", "--gpus", "2", "--seq-len", "64", "--gpu"]
+    assert main([*command, "h200-141"]) == 0
+    first, second, header, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("rank 0 of 2 holds ") and "of 149 GB (h200-141)" in second
+    assert header.split()[0] == "what" and {row.split("  ")[0] for row in rows} >= {"optimizer"}
+    assert main([*command, "h100-80", "--json", "--rank", "1"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    step = dry_run(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16), 1)
+    assert (printed["held"], printed["peak"]) == (step.held, step.peak)
+    assert sum(row[0] for row in printed["works"].values()) == len(
+        (*step.forward_backward, *step.optimizer)
+    )
 
 
 def test_a_world_that_is_there_is_refused() -> None:

@@ -55,6 +55,19 @@ def add_plan(rooms: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run_plan)
+    add_run_options(parser)
+    add = parser.add_argument
+    add("--global-batch", type=int, help="rows of a step; without degrees; default: 8 per GPU")
+    add("--gpus-per-node", type=int, default=8, help="within NVLink; without degrees")
+    add("--top", type=int, default=3, help="foldings to plan in full")
+    add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
+    add("--call", action="store_true", help="print the Python of the run, or of the best one")
+    add("--png", type=Path, metavar="FILE", help="write bars of its memory")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add what one run is made of: see `run_of_options`."""
     add = parser.add_argument
     add("--preset", required=True, choices=tuple(PRESETS), help="the model")
     add("--gpus", type=int, required=True, help="ranks of the world")
@@ -62,8 +75,6 @@ def add_plan(rooms: Any) -> None:
     add("--seq-len", type=int, default=4096, help="tokens of a row")
     add("--batch-size", type=int, default=1, help="rows of a micro-batch of a data rank")
     add("--micro-batches", type=int, default=1, help="of a step, on a data rank; with degrees")
-    add("--global-batch", type=int, help="rows of a step; without degrees; default: 8 per GPU")
-    add("--gpus-per-node", type=int, default=8, help="within NVLink; without degrees")
     for name in DEGREES:
         add(f"--{name.replace('_', '-')}", type=int, help="degree; default: search")
     add("--layout", help='pipeline stages, such as "Et*3|(tt|)*29m|L"')
@@ -79,11 +90,6 @@ def add_plan(rooms: Any) -> None:
     add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
     add("--master-remainder", action="store_true", help="bf16 weights, see moecore.optim.AdamW")
     add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
-    add("--top", type=int, default=3, help="foldings to plan in full")
-    add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
-    add("--call", action="store_true", help="print the Python of the run, or of the best one")
-    add("--png", type=Path, metavar="FILE", help="write bars of its memory")
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def run_plan(args: Any) -> int:
@@ -94,7 +100,7 @@ def run_plan(args: Any) -> int:
         return 0 if ": fits, " in text else 1
     if all(getattr(args, name) is None for name in DEGREES):
         return _search(args)
-    run = _run(args)
+    run = run_of_options(args)
     plan = plan_memory(run)
     _write(args, plan)
     if args.call:
@@ -215,7 +221,8 @@ def _optimizer(args: Any) -> OptimizerOptions:
     )
 
 
-def _run(args: Any) -> TrainingRun:
+def run_of_options(args: Any) -> TrainingRun:
+    """Return the run of the options."""
     given = {name: getattr(args, name) for name in DEGREES}
     degrees = {name: value for name, value in given.items() if value is not None}
     pipeline = None

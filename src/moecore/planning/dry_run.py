@@ -14,9 +14,11 @@ NCCL and of dispatcher "nvlink". Routing is that of "alltoall".
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore._fields import CountOrZero, check_arguments
@@ -31,6 +33,8 @@ from moecore.planning.run import TrainingRun
 from moecore.planning.work import Work
 from moecore.planning.world import fake_world, quiet
 from moecore.step import TrainStep
+
+ADAMW = "_adamw_kernel"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +99,26 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
                 step.forward_backward([inputs] * run.num_micro_batches)
                 forward_backward, recorder.works = recorder.works, []
                 step.finish()
+        moved = sum(_moved(optimizer, param) for param in model.parameters())
         return DryRun(
             rank=rank,
             held=recorder.level,
             peak=recorder.peak,
             forward_backward=tuple(forward_backward),
-            optimizer=tuple(recorder.works),
+            optimizer=tuple(_with_bytes(recorder.works, moved)),
         )
+
+
+def _moved(optimizer: AdamW, param: Tensor) -> int:
+    """Return the bytes that a step reads and writes for a parameter: itself, gradient, state."""
+    own = param.to_local() if isinstance(param, DTensor) else param
+    state = [x for x in optimizer.state_of(param).values() if x.numel() > 1]
+    kept = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in state)
+    return 3 * own.nbytes + 2 * kept
+
+
+def _with_bytes(works: list[Work], moved: int) -> Iterator[Work]:
+    """Yield works, AdamW's with the bytes of the tensors whose addresses it is given."""
+    number = sum(work.name == ADAMW for work in works)
+    for work in works:
+        yield replace(work, num_bytes=moved // number) if work.name == ADAMW else work

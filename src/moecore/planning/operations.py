@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from moecore._torch import storage_key, tree_leaves
-from moecore.planning.work import Kind, Work
+from moecore.planning.work import Work
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
-COPIES = ("copy_", "to_copy", "clone", "cat", "stack", "foreach_copy_")
 WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
 Args = Sequence[Any]
 
@@ -42,8 +41,7 @@ def work_of_operation(
         return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
     if "attention" in name:
         return _attention(name, [t for t in tensors if t.ndim == 4], "backward" in name)
-    kind: Kind = "copy" if name in COPIES else "rows"
-    return Work(name, kind, 0, _bytes(tensors), (), _dtype(tensors[0]))
+    return Work(name, "rows", 0, _bytes(tensors), (), _dtype(tensors[0]))
 
 
 def work_of_kernel(name: str, args: Args) -> Work:

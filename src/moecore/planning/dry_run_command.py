@@ -1,0 +1,65 @@
+"""`moecore dry-run`: what one rank of a world that is not there holds and does in a step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from typing import Any
+
+from moecore.planning.command import add_run_options, run_of_options
+from moecore.planning.costs import CostTable
+from moecore.planning.dry_run import DryRun, dry_run
+from moecore.planning.gpus import GPUS
+from moecore.tables import columns, shown_bytes
+
+EXAMPLE = """\
+example:
+  moecore dry-run --rank 37 --preset deepseek-v3 --gpus 2048 --pp 16 --ep 64 \\
+    --schedule 1f1b --micro-batches 4 --precision blockwise --recompute moe"""
+
+
+def add_dry_run(rooms: Any) -> None:
+    """Add the command to those of `moecore`."""
+    parser = rooms.add_parser(
+        "dry-run",
+        help="what one rank of a world that is not there holds and does in a step",
+        description="Runs the host's code of a training step of one rank, without its GPU and "
+        "without the other ranks. Loads are balanced. Times are those of each operation alone.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run_dry_run)
+    parser.add_argument("--rank", type=int, default=0, help="of the world")
+    add_run_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_dry_run(args: Any) -> int:
+    """Print what a rank holds and does; 1 where it does not fit."""
+    found, memory = dry_run(run_of_options(args), args.rank), GPUS[args.gpu].memory
+    rows, fits = _rows(found, CostTable.of(args.gpu)), found.peak <= memory
+    if args.json:
+        sizes = {"held": found.held, "peak": found.peak, "memory": memory, "fits": fits}
+        print(json.dumps({"rank": found.rank, "gpu": args.gpu, **sizes, "works": rows}))
+        return 0 if fits else 1
+    print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
+    at_most = f"{shown_bytes(found.peak)} at most in a step, of {shown_bytes(memory)} ({args.gpu})"
+    print(f"{at_most}{'' if fits else ': does not fit'}")
+    lines: list[tuple[str, ...]] = [("what runs", "times", "TFLOP", "GB moved", "ms alone")]
+    for kind, (times, flops, moved, seconds) in rows.items():
+        sums = (f"{flops / 1e12:.1f}", f"{moved / 1e9:.1f}", f"{seconds * 1e3:.1f}")
+        lines.append((kind, f"{times:.0f}", *sums))
+    print("\n".join(columns(lines)))
+    return 0 if fits else 1
+
+
+def _rows(found: DryRun, table: CostTable) -> dict[str, list[float]]:
+    """Return by kind: how many, FLOP, bytes, seconds."""
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for part, works in (("", found.forward_backward), ("optimizer", found.optimizer)):
+        for work in works:
+            numbers = (1, work.flops, work.num_bytes, table.seconds(work))
+            row = sums[part or work.kind]
+            row[:] = (a + b for a, b in zip(row, numbers, strict=True))
+    return dict(sums)
