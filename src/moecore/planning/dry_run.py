@@ -31,7 +31,7 @@ from moecore.parallelize import parallelize_moe
 from moecore.planning.recorder import Recorder
 from moecore.planning.run import TrainingRun
 from moecore.planning.work import Work
-from moecore.planning.world import fake_world, quiet
+from moecore.planning.world import fake_world, in_own_thread, quiet
 from moecore.step import TrainStep
 
 ADAMW = "_adamw_kernel"
@@ -67,6 +67,10 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
         ValueError, NotImplementedError: as `parallelize_moe` and `fake_world`.
     """
     check_arguments(dry_run, locals())
+    return in_own_thread(_step_of, run, rank)
+
+
+def _step_of(run: TrainingRun, rank: int) -> DryRun:
     recorder = Recorder()
     with fake_world(run.num_gpus, rank), quiet(), launches_on_meta(recorder.launched):
         model = Decoder(run.model, device="meta", dtype=run.dtype)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -32,7 +31,7 @@ from moecore.pipeline.orders import actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.planning.alike import deeper, few_layers, lone_rank, shallow
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.planning.world import fake_world, quiet
+from moecore.planning.world import fake_world, in_own_thread, quiet
 from moecore.shard.plan import ShardPlan
 from moecore.shard.size import RankBytes, rank_bytes
 from moecore.tables import columns, shown_bytes
@@ -236,13 +235,8 @@ def _kept_by_layers(run: TrainingRun) -> ModelKept:
 
 @lru_cache(maxsize=256)
 def _kept(run: TrainingRun) -> ModelKept:
-    """Return what `_count_kept` does, from a thread of its own.
-
-    Each thread remembers meshes in which DTensors were computed with, by their sizes. Those of an
-    earlier world have groups that are gone.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_count_kept, run).result()
+    """Return what `_count_kept` does."""
+    return in_own_thread(_count_kept, run)
 
 
 def _count_kept(run: TrainingRun) -> ModelKept:

@@ -15,7 +15,8 @@ from torch import Tensor
 from moecore._torch import storage_key, tree_leaves
 from moecore.planning.work import Work
 
-PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
+PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
+GROUPED_PRODUCT = "scaled_grouped_mm"  # torch's in FP8
 WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
 Args = Sequence[Any]
 
@@ -39,6 +40,12 @@ def work_of_operation(
         a, b = args[PRODUCTS[name] :][:2]
         M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
         return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
+    if name == GROUPED_PRODUCT:
+        (R, K), (*_, N) = args[0].shape, args[1].shape
+        e = args[1].shape[0]
+        if out.ndim == 3:  # of weights' gradients: [N, R] times [R, K] of each expert's rows
+            (N, R), (e, _, K) = args[0].shape, out.shape
+        return _grouped(name, (e, R, N, K), tensors)
     if "attention" in name:
         return _attention(name, [t for t in tensors if t.ndim == 4], "backward" in name)
     return Work(name, "rows", 0, _bytes(tensors), (), _dtype(tensors[0]))
@@ -49,11 +56,9 @@ def work_of_kernel(name: str, args: Args) -> Work:
     tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
     if name.startswith("attention"):
         return _attention(name, tensors, name.endswith("bwd"))
-    dtype = _dtype(tensors[0]) if tensors else "uint8"
     if name in GROUPED:
-        e, R, N, K = GROUPED[name](args)
-        shape, flops = (e, R, N, K), 2 * R * N * K
-        return Work(name, "grouped product", flops, _bytes(tensors), shape, dtype)
+        return _grouped(name, GROUPED[name](args), tensors)
+    dtype = _dtype(tensors[0]) if tensors else "uint8"
     return Work(name, "rows", 0, _bytes(tensors), (), dtype)
 
 
@@ -77,6 +82,12 @@ def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool) -> Work:
     flops = B * H * T * T * (d + v) * (5 if is_backward else 2) // 2
     shape = (B, H, T, d, v)
     return Work(name, "attention", flops, _bytes(tensors), shape, _dtype(heads[0]))
+
+
+def _grouped(name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]) -> Work:
+    """Return the work of a grouped product of (e, R, N, K)."""
+    flops, dtype = 2 * prod(shape[1:]), _dtype(tensors[0])
+    return Work(name, "grouped product", flops, _bytes(tensors), shape, dtype)
 
 
 def _cooperative(args: Args) -> tuple[int, int, int, int]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from moecore._fields import Count, CountOrZero, check_arguments
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -39,6 +43,16 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def in_own_thread(function: Callable[..., T], *args: Any) -> T:
+    """Return what a function returns that a thread of its own calls.
+
+    Each thread remembers meshes in which DTensors were computed with, by their sizes. Those of an
+    earlier fake world have groups that are gone.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moecore._torch import scaled_mm
-from moecore.kernels.common import no_autocast
+from moecore.kernels.common import has_hopper_kernels, no_autocast
 from moecore.kernels.ops import Op
 from moecore.kernels.rows.cast import operand
 from moecore.kernels.rows.scaling import Operand, product_ref
@@ -26,9 +26,13 @@ from moecore.kernels.rows.scaling import Operand, product_ref
 RECIPES = {"tensor": 0, "row": 1, "tile": 4, "block": 5}
 
 
-@functools.cache
 def has_scaled_product(device: torch.device, kind: str) -> bool:
     """Return whether torch multiplies operands of this kind on the device's FP8 tensor cores."""
+    return has_hopper_kernels(device) if device.type == "meta" else _has_product(device, kind)
+
+
+@functools.cache
+def _has_product(device: torch.device, kind: str) -> bool:
     if device.type != "cuda" or scaled_mm is None:
         return False
     capability = torch.cuda.get_device_capability(device)

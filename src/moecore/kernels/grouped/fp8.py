@@ -86,10 +86,11 @@ def fp8_gemm(
     """
     (R, K), N = a.values_RK.shape, b_eNK.shape[1]
     out_RN = torch.empty(R, N, dtype=dtype, device=b_eNK.device)
-    if not R or b_eNK.is_meta:
+    if not R:
         return out_RN
     if not has_hopper_kernels(b_eNK.device):
-        return fp8_gemm_ref(a, b_eNK, scales_eNK, offsets_e, dtype)
+        is_meta = b_eNK.is_meta
+        return out_RN if is_meta else fp8_gemm_ref(a, b_eNK, scales_eNK, offsets_e, dtype)
     with on_device(b_eNK):
         sm90_fp8_grouped_nt_kernel[(num_sms(b_eNK.device),)](
             gluon_descriptor(a.values_RK, (BLOCK_M, BLOCK)),

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore._torch import scaled_grouped_mm
+from moecore._torch import is_silent, scaled_grouped_mm
 from moecore.kernels.common import cdiv
 from moecore.kernels.rows.e4m3 import FP8, block_scale_ref, magnitude_ref
 from moecore.kernels.rows.quantised import quantise_ref
@@ -187,7 +187,7 @@ def scaled_gemm(
     """
     if is_reference(b_eNK):
         return scaled_gemm_ref(a, b_eNK, scales_eN, offsets_e, dtype)
-    if not a.values_RK.shape[0] or b_eNK.is_meta:
+    if not a.values_RK.shape[0] or is_silent(b_eNK):
         return b_eNK.new_empty(a.values_RK.shape[0], b_eNK.shape[1], dtype=dtype)
     b_eKN = b_eNK.transpose(1, 2)
     return scaled_grouped_mm(
