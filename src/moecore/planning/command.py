@@ -22,6 +22,7 @@ from moecore.planning.picture import draw_memory
 from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
 from moecore.planning.search import (
     ANY,
+    FOLDING,
     Candidate,
     Folding,
     SearchRequest,
@@ -154,7 +155,7 @@ def _search(args: Any) -> int:
 
 def _row(found: Candidate) -> dict[str, Any]:
     run = found.run
-    return found.folding._asdict() | {
+    return found.folding.named() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
         "num_micro_batches": run.num_micro_batches,
         "levers": shown_levers(found),
@@ -177,8 +178,8 @@ def _folding(text: str) -> Folding:
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if name.strip() not in Folding._fields or not value.isdecimal() or int(value) < 1:
-            names = ", ".join(Folding._fields)
+        if name.strip() not in FOLDING or not value.isdecimal() or int(value) < 1:
+            names = ", ".join(FOLDING)
             raise ValueError(f"--explain ({part!r}) must be NAME=NUMBER, of {names}: use pp=8,ep=8")
         found[name.strip()] = int(value)
     found.setdefault("chunks", 2 if found.get("pp", 1) > 1 else 1)

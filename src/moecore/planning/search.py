@@ -40,6 +40,7 @@ CHUNKS = (1, 2, 4)  # stages per rank that are tried
 LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of a cp rank
 ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
 ANY: Literal["any"] = "any"
+FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,11 @@ class Folding(NamedTuple):
     chunks: int = 1
 
     def __str__(self) -> str:
-        return " ".join(f"{k}={v}" for k, v in self._asdict().items() if v > 1) or "data alone"
+        return " ".join(f"{k}={v}" for k, v in self.named().items() if v > 1) or "data alone"
+
+    def named(self) -> dict[str, int]:
+        """Return the numbers by name."""
+        return dict(zip(FOLDING, self, strict=True))
 
 
 class Refusal(NamedTuple):
@@ -329,7 +334,7 @@ def planned_with(request: SearchRequest, folding: Folding, levers: Levers) -> Ca
     run = TrainingRun(
         model=request.model,
         num_gpus=request.num_gpus,
-        parallel=ParallelConfig(**{k: v for k, v in folding._asdict().items() if k != "chunks"}),
+        parallel=ParallelConfig(**{k: v for k, v in folding.named().items() if k != "chunks"}),
         seq_len=request.seq_len,
         num_micro_batches=request.rows // data_ranks(request, folding),
         pipeline=_stages(folding),
