@@ -48,10 +48,3 @@ def no_group_left() -> Iterator[None]:
     """For a test, see `without_group`."""
     with without_group():
         yield
-
-
-@pytest.fixture(scope="module")
-def no_group_in_file() -> Iterator[None]:
-    """For a whole file, see `without_group`."""
-    with without_group():
-        yield

@@ -14,7 +14,6 @@ from moecore.planning import OptimizerOptions, TrainingRun, memory, plan_memory
 from moecore.planning.alike import few_layers, lone_rank
 from moecore.precision.roles import Precision
 
-pytestmark = pytest.mark.usefixtures("no_group_in_file")
 DEEP = replace(preset("tiny-deepseek-v3"), num_layers=7, dense_layers=(0, 1))
 TIED = replace(preset("tiny-shared"), num_layers=6)
 BASE = TrainingRun(model=DEEP, num_gpus=16, seq_len=64, batch_size=32, num_micro_batches=4)

@@ -21,7 +21,6 @@ from moecore.models import flops_per_token, preset
 from moecore.planning import CostTable, DryRun, OptimizerOptions, TrainingRun, dry_run
 from moecore.precision.roles import Precision
 
-pytestmark = pytest.mark.usefixtures("no_group_in_file")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30
 TINY = TrainingRun(model=preset("tiny-deepseek-v3"), num_gpus=4, seq_len=64)

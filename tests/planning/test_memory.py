@@ -28,7 +28,6 @@ from moecore.planning import OptimizerOptions, TrainingRun, fake_world, plan_mem
 from moecore.planning.memory import in_flight_at_most
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("no_group_in_file")
 WORLD = 4
 SHORT = 32
 CONFIG = replace(preset("tiny-deepseek-v3"), num_layers=3)

@@ -9,7 +9,6 @@ from moecore.planning.gpus import GPUS
 from moecore.planning.recipes import GB200, GB300, RECIPES, run_of
 from moecore.planning.search import Folding, SearchRequest, refuse
 
-pytestmark = pytest.mark.usefixtures("no_group_in_file")
 MEMORY = {GB200: 186 << 30, GB300: 279 << 30} | {name: gpu.memory for name, gpu in GPUS.items()}
 # What our plan of a recipe does not fit, and why.
 TOO_LARGE = {

@@ -23,7 +23,6 @@ from moecore.planning import OptimizerOptions, RankMemory, TrainingRun, plan_mem
 from moecore.planning.memory import state_bytes
 from tests.planning.report_layer import BF16, ReportLayer
 
-pytestmark = pytest.mark.usefixtures("no_group_in_file")
 CONFIG = preset("deepseek-v3")
 SEQ_LEN, CHUNKS, RANK = 4096, 16, 2
 RUN = TrainingRun(

@@ -24,7 +24,6 @@ from moecore.planning import (
 )
 from moecore.planning.search import data_ranks, foldings, planned_with, refuse, rungs_of
 
-pytestmark = pytest.mark.usefixtures("no_group_in_file")
 TINY = preset("tiny-deepseek-v3")
 DEEPSEEK = preset("deepseek-v3")
 SMALL = SearchRequest(model=TINY, num_gpus=16, seq_len=32)
