@@ -326,6 +326,7 @@ def run_pages(x_bytes: int, h_bytes: int, num_host_pages: int = 0, k: int = K) -
     pages.copy_rows(matrices, table, layout, stash=True)
     pages.copy_rows(matrices, table, layout, stash=False)
     pages.copy_rows(matrices, table, layout, stash=False, over=(other, layout.num_entries))
+    pages.copy_rows([None, matrices[1]], table, layout, stash=False)
     free_list.return_pages(table, layout.num_entries, pool)
 
 
@@ -395,8 +396,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "AdamW, FP8 moments": (lambda: run_adamw(torch.uint8), 1),
     "AdamW, FP8 moments, remainders": (lambda: run_adamw(torch.uint8, split=True), 1),
     "AdamW, fp32 moments, remainders": (lambda: run_adamw(torch.float32, split=True), 1),
-    "pages": (lambda: run_pages(2 * D, 6 * F), 5),
-    "pages of odd rows, of the host too": (lambda: run_pages(1001, 24, 4, 128), 5),
+    "pages": (lambda: run_pages(2 * D, 6 * F), 6),
+    "pages of odd rows, of the host too": (lambda: run_pages(1001, 24, 4, 128), 6),
     "used rows": (lambda: run_used(6 * D), 1),
     "cast of a gradient": (lambda: scaled.scaled_cast(bf16(T, D), torch.float32, 0.125), 1),
 }
@@ -462,7 +463,7 @@ def test_rows_of_pages_move_16_bytes_at_a_time(
     monkeypatch.setattr(pages, "EVICTION_POLICY", policy)
     run_pages(6 * D, 4 * F)
     copies = [kernel for name, kernel in compiled.items() if "_copy_pages" in name]
-    assert len(copies) == 3
+    assert len(copies) == 4
     for kernel in copies:
         for operation in ("ld.global", "st.global"):
             first = ".L1::evict_first.L2::cache_hint" if policy else ""

@@ -313,9 +313,20 @@ def _copy_pages_kernel(
         for m in tl.static_range(len(WIDTHS)):
             rows_ptr = a_ptr if m == 0 else b_ptr if m == 1 else c_ptr if m == 2 else d_ptr
             at_ptr = _copy_matrix(
-                *(rows_ptr, at_ptr, order_ptr if HAS_LIST[m] else None),
-                *(listed if HAS_LIST[m] else first, pages_ptr, host_ptr, num_pages),
-                *(PAGE_BYTES, WIDTHS[m], STASH, PROGRAMS, BLOCKS_R[m], BLOCKS_W[m], EVICTION),
+                rows_ptr,
+                at_ptr,
+                order_ptr if HAS_LIST[m] else None,
+                listed if HAS_LIST[m] else first,
+                pages_ptr,
+                host_ptr,
+                num_pages,
+                PAGE_BYTES,
+                WIDTHS[m],
+                STASH,
+                PROGRAMS,
+                BLOCKS_R[m],
+                BLOCKS_W[m],
+                EVICTION,
             )
     elif over_ptr is not None:
         put_back_pages(over_ptr, over_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK)
