@@ -231,7 +231,8 @@ class AdamW(torch.optim.AdamW):
         if found_inf is None:
             foreach_add_(steps, 1)
         else:
-            foreach_add_(steps, (found_inf <= 0).float().view(()))
+            taken = (found_inf <= 0).float().view(())
+            foreach_add_(steps, [taken] * len(steps))  # one tensor would be read by the host
         adamw_(tensors, options, grad_scale=grad_scale, found_inf=found_inf)
 
     def _tensors(self, group: dict[str, Any], first: int) -> list[AdamWTensors]:
