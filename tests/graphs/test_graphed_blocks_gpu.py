@@ -2,7 +2,8 @@
 
     MOECORE_RANKS_PER_GPU=2 python -m pytest -m gpu tests/graphs/test_graphed_blocks_gpu.py
 
-No graph holds a collective, so ranks may share a GPU. Eager training is run twice: replays may
+No graph holds a collective, so ranks may share a GPU; stages need one each, since what ranks that
+share one have for messages (gloo) sends no GPU memory. Eager training is run twice: replays may
 differ from it as much as two eager runs do. Between steps memory that was freed is written over.
 """
 
@@ -30,6 +31,8 @@ CASES = CASES | {
     ),
     "shared experts on a stream of their own": Case(**SHARED, options=dict(overlap_shared=True)),
 }
+if torch.cuda.device_count() < WORLD:
+    CASES = {name: case for name, case in CASES.items() if case.pp == 1}
 
 
 def worker(rank: int, device: torch.device) -> dict[str, Any]:

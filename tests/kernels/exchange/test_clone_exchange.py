@@ -278,6 +278,9 @@ def test_a_late_rank_of_a_sum_is_named_so(device: str) -> None:
 def test_ranks_that_run_at_once_wait_for_each_other() -> None:
     world = World(Case(num_ranks=4, shape=(513, 64), set_bytes=1 << 16), "cuda")
     streams = [torch.cuda.Stream() for _ in world.buffers]
+    places = world.places(0)  # compiled now, or the first rank would wait for that of the second
+    world.fetched(world.tensors(2, 0), places)
+    world.brought_home(world.tensors(4, 0), places)
     for n in range(50):
         places, rows, grads = world.places(n), world.tensors(2, n), world.tensors(4, n)
         right, sums = fetch_ref(rows, places), bring_home_ref(grads, places)
