@@ -112,6 +112,7 @@ class _Seen(threading.local):
 
     inside = False
     on_host = False
+    phases: tuple[str, ...] = ()
 
 
 _seen = _Seen()
@@ -147,6 +148,20 @@ def is_host_memory() -> bool:
     return _seen.on_host
 
 
+def phases() -> tuple[str, ...]:
+    """Return the names of the marks that this thread is in, where modes see operations."""
+    return _seen.phases
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    before, _seen.phases = _seen.phases, (*_seen.phases, name)
+    try:
+        yield
+    finally:
+        _seen.phases = before
+
+
 def is_silent(x: Tensor) -> bool:
     """Whether ranks send nothing for a tensor: it is on meta, and nothing records what they do."""
     return x.is_meta and not _seen.inside
@@ -179,7 +194,11 @@ def have_tangents(*tensors: Tensor) -> bool:
 
 def mark(name: str) -> AbstractContextManager[Any]:
     """Return a context that a profile shows by this name; 0.5 us of a host without a profiler."""
-    if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if _seen.inside:
+        return _phase(name)
+    if not torch.autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(name)
 

@@ -89,7 +89,7 @@ def test_experts_run_on_kernels_and_tokens_travel() -> None:
     config = replace(preset("qwen3-30b-a3b"), num_layers=2)
     run = TrainingRun(model=config, num_gpus=4, parallel=ParallelConfig(ep=2), seq_len=256)
     ran = names(run)
-    assert ran["sm90_bf16_grouped_wgrad_kernel"] == 2 * config.num_layers
+    assert ran["sm90_bf16_grouped_wgrad_kernel_fp32"] == 2 * config.num_layers
     assert ran["sm90_bf16_grouped_nn_act_bwd_kernel"] == config.num_layers
     travels = [w for w in found(run).forward_backward if w.name == "alltoall_base_"]
     assert {work.shape for work in travels} == {(2,)}
@@ -132,6 +132,13 @@ def test_stages_run_their_order_and_every_rank_has_its_own() -> None:
     assert first["send"] == last["send"] == first["recv_"] == last["recv_"] == 4
     assert last["_cross_entropy_kernel"] and not first["_cross_entropy_kernel"]
     assert found(run).peak != found(run, 3).peak
+
+
+def test_the_host_reads_nothing_where_no_tokens_travel() -> None:
+    alone = found(replace(TINY, num_gpus=1, parallel=ParallelConfig()))
+    assert not any(one.host_behind for one in alone.queued)
+    counts = found(replace(TINY, parallel=ParallelConfig(ep=2)))
+    assert len({one.host_behind for one in counts.queued}) == 1 + 3, "of each layer with experts"
 
 
 def test_worlds_of_the_same_meshes_one_after_the_other() -> None:

@@ -543,7 +543,7 @@ def one_memory(pair: Pair) -> Iterator[None]:
     """Two neighbours have buffers of their own, which are the same memory."""
     first, second = (unit_of(pair.model, layer) for layer in pair.model.layers[:2])
     assert first is not None and second is not None and first.buffer is not None
-    second.buffer = Buffer(first.buffer.numel, first.buffer.dtype, Mark(False))
+    second.buffer = Buffer(first.buffer.numel, first.buffer.dtype, Mark("cpu"))
     second.buffer._flat = first.buffer.flat(first.device)
     yield
 

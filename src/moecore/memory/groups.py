@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moecore._streams import Stream
 from moecore._torch import version
 from moecore.memory.saved import UsedRows
 from moecore.memory.streams import Mark
@@ -85,7 +86,7 @@ class Copy:
     counter: Tensor
     version: int
     data: Tensor | None
-    home: torch.cuda.Stream | None
+    home: Stream | None
     used: UsedRows | None
     piece: Any = None
     out: Mark | None = None
@@ -151,7 +152,7 @@ class Layer:
 
     index: int
     is_last: bool
-    stream: torch.cuda.Stream | None
+    stream: Stream | None
     groups: dict[Key, Group] = field(default_factory=dict)
 
     def follow(self, previous: Layer | None) -> None:

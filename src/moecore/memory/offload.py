@@ -457,7 +457,7 @@ class Offload:
                 assert copy.busy is not None
                 current = self._streams.current()
                 copy.busy.hold(current)
-                if current is not None and current != copy.home:
+                if isinstance(current, torch.cuda.Stream) and current != copy.home:
                     data.record_stream(current)
             use.copy_turn, is_over = copy.readers.asked(use.copy_turn)
             if is_over and copy.piece is not None:

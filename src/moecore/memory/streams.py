@@ -15,12 +15,14 @@ there: the device is idle when a capture begins.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from moecore._streams import Stream, current_stream, is_capturing, new_stream, on_stream
+from moecore.kernels.common import record_launch
 from moecore.kernels.rows.used import copy_used
 
 PIECE_BYTES = 8 * 2**20  # 150 us
@@ -48,8 +50,10 @@ class Transfer(NamedTuple):
     used: tuple[Tensor, int] | None = None
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copy; a CPU ends it, and on meta there is none."""
+        """Start the copy; a CPU ends it, and on meta it is written down."""
         if self.target.is_meta:
+            with stream.running():
+                record_launch(stream.name, self.target)
             return
         if self.used is None:
             stream.copy(self.target, self.source)
@@ -69,26 +73,20 @@ class Mark:
 
     __slots__ = ("_event", "_in_capture", "_passed")
 
-    def __init__(self, stream: torch.cuda.Stream | None, in_capture: bool | None = None) -> None:
-        self._event: torch.cuda.Event | None = None
+    def __init__(self, stream: Stream | None, in_capture: bool | None = None) -> None:
         self._passed = stream  # the last stream that goes on only behind it
-        if stream is None:
-            in_capture = False
-        elif in_capture is None:
-            in_capture = torch.cuda.is_current_stream_capturing()
-        self._in_capture = in_capture
-        if stream is not None:
-            self._event = stream.record_event()
+        self._in_capture = is_capturing(stream) if in_capture is None else in_capture
+        self._event = None if stream is None else stream.record_event()
 
-    def hold(self, stream: torch.cuda.Stream | None) -> None:
+    def hold(self, stream: Stream | None) -> None:
         """Let a stream go on only when the point has passed."""
         if self._event is None or stream is None or stream == self._passed:
             return
-        if self._in_capture == torch.cuda.is_current_stream_capturing():
+        if self._in_capture == is_capturing(stream):
             stream.wait_event(self._event)
             self._passed = stream
 
-    def later(self, stream: torch.cuda.Stream | None) -> Mark:
+    def later(self, stream: Stream | None) -> Mark:
         """Return where a stream that waits for this point is now."""
         return Mark(stream, self._in_capture)
 
@@ -98,22 +96,25 @@ class CopyStream:
 
     Args:
         device: on one side of every copy.
+
+    Attributes:
+        name: of its copies in a dry run.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        is_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, name: str = "copy to device") -> None:
+        self._device, self.name = device, name
         # The first one's next work comes after all copies so far.
-        self._turns = [torch.cuda.Stream(device) for _ in range(2)] if is_gpu else []
+        turns = (new_stream(device) for _ in range(2))
+        self._turns = [stream for stream in turns if stream is not None]
 
     @property
-    def next(self) -> torch.cuda.Stream | None:
+    def next(self) -> Stream | None:
         """The stream of the next copy; None of a CPU."""
         return self._turns[0] if self._turns else None
 
     def running(self) -> AbstractContextManager[Any]:
         """Return a context in which the current stream is that of the next copy."""
-        return torch.cuda.stream(self._turns[0]) if self._turns else nullcontext()
+        return on_stream(self.next)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy, without a wait where the host's side is pinned.
@@ -137,20 +138,21 @@ class CopyStream:
     def follow(self) -> None:
         """Let later copies wait for what the current stream has been given so far."""
         if self._turns:
-            self._turns[0].wait_stream(torch.cuda.current_stream(self._device))
+            self._turns[0].wait_stream(current_stream(self._device))
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Return an event after all copies so far."""
+    def mark(self) -> Any:
+        """Return an event after all copies so far; None of a CPU."""
         return self._turns[0].record_event() if self._turns else None
 
-    def hold(self, event: torch.cuda.Event | None) -> None:
+    def hold(self, event: Any) -> None:
         """Let the current stream wait for an event; the host does not."""
-        if event is not None and self._turns:
-            torch.cuda.current_stream(self._device).wait_event(event)
+        current = current_stream(self._device)
+        if event is not None and current is not None:
+            current.wait_event(event)
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph."""
-        return bool(self._turns) and torch.cuda.is_current_stream_capturing()
+        return is_capturing(self.next)
 
     def synchronize(self) -> None:
         """Wait for all copies so far. Host sync."""
@@ -167,11 +169,12 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._out, self._back = CopyStream(device), CopyStream(device)
+        self._out = CopyStream(device, "copy to host")
+        self._back = CopyStream(device, "copy to device")
 
-    def current(self) -> torch.cuda.Stream | None:
+    def current(self) -> Stream | None:
         """Return the current stream of the device; None of a CPU."""
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        return current_stream(self.device)
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph."""

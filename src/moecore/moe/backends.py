@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from moecore._streams import wait_on_host
 from moecore.kernels.common import warn_plain
 from moecore.kernels.experts.contract import (
     ExpertSpec,
@@ -138,11 +139,10 @@ def _sequential(inp: ExpertInput, weights: ExpertWeights, options: ActivationOpt
 def _stops(index: ExpertIndex) -> list[int]:
     """Return where each expert's rows end, on the host. One host sync; on meta loads are even."""
     e, R = index.offsets_e.shape[0], index.row_ids_R.shape[0]
-    return (
-        [R * i // e for i in range(1, e + 1)]
-        if index.offsets_e.is_meta
-        else index.offsets_e.tolist()
-    )
+    if not index.offsets_e.is_meta:
+        return index.offsets_e.tolist()  # type: ignore[no-any-return]
+    wait_on_host()
+    return [R * i // e for i in range(1, e + 1)]
 
 
 def _matrix(w_eOI: Tensor, update: LowRankUpdate | None, i: int) -> Tensor:

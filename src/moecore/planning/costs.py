@@ -39,7 +39,7 @@ from moecore._fields import (
     check_arguments,
     check_fields,
 )
-from moecore.planning.gpus import GPUS
+from moecore.planning.gpus import GPUS, NODE
 from moecore.planning.work import Kind, Work
 
 KINDS = get_args(Kind)
@@ -47,7 +47,6 @@ GpuName = Annotated[str, OneOf(tuple(GPUS)), "use one of these"]
 Share = Annotated[float, Bound(">", 0), Bound("<=", 1)]
 Wall = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
 SHIPPED = "h200"  # the table in tables/
-NODE = 8  # GPUs that NVLink connects
 BACKWARD = re.compile("backward|bwd")
 ALL_TO_ALL = re.compile("all.?to.?all|spread|reduce_kernel|dispatch|combine")
 
@@ -80,6 +79,7 @@ class CostTable:
         measured_on: where the points were measured.
         points_from: where, as text.
         launch_seconds: of any operation, besides what it computes and moves.
+        host_seconds: that the host takes to queue one, with the Python code around it.
         points: what was measured.
         stands_for: by kind, the name of points that operations without points of their own take.
         efficiency: by kind, and of "network": that of operations without any point.
@@ -91,6 +91,7 @@ class CostTable:
     measured_on: GpuName
     points_from: str
     launch_seconds: Positive
+    host_seconds: Positive
     points: tuple[Point, ...]
     stands_for: Mapping[str, str]
     efficiency: Mapping[str, Share]

@@ -22,15 +22,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moecore._fields import CountOrZero, check_arguments
+from moecore._streams import dry_streams
 from moecore.kernels.common import launches_on_meta
 from moecore.memory.on_meta import OnMeta
-from moecore.mesh import build_meshes
-from moecore.models import Decoder
 from moecore.optim.adamw import AdamW
-from moecore.parallelize import parallelize_moe
+from moecore.planning.build import model_of, optimizer_of
 from moecore.planning.recorder import Recorder
 from moecore.planning.run import TrainingRun
-from moecore.planning.work import Work
+from moecore.planning.work import Queued, Work
 from moecore.planning.world import fake_world, in_own_thread, quiet
 from moecore.step import TrainStep
 
@@ -45,15 +44,25 @@ class DryRun:
         rank: of the world.
         held: bytes between steps.
         peak: most bytes at once, as `torch.cuda.max_memory_allocated` counts them.
-        forward_backward: what the device does until all gradients are there, in order.
-        optimizer: what it does behind that: clipping, AdamW.
+        queued: what the device does, in the order in which the host queues it.
+        num_before_optimizer: of these until all gradients are there; clipping and AdamW follow.
     """
 
     rank: int
     held: int
     peak: int
-    forward_backward: tuple[Work, ...]
-    optimizer: tuple[Work, ...]
+    queued: tuple[Queued, ...]
+    num_before_optimizer: int
+
+    @property
+    def forward_backward(self) -> tuple[Work, ...]:
+        """What the device does until all gradients are there."""
+        return tuple(queued.work for queued in self.queued[: self.num_before_optimizer])
+
+    @property
+    def optimizer(self) -> tuple[Work, ...]:
+        """What it does behind that."""
+        return tuple(queued.work for queued in self.queued[self.num_before_optimizer :])
 
 
 def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
@@ -72,26 +81,14 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 
 def _step_of(run: TrainingRun, rank: int) -> DryRun:
     recorder = Recorder()
-    with fake_world(run.num_gpus, rank), quiet(), launches_on_meta(recorder.launched):
-        model = Decoder(run.model, device="meta", dtype=run.dtype)
-        parallelize_moe(
-            model,
-            build_meshes(run.parallel, "cpu"),
-            dispatcher="alltoall",
-            memory=run.memory,
-            precision=run.precision,
-            fsdp=run.fsdp,
-            pipeline=run.pipeline,
-        )
+    dry = launches_on_meta(recorder.launched), dry_streams(recorder.queues)
+    with fake_world(run.num_gpus, rank), quiet(), dry[0], dry[1]:
+        model = model_of(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             recorder.take(own)
         with OnMeta("cuda"), recorder, torch.enable_grad():
-            optimizer = AdamW(
-                model.parameters(),
-                moment_dtype=getattr(torch, run.optimizer.moment_dtype),
-                master_remainder=run.optimizer.master_remainder,
-            )
+            optimizer = optimizer_of(run, model)
             step = TrainStep(
                 model, optimizer, max_norm=1.0, num_micro_batches=run.num_micro_batches
             )
@@ -101,15 +98,15 @@ def _step_of(run: TrainingRun, rank: int) -> DryRun:
                 gc.collect()
                 recorder.mark()
                 step.forward_backward([inputs] * run.num_micro_batches)
-                forward_backward, recorder.works = recorder.works, []
+                num_before_optimizer = len(recorder.queued)
                 step.finish()
         moved = sum(_moved(optimizer, param) for param in model.parameters())
         return DryRun(
             rank=rank,
             held=recorder.level,
             peak=recorder.peak,
-            forward_backward=tuple(forward_backward),
-            optimizer=tuple(_with_bytes(recorder.works, moved)),
+            queued=tuple(_with_bytes(recorder.queued, moved)),
+            num_before_optimizer=num_before_optimizer,
         )
 
 
@@ -121,8 +118,10 @@ def _moved(optimizer: AdamW, param: Tensor) -> int:
     return 3 * own.nbytes + 2 * kept
 
 
-def _with_bytes(works: list[Work], moved: int) -> Iterator[Work]:
-    """Yield works, AdamW's with the bytes of the tensors whose addresses it is given."""
-    number = sum(work.name == ADAMW for work in works)
-    for work in works:
-        yield replace(work, num_bytes=moved // number) if work.name == ADAMW else work
+def _with_bytes(queued: list[Queued], moved: int) -> Iterator[Queued]:
+    """Yield work, AdamW's with the bytes of the tensors whose addresses it is given."""
+    number = sum(one.work.name == ADAMW for one in queued)
+    for one in queued:
+        if one.work.name == ADAMW:
+            one = one._replace(work=replace(one.work, num_bytes=moved // number))
+        yield one

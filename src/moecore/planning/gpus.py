@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
+NODE = 8  # GPUs of a server, which NVLink connects
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

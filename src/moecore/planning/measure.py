@@ -15,7 +15,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -24,22 +26,27 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm
+from torch.autograd import grad
+from torch.nn.functional import grouped_mm, rms_norm
 
+from moecore._torch import foreach_norm
 from moecore.kernels.attention import AttentionMask, attention_backward, attention_forward, cudnn
 from moecore.kernels.attention.attention import choose_kernel
 from moecore.kernels.common import has_hopper_kernels
+from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.grouped import cooperative, pingpong, row_tiles, wgrad
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.move import gather_rows, sum_rows
 from moecore.optim.adamw import AdamW
-from moecore.planning.costs import NODE, CostTable, Point
-from moecore.planning.gpus import GPUS
+from moecore.planning.costs import CostTable, Point
+from moecore.planning.gpus import GPUS, NODE
+from moecore.planning.operations import SUMS
 from moecore.planning.work import Work
 
 Call = Callable[[], Any]
 WARM_UP_S, ROUNDS, MOST = 0.3, 15, 1000
 FLUSH_BYTES = 1 << 30
+VOCAB = 151936
 SWIGLU = ActivationOptions(kind="swiglu")
 CUDNN, FLASH = "aten._scaled_dot_product_cudnn_attention", "aten._flash_attention"
 
@@ -224,6 +231,11 @@ def _grouped(device: torch.device, E: int, R: int, D: int, F: int) -> Iterator[t
     name = "sm90_bf16_grouped_wgrad_kernel"
     yield work(name, 2 * F, D), lambda: wgrad.grouped_wgrad(h_RC, x_RD, ends)
     yield work(name, D, F), lambda: wgrad.grouped_wgrad(x_RD, a_RF, ends)
+    for left, right in ((h_RC, x_RD), (x_RD, a_RF)):
+        shape = (left.shape[1], right.shape[1])
+        out = torch.zeros(E, *shape, device=device)
+        one = replace(work(name + SUMS, *shape), num_bytes=2 * R * sum(shape) + out.nbytes)
+        yield one, lambda a=left, b=right, out=out: wgrad.grouped_wgrad(a, b, ends, out=out)  # type: ignore[misc]
 
 
 def _attention(
@@ -266,9 +278,21 @@ def _rows(device: torch.device, sizes: Sizes) -> Iterator[tuple[Work, Call]]:
     moved = h_RC.nbytes * 3 // 2 + weights_R.nbytes
     activation = lambda: weighted_activation(h_RC, weights_R, None, SWIGLU)  # noqa: E731
     yield work("weighted_activation", moved), activation
+    weight_D = torch.ones(D, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y_RD.requires_grad_()
+    normed_RD = rms_norm(y_RD, (D,), weight_D)
+    yield work("rms_norm_fwd", 2 * y_RD.nbytes), lambda: rms_norm(y_RD, (D,), weight_D)
+    backward = partial(grad, normed_RD, (y_RD, weight_D), x_SD.repeat(K, 1), retain_graph=True)
+    yield work("rms_norm_bwd", 3 * y_RD.nbytes), backward
+    logits_CV = torch.zeros(max(1, sizes.num_bytes // (4 * VOCAB)), VOCAB, device=device)
+    labels_C = torch.zeros(logits_CV.shape[0], device=device, dtype=torch.int64)
+    moved = logits_CV.nbytes * 3 // 2
+    loss = partial(cross_entropy_, logits_CV, labels_C, torch.bfloat16)
+    yield work("cross_entropy", moved, "float32"), loss
     param = nn.Parameter(torch.zeros(sizes.num_bytes // 4, device=device))
-    param.grad = torch.ones_like(param)
+    param.grad = ones = torch.ones_like(param)
     optimizer = AdamW([param], lr=1e-4)
+    yield work("foreach_norm", param.nbytes, "float32"), lambda: foreach_norm([ones])
     yield work("adamw", 7 * param.nbytes, "float32"), optimizer.step
 
 

@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moecore._torch import storage_key, tree_leaves
-from moecore.planning.work import Work
+from moecore.planning.work import Kind, Work
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
 GROUPED_PRODUCT = "scaled_grouped_mm"  # torch's in FP8
 WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
+HOST_COPIES = ("copy to host", "copy to device")
+SUMS = "_fp32"  # of a product that writes or adds gradients in fp32
 Args = Sequence[Any]
 
 
@@ -59,7 +62,8 @@ def work_of_kernel(name: str, args: Args) -> Work:
     if name in GROUPED:
         return _grouped(name, GROUPED[name](args), tensors)
     dtype = _dtype(tensors[0]) if tensors else "uint8"
-    return Work(name, "rows", 0, _bytes(tensors), (), dtype)
+    kind: Kind = "copy" if name in HOST_COPIES else "rows"
+    return Work(name, kind, 0, _bytes(tensors), (), dtype)
 
 
 def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
@@ -85,8 +89,10 @@ def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool) -> Work:
 
 
 def _grouped(name: str, shape: tuple[int, int, int, int], tensors: Sequence[Tensor]) -> Work:
-    """Return the work of a grouped product of (e, R, N, K)."""
+    """Return the work of a grouped product of (e, R, N, K); one of fp32 sums has another name."""
     flops, dtype = 2 * prod(shape[1:]), _dtype(tensors[0])
+    if any(t.dtype == torch.float32 and t.ndim == 3 for t in tensors):
+        name += SUMS
     return Work(name, "grouped product", flops, _bytes(tensors), shape, dtype)
 
 

@@ -18,10 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moecore._torch import DispatchMode, is_host_memory, storage_key, tree_leaves, tree_map_only
+from moecore._streams import Queues, wait_on_host
+from moecore._torch import (
+    DispatchMode,
+    is_host_memory,
+    phases,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 from moecore.kernels.ops import PLAIN_TYPES
+from moecore.planning.gpus import NODE
 from moecore.planning.operations import work_of_collective, work_of_kernel, work_of_operation
-from moecore.planning.work import Work
+from moecore.planning.work import Queued, Work
 
 ALIGNMENT = 512  # bytes: what torch's allocator rounds to
 FOREACH = "foreach"
@@ -33,18 +42,21 @@ class Recorder(DispatchMode):
     Attributes:
         level: bytes that are allocated.
         peak: most of them since `mark`.
-        works: what ran since `mark`, in order.
+        queues: the streams.
+        queued: what ran since `mark`, in the order in which the host queued it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.level = self.peak = 0
-        self.works: list[Work] = []
+        self.queues = Queues()
+        self.queued: list[Queued] = []
+        self._first = 0
         self._sizes: dict[int, int] = {}
 
     def mark(self) -> None:
-        """Begin anew: no work, and the peak is what is allocated now."""
-        self.peak, self.works = self.level, []
+        """Begin anew: nothing is queued, and the peak is what is allocated now."""
+        self.peak, self.queued, self._first = self.level, [], self.queues.length
 
     def take(self, tensor: Tensor) -> bool:
         """Count the memory of a tensor on meta, once; return whether it is new."""
@@ -66,7 +78,15 @@ class Recorder(DispatchMode):
 
     def launched(self, name: str, args: Sequence[Any]) -> None:
         """Write down a kernel of this package."""
-        self.works.append(work_of_kernel(name, args))
+        self._queue(work_of_kernel(name, args))
+
+    def _queue(self, work: Work, node_ranks: int = 0) -> None:
+        behind, host_behind = (self._since(numbers) for numbers in self.queues.put())
+        self.queued.append(Queued(work, behind, host_behind, node_ranks, phases()))
+
+    def _since(self, numbers: frozenset[int]) -> frozenset[int]:
+        """Return what was queued since `mark`, counted from there; all else has ended."""
+        return frozenset(n - self._first for n in numbers if n >= self._first)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -78,6 +98,7 @@ class Recorder(DispatchMode):
         if namespace == "c10d":
             return self._communicate(func, name, args, kwargs)
         if name == "local_scalar_dense" and args[0].is_meta:
+            wait_on_host()
             return 0  # what a host reads: no gradient overflows, and nothing is skipped
         changes = name.endswith("_") or overload.endswith("out")
         is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
@@ -87,21 +108,23 @@ class Recorder(DispatchMode):
                 changes |= self.take(tensor)
         work = work_of_operation(name, args, kwargs, out, changes=changes)
         if work is not None:
-            self.works.append(work)
+            self._queue(work)
         return out
 
     def _communicate(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Write a collective down; ranks that are not there get nothing."""
         groups = [x for x in args if isinstance(x, torch.ScriptObject)]
-        sizes = [g.size() for x in groups if (g := _group(x)) is not None]
-        self.works.append(work_of_collective(name, args, max(sizes, default=1)))
+        ranks = max((_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
+        here = [r for r in ranks if r // NODE == dist.get_rank() // NODE]
+        self._queue(work_of_collective(name, args, len(ranks)), len(here))
         args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
         args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]
         return func(*args, **kwargs)
 
 
-def _group(value: Any) -> dist.ProcessGroup | None:
+def _ranks(value: Any) -> list[int]:
+    """Return the ranks of a process group; none of anything else."""
     try:
-        return dist.ProcessGroup.unbox(value)
+        return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
     except RuntimeError:
-        return None
+        return []

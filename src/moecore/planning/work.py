@@ -1,12 +1,12 @@
 """Work: one operation of a step on the device, as numbers: what a recording has, what costs time.
 
-recording of a step -> Work, .. -> CostTable.seconds(work)
+recording of a step -> Queued(work), .. -> CostTable.seconds(work) -> Step (`step_time.py`)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from moecore._fields import Bound, CountOrZero, Rules, check_fields
 
@@ -49,3 +49,21 @@ class Work:
         dims = DIMS.get(self.kind, self.shape)
         if len(self.shape) != len(dims):
             yield "shape", f"be ({', '.join(map(str, dims))}) of kind {self.kind!r}: pass these"
+
+
+class Queued(NamedTuple):
+    """Work where a step's host queues it.
+
+    Attributes:
+        work: what it is.
+        behind: numbers of what must have ended before it starts.
+        host_behind: of what must have ended before the host queues it.
+        node_ranks: of a collective: how many of its ranks this rank's node has.
+        phases: marks that it is within, the outermost first.
+    """
+
+    work: Work
+    behind: frozenset[int]
+    host_behind: frozenset[int]
+    node_ranks: int = 0
+    phases: tuple[str, ...] = ()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moecore._streams import Stream, current_stream, new_event, new_stream, on_stream
 from moecore._torch import tree_leaves, tree_map_only
 
 
@@ -15,13 +16,13 @@ class Mark:
     """A place behind what a stream has queued, for which others wait; on a CPU nothing is queued.
 
     Args:
-        is_async: whether there are streams.
+        device_type: of the streams.
     """
 
     __slots__ = ("_event", "_is_set")
 
-    def __init__(self, is_async: bool) -> None:
-        self._event = torch.Event("cuda") if is_async else None
+    def __init__(self, device_type: str) -> None:
+        self._event = new_event(device_type)
         self._is_set = False
 
     def set(self) -> None:
@@ -48,30 +49,30 @@ class Streams:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._is_async = device_type == "cuda"
-        self._gather = torch.cuda.Stream(priority=-1) if self._is_async else None
-        self._reduce = torch.cuda.Stream(priority=-1) if self._is_async else None
-        self._queued: list[torch.cuda.Stream] = []  # what nothing has waited for
+        self._device_type = device_type
+        self._gather = new_stream(device_type, priority=-1)
+        self._reduce = new_stream(device_type, priority=-1)
+        self._queued: list[Stream] = []  # what nothing has waited for
 
     def mark(self) -> Mark:
         """Return a mark that is not set."""
-        return Mark(self._is_async)
+        return Mark(self._device_type)
 
     def on_device(self, value: Any) -> Any:
         """Return a value with its tensors on the GPU, where units compute on one."""
-        if not self._is_async or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
+        if self._device_type != "cuda" or all(not _is_on_cpu(leaf) for leaf in tree_leaves(value)):
             return value
         return tree_map_only(Tensor, lambda x: x.cuda(non_blocking=True), value)
 
     def join(self) -> None:
         """Let the current stream wait for all communication."""
         for stream in self._queued:  # no other: it may be no part of a CUDA graph
-            torch.cuda.current_stream().wait_stream(stream)
+            self._current().wait_stream(stream)
         self._queued.clear()
 
     def keep(self, tensor: Tensor) -> None:
         """Keep a tensor's memory until the reductions that are queued have run."""
-        if self._reduce is not None:
+        if isinstance(self._reduce, torch.cuda.Stream):
             tensor.record_stream(self._reduce)
 
     def start(self) -> None:
@@ -81,17 +82,21 @@ class Streams:
 
     def gathering(self) -> AbstractContextManager[Any]:
         """Queue what follows beside compute, on the stream of gathers."""
-        return nullcontext() if self._gather is None else torch.cuda.stream(self._gather)
+        return on_stream(self._gather)
 
     def reducing(self) -> AbstractContextManager[Any]:
         """Queue what follows behind compute, on the stream of reductions."""
-        if self._reduce is None:
-            return nullcontext()
-        self._follow(self._reduce)
-        return torch.cuda.stream(self._reduce)
+        if self._reduce is not None:
+            self._follow(self._reduce)
+        return on_stream(self._reduce)
 
-    def _follow(self, stream: torch.cuda.Stream) -> None:
-        stream.wait_stream(torch.cuda.current_stream())
+    def _current(self) -> Stream:
+        stream = current_stream(self._device_type)
+        assert stream is not None, "only a GPU has others"
+        return stream
+
+    def _follow(self, stream: Stream) -> None:
+        stream.wait_stream(self._current())
         if stream not in self._queued:
             self._queued.append(stream)
 

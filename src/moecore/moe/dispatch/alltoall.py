@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore._streams import wait_on_host
 from moecore._torch import is_silent
 from moecore.kernels.rows.index import build_index
 from moecore.kernels.rows.move import gather_rows, sum_rows
@@ -105,6 +106,7 @@ class AllToAllDispatcher:
                 sent = _rows_of(x_TD, routing, token_ids_M, slots_TG)
             if x_TD.is_meta:
                 splits = _balanced(p, *ids_TK.shape)
+                wait_on_host()
             else:
                 splits = _exchange_counts(counts_G2, p.group, self.lanes)
             send_splits, receive_splits, num_rows = splits

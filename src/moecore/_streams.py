@@ -1,0 +1,174 @@
+"""Streams of a GPU; of a dry run, which writes down what waits for what; a CPU has none.
+
+What is queued on a stream runs behind what it has held. In a dry run the recorder gives each piece
+of work a number, and asks which ones it comes behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """What `torch.Event` does for this package."""
+
+    def record(self) -> None:
+        """Be where the current stream's work is now."""
+
+    def wait(self) -> None:
+        """Let the current stream go on behind it."""
+
+
+class Stream(Protocol):
+    """What `torch.cuda.Stream` does for this package."""
+
+    def record_event(self) -> Any:
+        """Return where its work is now."""
+
+    def wait_event(self, event: Any) -> None:
+        """Go on behind a point of another."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Go on behind what another has been given so far."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for all of it."""
+
+
+class DryStream:
+    """A stream whose work is numbers: the last ones it comes behind."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues = queues
+        self.behind: frozenset[int] = frozenset()
+
+    def record_event(self) -> frozenset[int]:
+        """Return what it comes behind."""
+        return self.behind
+
+    def wait_event(self, event: frozenset[int]) -> None:
+        """Come behind these, too."""
+        self.behind |= event
+
+    def wait_stream(self, stream: DryStream) -> None:
+        """Come behind what another does."""
+        self.behind |= stream.behind
+
+    def synchronize(self) -> None:
+        """Let what the host queues from now on come behind all of it."""
+        self._queues.host_behind |= self.behind
+
+
+class DryEvent:
+    """An event of a dry run."""
+
+    def __init__(self, queues: Queues) -> None:
+        self._queues, self._behind = queues, frozenset[int]()
+
+    def record(self) -> None:
+        """Be where the current stream is now."""
+        self._behind = self._queues.current.behind
+
+    def wait(self) -> None:
+        """Let the current stream come behind it."""
+        self._queues.current.behind |= self._behind
+
+
+class Queues:
+    """The streams of a dry run.
+
+    Attributes:
+        current: the stream that gets what is queued.
+        host_behind: what the host has waited for.
+        length: how much has been queued.
+    """
+
+    def __init__(self) -> None:
+        self.current = DryStream(self)
+        self.host_behind: frozenset[int] = frozenset()
+        self.length = 0
+
+    def put(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Queue work, numbered in turn; return what it comes behind, and what its launch does."""
+        behind, self.current.behind = self.current.behind, frozenset({self.length})
+        self.length += 1
+        return behind, self.host_behind
+
+    @contextmanager
+    def on(self, stream: DryStream) -> Iterator[None]:
+        """Within, a stream is the current one."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+class _Dry(threading.local):
+    """The dry run of this thread."""
+
+    queues: Queues | None = None
+
+
+_dry = _Dry()
+
+
+@contextmanager
+def dry_streams(queues: Queues) -> Iterator[None]:
+    """Within, streams of this thread are those of a dry run."""
+    before, _dry.queues = _dry.queues, queues
+    try:
+        yield
+    finally:
+        _dry.queues = before
+
+
+def new_stream(device: torch.device | str, priority: int = 0) -> Stream | None:
+    """Return a stream of a device, -1 = before others; None of a CPU."""
+    if _dry.queues is not None:
+        return DryStream(_dry.queues)
+    device = torch.device(device)
+    return torch.cuda.Stream(device, priority) if device.type == "cuda" else None
+
+
+def new_event(device: torch.device | str) -> Event | None:
+    """Return an event of a device that may be recorded again and again; None of a CPU."""
+    if _dry.queues is not None:
+        return DryEvent(_dry.queues)
+    return torch.Event("cuda") if torch.device(device).type == "cuda" else None
+
+
+def current_stream(device: torch.device | str) -> Stream | None:
+    """Return the stream that gets a device's work now; None of a CPU."""
+    if _dry.queues is not None:
+        return _dry.queues.current
+    device = torch.device(device)
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
+    """Return a context in which a stream is the current one; None = as it is."""
+    if stream is None:
+        return nullcontext()
+    if isinstance(stream, DryStream):
+        assert _dry.queues is not None, "a dry stream outlived its dry run"
+        return _dry.queues.on(stream)
+    return torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+
+def is_capturing(stream: Stream | None) -> bool:
+    """Return whether the current stream's work goes into a CUDA graph."""
+    if stream is None or isinstance(stream, DryStream):
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+def wait_on_host() -> None:
+    """In a dry run: let the host wait for the current stream, as a read of its results does."""
+    if _dry.queues is not None:
+        _dry.queues.current.synchronize()

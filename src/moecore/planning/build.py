@@ -1,0 +1,36 @@
+"""A TrainingRun's model and optimizer: on meta for a dry run, on a GPU for a record of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moecore.mesh import build_meshes
+from moecore.models import Decoder
+from moecore.optim.adamw import AdamW
+from moecore.parallelize import parallelize_moe
+from moecore.planning.run import TrainingRun
+
+
+def model_of(run: TrainingRun, device_type: str) -> nn.Module:
+    """Return the model of a run, parallelized on meta. A process group must be there."""
+    model = Decoder(run.model, device="meta", dtype=run.dtype)
+    return parallelize_moe(
+        model,
+        build_meshes(run.parallel, device_type),
+        dispatcher="alltoall",
+        memory=run.memory,
+        precision=run.precision,
+        fsdp=run.fsdp,
+        pipeline=run.pipeline,
+    )
+
+
+def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
+    """Return the AdamW of a run's model."""
+    return AdamW(
+        model.parameters(),
+        lr=1e-6,
+        moment_dtype=getattr(torch, run.optimizer.moment_dtype),
+        master_remainder=run.optimizer.master_remainder,
+    )
