@@ -13,14 +13,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+from benchmarks.bench_plan import CASES
 from benchmarks.dispatch_cases import SHAPES as EP_SHAPES
 from benchmarks.gate import ROOT
 from benchmarks.records import RESULTS, latest, load
 from benchmarks.shapes import SHAPES
+from moecore.planning import dry_run
 from moecore.planning.costs import CostTable, Point
 from moecore.planning.work import Work
 
@@ -33,6 +36,8 @@ ATTENTION_NAMES = {
     "cudnn": "aten._scaled_dot_product_cudnn_attention",
     "flash": "aten._flash_attention",
 }
+# The median over cases of printed/2026-11-24-plan.txt: the host's time over what it queues.
+HOST_SECONDS = 87e-6
 GROUPED, WGRAD = "sm90_bf16_grouped_kernel", "sm90_bf16_grouped_wgrad_kernel"
 PRODUCTS: dict[str, tuple[str, Callable[[int, int], tuple[int, int]]]] = {  # kernel, N and K
     "fc1": (GROUPED, lambda D, F: (2 * F, D)),
@@ -84,6 +89,35 @@ Record = dict[str, Any]
 
 def make_table(results: Path = RESULTS) -> CostTable:
     """Return the table of the records in a folder."""
+    table, (day, points) = _of_benchmarks(results), _of_plans(results / "planning")
+    return replace(
+        table.extended(points, f"a traced step, NVIDIA H200, {day}"),
+        assumed=ASSUMED,
+    )
+
+
+def _of_plans(folder: Path) -> tuple[str, list[Point]]:
+    """Return the day and points of kernels of a traced step of `bench_plan`.
+
+    A kernel of a traced step counts as the mean of its calls, products by their FLOP.
+    """
+    traced = json.loads(max(folder.glob("traced-*.json")).read_text())
+    day, commit = traced["date"], traced["commit"]
+    ran = [queued.work for queued in dry_run(CASES[traced["case"]]).queued]
+    points = []
+    for name, ms in traced["ms"].items():
+        works = [work for work in ran if work.name == name]
+        flops, moved = sum(w.flops for w in works), sum(w.num_bytes for w in works)
+        if not flops:
+            works = [replace(works[0], num_bytes=moved // len(works))] * len(works)
+        for work in dict.fromkeys(works):
+            share = work.flops / flops if flops else 1 / len(works)
+            seconds = float(f"{ms / 1e3 * share:.6g}")
+            points.append(Point(work=work, seconds=seconds, commit=commit, date=day))
+    return day, points
+
+
+def _of_benchmarks(results: Path) -> CostTable:
     records: list[Record] = load(results)  # type: ignore[assignment]
     newest: list[Record] = latest(records)  # type: ignore[arg-type]
     alone = [r for r in newest if r["gpu"] == "NVIDIA H200"]
@@ -103,7 +137,7 @@ def make_table(results: Path = RESULTS) -> CostTable:
         measured_on="h200-141",
         points_from="records under benchmarks/results, of NVIDIA H200",
         launch_seconds=min(r["ms"] / r["launches"] for r in alone if r.get("launches")) / 1e3,
-        host_seconds=60e-6,
+        host_seconds=HOST_SECONDS,
         points=tuple(points),
         stands_for={
             "product": "aten.mm",

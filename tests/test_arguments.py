@@ -21,7 +21,15 @@ from moecore.moe.expert_layout import ExpertLayout
 from moecore.optim import assign_matrices
 from moecore.packing import PackedBatchSampler, PackedCollator, schedule_documents
 from moecore.pipeline import Costs, LayoutCosts, Timeline, make_schedule
-from moecore.planning import CostTable, Folding, MemoryPlan, SearchRequest, TrainingRun, Work
+from moecore.planning import (
+    CostTable,
+    DryRun,
+    Folding,
+    MemoryPlan,
+    SearchRequest,
+    TrainingRun,
+    Work,
+)
 from moecore.rl import RouterReplay
 from moecore.shard import ShardPlan
 from tests.test_api import SECTIONS
@@ -49,7 +57,18 @@ NO_CALLS = {
     *("MoEMetrics", "PRESETS", "Routing", "StepResult", "TensorParallelModel"),
     *("AxisPlacement", "FlatLayout", "FlatSlot", "LayerPlan", "ParamPlan", "ShardPlan", "UnitPlan"),
     *("RankBytes", "RoleBytes", "MemoryPlan", "RankMemory"),
-    *("Breakdown", "Candidate", "DryRun", "Folding", "Kernel", "Lever", "Report", "SearchResult"),
+    *(
+        "Breakdown",
+        "Candidate",
+        "DryRun",
+        "Folding",
+        "Kernel",
+        "Lever",
+        "Report",
+        "SearchResult",
+        "StepTime",
+        "Queued",
+    ),
     "Trace",
     *("Action", "Overlap", "PipelineError", "PipelineLayout", "Schedule", "Stage", "Timeline"),
     "MoETrainer",  # its arguments are those of transformers' Trainer
@@ -98,6 +117,7 @@ VALID: dict[str, Any] = {
     **dict(loads_E=TOKENS[0], num_ranks=1, layer=MoELayer(LAYER), order_E=TOKENS[0]),
     **dict(lengths=[1], bin_tokens=4, max_tokens=4, ranks=1, cp=1, rank=0, epoch=0),
     **dict(sizes=[1], bytes_per_second=1.0),
+    **dict(table=CostTable.of("h200-141")),
     **dict(gpu="h200-141", points=[], source="here", work=Work("copy", "copy", 0, 1, (), "uint8")),
     **dict(documents=[[1]], costs=[1.0], cu_seqlens=torch.tensor([0, 2])),
     **dict(pp=1, chunks=1, num_micro_batches=1, text="EtL", num_layers=1, num_stages=1),
@@ -122,6 +142,7 @@ OWN: dict[str, dict[str, Any]] = {
     **{n: {"config": {}} for n in ("native_to_hf", "dcp_to_native", "native_to_dcp")},
     "make_schedule": {"name": "1f1b"},
     "report_step": {"step": print},
+    "time_step": {"step": DryRun(rank=0, held=0, peak=0, queued=(), num_before_optimizer=0)},
     "draw_memory": {"plan": MemoryPlan(run=RUN, ranks=())},
     "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
     "simulate": {"costs": Costs.of_forward((1.0,))},

@@ -18,8 +18,9 @@ from moecore.planning.search import (
     explain_folding,
     search,
 )
+from moecore.planning.step_time import StepTime, time_step
 from moecore.planning.trace import Breakdown, Kernel
-from moecore.planning.work import Work
+from moecore.planning.work import Queued, Work
 from moecore.planning.world import fake_world
 
 __all__ = [
@@ -32,10 +33,12 @@ __all__ = [
     "Lever",
     "MemoryPlan",
     "OptimizerOptions",
+    "Queued",
     "RankMemory",
     "Report",
     "SearchRequest",
     "SearchResult",
+    "StepTime",
     "Trace",
     "TrainingRun",
     "Work",
@@ -49,4 +52,5 @@ __all__ = [
     "report_step",
     "report_trace",
     "search",
+    "time_step",
 ]

@@ -11,6 +11,7 @@ from moecore.planning.command import add_run_options, run_of_options
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.gpus import GPUS
+from moecore.planning.step_time import time_step
 from moecore.tables import columns, shown_bytes
 
 EXAMPLE = """\
@@ -25,7 +26,7 @@ def add_dry_run(rooms: Any) -> None:
         "dry-run",
         help="what one rank of a world that is not there holds and does in a step",
         description="Runs the host's code of a training step of one rank, without its GPU and "
-        "without the other ranks. Loads are balanced. Times are those of each operation alone.",
+        "without the other ranks. Loads are balanced. Other ranks answer at once.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,14 +39,18 @@ def add_dry_run(rooms: Any) -> None:
 def run_dry_run(args: Any) -> int:
     """Print what a rank holds and does; 1 where it does not fit."""
     found, memory = dry_run(run_of_options(args), args.rank), GPUS[args.gpu].memory
-    rows, fits = _rows(found, CostTable.of(args.gpu)), found.peak <= memory
+    table, fits = CostTable.of(args.gpu), found.peak <= memory
+    rows, time = _rows(found, table), time_step(found, table)
     if args.json:
         sizes = {"held": found.held, "peak": found.peak, "memory": memory, "fits": fits}
-        print(json.dumps({"rank": found.rank, "gpu": args.gpu, **sizes, "works": rows}))
+        whole = {"rank": found.rank, "gpu": args.gpu, **sizes, "seconds": time.seconds}
+        print(json.dumps(whole | {"parts": time.parts, "works": rows}))
         return 0 if fits else 1
     print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
     at_most = f"{shown_bytes(found.peak)} at most in a step, of {shown_bytes(memory)} ({args.gpu})"
     print(f"{at_most}{'' if fits else ': does not fit'}")
+    parts = [f"{part} {s * 1e3:.1f}" for part, s in time.parts.items() if s > 1e-4]
+    print(f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits: {', '.join(parts)}")
     lines: list[tuple[str, ...]] = [("what runs", "times", "TFLOP", "GB moved", "ms alone")]
     for kind, (times, flops, moved, seconds) in rows.items():
         sums = (f"{flops / 1e12:.1f}", f"{moved / 1e9:.1f}", f"{seconds * 1e3:.1f}")
