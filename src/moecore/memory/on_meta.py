@@ -53,6 +53,8 @@ class OnMeta(TorchFunctionMode):
             return _Norm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
         if is_grouped_mm(func):
             return _grouped_mm(*args, **kwargs)
+        if func is torch.ops.aten.addmm.dtype_out:  # with the same products, and on meta in 2.11
+            return kwargs["out"].addmm_(*args[1:3], beta=kwargs["beta"])
         return func(*args, **kwargs)
 
     def move(self, x: Tensor) -> Tensor:
