@@ -29,7 +29,7 @@ from moecore import ParallelConfig, _torch, build_meshes
 from moecore.mesh import concatenate
 
 SRC = Path(moecore.__file__).parent
-MOST = 18
+MOST = 19
 
 # Each name, and where torch has it.
 NAMES = {
@@ -38,6 +38,7 @@ NAMES = {
     "_StridedShard": "distributed.tensor.placement_types._StridedShard",
     "_SymmetricMemory": "distributed._symmetric_memory._SymmetricMemory.empty_strided_p2p",
     "_backward_hooks": "Tensor._backward_hooks",
+    "_clear_sharding_prop_cache": "distributed.tensor.debug._clear_sharding_prop_cache",
     "_current_autograd_node": "_C._current_autograd_node",
     "_disable_current_modes": "utils._python_dispatch._disable_current_modes",
     "_dispatch_tls_local_include_set": "_C._dispatch_tls_local_include_set",
@@ -355,6 +356,19 @@ def test_groups_and_meshes() -> None:
     assert again.placements == sharded.placements and again.full_tensor().sum() == 0
     part = _torch.local_of(sharded.requires_grad_())
     assert part is _torch.local_of(sharded) and torch.equal(part, local) and part.is_leaf
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.usefixtures("no_group_left")
+def test_meshes_of_an_earlier_world_are_removed(clears: bool) -> None:
+    for _ in range(2):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        own = DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False).detach()
+        dist.destroy_process_group()
+        if clears:
+            _torch.clear_sharding_caches()
+    assert (own.device_mesh is mesh) == clears
 
 
 TAKEN = {

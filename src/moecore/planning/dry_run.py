@@ -30,7 +30,7 @@ from moecore.planning.build import model_of, optimizer_of
 from moecore.planning.recorder import Recorder
 from moecore.planning.run import TrainingRun
 from moecore.planning.work import Queued, Work
-from moecore.planning.world import fake_world, in_own_thread, quiet
+from moecore.planning.world import fake_world, quiet
 from moecore.step import TrainStep
 
 ADAMW = "_adamw_kernel"
@@ -76,10 +76,6 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
         ValueError, NotImplementedError: as `parallelize_moe` and `fake_world`.
     """
     check_arguments(dry_run, locals())
-    return in_own_thread(_step_of, run, rank)
-
-
-def _step_of(run: TrainingRun, rank: int) -> DryRun:
     recorder = Recorder()
     dry = launches_on_meta(recorder.launched), dry_streams(recorder.queues)
     with fake_world(run.num_gpus, rank), quiet(), dry[0], dry[1]:

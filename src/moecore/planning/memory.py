@@ -31,7 +31,7 @@ from moecore.pipeline.orders import actions_of
 from moecore.pipeline.schedule import Schedule, make_schedule
 from moecore.planning.alike import deeper, few_layers, lone_rank, shallow
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.planning.world import fake_world, in_own_thread, quiet
+from moecore.planning.world import fake_world, quiet
 from moecore.shard.plan import ShardPlan
 from moecore.shard.size import RankBytes, rank_bytes
 from moecore.tables import columns, shown_bytes
@@ -235,11 +235,6 @@ def _kept_by_layers(run: TrainingRun) -> ModelKept:
 
 @lru_cache(maxsize=256)
 def _kept(run: TrainingRun) -> ModelKept:
-    """Return what `_count_kept` does."""
-    return in_own_thread(_count_kept, run)
-
-
-def _count_kept(run: TrainingRun) -> ModelKept:
     """Return what one micro-batch of a data rank leaves, of all layers on one rank."""
     p = run.resolved
     alone = {name: getattr(p, name) for name in ("tp", "cp", "ep", "etp")}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from moecore._fields import Count, CountOrZero, check_arguments
-
-T = TypeVar("T")
+from moecore._torch import clear_sharding_caches
 
 
 @contextmanager
@@ -37,22 +34,14 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
         )
     if rank >= world_size:
         raise ValueError(f"rank ({rank}) must be < world_size ({world_size}): pass a smaller one")
+    clear_sharding_caches()  # of meshes with the same sizes, whose groups are gone
     store = dist.HashStore()
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def in_own_thread(function: Callable[..., T], *args: Any) -> T:
-    """Return what a function returns that a thread of its own calls.
-
-    Each thread remembers meshes in which DTensors were computed with, by their sizes. Those of an
-    earlier fake world have groups that are gone.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function, *args).result()
+        clear_sharding_caches()
 
 
 @contextmanager
