@@ -169,7 +169,8 @@ def test_a_reader_beside_two_writers_sees_whole_checkpoints(tmp_path: Path) -> N
     while any(job.is_alive() for job in jobs):
         polls += all_is_whole(root)  # raises where the files of two would look like damage
     assert [job.exitcode for job in jobs] == [0, 0] and polls > 5
-    told = [line for v in (1, 2) for line in (tmp_path / f"saved-{v}").read_text().split()]
+    # One of them may have found the lock taken every time.
+    told = [line for path in tmp_path.glob("saved-*") for line in path.read_text().split()]
     assert len(told) == len(set(told)), "no step was saved twice"
     newest = latest(root)
     assert newest is not None and newest.name == max(told) and verify(newest)
