@@ -31,7 +31,6 @@ from benchmarks.harness import FULL, SMOKE, time_variants
 from benchmarks.records import RESULTS, append_rows
 from moecore import FSDPOptions, ParallelConfig, StashOptions, TrainStep, build_meshes
 from moecore import parallelize_moe as parallelize
-from moecore.kernels.rows import pages
 from moecore.memory.stash import Stash
 from moecore.models import Decoder, preset
 from moecore.moe.layer import MoELayer
@@ -130,7 +129,6 @@ class Bench:
 def main() -> int:
     """Measure, print and record a row per variant."""
     args = _arguments()
-    pages.EVICTION_POLICY = args.eviction
     bench = Bench(args)
     losses = set()
     sizes = {}
@@ -147,7 +145,7 @@ def main() -> int:
     host_ms = {variant: bench.host_ms(variant) for variant in VARIANTS}
     bench.stash.check()
     common = {name: getattr(args, name) for name in ("preset", "layers", "experts", "tokens")}
-    common |= {"room": args.room, "factor": args.factor, "eviction": args.eviction}
+    common |= {"room": args.room, "factor": args.factor}
     rows = [
         common
         | {"variant": name, "ms": timings[name].ms, "p20": timings[name].p20}
@@ -172,7 +170,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--room", type=int, default=5, help="times the rows that come")
     parser.add_argument("--factor", type=float, default=1.1, help="of the pages")
-    parser.add_argument("--eviction", choices=("", "evict_first"), default="", help="of copies")
     parser.add_argument("--results", type=Path, nargs="?", const=RESULTS / "skew")
     return parser.parse_args()
 

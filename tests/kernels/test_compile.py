@@ -456,18 +456,13 @@ def test_used_rows_move_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
     assert "ld.global.v4.b32" in kernel.asm["ptx"] and "st.global.v4.b32" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("policy", ["", "evict_first"])
-def test_rows_of_pages_move_16_bytes_at_a_time(
-    policy: str, compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pages, "EVICTION_POLICY", policy)
+def test_rows_of_pages_move_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
     run_pages(6 * D, 4 * F)
     copies = [kernel for name, kernel in compiled.items() if "_copy_pages" in name]
     assert len(copies) == 4
     for kernel in copies:
         for operation in ("ld.global", "st.global"):
-            first = ".L1::evict_first.L2::cache_hint" if policy else ""
-            assert f"{operation}{first}.v4.b32" in kernel.asm["ptx"]
+            assert f"{operation}.v4.b32" in kernel.asm["ptx"]
 
 
 def test_the_map_of_row_tiles_compiles(compiled: dict[str, Any]) -> None:

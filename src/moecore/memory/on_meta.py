@@ -36,6 +36,8 @@ class OnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.__name__ == "__get__":  # an attribute: the same of a tensor on meta
+            return func(*args, **kwargs)
         if func is Tensor.backward:
             func, args, kwargs = torch.autograd.backward, ([args[0]], [kwargs["gradient"]]), {}
         if func is torch.autograd.backward:  # what it computes again is seen

@@ -39,8 +39,6 @@ PROGRAMS = 64  # of a copy: about half of an H200's multiprocessors, beside othe
 TILE_WORDS = 8192  # of 4 bytes, that a program has in flight
 MOST_WORDS = 1024  # of them in one row
 NUM_WARPS = 8
-# "evict_first" would leave L2 to the products beside a copy; not measured.
-EVICTION_POLICY = ""
 TAKE_SLOTS = 32768  # that the one program of a list looks at at once
 TAKE_WARPS = 16
 
@@ -239,7 +237,6 @@ def _copy_matrix(
     PROGRAMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    EVICTION: tl.constexpr,
 ):
     """Copy a matrix, this program's tiles of it; return where the next one's entries begin."""
     STEP: tl.constexpr = PAGE_BYTES // WIDTH
@@ -273,11 +270,11 @@ def _copy_matrix(
             in_page = base + inside[:, None] * WORDS + columns[None, :]
             in_rows = words_ptr + rows.to(tl.int64)[:, None] * WORDS + columns[None, :]
             if STASH:
-                words = tl.load(in_rows, mask=has_page, eviction_policy=EVICTION)
-                tl.store(in_page, words, mask=has_page, eviction_policy=EVICTION)
+                words = tl.load(in_rows, mask=has_page)
+                tl.store(in_page, words, mask=has_page)
             else:  # all bits set: NaN in every float dtype
-                words = tl.load(in_page, mask=has_page, other=-1, eviction_policy=EVICTION)
-                tl.store(in_rows, words, mask=mask, eviction_policy=EVICTION)
+                words = tl.load(in_page, mask=has_page, other=-1)
+                tl.store(in_rows, words, mask=mask)
     return table_ptr + entries
 
 
@@ -305,7 +302,6 @@ def _copy_pages_kernel(
     BLOCKS_R: tl.constexpr,
     BLOCKS_W: tl.constexpr,
     BLOCK: tl.constexpr,
-    EVICTION: tl.constexpr,
 ):
     if tl.program_id(0) < PROGRAMS:
         listed, first = tl.load(table_ptr + num_entries), tl.load(table_ptr + num_entries + 1)
@@ -326,7 +322,6 @@ def _copy_pages_kernel(
                 PROGRAMS,
                 BLOCKS_R[m],
                 BLOCKS_W[m],
-                EVICTION,
             )
     elif over_ptr is not None:
         put_back_pages(over_ptr, over_entries, state_ptr, free_ptr, num_pages, num_host, BLOCK)
@@ -411,6 +406,5 @@ def copy_rows(
             BLOCKS_R=layout.block_rows,
             BLOCKS_W=layout.block_words,
             BLOCK=BLOCK_IDS,
-            EVICTION=EVICTION_POLICY,
             num_warps=NUM_WARPS,
         )
