@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moecore._torch import is_grouped_mm, run_backward, storage_key, tree_leaves, tree_map_only
+from moecore._torch import is_grouped_mm, run_backward, storage_key, tree_map_only
 from moecore.kernels.common import record_launch
 
 META = torch.device("meta")
@@ -44,10 +44,11 @@ class OnMeta(TorchFunctionMode):
             grads = [torch.ones_like(x) if g is None else g for x, g in zip(*args, strict=True)]
             with self:
                 return run_backward(args[0], grads)
-        leaves = tree_leaves((args, kwargs))
-        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+        on_meta = [x.is_meta for x in tensors_of(args, kwargs)]
+        if not any(on_meta):
             return func(*args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
+        if not all(on_meta):
+            args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
         if func is F.scaled_dot_product_attention:
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             return _Attention.apply(*args[:3], mask)
@@ -70,6 +71,19 @@ class OnMeta(TorchFunctionMode):
         storage = self.moved[key][1].untyped_storage()
         view = torch.empty(0, dtype=x.dtype, device=META)
         return view.set_(storage, x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+
+
+def tensors_of(*values: Any) -> list[Tensor]:
+    """Return the tensors of an operation's arguments: within lists, tuples and dicts."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_of(*value)
+        elif isinstance(value, dict):
+            found += tensors_of(*value.values())
+    return found
 
 
 class _Attention(torch.autograd.Function):

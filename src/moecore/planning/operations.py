@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecore._torch import storage_key, tree_leaves
+from moecore._torch import storage_key
+from moecore.memory.on_meta import tensors_of
 from moecore.planning.work import Kind, Work
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
@@ -36,8 +37,7 @@ def work_of_operation(
         out: what it returns.
         changes: whether it writes memory, new or given.
     """
-    tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-    if not changes or name in WITHOUT_WORK or not tensors:
+    if not changes or name in WITHOUT_WORK or not (tensors := tensors_of(args, kwargs, out)):
         return None
     if name in PRODUCTS:
         a, b = args[PRODUCTS[name] :][:2]
@@ -74,7 +74,7 @@ def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
         args: as it is called.
         num_ranks: of its group.
     """
-    tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+    tensors = tensors_of(args)
     dtype = _dtype(tensors[0]) if tensors else "uint8"
     return Work(name, "collective", 0, sum(t.nbytes for t in tensors), (num_ranks,), dtype)
 

@@ -24,10 +24,10 @@ from moecore._torch import (
     is_host_memory,
     phases,
     storage_key,
-    tree_leaves,
     tree_map_only,
 )
 from moecore.kernels.ops import PLAIN_TYPES
+from moecore.memory.on_meta import tensors_of
 from moecore.planning.gpus import NODE
 from moecore.planning.operations import work_of_collective, work_of_kernel, work_of_operation
 from moecore.planning.work import Queued, Work
@@ -103,7 +103,7 @@ class Recorder(DispatchMode):
         changes = name.endswith("_") or overload.endswith("out")
         is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
         out = None if is_foreach else func(*args, **kwargs)
-        for tensor in tree_leaves(out):
+        for tensor in tensors_of(out):
             if type(tensor) in PLAIN_TYPES and tensor.is_meta:
                 changes |= self.take(tensor)
         work = work_of_operation(name, args, kwargs, out, changes=changes)
