@@ -3,10 +3,11 @@
     few_layers(run)        a layer of each kind, and the last one     what layers keep for backward
     lone_rank(run, own)    the stages of one pipeline rank            what that rank stores
     shallow(run)           4 and 5 layers of the last kind            what n layers store
+    timed_layers(run)      three layers of the last kind              how long a layer takes
 
-Both are exact, and made equal where they can be: runs whose small ones are equal share what was
-found out about them. None where layers of a kind may differ: a precision that goes by names, an
-offload that counts layers.
+The first three are exact, and made equal where they can be: runs whose small ones are equal share
+what was found out about them. None where layers of a kind may differ: a precision that goes by
+names, an offload that counts layers.
 """
 
 from __future__ import annotations
@@ -46,6 +47,30 @@ def few_layers(run: TrainingRun) -> tuple[TrainingRun, tuple[int, ...]] | None:
         optimizer=_of_dtype(run),
     )
     return small, (*like[:-1], len(found) - 1)
+
+
+def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, tuple[int, ...]]:
+    """Return a run of few layers on the ranks of one stage, and which is like each layer.
+
+    Of the last layer's kind there are the first, the last and one for all between, of the other
+    kind one.
+    """
+    p, model = run.resolved, run.model
+    kinds = [model.is_dense(i) for i in range(model.num_layers)]
+    alike = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
+    others = [i for i, kind in enumerate(kinds) if kind != kinds[-1]]
+    found = sorted({*others[:1], *alike[:2], alike[-1]})
+    between = {kinds[-1]: alike[:2][-1], not kinds[-1]: [*others, 0][0]}
+    small = replace(
+        run,
+        model=_of_kinds(model, [kinds[i] for i in found], model.num_mtp_layers),
+        num_gpus=run.num_gpus // p.pp,
+        parallel=replace(p, pp=1),
+        num_micro_batches=num_micro_batches,
+        pipeline=None,
+    )
+    likes = (i if i in found else between[kind] for i, kind in enumerate(kinds))
+    return small, tuple(map(found.index, likes))
 
 
 def lone_rank(run: TrainingRun, own: Sequence[Stage]) -> tuple[TrainingRun, int] | None:

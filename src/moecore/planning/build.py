@@ -12,10 +12,10 @@ from moecore.parallelize import parallelize_moe
 from moecore.planning.run import TrainingRun
 
 
-def model_of(run: TrainingRun, device_type: str) -> nn.Module:
+def model_of(run: TrainingRun, device_type: str) -> Decoder:
     """Return the model of a run, parallelized on meta. A process group must be there."""
     model = Decoder(run.model, device="meta", dtype=run.dtype)
-    return parallelize_moe(
+    parallelize_moe(
         model,
         build_meshes(run.parallel, device_type),
         dispatcher="alltoall",
@@ -24,6 +24,7 @@ def model_of(run: TrainingRun, device_type: str) -> nn.Module:
         fsdp=run.fsdp,
         pipeline=run.pipeline,
     )
+    return model
 
 
 def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:

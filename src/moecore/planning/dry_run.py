@@ -27,6 +27,7 @@ from moecore.kernels.common import launches_on_meta
 from moecore.memory.on_meta import OnMeta
 from moecore.optim.adamw import AdamW
 from moecore.planning.build import model_of, optimizer_of
+from moecore.planning.pieces import Start, cut
 from moecore.planning.recorder import Recorder
 from moecore.planning.run import TrainingRun
 from moecore.planning.work import Queued, Work
@@ -46,6 +47,7 @@ class DryRun:
         peak: most bytes at once, as `torch.cuda.max_memory_allocated` counts them.
         queued: what the device does, in the order in which the host queues it.
         num_before_optimizer: of these until all gradients are there; clipping and AdamW follow.
+        starts: where parts of the model begin a pass; of a run without stages.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class DryRun:
     peak: int
     queued: tuple[Queued, ...]
     num_before_optimizer: int
+    starts: tuple[Start, ...]
 
     @property
     def forward_backward(self) -> tuple[Work, ...]:
@@ -85,6 +88,8 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
             recorder.take(own)
         with OnMeta("cuda"), recorder, torch.enable_grad():
             optimizer = optimizer_of(run, model)
+            if run.pipeline is None:
+                cut(model, recorder.begin)
             step = TrainStep(
                 model, optimizer, max_norm=1.0, num_micro_batches=run.num_micro_batches
             )
@@ -103,6 +108,7 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
             peak=recorder.peak,
             queued=tuple(_with_bytes(recorder.queued, moved)),
             num_before_optimizer=num_before_optimizer,
+            starts=tuple(recorder.starts),
         )
 
 

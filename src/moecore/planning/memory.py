@@ -114,15 +114,12 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
     with fake_world(1):
         pass  # refused inside of another one, whatever was found before
     p, config = run.resolved, run.model
-    stages: Sequence[Stage] = [WHOLE]
-    schedule = None
+    stages, schedule = stages_of(run), None
     if run.pipeline is not None:
-        layout = run.pipeline.stages(p.pp, config.num_layers, config.num_mtp_layers)
-        stages = layout.stages
         schedule = make_schedule(
             run.pipeline.schedule,
             pp=p.pp,
-            chunks=layout.chunks(p.pp),
+            chunks=len(stages) // p.pp,
             num_micro_batches=_until_steady(run),
         )
     kept, ranks = _kept_by_layers(run), []
@@ -154,6 +151,31 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
             )
         )
     return MemoryPlan(run=run, ranks=tuple(ranks))
+
+
+def stages_of(run: TrainingRun) -> Sequence[Stage]:
+    """Return the stages of a run, in the order of forward."""
+    if run.pipeline is None:
+        return [WHOLE]
+    model = run.model
+    layout = run.pipeline.stages(run.resolved.pp, model.num_layers, model.num_mtp_layers)
+    layout.chunks(run.resolved.pp)  # refused where these do not divide
+    return layout.stages
+
+
+def stored_bytes(run: TrainingRun) -> int:
+    """Return the bytes of parameters that the pipeline rank with the most of them stores."""
+    stages = stages_of(run)
+    if run.pipeline is None:
+        return _rank_size(run, 0, stages).parameters
+    rank_of = make_schedule(
+        run.pipeline.schedule,
+        pp=run.resolved.pp,
+        chunks=len(stages) // run.resolved.pp,
+        num_micro_batches=1,
+    ).rank_of
+    ranks = [[s for s in stages if rank_of[s.index] == rank] for rank in range(run.resolved.pp)]
+    return max(_rank_size(run, rank, own).parameters for rank, own in enumerate(ranks))
 
 
 def blocks_of_stage(stage: Stage, kept: ModelKept, num_layers: int) -> list[KeptBytes]:

@@ -30,6 +30,7 @@ from moecore.kernels.ops import PLAIN_TYPES
 from moecore.memory.on_meta import tensors_of
 from moecore.planning.gpus import NODE
 from moecore.planning.operations import work_of_collective, work_of_kernel, work_of_operation
+from moecore.planning.pieces import Pass, Start
 from moecore.planning.work import Queued, Work
 
 ALIGNMENT = 512  # bytes: what torch's allocator rounds to
@@ -44,6 +45,7 @@ class Recorder(DispatchMode):
         peak: most of them since `mark`.
         queues: the streams.
         queued: what ran since `mark`, in the order in which the host queued it.
+        starts: where parts of the model have begun since then.
     """
 
     def __init__(self) -> None:
@@ -51,12 +53,18 @@ class Recorder(DispatchMode):
         self.level = self.peak = 0
         self.queues = Queues()
         self.queued: list[Queued] = []
+        self.starts: list[Start] = []
         self._first = 0
         self._sizes: dict[int, int] = {}
 
     def mark(self) -> None:
         """Begin anew: nothing is queued, and the peak is what is allocated now."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
+        self.starts = []
+
+    def begin(self, of: Pass, part: str) -> None:
+        """Write down that a part of the model begins a pass."""
+        self.starts.append(Start(of, part, len(self.queued)))
 
     def take(self, tensor: Tensor) -> bool:
         """Count the memory of a tensor on meta, once; return whether it is new."""

@@ -19,7 +19,7 @@ from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
 from moecore.planning.work import Queued
 
-Part = Literal[Wall, "host"]
+Part = Literal[Wall, "host", "bubble"]
 # Of what runs at once the first one counts: the others are hidden behind it.
 PARTS: tuple[Part, ...] = ("compute", "memory", "launch", "nvlink", "network", "pcie", "host")
 STEPS = 3  # until one is like the one before it
@@ -61,15 +61,28 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
         table: what that takes.
     """
     check_arguments(time_step, locals())
-    spans = run(step.queued * STEPS, table, len(step.queued))
-    ends = [max(s.end for s in spans[: len(step.queued) * n]) for n in range(1, STEPS + 1)]
+    return time_queue(step.queued, table)
+
+
+def time_queue(queued: Sequence[Queued], table: CostTable) -> StepTime:
+    """Return how long a step takes whose host queues this, and then the next step."""
+    spans = run_queue([*queued] * STEPS, table, len(queued))
+    ends = [max(s.end for s in spans[: len(queued) * n]) for n in range(1, STEPS + 1)]
     first, last = ends[-2], ends[-1]
-    parts = exposed([span for span in spans if span.end > first], first, last)
+    parts = exposed(spans, first, last)
     return StepTime(last - first, parts)
 
 
-def run(queued: Sequence[Queued], table: CostTable, period: int) -> list[Span]:
-    """Return when each piece of work runs; numbers count from the last multiple of a period."""
+def run_queue(queued: Sequence[Queued], table: CostTable, period: int = 0) -> list[Span]:
+    """Return when each piece of work runs.
+
+    Args:
+        queued: by the host, in order.
+        table: what that takes.
+        period: of a step that comes again and again: numbers of what work is behind count from the
+            step's first piece, and a step is behind all of the one before; 0 = no step ends.
+    """
+    period = period or len(queued)
     known: dict[tuple[object, int], tuple[float, Part]] = {}
     spans: list[Span] = []
     host = begun = 0.0
@@ -91,6 +104,8 @@ def exposed(spans: Sequence[Span], start: float, end: float) -> dict[Part, float
     """Return how long each part is the first that runs; the host's when none does."""
     edges: list[tuple[float, int, Part]] = []
     for span in spans:
+        if span.end <= start or span.start >= end:
+            continue
         edges += [(max(span.start, start), 1, span.part), (min(span.end, end), -1, span.part)]
     running, now = dict.fromkeys(PARTS, 0), start
     sums: dict[Part, float] = dict.fromkeys(PARTS, 0.0)

@@ -1,0 +1,151 @@
+"""A step in pieces, one per module and pass, from which steps of other depths are put together.
+
+    a dry run of few layers -> Pieces: what the host queues for each module, forward and backward
+                            -> queue of any stage and micro-batch
+
+A layer stands for all layers of its kind between the first and the last one; the first, a middle
+and the last micro-batch of a step differ, because weights arrive in the one and gradients leave in
+the other. Work of a piece comes behind what it came behind there, as far as that is of the same
+piece or of the two pieces before it; what was queued earlier has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from moecore.models import Decoder
+from moecore.pipeline.layout import Stage
+from moecore.planning.work import Queued
+
+Pass = Literal["F", "B"]
+MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
+
+
+class Start(NamedTuple):
+    """Where the host begins a module's pass.
+
+    Attributes:
+        of: forward or backward.
+        part: "embedding", "layer 3", "predictions" (all modules of them) or "head".
+        first: how much it has queued.
+    """
+
+    of: Pass
+    part: str
+    first: int
+
+
+def cut(model: Decoder, begin: Callable[[Pass, str], None]) -> None:
+    """Have `begin` called wherever a part of a model begins a pass."""
+    calls: dict[str, int] = {}
+
+    def watch(module: nn.Module, part: str) -> None:
+        def before(*_: Any) -> None:
+            calls[part] = calls.get(part, 0) + 1
+            begin("F", name())
+
+        def behind(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                own = name()
+                output.register_hook(lambda _: begin("B", own))
+
+        def name() -> str:  # later embeddings of a micro-batch are those of predictions
+            return "predictions" if part == "embedding" and calls[part] > 1 else part
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(behind)
+
+    model.register_forward_pre_hook(lambda *_: calls.clear())
+    watch(model.model.embed_tokens, "embedding")
+    for i, layer in enumerate(model.layers):
+        watch(layer, f"layer {i}")
+    for layer in model.mtp:
+        watch(layer, "predictions")
+    watch(model.lm_head, "head")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """A step that was cut.
+
+    Attributes:
+        queued: what its host queues.
+        num_before_optimizer: of these.
+        like: the layer that each layer of the whole model is like.
+        places: (micro-batch, pass, part) -> from where to where in `queued`, in order.
+    """
+
+    queued: Sequence[Queued]
+    num_before_optimizer: int
+    like: Sequence[int]
+    places: dict[tuple[int, Pass, str], list[range]]
+
+    @classmethod
+    def of(
+        cls,
+        queued: Sequence[Queued],
+        num_before_optimizer: int,
+        starts: Sequence[Start],
+        like: Sequence[int],
+    ) -> Pieces:
+        """Return the pieces between starts; what comes before the first one is that one's."""
+        places: dict[tuple[int, Pass, str], list[range]] = {}
+        edges = [0, *(start.first for start in starts[1:]), num_before_optimizer]
+        micro_batch, before = -1, "B"
+        for start, first, end in zip(starts, edges[:-1], edges[1:], strict=True):
+            micro_batch += (before, start.of) == ("B", "F")
+            before = start.of
+            places.setdefault((micro_batch, start.of, start.part), []).append(range(first, end))
+        return cls(
+            queued=queued,
+            num_before_optimizer=num_before_optimizer,
+            like=like,
+            places=places,
+        )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of the step that was cut."""
+        return 1 + max(micro_batch for micro_batch, _, _ in self.places)
+
+    def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[range]:
+        """Return the pieces of a stage's pass, in order.
+
+        Args:
+            stage: of the whole model.
+            of: which pass.
+            micro_batch: of the step that was cut.
+        """
+        parts = ["embedding"] * stage.embedding
+        parts += [f"layer {self.like[layer]}" for layer in stage.layers]
+        parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
+        if of == "B":
+            parts.reverse()
+        return [place for part in parts for place in self.places.get((micro_batch, of, part), ())]
+
+    @property
+    def end(self) -> range:
+        """What follows all gradients: clipping and the optimizer."""
+        return range(self.num_before_optimizer, len(self.queued))
+
+    def joined(self, places: Iterable[range]) -> list[Queued]:
+        """Return the queue of pieces one after the other."""
+        return list(self._joined(places))
+
+    def _joined(self, places: Iterable[range]) -> Iterator[Queued]:
+        number, lengths = 0, [0, 0]
+        for place in places:
+            moved, known = number - place.start, place.start - sum(lengths[-2:])
+            for i in place:
+                one = self.queued[i]
+                behind, host = (
+                    frozenset(n + moved for n in numbers if n >= known and n + moved >= 0)
+                    for numbers in (one.behind, one.host_behind)
+                )
+                yield one._replace(behind=behind, host_behind=host)
+            number += len(place)
+            lengths.append(len(place))

@@ -1,0 +1,263 @@
+"""How long a step of any run takes, what it waits for, and what to change next: `plan_time`.
+
+    dry run of few layers -> Pieces -> queue of all layers                      without stages
+                                    -> seconds of each stage's passes -> Timeline     with stages
+
+A step of few micro-batches is put together; each one more takes as long as the last of those that
+are in the middle. Clipping and the optimizer follow the slowest pipeline rank, whose time grows
+with what the rank stores. A pair of a forward and a backward (`Overlap`) hides links behind
+computation. Work side by side is as fast as alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moecore._fields import check_arguments
+from moecore.pipeline.layout import Stage
+from moecore.pipeline.orders import Action, Item, Overlap, actions_of
+from moecore.pipeline.schedule import Schedule, make_schedule
+from moecore.pipeline.timeline import Timeline
+from moecore.planning.alike import timed_layers
+from moecore.planning.costs import CostTable
+from moecore.planning.dry_run import dry_run
+from moecore.planning.gpus import NODE
+from moecore.planning.memory import WHOLE, stages_of, stored_bytes
+from moecore.planning.pieces import MIDDLE, Pass, Pieces
+from moecore.planning.run import TrainingRun
+from moecore.planning.step_time import PARTS, Part, exposed, run_queue, time_queue
+from moecore.planning.timeline import simulate
+from moecore.planning.work import Queued, Work
+
+LINKS: tuple[Part, ...] = ("nvlink", "network", "pcie")
+ROUNDS = 3  # of a pipeline's ranks: micro-batches of a step that is simulated
+Parts = Mapping[Part, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimePlan:
+    """How long a step of a run takes.
+
+    Attributes:
+        run: what was planned.
+        gpu: a key of `GPUS`.
+        seconds: of a step.
+        parts: of it by what limits it, on the pipeline rank that works longest, as of `StepTime`;
+            "bubble" is when that rank waits for others.
+        timeline: of the pipeline, in seconds, until it is steady; None without one.
+    """
+
+    run: TrainingRun
+    gpu: str
+    seconds: float
+    parts: Parts
+    timeline: Timeline | None
+
+    @property
+    def wall(self) -> Part:
+        """What limits the largest part."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a GPU."""
+        p, run = self.run.resolved, self.run
+        rows = run.num_gpus // (p.pp * p.tp * p.cp) * run.batch_size * run.num_micro_batches
+        return rows * run.seq_len / self.seconds / run.num_gpus
+
+    @property
+    def line(self) -> str:
+        """What it says, in a line."""
+        shares = (
+            f"{part} {share:.0%}"
+            for part, s in sorted(self.parts.items(), key=lambda item: -item[1])
+            if (share := s / self.seconds) >= 0.005
+        )
+        return (
+            f"{self.seconds:.3g} s a step, {self.tokens_per_second:,.0f} tokens/s of a GPU; the "
+            f"wall is {self.wall}: {', '.join(shares)}"
+        )
+
+
+def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
+    """Return how long a step of a run takes. No GPU, no communication.
+
+    Args:
+        run: what is trained, and how.
+        table: what operations take.
+
+    Raises:
+        ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
+    """
+    check_arguments(plan_time, locals())
+    pieces = pieces_of(run)
+    return planned(run, pieces, table)
+
+
+def pieces_of(run: TrainingRun) -> Pieces:
+    """Return the pieces of a run's step."""
+    small, like = timed_layers(run, min(run.num_micro_batches, MIDDLE))
+    step = dry_run(small)
+    share = stored_bytes(run) / stored_bytes(small)
+    end = (_grown(one, share) for one in step.queued[step.num_before_optimizer :])
+    queued = [*step.queued[: step.num_before_optimizer], *end]
+    return Pieces.of(queued, step.num_before_optimizer, step.starts, like)
+
+
+def planned(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
+    """Return the time of a run whose pieces are known: any schedule and number of micro-batches."""
+    if run.pipeline is None:
+        seconds, parts = _alone(run, pieces, table)
+        return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=None)
+    return _staged(run, pieces, table)
+
+
+def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
+    """Return seconds and parts of a step without stages."""
+    stage = replace(WHOLE, layers=tuple(range(run.model.num_layers)))
+    stage = replace(stage, mtp=tuple(range(run.model.num_mtp_layers)))
+
+    def step(num_micro_batches: int) -> tuple[float, Parts]:
+        places = [
+            place
+            for i in _like(num_micro_batches, pieces.num_micro_batches)
+            for of in ("F", "B")
+            for place in pieces.of_stage(stage, of, i)
+        ]
+        found = time_queue(pieces.joined([*places, pieces.end]), table)
+        return found.seconds, found.parts
+
+    return _for_all(step, run.num_micro_batches, MIDDLE, MIDDLE + 1)
+
+
+def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
+    """Return the time of a step with stages."""
+    assert run.pipeline is not None, "checked by the caller"
+    pp, stages = run.resolved.pp, stages_of(run)
+    passes = {stage.index: _passes(stage, pieces, table) for stage in stages}
+    end_seconds, end_parts = _end(pieces, table)
+    send = _send_seconds(run, table)
+    timelines: dict[int, Timeline] = {}
+
+    def step(num_micro_batches: int) -> tuple[float, Parts]:
+        schedule = make_schedule(
+            run.pipeline.schedule,
+            pp=pp,
+            chunks=len(stages) // pp,
+            num_micro_batches=num_micro_batches,
+        )
+        like = _like(num_micro_batches, pieces.num_micro_batches)
+        costs = _Costs(passes, like)
+        timeline = timelines[num_micro_batches] = simulate(schedule, costs.seconds, send)
+        busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
+        parts = Counter[Part]()
+        for span in timeline.spans[busiest]:
+            parts.update(costs.parts(span.item))
+        parts["bubble"] = timeline.makespan - sum(parts.values())
+        parts.update(end_parts)
+        return timeline.makespan + end_seconds, parts
+
+    seconds, parts = _for_all(step, run.num_micro_batches, (ROUNDS - 1) * pp, ROUNDS * pp)
+    timeline = timelines[max(timelines)]
+    return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
+
+
+class _Costs:
+    """What items of an order take.
+
+    Args:
+        passes: seconds by part of each stage, pass and micro-batch of the step that was cut.
+        like: which of these each micro-batch is like.
+    """
+
+    def __init__(
+        self, passes: Mapping[int, Mapping[tuple[Pass, int], Parts]], like: Sequence[int]
+    ) -> None:
+        self._passes, self._like = passes, like
+
+    def seconds(self, item: Item) -> float:
+        """Return the seconds of an item."""
+        return sum(self.parts(item).values())
+
+    def parts(self, item: Item) -> Parts:
+        """Return the seconds of an item by part; D and W are half a backward each."""
+        found = Counter[Part]()
+        for action in actions_of(item):
+            of: Pass = "F" if action.kind == "F" else "B"
+            share = 0.5 if action.kind in "DW" else 1.0
+            own = self._passes[action.stage][of, self._like[action.micro_batch]]
+            found.update({part: share * seconds for part, seconds in own.items()})
+        if isinstance(item, Overlap):
+            _hide(found)
+        return found
+
+
+def _hide(parts: Counter[Part]) -> None:
+    """Take away from links what computation hides."""
+    left = sum(seconds for part, seconds in parts.items() if part not in LINKS)
+    for link in LINKS:
+        hidden = min(left, parts[link])
+        parts[link] -= hidden
+        left -= hidden
+
+
+def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Parts]:
+    """Return seconds by part of a stage's passes, when it runs a forward and a backward in turns."""
+    found: dict[tuple[Pass, int], Parts] = {}
+    queue: list[range] = []
+    ends: list[tuple[tuple[Pass, int], int]] = []
+    passes: tuple[Pass, ...] = ("F", "B")
+    for i in _like(pieces.num_micro_batches + 1, pieces.num_micro_batches):
+        for of in passes:
+            queue += pieces.of_stage(stage, of, i)
+            ends.append(((of, i), sum(map(len, queue))))
+    spans = run_queue(pieces.joined(queue), table)
+    start = 0.0
+    for key, number in ends:
+        end = max((span.end for span in spans[:number]), default=0.0)
+        found[key] = exposed(spans, start, end)
+        start = end
+    return found
+
+
+def _end(pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
+    """Return seconds and parts of what follows all gradients."""
+    spans = run_queue(pieces.joined([pieces.end]), table)
+    end = max((span.end for span in spans), default=0.0)
+    return end, exposed(spans, 0.0, end)
+
+
+def _like(number: int, known: int) -> list[int]:
+    """Return which of the known micro-batches each of a step is like: ends, and all between."""
+    if number <= known:
+        return [*range(number - 1), known - 1] if number > 1 else [0]
+    return [0, *[known // 2] * (number - 2), known - 1]
+
+
+def _for_all(
+    step: Callable[[int], tuple[float, Parts]], number: int, few: int, more: int
+) -> tuple[float, Parts]:
+    """Return a step of so many micro-batches: beyond `more`, each takes what the last few did."""
+    if number <= more:
+        return step(number)
+    (seconds, parts), (before, others) = step(more), step(few)
+    times = (number - more) / (more - few)
+    grown = {part: max(0.0, s + times * (s - others.get(part, 0.0))) for part, s in parts.items()}
+    return seconds + times * (seconds - before), grown
+
+
+def _send_seconds(run: TrainingRun, table: CostTable) -> float:
+    """Return the seconds of a message between stages."""
+    p = run.resolved
+    num_bytes = 2 * run.batch_size * run.seq_len // (p.cp * p.tp) * run.model.dim
+    node_ranks = 1 if run.num_gpus // p.pp >= NODE else 2
+    return table.seconds(Work("send", "collective", 0, num_bytes, (2,), "bfloat16"), node_ranks)
+
+
+def _grown(one: Queued, share: float) -> Queued:
+    """Return work on so many times the bytes."""
+    work = one.work
+    return one._replace(work=replace(work, num_bytes=round(share * work.num_bytes)))
