@@ -41,10 +41,16 @@ class Stream(Protocol):
 
 
 class DryStream:
-    """A stream whose work is numbers: the last ones it comes behind."""
+    """A stream whose work is numbers: the last ones it comes behind.
+
+    Attributes:
+        number: of the streams of a dry run.
+        behind: what it has held, and its own last work.
+    """
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues
+        self.number, queues.num_streams = queues.num_streams, queues.num_streams + 1
         self.behind: frozenset[int] = frozenset()
 
     def record_event(self) -> frozenset[int]:
@@ -86,9 +92,11 @@ class Queues:
         current: the stream that gets what is queued.
         host_behind: what the host has waited for.
         length: how much has been queued.
+        num_streams: that there are.
     """
 
     def __init__(self) -> None:
+        self.num_streams = 0
         self.current = DryStream(self)
         self.host_behind: frozenset[int] = frozenset()
         self.length = 0

@@ -338,7 +338,9 @@ def _apply(model: nn.Module, planned: _Planned, request: Request) -> None:
     if request.compile_dense or request.memory.parts or request.memory.offload:
         warn_about_cache(model)
     if request.graph_dense:
-        graph_blocks(dict(zip(plan.blocks, blocks, strict=True)))
+        names = dict(zip(blocks, plan.blocks, strict=True))
+        for chunk in [blocks] if chunks is None else chunks.values():
+            graph_blocks({names[block]: block for block in chunk})
     groups = BalanceGroups(
         micro_batch=meshes.micro_batch_group,
         global_batch=meshes.stage_group if meshes.stage_group.size() > 1 else None,

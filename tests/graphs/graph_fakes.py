@@ -33,7 +33,7 @@ class FakeRecorder:
             self._swap = lambda: swapped(places)
             yield found
 
-    def record(self, function: Any, memory: Any) -> tuple[Callable[[], None], Any]:
+    def record(self, function: Any, memory: Any, slot: Any) -> tuple[Callable[[], None], Any]:
         self.captures += 1
         found: Any = function()
         if function.func is module._forward:

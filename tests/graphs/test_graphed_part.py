@@ -109,6 +109,26 @@ def test_a_forward_in_flight_has_graphs_of_its_own(fake: FakeRecorder) -> None:
     assert fake.captures == 4
 
 
+def test_a_forward_has_the_slot_of_its_first_part_in_all(fake: FakeRecorder) -> None:
+    """Beside a backward that has left the last part, and not the first."""
+    memory, parts = GraphMemory(), [Two(), Two()]
+    for i, part in enumerate(parts):
+        part.forward = GraphedPart(f"part {i}", part.forward, [part, part.linear], memory)  # type: ignore[method-assign]
+    first, last = parts
+    for part in parts:
+        warm(part, x_of(0))
+    middle = first(x_of(1))[0]
+    loss = last(torch.nn.functional.pad(middle.detach(), (0, 1)).requires_grad_())[0].sum()
+    other = first(x_of(2))[0]
+    loss.backward()
+    last(torch.nn.functional.pad(other.detach(), (0, 1)).requires_grad_())
+    used = [list(part.forward._pairs) for part in parts]  # type: ignore[attr-defined]
+    assert used[0] == used[1] == memory.slots and len(memory.slots) == 2
+    middle.sum().backward()
+    third = first(x_of(3))[0]
+    assert len(memory.slots) == 2 and third.grad_fn is not None
+
+
 def test_a_backward_comes_once_and_before_the_next_forward(fake: FakeRecorder) -> None:
     model = graphed()
     warm(model, x_of(0))

@@ -15,8 +15,9 @@ Note "in flight": the memory of a pair of graphs is that of one forward, until i
 or nothing holds it any more. A forward that comes before captures another pair, as between pipeline
 stages; each keeps what its forward saves for good.
 
-Note "one pool": what graphs free while they are captured others may use, whatever the order in
-which they run, for they run on one stream. What a forward saves and what a graph returns stays.
+Note "slots": what graphs free while they are captured others may use, for what a forward saves. So
+graphs that share a pool must run one forward through all parts, and its backward, before the next.
+A forward has the slot of its first part in all others, and each slot has a pool.
 
 Note "parameters": a graph reads them where they lie, and where they lie elsewhere it is captured
 anew: units keep their addresses. Its gradients go to autograd, in memory of their own.
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,21 +54,76 @@ WARM_UP = 3  # calls: kernels are compiled, and caches are there
 T = TypeVar("T")
 
 
-class GraphMemory:
-    """What the graphs of parts that run on one stream share."""
+class _Turn:
+    """A forward whose backward may come, until it has."""
+
+    __slots__ = ("__weakref__", "has_ended")
 
     def __init__(self) -> None:
-        self.pool: Any = None
-        self.stream: torch.cuda.Stream | None = None  # of captures
+        self.has_ended = False
+
+
+class _Slot:
+    """The memory of one forward of all parts."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._turns: list[weakref.ref[_Turn]] = []
+
+    @property
+    def pool(self) -> Any:
+        """Of captures."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no backward needs what forwards have saved in it."""
+        self._turns = [turn for turn in self._turns if _is_open(turn)]
+        return not self._turns
+
+    def take(self) -> _Turn:
+        """Return the turn of a part."""
+        turn = _Turn()
+        self._turns.append(weakref.ref(turn))
+        return turn
+
+
+def _is_open(turn: weakref.ref[_Turn]) -> bool:
+    found = turn()
+    return found is not None and not found.has_ended
+
+
+class GraphMemory:
+    """What the graphs of parts share that one forward runs in turn, on one stream."""
+
+    def __init__(self) -> None:
+        self.slots = [_Slot()]
+        self._current = self.slots[0]
+        self._stream: torch.cuda.Stream | None = None
         self._grads: dict[Any, Tensor] = {}
 
     def __reduce__(self) -> Any:  # a copy has graphs of its own
         return GraphMemory, ()
 
-    def open(self) -> None:
-        """Make what captures need, once."""
-        if self.stream is None:
-            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Of captures."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    def slot_of(self, pairs: Mapping[_Slot, _Pair]) -> _Slot:
+        """Return the slot of this forward for a part: another one where the part still needs it."""
+        pair = pairs.get(self._current)
+        if pair is not None and not pair.is_free:
+            free = next((slot for slot in self.slots if slot.is_free), None)
+            if free is None:
+                free = _Slot()
+                self.slots.append(free)
+            self._current = free
+        return self._current
 
     def grads_of(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return memory for the gradients of outputs, which a backward reads before any other."""
@@ -117,7 +173,7 @@ class GraphedPart:
         self._name, self._function, self._modules, self._memory, self._may_run = self._how
         self._call: _Call | None = None  # of the warm-up, and then of the graphs
         self._num_warm = 0
-        self._pairs: list[_Pair] = []
+        self._pairs: dict[_Slot, _Pair] = {}
 
     def __reduce__(self) -> Any:
         return GraphedPart, self._how
@@ -141,12 +197,12 @@ class GraphedPart:
             return self._function(*args, **kwargs)
         if call != self._call:
             if call.facts != self._call.facts:
-                self._num_warm, self._pairs = 0, []
+                self._num_warm, self._pairs = 0, {}
             return self._function(*args, **kwargs)
-        pair = next((pair for pair in self._pairs if pair.is_free), None)
+        slot = self._memory.slot_of(self._pairs)
+        pair = self._pairs.get(slot)
         if pair is None:
-            pair = self._captured(form, tensors)
-            self._pairs.append(pair)
+            pair = self._pairs[slot] = self._captured(form, tensors, slot)
         return pair.run(tensors, [p for _, _, p in _trained(self._modules)])
 
     def _is_asked_for(self, tensors: list[Tensor]) -> bool:
@@ -171,7 +227,7 @@ class GraphedPart:
                         facts += (tensor.data_ptr(), tensor.requires_grad)
         return facts
 
-    def _captured(self, form: Any, tensors: list[Tensor]) -> _Pair:
+    def _captured(self, form: Any, tensors: list[Tensor], slot: _Slot) -> _Pair:
         """Return the graphs of a call, which have not run.
 
         Raises:
@@ -186,7 +242,7 @@ class GraphedPart:
         try:
             with _aliases(self._modules) as parameters:
                 sources = [x for x in inputs if x.requires_grad] + parameters
-                return _capture(function, inputs, sources, self._memory)
+                return _capture(function, inputs, sources, self._memory, slot)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -201,6 +257,7 @@ class _Pair:
     """The graphs of a part, and the tensors that they read and write.
 
     Attributes:
+        slot: of its memory.
         forward: replays it.
         inputs: copied in.
         form, outputs: what the part returns, and its tensors.
@@ -208,9 +265,10 @@ class _Pair:
         backward: replays it; None where nothing needs a gradient.
         output_grads: of the outputs that need them, copied in.
         grads: of inputs and parameters that need them, copied out; None = it has none.
-        holder: returns what lives until a backward has run, or can not come; None = it has run.
+        holder: returns the turn of the last forward, while its backward can come.
     """
 
+    slot: _Slot
     forward: Callable[[], None]
     inputs: list[Tensor]
     form: Any
@@ -219,12 +277,12 @@ class _Pair:
     backward: Callable[[], None] | None = None
     output_grads: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)
-    holder: Callable[[], _Turn | None] | None = None
+    holder: weakref.ref[_Turn] | None = None
 
     @property
     def is_free(self) -> bool:
         """Whether no backward needs what the last forward has saved."""
-        return self.holder is None or self.holder() is None
+        return self.holder is None or not _is_open(self.holder)
 
     def run(self, tensors: list[Tensor], parameters: list[Tensor]) -> Any:
         """Return what the part returns for these inputs."""
@@ -242,18 +300,12 @@ class _Pair:
         self.forward()
 
 
-class _Turn:
-    """A forward whose backward may come."""
-
-    __slots__ = ("__weakref__",)
-
-
 class _Replay(torch.autograd.Function):
     """Forward and backward of a part."""
 
     @staticmethod
     def forward(ctx: Any, pair: _Pair, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.pair, ctx.turn = pair, _Turn()
+        ctx.pair, ctx.turn = pair, pair.slot.take()
         pair.holder = weakref.ref(ctx.turn)
         ctx.needs_gradient = [x.requires_grad for x in tensors]
         pair.replay(list(tensors[:num_inputs]))
@@ -266,7 +318,7 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pair = ctx.pair
-        if pair.holder is None or pair.holder() is not ctx.turn:
+        if ctx.turn.has_ended or pair.holder() is not ctx.turn:
             raise RuntimeError(
                 "backward of a part that runs as a CUDA graph must come once, before the next "
                 "forward of its kind: run the forward again, or set graph_dense=False"
@@ -277,24 +329,28 @@ class _Replay(torch.autograd.Function):
         own = [grad for grad in pair.grads if grad is not None]
         found = iter(_copies(own))
         own_grads = iter([None if grad is None else next(found) for grad in pair.grads])
-        pair.holder = None
+        ctx.turn.has_ended = True
         return None, None, *(next(own_grads) if needs else None for needs in ctx.needs_gradient)
 
 
 def _capture(
-    function: Callable[[], Any], inputs: list[Tensor], sources: list[Tensor], memory: GraphMemory
+    function: Callable[[], Any],
+    inputs: list[Tensor],
+    sources: list[Tensor],
+    memory: GraphMemory,
+    slot: _Slot,
 ) -> _Pair:
     """Return the graphs of a function of some inputs; backward gives gradients of the sources."""
     kept: list[Tensor] = []
-    forward, found = _record(partial(_forward, function, kept), memory)
+    forward, found = _record(partial(_forward, function, kept), memory, slot)
     outputs: list[Tensor] = []
     form = form_of(found, outputs)
     trained = [x for x in outputs if x.requires_grad]
-    pair = partial(_Pair, forward=forward, inputs=inputs, form=form)
+    pair = partial(_Pair, slot=slot, forward=forward, inputs=inputs, form=form)
     if not trained:
         return pair(outputs=outputs, held=kept)
     output_grads = memory.grads_of(trained)
-    backward, grads = _record(partial(_gradients, trained, sources, output_grads), memory)
+    backward, grads = _record(partial(_gradients, trained, sources, output_grads), memory, slot)
     # Operations may keep tensors in other ways than autograd's, as long as their nodes live.
     return pair(
         backward=backward,
@@ -323,16 +379,16 @@ def _gradients(
     return torch.autograd.grad(outputs, sources, output_grads, allow_unused=True)
 
 
-def _record(function: Callable[[], T], memory: GraphMemory) -> tuple[Callable[[], None], T]:
+def _record(
+    function: Callable[[], T], memory: GraphMemory, slot: _Slot
+) -> tuple[Callable[[], None], T]:
     """Return what replays the work of a function, which has not run, and what that returns."""
-    memory.open()
-    assert memory.stream is not None
     graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
     gc.disable()  # a dead model may wait for the GPU when it is freed
     memory.stream.wait_stream(current)
     try:
         with torch.cuda.stream(memory.stream):
-            graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=slot.pool, capture_error_mode="thread_local")
             try:
                 found = function()
             except BaseException:

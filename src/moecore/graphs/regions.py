@@ -82,7 +82,8 @@ def graph_blocks(blocks: Mapping[str, nn.Module]) -> None:
     `graphed_part.py`, also for when.
 
     Args:
-        blocks: by name; what is around their modules' forwards stays outside.
+        blocks: those that one forward runs, by name; what is around their modules' forwards stays
+            outside.
     """
     memory = GraphMemory()
     for name, block in blocks.items():

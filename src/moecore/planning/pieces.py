@@ -5,14 +5,16 @@
 
 A layer stands for all layers of its kind between the first and the last one; the first, a middle
 and the last micro-batch of a step differ, because weights arrive in the one and gradients leave in
-the other. Work of a piece comes behind what it came behind there, as far as that is of the same
-piece or of the two pieces before it; what was queued earlier has ended.
+the other. Work of a piece comes behind what it came behind there: in the piece or in the two before
+it what is as far from its start, of earlier ones the newest copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -68,7 +70,7 @@ def cut(model: Decoder, begin: Callable[[Pass, str], None]) -> None:
     watch(model.lm_head, "head")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Pieces:
     """A step that was cut.
 
@@ -134,18 +136,37 @@ class Pieces:
 
     def joined(self, places: Iterable[range]) -> list[Queued]:
         """Return the queue of pieces one after the other."""
-        return list(self._joined(places))
+        found: list[Queued] = []
+        newest: dict[int, int] = {}  # number in `queued` -> in `found`
+        starts: list[int] = []  # of pieces in `found`
 
-    def _joined(self, places: Iterable[range]) -> Iterator[Queued]:
-        number, lengths = 0, [0, 0]
+        def new(number: int, place: range) -> int | None:
+            end = len(found)
+            for start in reversed(starts[-3:]):
+                if number >= place.start:
+                    return min(start + number - place.start, end - 1)
+                place, end = self._before.get(place.start, range(0)), start
+            return newest.get(number)
+
         for place in places:
-            moved, known = number - place.start, place.start - sum(lengths[-2:])
+            starts.append(len(found))
             for i in place:
                 one = self.queued[i]
-                behind, host = (
-                    frozenset(n + moved for n in numbers if n >= known and n + moved >= 0)
+                newest[i] = len(found)
+                behind, host_behind = (
+                    frozenset(at for n in numbers if (at := new(n, place)) is not None)
                     for numbers in (one.behind, one.host_behind)
                 )
-                yield one._replace(behind=behind, host_behind=host)
-            number += len(place)
-            lengths.append(len(place))
+                found.append(one._replace(behind=behind, host_behind=host_behind))
+        return found
+
+    @cached_property
+    def _before(self) -> dict[int, range]:
+        """Start of each piece -> the piece before it."""
+        found = sorted((p for places in self.places.values() for p in places), key=_start)
+        found.append(self.end)
+        return {place.start: before for before, place in pairwise(found)}
+
+
+def _start(place: range) -> int:
+    return place.start

@@ -90,7 +90,8 @@ class Recorder(DispatchMode):
 
     def _queue(self, work: Work, node_ranks: int = 0) -> None:
         behind, host_behind = (self._since(numbers) for numbers in self.queues.put())
-        self.queued.append(Queued(work, behind, host_behind, node_ranks, phases()))
+        stream = self.queues.current.number
+        self.queued.append(Queued(work, stream, behind, host_behind, node_ranks, phases()))
 
     def _since(self, numbers: frozenset[int]) -> frozenset[int]:
         """Return what was queued since `mark`, counted from there; all else has ended."""

@@ -85,6 +85,7 @@ def run_queue(queued: Sequence[Queued], table: CostTable, period: int = 0) -> li
     period = period or len(queued)
     known: dict[tuple[object, int], tuple[float, Part]] = {}
     spans: list[Span] = []
+    ends: dict[int, float] = {}  # of streams
     host = begun = 0.0
     for number, one in enumerate(queued):
         first = number - number % period
@@ -95,7 +96,9 @@ def run_queue(queued: Sequence[Queued], table: CostTable, period: int = 0) -> li
             known[key] = table.seconds(*key), table.wall(*key)
         seconds, part = known[key]
         host = max([host, *(spans[first + n].end for n in one.host_behind)]) + table.host_seconds
-        start = max([host, begun, *(spans[first + n].end for n in one.behind)])
+        before = ends.get(one.stream, begun)
+        start = max([host, begun, before, *(spans[first + n].end for n in one.behind)])
+        ends[one.stream] = start + seconds
         spans.append(Span(start, start + seconds, part))
     return spans
 

@@ -11,15 +11,13 @@ computation. Work side by side is as fast as alone.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from moecore._fields import check_arguments
 from moecore.pipeline.layout import Stage
 from moecore.pipeline.orders import Action, Item, Overlap, actions_of
-from moecore.pipeline.schedule import Schedule, make_schedule
+from moecore.pipeline.schedule import make_schedule
 from moecore.pipeline.timeline import Timeline
 from moecore.planning.alike import timed_layers
 from moecore.planning.costs import CostTable
@@ -28,7 +26,7 @@ from moecore.planning.gpus import NODE
 from moecore.planning.memory import WHOLE, stages_of, stored_bytes
 from moecore.planning.pieces import MIDDLE, Pass, Pieces
 from moecore.planning.run import TrainingRun
-from moecore.planning.step_time import PARTS, Part, exposed, run_queue, time_queue
+from moecore.planning.step_time import Part, exposed, run_queue, time_queue
 from moecore.planning.timeline import simulate
 from moecore.planning.work import Queued, Work
 
@@ -136,7 +134,7 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
 def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
     """Return the time of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
-    pp, stages = run.resolved.pp, stages_of(run)
+    name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
     passes = {stage.index: _passes(stage, pieces, table) for stage in stages}
     end_seconds, end_parts = _end(pieces, table)
     send = _send_seconds(run, table)
@@ -144,7 +142,7 @@ def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
 
     def step(num_micro_batches: int) -> tuple[float, Parts]:
         schedule = make_schedule(
-            run.pipeline.schedule,
+            name,
             pp=pp,
             chunks=len(stages) // pp,
             num_micro_batches=num_micro_batches,
@@ -153,12 +151,9 @@ def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
         costs = _Costs(passes, like)
         timeline = timelines[num_micro_batches] = simulate(schedule, costs.seconds, send)
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
-        parts = Counter[Part]()
-        for span in timeline.spans[busiest]:
-            parts.update(costs.parts(span.item))
-        parts["bubble"] = timeline.makespan - sum(parts.values())
-        parts.update(end_parts)
-        return timeline.makespan + end_seconds, parts
+        parts = _sum(costs.parts(span.item) for span in timeline.spans[busiest])
+        bubble = timeline.makespan - sum(parts.values())
+        return timeline.makespan + end_seconds, _sum((parts, end_parts, {"bubble": bubble}))
 
     seconds, parts = _for_all(step, run.num_micro_batches, (ROUNDS - 1) * pp, ROUNDS * pp)
     timeline = timelines[max(timelines)]
@@ -184,28 +179,37 @@ class _Costs:
 
     def parts(self, item: Item) -> Parts:
         """Return the seconds of an item by part; D and W are half a backward each."""
-        found = Counter[Part]()
-        for action in actions_of(item):
-            of: Pass = "F" if action.kind == "F" else "B"
-            share = 0.5 if action.kind in "DW" else 1.0
-            own = self._passes[action.stage][of, self._like[action.micro_batch]]
-            found.update({part: share * seconds for part, seconds in own.items()})
-        if isinstance(item, Overlap):
-            _hide(found)
-        return found
+        found = _sum(self._of(action) for action in actions_of(item))
+        return _hidden(found) if isinstance(item, Overlap) else found
+
+    def _of(self, action: Action) -> Parts:
+        of: Pass = "F" if action.kind == "F" else "B"
+        share = 0.5 if action.kind in "DW" else 1.0
+        own = self._passes[action.stage][of, self._like[action.micro_batch]]
+        return {part: share * seconds for part, seconds in own.items()}
 
 
-def _hide(parts: Counter[Part]) -> None:
-    """Take away from links what computation hides."""
+def _hidden(parts: Parts) -> Parts:
+    """Return parts without what computation hides of links."""
     left = sum(seconds for part, seconds in parts.items() if part not in LINKS)
+    found = dict(parts)
     for link in LINKS:
-        hidden = min(left, parts[link])
-        parts[link] -= hidden
+        hidden = min(left, parts.get(link, 0.0))
+        found[link] = parts.get(link, 0.0) - hidden
         left -= hidden
+    return found
+
+
+def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
+    found: dict[Part, float] = {}
+    for parts in all_parts:
+        for part, seconds in parts.items():
+            found[part] = found.get(part, 0.0) + seconds
+    return found
 
 
 def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Parts]:
-    """Return seconds by part of a stage's passes, when it runs a forward and a backward in turns."""
+    """Return seconds by part of a stage's passes: a forward and a backward in turns."""
     found: dict[tuple[Pass, int], Parts] = {}
     queue: list[range] = []
     ends: list[tuple[tuple[Pass, int], int]] = []

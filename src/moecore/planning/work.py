@@ -56,6 +56,7 @@ class Queued(NamedTuple):
 
     Attributes:
         work: what it is.
+        stream: whose work runs in the order in which it is queued.
         behind: numbers of what must have ended before it starts.
         host_behind: of what must have ended before the host queues it.
         node_ranks: of a collective: how many of its ranks this rank's node has.
@@ -63,6 +64,7 @@ class Queued(NamedTuple):
     """
 
     work: Work
+    stream: int
     behind: frozenset[int]
     host_behind: frozenset[int]
     node_ranks: int = 0
