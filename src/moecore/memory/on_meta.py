@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moecore._torch import is_grouped_mm, run_backward, storage_key, tree_map_only
+from moecore._torch import is_grouped_mm, run_backward, scaled_mm, storage_key, tree_map_only
 from moecore.kernels.common import record_launch
 
 META = torch.device("meta")
@@ -56,6 +56,10 @@ class OnMeta(TorchFunctionMode):
             return _Norm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
         if is_grouped_mm(func):
             return _grouped_mm(*args, **kwargs)
+        if func is scaled_mm:  # whose checks on meta refuse columns that are no multiple of 128
+            out = args[0].new_empty(args[0].shape[0], args[1].shape[1], dtype=args[-1])
+            record_launch("scaled_mm_v2", *args[:2], *args[2], *args[5], out)
+            return out
         if func is torch.ops.aten.addmm.dtype_out:  # with the same products, and on meta in 2.11
             return kwargs["out"].addmm_(*args[1:3], beta=kwargs["beta"])
         return func(*args, **kwargs)

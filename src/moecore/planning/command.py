@@ -15,7 +15,10 @@ from moecore.mesh import ParallelConfig
 from moecore.models import PRESETS
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.orders import ScheduleName
+from moecore.pipeline.timeline import draw
 from moecore.planning.call import call_of
+from moecore.planning.changes import next_change
+from moecore.planning.costs import CostTable
 from moecore.planning.gpus import GPUS
 from moecore.planning.memory import MemoryPlan, plan_memory
 from moecore.planning.picture import draw_memory
@@ -23,13 +26,14 @@ from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
 from moecore.planning.search import (
     ANY,
     FOLDING,
-    Candidate,
+    Fitting,
     Folding,
     SearchRequest,
     explain_folding,
     search,
     shown_levers,
 )
+from moecore.planning.time_plan import TimePlan, plan_time
 from moecore.precision.roles import Precision, PrecisionName
 from moecore.shard.options import FSDPOptions, Strategy
 from moecore.tables import shown_bytes
@@ -64,6 +68,8 @@ def add_plan(rooms: Any) -> None:
     add("--explain", metavar="PP=8,EP=8", help="why this folding is refused, or what it needs")
     add("--call", action="store_true", help="print the Python of the run, or of the best one")
     add("--png", type=Path, metavar="FILE", help="write bars of its memory")
+    add("--timeline", type=Path, metavar="FILE", help="write a PNG of its pipeline's step")
+    add("--table", type=Path, metavar="FILE", help="costs that `moecore measure` has written")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -102,16 +108,19 @@ def run_plan(args: Any) -> int:
     if all(getattr(args, name) is None for name in DEGREES):
         return _search(args)
     run = run_of_options(args)
-    plan = plan_memory(run)
-    _write(args, plan)
     if args.call:
         print(call_of(run))
         return 0
+    plan, time = plan_memory(run), plan_time(run, _table(args))
+    _write(args, plan, time)
     largest, memory = plan.largest, GPUS[args.gpu].memory
     fits = largest.num_bytes <= memory
     if args.json:
         ranks = [asdict(rank) | {"num_bytes": rank.num_bytes} for rank in plan.ranks]
-        print(json.dumps({"gpu": args.gpu, "memory": memory, "fits": fits, "ranks": ranks}))
+        found = {"gpu": args.gpu, "memory": memory, "fits": fits, "ranks": ranks}
+        change = next_change(time, _table(args))
+        found |= _numbers(time) | {"next": None if change is None else asdict(change)}
+        print(json.dumps(found))
         return 0 if fits else 1
     print(plan.table())
     print(
@@ -121,16 +130,17 @@ def run_plan(args: Any) -> int:
     if not fits:
         kind, size = max(largest.device.items(), key=lambda item: item[1])
         print(f"does not fit: {kind} is the largest part ({shown_bytes(size)})")
+    _print_time(args, time)
     return 0 if fits else 1
 
 
 def _search(args: Any) -> int:
     """Print what fits, best first."""
     request = _request(args)
-    result = search(request, wanted=args.top, most_planned=args.top)
+    result = search(request, table=_table(args), wanted=args.top, most_planned=args.top)
     found = result.fitting
     if found:
-        _write(args, found[0].plan)
+        _write(args, found[0].plan, found[0].time)
     if args.json:
         rows = [_row(candidate) for candidate in found]
         others = dict(refused=result.refused, not_planned=result.not_planned, change=result.change)
@@ -148,12 +158,14 @@ def _search(args: Any) -> int:
         f"of {shown_bytes(request.limit)} a rank ({args.gpu} less {request.reserve:.0%}); "
         f"{refused} foldings refused by rules, {result.not_planned} behind these not planned"
     )
-    if not found:
+    if found:
+        _print_time(args, found[0].time, request.limit)
+    else:
         print(f"nothing fits; the smallest change: {result.change or 'none of those tried'}")
     return 0 if found else 1
 
 
-def _row(found: Candidate) -> dict[str, Any]:
+def _row(found: Fitting) -> dict[str, Any]:
     run = found.run
     return found.folding.named() | {
         "schedule": None if run.pipeline is None else run.pipeline.schedule,
@@ -162,16 +174,39 @@ def _row(found: Candidate) -> dict[str, Any]:
         "overhead": found.levers.overhead,
         "num_bytes": found.plan.largest.num_bytes,
         "headroom": found.headroom,
+        **_numbers(found.time),
     }
 
 
-def _write(args: Any, plan: MemoryPlan) -> None:
+def _numbers(time: TimePlan) -> dict[str, Any]:
+    names = ("seconds", "tokens_per_second", "parts", "wall")
+    return {name: getattr(time, name) for name in names}
+
+
+def _print_time(args: Any, time: TimePlan, limit: int | None = None) -> None:
+    """Print how long a step takes, and what to change."""
+    print(time.line)
+    change = next_change(time, _table(args), limit)
+    print(f"next: {'nothing of what is known gains' if change is None else change}")
+
+
+def _table(args: Any) -> CostTable:
+    if args.table is None:
+        return CostTable.of(args.gpu)
+    return CostTable.read(args.table).on(args.gpu)
+
+
+def _write(args: Any, plan: MemoryPlan, time: TimePlan) -> None:
     """Write the pictures that are asked for."""
-    if args.png is not None:
-        try:
+    try:
+        if args.png is not None:
             draw_memory(plan, args.png, GPUS[args.gpu].memory)
-        except ImportError as error:
-            raise ValueError(f"--png ({args.png}) must be left out: {error}") from error
+        if args.timeline is not None and time.timeline is not None:
+            draw(time.timeline, args.timeline)
+    except ImportError as error:
+        raise ValueError(f"--png and --timeline must be left out: {error}") from error
+    if args.timeline is not None and time.timeline is None:
+        raise ValueError(f"--timeline ({args.timeline}) must be left out without stages: drop it")
 
 
 def _folding(text: str) -> Folding:

@@ -88,12 +88,15 @@ def ladder(
     fc1: tuple[Recomputed, ...] = (*chain, up, "expert_fc1") if model.moe else (*chain, up, "mlp")
     away = MemoryOptions(recompute=fc1, offload=("attention", "experts", "mlp"))
     twice = MemoryOptions(recompute=(*chain, up, "moe") if model.moe else fc1, offload=away.offload)
-    sizes = () if model.moe is None else (model.moe.expert_dim, model.moe.hidden_dim)
-    has_fp8 = precision == "any" and gpu in FP8_GPUS and not any(size % 128 for size in sizes)
     is_open = memory == "any"
     add("low", "recompute gemm_last", is_open, memory=MemoryOptions(recompute="gemm_last"))
     add("low", f"recompute {up}", is_open, memory=MemoryOptions(recompute=(*chain, up)))
-    add("low", "FP8", has_fp8, precision=Precision.of("blockwise"))
+    add(
+        "low",
+        "FP8",
+        precision == "any" and has_fp8(model, gpu),
+        precision=Precision.of("blockwise"),
+    )
     add("low", "bf16 moments", optimizer == "any", optimizer=short)
     sharded = replace(WHOLE, dense_strategy="optim_grads_params")
     add("medium", "weights gathered by micro-batch", fsdp == "any", fsdp=sharded)
@@ -103,3 +106,9 @@ def ladder(
     add("medium", "optimizer state offloaded", optimizer == "any", optimizer=hosted)
     add("high", "recompute moe", is_open and bool(model.moe), memory=twice)
     return tuple(rungs)
+
+
+def has_fp8(model: DecoderConfig, gpu: str) -> bool:
+    """Whether blockwise products of a model exist for a GPU."""
+    sizes = () if model.moe is None else (model.moe.expert_dim, model.moe.hidden_dim)
+    return gpu in FP8_GPUS and not any(size % 128 for size in sizes)

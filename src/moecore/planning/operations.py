@@ -40,9 +40,7 @@ def work_of_operation(
     if not changes or name in WITHOUT_WORK or not (tensors := tensors_of(args, kwargs, out)):
         return None
     if name in PRODUCTS:
-        a, b = args[PRODUCTS[name] :][:2]
-        M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-        return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
+        return _product(name, args, tensors)
     if name == GROUPED_PRODUCT:
         (R, K), (*_, N) = args[0].shape, args[1].shape
         e = args[1].shape[0]
@@ -59,6 +57,8 @@ def work_of_kernel(name: str, args: Args) -> Work:
     tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
     if name.startswith("attention"):
         return _attention(name, tensors, name.endswith("bwd"))
+    if name in PRODUCTS:
+        return _product(name, args, tensors)
     if name in GROUPED:
         return _grouped(name, GROUPED[name](args), tensors)
     dtype = _dtype(tensors[0]) if tensors else "uint8"
@@ -77,6 +77,12 @@ def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
     tensors = tensors_of(args)
     dtype = _dtype(tensors[0]) if tensors else "uint8"
     return Work(name, "collective", 0, sum(t.nbytes for t in tensors), (num_ranks,), dtype)
+
+
+def _product(name: str, args: Args, tensors: Sequence[Tensor]) -> Work:
+    a, b = args[PRODUCTS[name] :][:2]
+    M, N, K = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+    return Work(name, "product", 2 * M * N * K, _bytes(tensors), (M, N, K), _dtype(a))
 
 
 def _attention(name: str, tensors: Sequence[Tensor], is_backward: bool) -> Work:

@@ -1,10 +1,11 @@
 """SearchRequest -> SearchResult: all foldings of a model over GPUs, refused, planned and ranked.
 
-    divisors of the GPUs -> rules -> most promising first -> levers until it fits -> ranked
+    divisors of the GPUs -> rules -> most promising first -> levers until it fits -> ranked by time
 
-A folding that a rule refuses costs microseconds, one that is planned a good part of a second: so
-few are planned in full (`plan_memory`), in the order of the guidelines, and a result has how many
-were not. Legality is what `ParallelConfig` and `plan_sharding` refuse; guidelines are the report's.
+A folding that a rule refuses costs microseconds, one that is planned some seconds: so few are
+planned in full (`plan_memory`, `plan_time`), in the order of the guidelines, and a result has how
+many were not. Legality is what `ParallelConfig` and `plan_sharding` refuse; guidelines are the
+report's.
 
 Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; the data ranks are what is left.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import gcd, prod
 from typing import Annotated, Any, Literal, NamedTuple
@@ -28,10 +29,12 @@ from moecore.models.config import DecoderConfig
 from moecore.models.size import num_params
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.pipeline.config import PipelineConfig
+from moecore.planning.costs import CostTable
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import OVERHEADS, Levers, ladder
 from moecore.planning.memory import MemoryPlan, plan_memory
 from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.time_plan import TimePlan, plan_time
 from moecore.precision.roles import Precision
 from moecore.shard.options import FSDPOptions
 from moecore.tables import columns, shown_bytes
@@ -133,7 +136,6 @@ class Candidate:
         levers: their last rung.
         plan: bytes of each pipeline rank.
         headroom: bytes of the limit that the largest rank leaves; negative where it does not fit.
-        crosses_nodes: whether tokens travel between nodes to their experts.
     """
 
     folding: Folding
@@ -141,12 +143,22 @@ class Candidate:
     levers: Levers
     plan: MemoryPlan
     headroom: int
-    crosses_nodes: bool
 
     @property
     def fits(self) -> bool:
         """Whether every rank fits."""
         return self.headroom >= 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitting(Candidate):
+    """A candidate that fits.
+
+    Attributes:
+        time: of a step.
+    """
+
+    time: TimePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +176,7 @@ class SearchResult:
     """
 
     request: SearchRequest
-    fitting: tuple[Candidate, ...]
+    fitting: tuple[Fitting, ...]
     too_large: tuple[Candidate, ...]
     refused: Mapping[str, int]
     not_planned: int
@@ -172,9 +184,8 @@ class SearchResult:
 
     def table(self) -> str:
         """Return a row per folding that fits."""
-        lines: list[tuple[str, ...]] = [
-            ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "levers", "bytes", "left")
-        ]
+        names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "levers", "bytes", "left")
+        lines: list[tuple[str, ...]] = [(*names, "s/step", "tokens/s", "wall")]
         for i, found in enumerate(self.fitting):
             p, pipeline = found.folding, found.run.pipeline
             order = (
@@ -185,7 +196,8 @@ class SearchResult:
             numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), order)
             used = shown_bytes(found.plan.largest.num_bytes)
             rows = str(found.run.num_micro_batches)
-            lines.append((*numbers, rows, shown_levers(found), used, shown_bytes(found.headroom)))
+            memory = (used, shown_bytes(found.headroom))
+            lines.append((*numbers, rows, shown_levers(found), *memory, *_shown_time(found)))
         return "\n".join(columns(lines))
 
 
@@ -207,19 +219,21 @@ def shown_levers(found: Candidate) -> str:
     return ", ".join(texts) or "none"
 
 
-def by_guidelines(found: Candidate) -> tuple[float, ...]:
-    """Return what sorts candidates as the report's guidelines do, best first.
+def _shown_time(found: Fitting) -> tuple[str, ...]:
+    time = found.time
+    return f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}", time.wall
 
-    Cheap levers before dear ones; experts within NVLink; few model parallel ranks; memory left.
-    """
-    overhead = OVERHEADS.index(found.levers.overhead)
-    return (overhead, *_by_degrees(found.folding, found.crosses_nodes), -found.headroom)
+
+def by_time(found: Fitting) -> float:
+    """Return the seconds of a step: those of a search have the same tokens."""
+    return found.time.seconds
 
 
 def search(
     request: SearchRequest,
     *,
-    rank_by: Callable[[Candidate], Any] = by_guidelines,
+    rank_by: Callable[[Fitting], Any] = by_time,
+    table: CostTable | None = None,
     wanted: Count = 3,
     most_planned: Count = 4,
 ) -> SearchResult:
@@ -228,10 +242,12 @@ def search(
     Args:
         request: what is trained, and what may vary.
         rank_by: sorts those that fit, the least first.
+        table: what operations take; None = the one that moecore ships for the GPU.
         wanted: as many that fit with cheap levers are enough.
         most_planned: foldings that are planned in full.
     """
     check_arguments(search, locals())
+    table = CostTable.of(request.gpu) if table is None else table
     refused, open_foldings = Counter[str](), list[Folding]()
     for folding in foldings(request.num_gpus):
         refusal = refuse(request, folding)
@@ -250,7 +266,7 @@ def search(
         cheap += planned[-1].fits and planned[-1].levers.overhead == "low"
         if cheap == wanted:
             break
-    fitting = sorted((found for found in planned if found.fits), key=rank_by)
+    fitting = sorted((_timed(found, table) for found in planned if found.fits), key=rank_by)
     return SearchResult(
         request=request,
         fitting=tuple(fitting),
@@ -259,6 +275,11 @@ def search(
         not_planned=len(open_foldings) - len(planned) - refused["parallelize_moe"],
         change=None if fitting else smallest_change(request),
     )
+
+
+def _timed(found: Candidate, table: CostTable) -> Fitting:
+    known = {field.name: getattr(found, field.name) for field in fields(found)}
+    return Fitting(**known, time=plan_time(found.run, table))
 
 
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
@@ -350,7 +371,6 @@ def planned_with(request: SearchRequest, folding: Folding, levers: Levers) -> Ca
         levers=levers,
         plan=plan,
         headroom=request.limit - plan.largest.num_bytes,
-        crosses_nodes=_crosses(request, folding),
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from moecore._fields import check_arguments
 from moecore.pipeline.layout import Stage
@@ -21,7 +22,7 @@ from moecore.pipeline.schedule import make_schedule
 from moecore.pipeline.timeline import Timeline
 from moecore.planning.alike import timed_layers
 from moecore.planning.costs import CostTable
-from moecore.planning.dry_run import dry_run
+from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.gpus import NODE
 from moecore.planning.memory import WHOLE, stages_of, stored_bytes
 from moecore.planning.pieces import MIDDLE, Pass, Pieces
@@ -92,25 +93,25 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
     """
     check_arguments(plan_time, locals())
     pieces = pieces_of(run)
-    return planned(run, pieces, table)
+    if run.pipeline is not None:
+        return _staged(run, pieces, table)
+    seconds, parts = _alone(run, pieces, table)
+    return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=None)
 
 
 def pieces_of(run: TrainingRun) -> Pieces:
     """Return the pieces of a run's step."""
     small, like = timed_layers(run, min(run.num_micro_batches, MIDDLE))
-    step = dry_run(small)
+    step = _dry_run(small)
     share = stored_bytes(run) / stored_bytes(small)
     end = (_grown(one, share) for one in step.queued[step.num_before_optimizer :])
     queued = [*step.queued[: step.num_before_optimizer], *end]
     return Pieces.of(queued, step.num_before_optimizer, step.starts, like)
 
 
-def planned(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
-    """Return the time of a run whose pieces are known: any schedule and number of micro-batches."""
-    if run.pipeline is None:
-        seconds, parts = _alone(run, pieces, table)
-        return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=None)
-    return _staged(run, pieces, table)
+@lru_cache(maxsize=64)
+def _dry_run(run: TrainingRun) -> DryRun:
+    return dry_run(run)
 
 
 def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
@@ -135,7 +136,7 @@ def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
     """Return the time of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
-    passes = {stage.index: _passes(stage, pieces, table) for stage in stages}
+    passes = _passes_of(stages, pieces, table)
     end_seconds, end_parts = _end(pieces, table)
     send = _send_seconds(run, table)
     timelines: dict[int, Timeline] = {}
@@ -205,6 +206,20 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
     for parts in all_parts:
         for part, seconds in parts.items():
             found[part] = found.get(part, 0.0) + seconds
+    return found
+
+
+def _passes_of(
+    stages: Sequence[Stage], pieces: Pieces, table: CostTable
+) -> dict[int, dict[tuple[Pass, int], Parts]]:
+    """Return what `_passes` does of each stage, found once for those of the same pieces."""
+    known: dict[object, dict[tuple[Pass, int], Parts]] = {}
+    found = {}
+    for stage in stages:
+        key = tuple((place.start, place.stop) for place in pieces.of_stage(stage, "F", 0))
+        if key not in known:
+            known[key] = _passes(stage, pieces, table)
+        found[stage.index] = known[key]
     return found
 
 

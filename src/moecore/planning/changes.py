@@ -1,0 +1,97 @@
+"""What to change of a run that fits so that its GPUs have more tokens per second: `next_change`.
+
+    TimePlan -> runs with one option more, each planned -> the one that gains most and fits
+
+| change | how it is planned |
+|---|---|
+| FP8 for what computes, where the GPU has it | as another run |
+| less computed again | as another run |
+| more stages on a rank, a forward beside a backward | the same pieces in another schedule |
+| CUDA graphs | a host that takes no time |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moecore._fields import NumBytes, check_arguments
+from moecore.memory.options import MemoryOptions
+from moecore.pipeline.config import PipelineConfig
+from moecore.planning.costs import CostTable
+from moecore.planning.gpus import GPUS
+from moecore.planning.levers import has_fp8
+from moecore.planning.memory import plan_memory
+from moecore.planning.run import TrainingRun
+from moecore.planning.time_plan import TimePlan, plan_time
+from moecore.precision.roles import Precision
+
+LEAST = 0.01  # of the tokens per second that are worth a change
+NO_TIME = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """An option and what it gains.
+
+    Attributes:
+        text: the option.
+        gain: tokens per second with it over those without, less 1.
+    """
+
+    text: str
+    gain: float
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.gain:+.0%}"
+
+
+def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None) -> Change | None:
+    """Return the change that gains most tokens per second; None = none of those tried.
+
+    Args:
+        plan: of a run.
+        table: that it was planned with.
+        limit: bytes that a rank may use; None = the GPU's memory.
+    """
+    check_arguments(next_change, locals())
+    limit = GPUS[plan.gpu].memory if limit is None else limit
+    found = [Change(text="CUDA graphs", gain=_gain(plan, _without_host(plan, table)))]
+    for text, run in _changed(plan):
+        try:
+            if plan_memory(run).largest.num_bytes <= limit:
+                found.append(Change(text=text, gain=_gain(plan, plan_time(run, table))))
+        except (ValueError, NotImplementedError):  # what the run has refuses it
+            continue
+    best = max(found, key=lambda change: change.gain)
+    return best if best.gain >= LEAST else None
+
+
+def _gain(plan: TimePlan, other: TimePlan) -> float:
+    return other.tokens_per_second / plan.tokens_per_second - 1
+
+
+def _without_host(plan: TimePlan, table: CostTable) -> TimePlan:
+    """Return the plan of a host that launches everything at once."""
+    return plan_time(plan.run, replace(table, host_seconds=NO_TIME))
+
+
+def _changed(plan: TimePlan) -> Iterator[tuple[str, TrainingRun]]:
+    """Yield runs with a change, and what it is."""
+    run, pipeline = plan.run, plan.run.pipeline
+    if run.precision is None and has_fp8(run.model, plan.gpu):
+        yield 'precision="blockwise"', replace(run, precision=Precision.of("blockwise"))
+    if run.memory.parts:
+        memory = replace(run.memory, recompute=())
+        yield "nothing computed again", replace(run, memory=memory)
+        if run.memory.parts != MemoryOptions(recompute="gemm_last").parts:
+            memory = replace(run.memory, recompute="gemm_last")
+            yield 'recompute="gemm_last" alone', replace(run, memory=memory)
+    if pipeline is None or pipeline.layout is not None:
+        return
+    chunks = pipeline.chunks or 1
+    more = PipelineConfig(schedule="interleaved", chunks=2 * chunks)
+    yield f"PipelineConfig(chunks={2 * chunks})", replace(run, pipeline=more)
+    if pipeline.schedule != "overlapped":
+        beside = PipelineConfig(schedule="overlapped", chunks=chunks)
+        yield 'PipelineConfig(schedule="overlapped")', replace(run, pipeline=beside)
