@@ -27,6 +27,7 @@ from moecore.planning import (
     Folding,
     MemoryPlan,
     SearchRequest,
+    TimePlan,
     TrainingRun,
     Work,
 )
@@ -60,13 +61,16 @@ NO_CALLS = {
     *(
         "Breakdown",
         "Candidate",
+        "Change",
         "DryRun",
+        "Fitting",
         "Folding",
         "Kernel",
         "Lever",
         "Report",
         "SearchResult",
         "StepTime",
+        "TimePlan",
         "Queued",
     ),
     "Trace",
@@ -142,7 +146,10 @@ OWN: dict[str, dict[str, Any]] = {
     **{n: {"config": {}} for n in ("native_to_hf", "dcp_to_native", "native_to_dcp")},
     "make_schedule": {"name": "1f1b"},
     "report_step": {"step": print},
-    "time_step": {"step": DryRun(rank=0, held=0, peak=0, queued=(), num_before_optimizer=0)},
+    "time_step": {
+        "step": DryRun(rank=0, held=0, peak=0, queued=(), num_before_optimizer=0, starts=())
+    },
+    "next_change": {"plan": TimePlan(run=RUN, gpu="h100-80", seconds=1.0, parts={}, timeline=None)},
     "draw_memory": {"plan": MemoryPlan(run=RUN, ranks=())},
     "balanced_layout": {"costs": LayoutCosts(layers=(1.0,))},
     "simulate": {"costs": Costs.of_forward((1.0,))},

@@ -1,4 +1,4 @@
-"""Steps that GPUs have made, against their dry runs: memory, time, and which of two is faster."""
+"""Steps that GPUs have made, against their plans: memory, time, and which of two is faster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_plan import CASES
 
-from moecore.planning import CostTable, StepTime, dry_run, time_step
+from moecore.planning import CostTable, TimePlan, dry_run, plan_time
 
 PLANNING = Path(__file__).parents[2] / "benchmarks" / "results" / "planning"
 RECORDS = {
@@ -23,9 +23,9 @@ TIMED = [case for case in RECORDS if case != ON_HOST]
 
 
 @cache
-def planned(case: str) -> tuple[int, int, StepTime]:
+def planned(case: str) -> tuple[int, int, TimePlan]:
     step = dry_run(CASES[case])
-    return step.held, step.peak, time_step(step, CostTable.of("h200-141"))
+    return step.held, step.peak, plan_time(CASES[case], CostTable.of("h200-141"))
 
 
 def test_there_are_enough() -> None:

@@ -81,8 +81,8 @@ def test_a_search_ranks_what_fits() -> None:
     found = search(SMALL)
     assert len(found.fitting) == 3 and found.change is None and not found.too_large
     assert [c.levers.name for c in found.fitting] == ["none"] * 3
-    degrees = [max(c.folding.tp, c.folding.ep) * c.folding.pp for c in found.fitting]
-    assert degrees == sorted(degrees)
+    seconds = [c.time.seconds for c in found.fitting]
+    assert seconds == sorted(seconds) and len(set(seconds)) == 3
     every = len(list(foldings(16)))
     assert sum(found.refused.values()) + found.not_planned + 3 == every
     other = search(SMALL, rank_by=lambda c: -c.folding.tp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moecore.planning.call import call_of
+from moecore.planning.changes import Change, next_change
 from moecore.planning.chrome import Trace, read_trace
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
@@ -12,6 +13,7 @@ from moecore.planning.report import Lever, Report, report_step, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.planning.search import (
     Candidate,
+    Fitting,
     Folding,
     SearchRequest,
     SearchResult,
@@ -19,6 +21,7 @@ from moecore.planning.search import (
     search,
 )
 from moecore.planning.step_time import StepTime, time_step
+from moecore.planning.time_plan import TimePlan, plan_time
 from moecore.planning.trace import Breakdown, Kernel
 from moecore.planning.work import Queued, Work
 from moecore.planning.world import fake_world
@@ -26,8 +29,10 @@ from moecore.planning.world import fake_world
 __all__ = [
     "Breakdown",
     "Candidate",
+    "Change",
     "CostTable",
     "DryRun",
+    "Fitting",
     "Folding",
     "Kernel",
     "Lever",
@@ -39,6 +44,7 @@ __all__ = [
     "SearchRequest",
     "SearchResult",
     "StepTime",
+    "TimePlan",
     "Trace",
     "TrainingRun",
     "Work",
@@ -47,7 +53,9 @@ __all__ = [
     "dry_run",
     "explain_folding",
     "fake_world",
+    "next_change",
     "plan_memory",
+    "plan_time",
     "read_trace",
     "report_step",
     "report_trace",

@@ -3,7 +3,7 @@
     few_layers(run)        a layer of each kind, and the last one     what layers keep for backward
     lone_rank(run, own)    the stages of one pipeline rank            what that rank stores
     shallow(run)           4 and 5 layers of the last kind            what n layers store
-    timed_layers(run)      three layers of the last kind              how long a layer takes
+    timed_layers(run)      four layers of the last kind               how long a layer takes
 
 The first three are exact, and made equal where they can be: runs whose small ones are equal share
 what was found out about them. None where layers of a kind may differ: a precision that goes by
@@ -12,9 +12,10 @@ names, an offload that counts layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm
+from typing import Literal
 
 from moecore.memory.options import MemoryOptions
 from moecore.models.config import DecoderConfig
@@ -23,6 +24,7 @@ from moecore.pipeline.layout import Stage
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.shard.size import RankBytes, RoleBytes
 
+Likes = Mapping[Literal["F", "B"], Sequence[int]]  # of forward and backward
 LAYERS = 4  # of a kind, from which on each adds as much as the one before
 
 
@@ -49,18 +51,18 @@ def few_layers(run: TrainingRun) -> tuple[TrainingRun, tuple[int, ...]] | None:
     return small, (*like[:-1], len(found) - 1)
 
 
-def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, tuple[int, ...]]:
+def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun, Likes]:
     """Return a run of few layers on the ranks of one stage, and which is like each layer.
 
-    Of the last layer's kind there are the first, the last and one for all between, of the other
-    kind one.
+    Of the last layer's kind there are the first two and the last two, of the other kind one. What a
+    layer prefetches is that of the next but one: so between them a forward is like the second one's
+    and a backward like the last but one's.
     """
     p, model = run.resolved, run.model
     kinds = [model.is_dense(i) for i in range(model.num_layers)]
     alike = [i for i, kind in enumerate(kinds) if kind == kinds[-1]]
-    others = [i for i, kind in enumerate(kinds) if kind != kinds[-1]]
-    found = sorted({*others[:1], *alike[:2], alike[-1]})
-    between = {kinds[-1]: alike[:2][-1], not kinds[-1]: [*others, 0][0]}
+    others = [i for i, kind in enumerate(kinds) if kind != kinds[-1]][:1]
+    found = sorted({*others, *alike[:2], *alike[-2:]})
     small = replace(
         run,
         model=_of_kinds(model, [kinds[i] for i in found], model.num_mtp_layers),
@@ -69,8 +71,12 @@ def timed_layers(run: TrainingRun, num_micro_batches: int) -> tuple[TrainingRun,
         num_micro_batches=num_micro_batches,
         pipeline=None,
     )
-    likes = (i if i in found else between[kind] for i, kind in enumerate(kinds))
-    return small, tuple(map(found.index, likes))
+
+    def like(between: int) -> tuple[int, ...]:
+        of = {kinds[-1]: between, not kinds[-1]: [*others, 0][0]}
+        return tuple(found.index(i if i in found else of[kind]) for i, kind in enumerate(kinds))
+
+    return small, {"F": like(alike[:2][-1]), "B": like(alike[-2:][0])}
 
 
 def lone_rank(run: TrainingRun, own: Sequence[Stage]) -> tuple[TrainingRun, int] | None:

@@ -3,7 +3,7 @@
     a dry run of few layers -> Pieces: what the host queues for each module, forward and backward
                             -> queue of any stage and micro-batch
 
-A layer stands for all layers of its kind between the first and the last one; the first, a middle
+A layer stands for those of its kind that are between the ends (`timed_layers`). The first, a middle
 and the last micro-batch of a step differ, because weights arrive in the one and gradients leave in
 the other. Work of a piece comes behind what it came behind there: in the piece or in the two before
 it what is as far from its start, of earlier ones the newest copy.
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from moecore.models import Decoder
 from moecore.pipeline.layout import Stage
+from moecore.planning.alike import Likes
 from moecore.planning.work import Queued
 
 Pass = Literal["F", "B"]
@@ -77,13 +78,13 @@ class Pieces:
     Attributes:
         queued: what its host queues.
         num_before_optimizer: of these.
-        like: the layer that each layer of the whole model is like.
+        like: of each pass, the layer that each layer of the whole model is like.
         places: (micro-batch, pass, part) -> from where to where in `queued`, in order.
     """
 
     queued: Sequence[Queued]
     num_before_optimizer: int
-    like: Sequence[int]
+    like: Likes
     places: dict[tuple[int, Pass, str], list[range]]
 
     @classmethod
@@ -92,7 +93,7 @@ class Pieces:
         queued: Sequence[Queued],
         num_before_optimizer: int,
         starts: Sequence[Start],
-        like: Sequence[int],
+        like: Likes,
     ) -> Pieces:
         """Return the pieces between starts; what comes before the first one is that one's."""
         places: dict[tuple[int, Pass, str], list[range]] = {}
@@ -123,7 +124,7 @@ class Pieces:
             micro_batch: of the step that was cut.
         """
         parts = ["embedding"] * stage.embedding
-        parts += [f"layer {self.like[layer]}" for layer in stage.layers]
+        parts += [f"layer {self.like[of][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
         if of == "B":
             parts.reverse()

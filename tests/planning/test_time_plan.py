@@ -1,0 +1,139 @@
+"""Times of runs of any depth, put together from few layers, against dry runs of all layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from moecore import MemoryOptions, ParallelConfig, PipelineConfig
+from moecore.cli import main
+from moecore.models import preset
+from moecore.pipeline.orders import actions_of
+from moecore.planning import CostTable, TrainingRun, dry_run, next_change, plan_time, time_step
+from moecore.planning.pieces import Pieces
+from moecore.planning.step_time import run_queue
+from moecore.planning.time_plan import pieces_of
+from moecore.precision.roles import Precision
+
+TABLE = CostTable.of("h200-141")
+QWEN = preset("qwen3-30b-a3b")
+DEEPSEEK = replace(preset("deepseek-v3"), num_layers=9)  # three dense ones, six with experts
+DEEP = TrainingRun(model=replace(QWEN, num_layers=8), num_gpus=8, parallel=ParallelConfig(ep=8))
+CASES = {
+    "qwen3": DEEP,
+    "micro-batches": replace(DEEP, num_micro_batches=4),
+    "a dear host": replace(DEEP, seq_len=256, num_micro_batches=2),
+    "weights gathered by layer": replace(DEEP, parallel=ParallelConfig(tp=2, ep=4)),
+    "offloaded": replace(DEEP, memory=MemoryOptions(offload=("experts",))),
+    "deepseek, two nodes": TrainingRun(
+        model=DEEPSEEK, num_gpus=16, parallel=ParallelConfig(ep=16), num_micro_batches=2
+    ),
+}
+STAGED = TrainingRun(
+    model=replace(QWEN, num_layers=8),
+    num_gpus=32,
+    parallel=ParallelConfig(pp=4, ep=8),
+    pipeline=PipelineConfig(schedule="1f1b"),
+    num_micro_batches=16,
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_few_layers_stand_for_all(case: str) -> None:
+    run = CASES[case]
+    exact, found = time_step(dry_run(run), TABLE), plan_time(run, TABLE)
+    assert found.seconds == pytest.approx(exact.seconds, rel=0.04)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    for part, seconds in exact.parts.items():
+        assert found.parts[part] == pytest.approx(seconds, abs=0.12 * exact.seconds), part
+
+
+def test_pieces_in_their_own_order_are_the_step() -> None:
+    step = dry_run(replace(DEEP, model=replace(QWEN, num_layers=4), num_micro_batches=2))
+    pieces = Pieces.of(step.queued, step.num_before_optimizer, step.starts, {})
+    places = sorted((p for ps in pieces.places.values() for p in ps), key=lambda p: p.start)
+    joined = pieces.joined([*places, pieces.end])
+    assert [one.work for one in joined] == [one.work for one in step.queued]
+    ours, whole = run_queue(joined, TABLE), run_queue(step.queued, TABLE)
+    assert [s.end for s in ours] == pytest.approx([s.end for s in whole], rel=1e-3)
+    assert pieces.num_micro_batches == 2 and len(places) == 2 * 2 * 6
+
+
+def test_a_pipeline_of_equal_stages() -> None:
+    found = plan_time(STAGED, TABLE)
+    assert found.timeline is not None and sum(found.parts.values()) == pytest.approx(found.seconds)
+    # Of 2 layers on every rank, the last one has the head too and is never idle in between.
+    last = found.timeline.spans[3]
+    steady = last[8:16]
+    assert max(b.start - a.end for a, b in pairwise(steady)) < 1e-4
+    each = steady[-1].end - steady[1].end  # of three micro-batches
+    more = plan_time(replace(STAGED, num_micro_batches=32), TABLE)
+    assert more.seconds - found.seconds == pytest.approx(16 * each / 3, rel=0.05)
+    assert found.parts["bubble"] > 0 and more.tokens_per_second > found.tokens_per_second
+
+
+def test_micro_batches_beyond_those_that_are_simulated() -> None:
+    """Rounds of a pipeline are alike, and so are micro-batches without one."""
+    for run, number in ((STAGED, 20), (DEEP, 7)):
+        times = [
+            plan_time(replace(run, num_micro_batches=n), TABLE).seconds
+            for n in (number, number + 4, number + 8)
+        ]
+        assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=0.02)
+
+
+def test_a_pair_hides_links_alone() -> None:
+    pipeline = PipelineConfig(schedule="interleaved", chunks=2)
+    plain = plan_time(replace(STAGED, pipeline=pipeline), TABLE)
+    pipeline = replace(pipeline, schedule="overlapped")
+    pairs = plan_time(replace(STAGED, pipeline=pipeline), TABLE)
+    assert pairs.seconds < plain.seconds
+    for part in ("compute", "memory"):
+        assert pairs.parts[part] == pytest.approx(plain.parts[part], rel=0.05)
+    assert pairs.parts["nvlink"] < 0.5 * plain.parts["nvlink"]
+    assert any(len(actions_of(s.item)) > 1 for s in pairs.timeline.spans[0])  # type: ignore[union-attr]
+
+
+def test_which_layer_is_like_which() -> None:
+    pieces = pieces_of(STAGED)
+    assert pieces.num_micro_batches == 3
+    assert pieces.like == {"F": (0, 1, 1, 1, 1, 1, 2, 3), "B": (0, 1, 2, 2, 2, 2, 2, 3)}
+    dense = pieces_of(replace(STAGED, model=replace(DEEPSEEK, num_layers=8)))
+    assert dense.like == {"F": (0, 0, 0, 1, 2, 2, 3, 4), "B": (0, 0, 0, 1, 2, 3, 3, 4)}
+
+
+def test_the_next_change() -> None:
+    small = plan_time(CASES["a dear host"], TABLE)
+    assert small.wall == "host"
+    change = next_change(small, TABLE)
+    assert change is not None and change.text == "CUDA graphs" and change.gain > 0.5
+    large = replace(DEEP, num_gpus=1, parallel=ParallelConfig(), batch_size=2, seq_len=8192)
+    large = replace(large, model=replace(QWEN, num_layers=2))
+    found = plan_time(large, TABLE)
+    assert found.wall == "compute"
+    change = next_change(found, TABLE)
+    assert change is not None and change.text == 'precision="blockwise"'
+    faster = plan_time(replace(large, precision=Precision.of("blockwise")), TABLE)
+    assert change.gain == pytest.approx(faster.tokens_per_second / found.tokens_per_second - 1)
+    assert next_change(found, TABLE, limit=10**9) is None
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call = ["plan", "--preset", "tiny", "--gpus", "4", "--pp", "2", "--micro-batches", "8"]
+    call += ["--seq-len", "64"]
+    picture, table = tmp_path / "timeline.png", tmp_path / "table.json"
+    TABLE.write(table)
+    assert main([*call, "--timeline", str(picture), "--table", str(table)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "tokens/s of a GPU; the wall is" in lines[-2] and lines[-1].startswith("next: ")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*call, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
+    assert found["wall"] in found["parts"] and set(found["next"]) == {"text", "gain"}
+    assert main([*call[:5], "--seq-len", "64", "--ep", "2", "--timeline", str(picture)]) == 1
+    assert "must be left out without stages" in capsys.readouterr().err
