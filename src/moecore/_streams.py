@@ -90,7 +90,7 @@ class Queues:
 
     Attributes:
         current: the stream that gets what is queued.
-        host_behind: what the host has waited for.
+        host_behind: what the host has waited for since it queued something.
         length: how much has been queued.
         num_streams: that there are.
     """
@@ -104,8 +104,9 @@ class Queues:
     def put(self) -> tuple[frozenset[int], frozenset[int]]:
         """Queue work, numbered in turn; return what it comes behind, and what its launch does."""
         behind, self.current.behind = self.current.behind, frozenset({self.length})
+        host_behind, self.host_behind = self.host_behind, frozenset()
         self.length += 1
-        return behind, self.host_behind
+        return behind, host_behind
 
     @contextmanager
     def on(self, stream: DryStream) -> Iterator[None]:

@@ -134,7 +134,7 @@ def test_the_host_reads_nothing_where_no_tokens_travel() -> None:
     alone = found(replace(TINY, num_gpus=1, parallel=ParallelConfig()))
     assert not any(one.host_behind for one in alone.queued)
     counts = found(replace(TINY, parallel=ParallelConfig(ep=2)))
-    assert len({one.host_behind for one in counts.queued}) == 1 + 3, "of each layer with experts"
+    assert sum(map(bool, (one.host_behind for one in counts.queued))) == 3, "of each layer"
 
 
 def test_worlds_of_the_same_meshes_one_after_the_other() -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 from moecore._fields import check_arguments
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
-from moecore.planning.work import Queued
+from moecore.planning.work import Queued, Work
 
 Part = Literal[Wall, "host", "bubble"]
 # Of what runs at once the first one counts: the others are hidden behind it.
@@ -66,41 +66,53 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
 
 def time_queue(queued: Sequence[Queued], table: CostTable) -> StepTime:
     """Return how long a step takes whose host queues this, and then the next step."""
-    spans = run_queue([*queued] * STEPS, table, len(queued))
+    spans = run_queue(queued, table, STEPS)
     ends = [max(s.end for s in spans[: len(queued) * n]) for n in range(1, STEPS + 1)]
     first, last = ends[-2], ends[-1]
     parts = exposed(spans, first, last)
     return StepTime(last - first, parts)
 
 
-def run_queue(queued: Sequence[Queued], table: CostTable, period: int = 0) -> list[Span]:
-    """Return when each piece of work runs.
+def run_queue(queued: Sequence[Queued], table: CostTable, steps: int = 1) -> list[Span]:
+    """Return when each piece of work runs, in steps that come one behind the other.
 
     Args:
-        queued: by the host, in order.
+        queued: by the host in a step, in order.
         table: what that takes.
-        period: of a step that comes again and again: numbers of what work is behind count from the
-            step's first piece, and a step is behind all of the one before; 0 = no step ends.
+        steps: how many.
     """
-    period = period or len(queued)
-    known: dict[tuple[object, int], tuple[float, Part]] = {}
+    costs = _costs(queued, table)
     spans: list[Span] = []
-    ends: dict[int, float] = {}  # of streams
     host = begun = 0.0
-    for number, one in enumerate(queued):
-        first = number - number % period
-        if number == first:  # behind all of the step before
-            begun = max((span.end for span in spans), default=0.0)
-        key = one.work, one.node_ranks
-        if key not in known:
-            known[key] = table.seconds(*key), table.wall(*key)
-        seconds, part = known[key]
-        host = max([host, *(spans[first + n].end for n in one.host_behind)]) + table.host_seconds
-        before = ends.get(one.stream, begun)
-        start = max([host, begun, before, *(spans[first + n].end for n in one.behind)])
-        ends[one.stream] = start + seconds
-        spans.append(Span(start, start + seconds, part))
+    for _ in range(steps):
+        first, ends = len(spans), dict[int, float]()  # of streams
+        for one, (seconds, part) in zip(queued, costs, strict=True):
+            for number in one.host_behind:
+                host = max(host, spans[first + number].end)
+            host += table.host_seconds
+            start = max(host, ends.get(one.stream, begun))
+            for number in one.behind:
+                start = max(start, spans[first + number].end)
+            ends[one.stream] = end = start + seconds
+            spans.append(Span(start, end, part))
+        begun = max((span.end for span in spans[first:]), default=begun)
     return spans
+
+
+def _costs(queued: Sequence[Queued], table: CostTable) -> list[tuple[float, Part]]:
+    """Return seconds and what limits them; work that is the same object, or equal, once."""
+    by_id: dict[tuple[int, int], tuple[float, Part]] = {}
+    by_value: dict[tuple[Work, int], tuple[float, Part]] = {}
+    found = []
+    for one in queued:
+        key = id(one.work), one.node_ranks
+        if key not in by_id:
+            value = one.work, one.node_ranks
+            if value not in by_value:
+                by_value[value] = table.seconds(*value), table.wall(*value)
+            by_id[key] = by_value[value]
+        found.append(by_id[key])
+    return found
 
 
 def exposed(spans: Sequence[Span], start: float, end: float) -> dict[Part, float]:

@@ -1,6 +1,6 @@
 """How long a step of a pipeline takes, from the seconds of each action: `simulate`.
 
-    (Schedule, seconds of each item) -> Timeline -> its makespan, `bubble_shares`
+    (Schedule, seconds of each item) -> Timeline
 
 `moecore.pipeline.simulate` takes a cost per stage; here each action has its own.
 """
@@ -31,9 +31,3 @@ def simulate(
     """
     check_arguments(simulate, locals())
     return Timeline(spans=spans_of(schedule, seconds_of, send_seconds))
-
-
-def bubble_shares(timeline: Timeline) -> tuple[float, ...]:
-    """Return the share of the step in which each rank runs nothing."""
-    whole = timeline.makespan
-    return tuple(1 - busy / whole if whole else 0.0 for busy in timeline.busy)

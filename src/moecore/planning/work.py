@@ -58,7 +58,7 @@ class Queued(NamedTuple):
         work: what it is.
         stream: whose work runs in the order in which it is queued.
         behind: numbers of what must have ended before it starts.
-        host_behind: of what must have ended before the host queues it.
+        host_behind: of what the host has waited for since it queued the work before.
         node_ranks: of a collective: how many of its ranks this rank's node has.
         phases: marks that it is within, the outermost first.
     """
