@@ -110,7 +110,7 @@ def test_the_next_change() -> None:
     small = plan_time(CASES["a dear host"], TABLE)
     assert small.wall == "host"
     change = next_change(small, TABLE)
-    assert change is not None and change.text == "CUDA graphs" and change.gain > 0.5
+    assert change is not None and change.text.startswith("CUDA graphs") and change.gain > 0.5
     large = replace(DEEP, num_gpus=1, parallel=ParallelConfig(), batch_size=2, seq_len=8192)
     large = replace(large, model=replace(QWEN, num_layers=2))
     found = plan_time(large, TABLE)

@@ -56,7 +56,7 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
     """
     check_arguments(next_change, locals())
     limit = GPUS[plan.gpu].memory if limit is None else limit
-    found = [Change(text="CUDA graphs", gain=_gain(plan, _without_host(plan, table)))]
+    found = [Change(text="CUDA graphs, at most", gain=_gain(plan, _without_host(plan, table)))]
     for text, run in _changed(plan):
         try:
             if plan_memory(run).largest.num_bytes <= limit:

@@ -292,7 +292,8 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
     largest = found.plan.largest
     used = f"{shown_bytes(largest.num_bytes)} of {shown_bytes(request.limit)}"
     if found.fits:
-        return f"{folding}: fits, {used}, levers: {shown_levers(found)}"
+        line = plan_time(found.run, CostTable.of(request.gpu)).line
+        return f"{folding}: fits, {used}, levers: {shown_levers(found)}; {line}"
     kind, size = max(largest.device.items(), key=lambda item: item[1])
     return (
         f"{folding}: too large: with all levers pipeline rank {largest.pp_rank} holds {used}, "
