@@ -375,8 +375,9 @@ def _forward(function: Callable[[], Any], kept: list[Tensor]) -> Any:
 def _gradients(
     outputs: list[Tensor], sources: list[Tensor], output_grads: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of the sources."""
-    return torch.autograd.grad(outputs, sources, output_grads, allow_unused=True)
+    """Return gradients of the sources, in this thread: a pair's backward may hold the device's."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return torch.autograd.grad(outputs, sources, output_grads, allow_unused=True)
 
 
 def _record(

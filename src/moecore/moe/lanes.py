@@ -20,8 +20,8 @@ communicator, one after the other. A second stream of compute would not end earl
 stands behind an exchange waits for all exchanges before it. With one, tensors that both read or add
 to (parameters, gradients, buffers) need no events, and memory is freed as without lanes.
 
-Note "threads": the backward stays in its own thread, not in autograd's of the device, because that
-one could then do nothing for the forward, which may capture a part's gradients in a CUDA graph.
+Note "threads": autograd has one thread of a device, which the backward holds until it ends. So the
+forward must call no autograd but in its own thread (`set_multithreading_enabled(False)`).
 
 Note "random numbers": activation checkpointing sets the generators in backward. Each side finds
 them as it has left them, and the forward decides their state at the end.
@@ -169,7 +169,7 @@ class _Pair:
         side.turn.acquire()
         try:
             if self.error is None:
-                with _queueing_on(stream), torch.autograd.set_multithreading_enabled(False):
+                with _queueing_on(stream):
                     backward()
         except BaseException as error:
             self._fail(error)
