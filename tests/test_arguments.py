@@ -65,6 +65,7 @@ NO_CALLS = {
         "DryRun",
         "Fitting",
         "Folding",
+        "GpuRun",
         "Kernel",
         "Lever",
         "Report",

@@ -18,8 +18,17 @@ import torch
 from moecore import FSDPOptions, MemoryOptions, ParallelConfig, PipelineConfig
 from moecore.cli import main
 from moecore.models import flops_per_token, preset
-from moecore.planning import CostTable, DryRun, OptimizerOptions, TrainingRun, dry_run, time_step
+from moecore.planning import (
+    CostTable,
+    DryRun,
+    OptimizerOptions,
+    TrainingRun,
+    dry_run,
+    plan_memory,
+    time_step,
+)
 from moecore.precision.roles import Precision
+from moecore.tables import shown_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30
@@ -159,14 +168,16 @@ def test_a_laptop_needs_no_triton() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["dry-run", "--preset", "tiny", "--gpus", "2", "--seq-len", "64", "--gpu"]
     assert main([*command, "h200-141"]) == 0
-    first, second, time, header, *rows = capsys.readouterr().out.splitlines()
+    first, second, third, time, header, *rows = capsys.readouterr().out.splitlines()
     assert " ms a step, of which ms by what limits: " in time
     assert first.startswith("rank 0 of 2 holds ") and "of 149 GB (h200-141)" in second
+    plan = plan_memory(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64)).largest.num_bytes
+    assert third.startswith(f"{shown_bytes(plan)} by the plan: ")
     assert header.split()[0] == "what" and {row.split("  ")[0] for row in rows} >= {"optimizer"}
     assert main([*command, "h100-80", "--json", "--rank", "1"]) == 0
     printed = json.loads(capsys.readouterr().out)
     step = dry_run(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16), 1)
-    assert (printed["held"], printed["peak"]) == (step.held, step.peak)
+    assert (printed["held"], printed["peak"], printed["plan"]) == (step.held, step.peak, plan)
     assert sum(row[0] for row in printed["works"].values()) == len(
         (*step.forward_backward, *step.optimizer)
     )

@@ -8,6 +8,7 @@ from moecore.planning.chrome import Trace, read_trace
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory
+from moecore.planning.on_gpu import GpuRun, run_on_gpu
 from moecore.planning.picture import draw_memory
 from moecore.planning.report import Lever, Report, report_step, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun
@@ -34,6 +35,7 @@ __all__ = [
     "DryRun",
     "Fitting",
     "Folding",
+    "GpuRun",
     "Kernel",
     "Lever",
     "MemoryPlan",
@@ -59,6 +61,7 @@ __all__ = [
     "read_trace",
     "report_step",
     "report_trace",
+    "run_on_gpu",
     "search",
     "time_step",
 ]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from dataclasses import asdict
 from typing import Any
 
 from moecore.planning.command import add_run_options, run_of_options
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.gpus import GPUS
+from moecore.planning.memory import plan_memory
+from moecore.planning.on_gpu import run_on_gpu
 from moecore.planning.step_time import time_step
 from moecore.tables import columns, shown_bytes
 
@@ -33,22 +36,32 @@ def add_dry_run(rooms: Any) -> None:
     parser.set_defaults(run=run_dry_run)
     parser.add_argument("--rank", type=int, default=0, help="of the world")
     add_run_options(parser)
+    parser.add_argument("--on-gpu", action="store_true", help="run its steps on this GPU as well")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_dry_run(args: Any) -> int:
     """Print what a rank holds and does; 1 where it does not fit."""
-    found, memory = dry_run(run_of_options(args), args.rank), GPUS[args.gpu].memory
+    run, memory = run_of_options(args), GPUS[args.gpu].memory
+    real = run_on_gpu(run, args.rank) if args.on_gpu else None
+    found = dry_run(run, args.rank)
+    plan = plan_memory(run).ranks[args.rank * run.resolved.pp // run.num_gpus].num_bytes
     table, fits = CostTable.of(args.gpu), found.peak <= memory
     rows, time = _rows(found, table), time_step(found, table)
     if args.json:
-        sizes = {"held": found.held, "peak": found.peak, "memory": memory, "fits": fits}
-        whole = {"rank": found.rank, "gpu": args.gpu, **sizes, "seconds": time.seconds}
-        print(json.dumps(whole | {"parts": time.parts, "works": rows}))
+        sizes = {"held": found.held, "peak": found.peak, "plan": plan, "memory": memory}
+        whole = {"rank": found.rank, "gpu": args.gpu, **sizes, "fits": fits}
+        whole |= {"seconds": time.seconds, "parts": time.parts, "works": rows}
+        print(json.dumps(whole | ({} if real is None else {"on_gpu": asdict(real)})))
         return 0 if fits else 1
     print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
     at_most = f"{shown_bytes(found.peak)} at most in a step, of {shown_bytes(memory)} ({args.gpu})"
     print(f"{at_most}{'' if fits else ': does not fit'}")
+    print(f"{shown_bytes(plan)} by the plan: a sum of kinds, some of which are never there at once")
+    if real is not None:
+        held, peak = shown_bytes(real.held), shown_bytes(real.peak)
+        alone = f"{real.seconds * 1e3:.1f} ms a step without communication"
+        print(f"on this GPU: {held} between steps, {peak} at most, {alone}")
     parts = [f"{part} {s * 1e3:.1f}" for part, s in time.parts.items() if s > 1e-4]
     print(f"{time.seconds * 1e3:.1f} ms a step, of which ms by what limits: {', '.join(parts)}")
     lines: list[tuple[str, ...]] = [("what runs", "times", "TFLOP", "GB moved", "ms alone")]
