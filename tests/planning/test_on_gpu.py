@@ -80,7 +80,16 @@ def test_a_step_runs_with_even_loads_and_holds_what_a_dry_run_does(
         counts.append(exchange(*args))
         return counts[-1]
 
+    used: list[tuple[int, int]] = []
+    build = alltoall.build_index
+
+    def built(*args: Any, length: int, **how: Any) -> Any:
+        index = build(*args, length=length, **how)
+        used.append((int(index.offsets_e[-1]), length))
+        return index
+
     monkeypatch.setattr(alltoall, "_exchange_counts", seen)
+    monkeypatch.setattr(alltoall, "build_index", built)
     before = tensors()
     with started(run, rank, CPU) as (step, inputs):
         for _ in range(2):
@@ -95,6 +104,7 @@ def test_a_step_runs_with_even_loads_and_holds_what_a_dry_run_does(
     for sent, received, num_rows in counts:
         assert len(sent) == len(received) == p.ep * p.etp and len(set(received)) == 1
         assert num_rows == pytest.approx(even, rel=0.05)
+    assert used and all(num_used == length for num_used, length in used), "rows of other experts"
     # What is small on a GPU's host lies here, too: tokens, labels, counters of AdamW.
     rounded = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
     assert 0 <= rounded - dry_run(run, rank).held <= 10 * ALIGNMENT
