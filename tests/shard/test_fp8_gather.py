@@ -68,7 +68,7 @@ LAYOUTS = {
     "tp, ep": ParallelConfig(tp=2, ep=2),
     "hybrid": ParallelConfig(dp_replicate=2, edp_replicate=2),
 }
-STEPS = {"model dim": 30, "tp, ep": 6}
+STEPS = {"model dim": 10, "tp, ep": 5}
 # What must not change a bit of a training.
 SAME: dict[str, dict[str, Any]] = {
     "kept": dict(dense_strategy="optim"),
