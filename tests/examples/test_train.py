@@ -218,16 +218,16 @@ def test_finished_run_only_samples(straight: tuple[Path, str]) -> None:
 
 @pytest.mark.slow
 def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
-    """Four ranks, tp=2 against ep=2 etp=2, text and jsonl, and no optional package."""
+    """Two ranks, tp=2 against etp=2, text and jsonl, and no optional package."""
     texts, plain = tmp_path / "texts.jsonl", tmp_path / "plain.txt"
     texts.write_text("".join(json.dumps({"text": "naïve words " * 9}) + "\n" for _ in range(3)))
     plain.write_text("plain words " * 9)
     for name in ("tqdm", "tensorboard", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("raise ImportError")
     run_dir, data = tmp_path / "run", f"--data {texts} {plain}"
-    degrees = "--ranks 4 --tp 2 --ep 2 --etp 2 --aux-loss 0 --steps 2"
+    degrees = "--ranks 2 --tp 2 --etp 2 --aux-loss 0 --steps 2"
     printed = run(run_dir, f"{degrees} {data}", modules=tmp_path).stdout
-    assert "4 cpu ranks (dp_shard=2 tp=2 ep=2 etp=2, alltoall)" in printed
+    assert "2 cpu ranks (tp=2 etp=2, alltoall)" in printed
     assert printed.count("going on without tqdm, tensorboard, matplotlib (pip install") == 1
     assert metrics(run_dir)[0]["balance_loss"] == 0
     assert not (run_dir / "curves.png").exists()
@@ -239,8 +239,9 @@ def test_own_data_and_another_folding_with_torch_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_for_speed_leaves_only_metrics(tmp_path: Path) -> None:
-    model = "--preset tiny-qwen3 --layers 1 --tokens random"
+    model = "--preset tiny-qwen3 --layers 1 --tokens random --ep 2"
     printed = run_in_forks(tmp_path, f"{model} --checkpoint-every 0 --sample-bytes 0 --steps 2")
+    assert "2 cpu ranks (dp_shard=2 ep=2, alltoall)" in printed
     assert "random tokens" in printed and "sample after" not in printed
     lines = metrics(tmp_path)
     assert len(lines) == 2
