@@ -63,7 +63,15 @@ CASES = [
     case(
         4, "pp=2 dp_shard=2", "pp=2 ep=2 edp_shard=1", model="sigmoid", pipeline=GPIPE, accumulate=2
     ),
-    case(4, "pp=4 dp_shard=1", "pp=4 edp_shard=1", pipeline=ONE_F_ONE_B, accumulate=2, layers=4),
+    case(
+        4,
+        "pp=4 dp_shard=1",
+        "pp=4 edp_shard=1",
+        pipeline=ONE_F_ONE_B,
+        accumulate=2,
+        layers=4,
+        recompute=True,
+    ),
     case(
         4,
         "pp=4 dp_shard=1",
@@ -84,23 +92,6 @@ CASES = [
         fsdp=ALL,
     ),
     case(
-        4,
-        "pp=2 dp_shard=1 tp=2",
-        "pp=2 ep=2 edp_shard=1",
-        pipeline=TWO,
-        accumulate=4,
-        layers=4,
-        model="relu2",
-    ),
-    case(
-        8,
-        "pp=2 dp_shard=4",
-        "pp=2 ep=4 edp_shard=1",
-        model="sigmoid",
-        pipeline=ONE_F_ONE_B,
-        accumulate=3,
-    ),
-    case(
         8,
         "pp=2 dp_shard=2 tp=2",
         "pp=2 ep=2 etp=2 edp_shard=1",
@@ -108,24 +99,6 @@ CASES = [
         accumulate=2,
         layers=4,
         loss="sum",
-    ),
-    case(
-        8,
-        "pp=4 dp_shard=2",
-        "pp=4 ep=2 edp_shard=1",
-        model="relu2",
-        pipeline=TWO,
-        accumulate=4,
-        layers=8,
-    ),
-    case(
-        8,
-        "pp=4 dp_shard=2",
-        "pp=4 ep=1 edp_shard=2",
-        pipeline=ONE_F_ONE_B,
-        accumulate=7,
-        layers=4,
-        recompute=True,
     ),
     case(
         8,
