@@ -177,6 +177,11 @@ def is_capturing(stream: Stream | None) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+def is_dry() -> bool:
+    """Return whether this thread is in a dry run."""
+    return _dry.queues is not None
+
+
 def wait_on_host() -> None:
     """In a dry run: let the host wait for the current stream, as a read of its results does."""
     if _dry.queues is not None:

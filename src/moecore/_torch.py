@@ -366,6 +366,10 @@ def clear_sharding_caches() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imported in 0.9 s
 
     _clear_sharding_prop_cache()
+    if torch.cuda.is_initialized():  # autograd's thread of the device keeps some, too
+        x = torch.zeros(1, device="cuda", requires_grad=True).clone()
+        x.register_hook(lambda _: _clear_sharding_prop_cache())
+        x.backward()
 
 
 def symmetric_memory(

@@ -152,6 +152,21 @@ def test_worlds_of_the_same_meshes_one_after_the_other() -> None:
         assert dry_run(run).held == found(run).held
 
 
+def test_pairs_multiply_what_turns_do() -> None:
+    def steps(schedule: Any) -> DryRun:
+        config = replace(preset("tiny-qwen3"), num_layers=8)
+        run = replace(TINY, model=config, num_gpus=8, num_micro_batches=4)
+        pipeline = PipelineConfig(schedule=schedule, layout="Ett|tt|tt|ttL")
+        return dry_run(replace(run, parallel=ParallelConfig(pp=2, ep=4), pipeline=pipeline))
+
+    turns, pairs = steps("interleaved"), steps("overlapped")
+    products = [
+        Counter(work for work in step.forward_backward if work.flops) for step in (turns, pairs)
+    ]
+    assert products[0] == products[1]
+    assert pairs.held == turns.held and pairs.peak >= turns.peak
+
+
 def test_a_laptop_needs_no_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"

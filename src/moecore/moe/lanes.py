@@ -23,6 +23,9 @@ to (parameters, gradients, buffers) need no events, and memory is freed as witho
 Note "threads": autograd has one thread of a device, which the backward holds until it ends. So the
 forward must call no autograd but in its own thread (`set_multithreading_enabled(False)`).
 
+Note "dry runs": one side runs behind the other, in one thread, and exchanges are waited for. So
+what is held at once is that of a forward to its end, never less than a pair's.
+
 Note "random numbers": activation checkpointing sets the generators in backward. Each side finds
 them as it has left them, and the forward decides their state at the end.
 """
@@ -36,6 +39,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from moecore._streams import is_dry
 
 T = TypeVar("T")
 
@@ -72,6 +77,10 @@ class Lanes:
             RuntimeError: within another pair.
             Exception: that of the forward or of the backward.
         """
+        if is_dry():  # which is of this thread
+            value = forward()
+            backward()
+            return value
         if self._pair is not None:
             raise RuntimeError("a pair of forward and backward must not run within another one")
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
