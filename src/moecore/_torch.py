@@ -85,7 +85,14 @@ HOOKS = frozenset(n for n, value in vars(nn.Module()).items() if "hook" in n and
 _AROUND = tuple(n for n in HOOKS if n.endswith("hooks") and ("forward" in n or "backward" in n))
 
 StridedShard = _StridedShard
-DispatchMode = TorchDispatchMode
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that no compiled code calls: torch.compile need not be told to leave it alone."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # What sees the operations that run.

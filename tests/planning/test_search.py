@@ -22,7 +22,8 @@ from moecore.planning import (
     fake_world,
     search,
 )
-from moecore.planning.search import data_ranks, foldings, planned_with, refuse, rungs_of
+from moecore.planning.foldings import data_ranks, foldings, refuse, rungs_of
+from moecore.planning.search import planned_with
 
 TINY = preset("tiny-deepseek-v3")
 DEEPSEEK = preset("deepseek-v3")

@@ -35,19 +35,19 @@ class OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func.__name__ == "__get__":  # an attribute: the same of a tensor on meta
-            return func(*args, **kwargs)
+            return func(*args)
+        kwargs = kwargs or {}
         if func is Tensor.backward:
             func, args, kwargs = torch.autograd.backward, ([args[0]], [kwargs["gradient"]]), {}
         if func is torch.autograd.backward:  # what it computes again is seen
             grads = [torch.ones_like(x) if g is None else g for x, g in zip(*args, strict=True)]
             with self:
                 return run_backward(args[0], grads)
-        on_meta = [x.is_meta for x in tensors_of(args, kwargs)]
-        if not any(on_meta):
+        on_meta = {x.is_meta for x in tensors_of(args, kwargs)}
+        if True not in on_meta:
             return func(*args, **kwargs)
-        if not all(on_meta):
+        if False in on_meta:
             args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
         if func is F.scaled_dot_product_attention:
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
@@ -83,10 +83,10 @@ def tensors_of(*values: Any) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_of(*value)
+        elif isinstance(value, tuple | list):
+            found += tensors_of(*value) if value else ()
         elif isinstance(value, dict):
-            found += tensors_of(*value.values())
+            found += tensors_of(*value.values()) if value else ()
     return found
 
 

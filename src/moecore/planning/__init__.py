@@ -7,20 +7,13 @@ from moecore.planning.changes import Change, next_change
 from moecore.planning.chrome import Trace, read_trace
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
+from moecore.planning.foldings import Folding, SearchRequest
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory
 from moecore.planning.on_gpu import GpuRun, run_on_gpu
 from moecore.planning.picture import draw_memory
 from moecore.planning.report import Lever, Report, report_step, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun
-from moecore.planning.search import (
-    Candidate,
-    Fitting,
-    Folding,
-    SearchRequest,
-    SearchResult,
-    explain_folding,
-    search,
-)
+from moecore.planning.search import Candidate, Fitting, SearchResult, explain_folding, search
 from moecore.planning.step_time import StepTime, time_step
 from moecore.planning.time_plan import TimePlan, plan_time
 from moecore.planning.trace import Breakdown, Kernel

@@ -57,12 +57,14 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
     check_arguments(next_change, locals())
     limit = GPUS[plan.gpu].memory if limit is None else limit
     found = [Change(text="CUDA graphs, at most", gain=_gain(plan, _without_host(plan, table)))]
-    for text, run in _changed(plan):
-        try:
-            if plan_memory(run).largest.num_bytes <= limit:
-                found.append(Change(text=text, gain=_gain(plan, plan_time(run, table))))
-        except (ValueError, NotImplementedError):  # what the run has refuses it
-            continue
+    for alternatives in _changed(plan):
+        for text, run in alternatives:  # the first one that fits
+            try:
+                if plan_memory(run).largest.num_bytes <= limit:
+                    found.append(Change(text=text, gain=_gain(plan, plan_time(run, table))))
+                    break
+            except (ValueError, NotImplementedError):  # what the run has refuses it
+                continue
     best = max(found, key=lambda change: change.gain)
     return best if best.gain >= LEAST else None
 
@@ -76,22 +78,22 @@ def _without_host(plan: TimePlan, table: CostTable) -> TimePlan:
     return plan_time(plan.run, replace(table, host_seconds=NO_TIME))
 
 
-def _changed(plan: TimePlan) -> Iterator[tuple[str, TrainingRun]]:
-    """Yield runs with a change, and what it is."""
+def _changed(plan: TimePlan) -> Iterator[list[tuple[str, TrainingRun]]]:
+    """Yield runs with a change, and what it is; of alternatives the largest change first."""
     run, pipeline = plan.run, plan.run.pipeline
     if run.precision is None and has_fp8(run.model, plan.gpu):
-        yield 'precision="blockwise"', replace(run, precision=Precision.of("blockwise"))
+        yield [('precision="blockwise"', replace(run, precision=Precision.of("blockwise")))]
     if run.memory.parts:
-        memory = replace(run.memory, recompute=())
-        yield "nothing computed again", replace(run, memory=memory)
+        less = [("nothing computed again", replace(run.memory, recompute=()))]
         if run.memory.parts != MemoryOptions(recompute="gemm_last").parts:
-            memory = replace(run.memory, recompute="gemm_last")
-            yield 'recompute="gemm_last" alone', replace(run, memory=memory)
+            few = replace(run.memory, recompute="gemm_last")
+            less.append(('recompute="gemm_last" alone', few))
+        yield [(text, replace(run, memory=memory)) for text, memory in less]
     if pipeline is None or pipeline.layout is not None:
         return
     chunks = pipeline.chunks or 1
     more = PipelineConfig(schedule="interleaved", chunks=2 * chunks)
-    yield f"PipelineConfig(chunks={2 * chunks})", replace(run, pipeline=more)
+    yield [(f"PipelineConfig(chunks={2 * chunks})", replace(run, pipeline=more))]
     if pipeline.schedule != "overlapped":
         beside = PipelineConfig(schedule="overlapped", chunks=chunks)
-        yield 'PipelineConfig(schedule="overlapped")', replace(run, pipeline=beside)
+        yield [('PipelineConfig(schedule="overlapped")', replace(run, pipeline=beside))]

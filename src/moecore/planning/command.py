@@ -19,20 +19,12 @@ from moecore.pipeline.timeline import draw
 from moecore.planning.call import call_of
 from moecore.planning.changes import next_change
 from moecore.planning.costs import CostTable
+from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.gpus import GPUS
 from moecore.planning.memory import MemoryPlan, plan_memory
 from moecore.planning.picture import draw_memory
 from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
-from moecore.planning.search import (
-    ANY,
-    FOLDING,
-    Fitting,
-    Folding,
-    SearchRequest,
-    explain_folding,
-    search,
-    shown_levers,
-)
+from moecore.planning.search import Fitting, explain_folding, search, shown_levers
 from moecore.planning.time_plan import TimePlan, plan_time
 from moecore.precision.roles import Precision, PrecisionName
 from moecore.shard.options import FSDPOptions, Strategy

@@ -90,15 +90,15 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
             optimizer = optimizer_of(run, model)
             if run.pipeline is None:
                 cut(model, recorder.begin)
-            step = TrainStep(
-                model, optimizer, max_norm=1.0, num_micro_batches=run.num_micro_batches
-            )
+            step = TrainStep(model, optimizer, max_norm=1.0)
             tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
             inputs = {"tokens_BT": tokens_BT, "labels_BT": tokens_BT}
-            for _ in range(2):  # the first makes buffers and the optimizer's state
+            first = 1 if run.pipeline is None else run.num_micro_batches
+            for number in (first, run.num_micro_batches):  # the first makes buffers and state
+                step.num_micro_batches = number
                 gc.collect()
                 recorder.mark()
-                step.forward_backward([inputs] * run.num_micro_batches)
+                step.forward_backward([inputs] * number)
                 num_before_optimizer = len(recorder.queued)
                 step.finish()
         moved = sum(_moved(optimizer, param) for param in model.parameters())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from moecore.planning.alike import Likes
 from moecore.planning.work import Queued
 
 Pass = Literal["F", "B"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,14 +103,15 @@ class Recorder(DispatchMode):
     ) -> Any:
         if DTensor in types:  # it comes back with this rank's parts
             return NotImplemented
-        namespace, name = func.name().split("::")
-        (name, _, overload), kwargs = name.lstrip("_").partition("."), kwargs or {}
+        kwargs = kwargs or {}
+        if func.is_view:  # half of what a step calls
+            return func(*args, **kwargs)
+        namespace, name, changes = _called(func)
         if namespace == "c10d":
             return self._communicate(func, name, args, kwargs)
         if name == "local_scalar_dense" and args[0].is_meta:
             wait_on_host()
             return 0  # what a host reads: no gradient overflows, and nothing is skipped
-        changes = name.endswith("_") or overload.endswith("out")
         is_foreach = changes and name.startswith(FOREACH)  # whose form on meta reads values
         out = None if is_foreach else func(*args, **kwargs)
         for tensor in tensors_of(out):
@@ -129,6 +131,14 @@ class Recorder(DispatchMode):
         args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
         args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]
         return func(*args, **kwargs)
+
+
+@cache
+def _called(func: Any) -> tuple[str, str, bool]:
+    """Return an operation's namespace, its name without underscores, whether it changes memory."""
+    namespace, name = func.name().split("::")
+    name, _, overload = name.lstrip("_").partition(".")
+    return namespace, name, name.endswith("_") or overload.endswith("out")
 
 
 def _ranks(value: Any) -> list[int]:

@@ -17,113 +17,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import chain
-from math import gcd, prod
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any
 
-from moecore._fields import Bound, Count, OneOf, Rules, check_arguments, check_fields
-from moecore.attention.context_parallel.group import ContextOptions
-from moecore.memory.options import MemoryOptions
-from moecore.mesh import ParallelConfig
-from moecore.models.config import DecoderConfig
-from moecore.models.size import num_params
-from moecore.models.tensor_parallel import check_tensor_parallel
-from moecore.pipeline.config import PipelineConfig
+from moecore._fields import Count, check_arguments
 from moecore.planning.costs import CostTable
+from moecore.planning.foldings import (
+    ANY,
+    Folding,
+    SearchRequest,
+    foldings,
+    refuse,
+    run_of,
+    rungs_of,
+)
 from moecore.planning.gpus import GPUS
-from moecore.planning.levers import OVERHEADS, Levers, ladder
+from moecore.planning.levers import Levers
 from moecore.planning.memory import MemoryPlan, plan_memory
-from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.planning.promise import Promise
+from moecore.planning.run import TrainingRun
 from moecore.planning.time_plan import TimePlan, plan_time
-from moecore.precision.roles import Precision
-from moecore.shard.options import FSDPOptions
 from moecore.tables import columns, shown_bytes
-
-CHUNKS = (1, 2, 4)  # stages per rank that are tried
-LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of a cp rank
-ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
-ANY: Literal["any"] = "any"
-FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchRequest:
-    """What is to be trained, on which GPUs, and what may vary.
-
-    Attributes:
-        model: the decoder.
-        num_gpus: ranks of the world.
-        gpu: a key of `GPUS`.
-        gpus_per_node: ranks among which NVLink runs.
-        seq_len: tokens of a row.
-        global_batch: rows of a step over all data ranks; None = 8 per GPU.
-        fsdp: how parameters are sharded; "any" = weights stay whole in a step where that fits.
-        memory: what is computed again or offloaded; "any" = as much as is needed.
-        precision: which products are in FP8; "any" = where it is needed.
-        optimizer: what is kept between steps; "any" = as little as is needed.
-        reserve: share of a GPU's memory that no plan may use: it is left to what an operation needs
-            while it runs, the allocator, NCCL and the CUDA context.
-    """
-
-    model: DecoderConfig
-    num_gpus: Count
-    gpu: Annotated[str, OneOf(tuple(GPUS))] = "h100-80"
-    gpus_per_node: Count = 8
-    seq_len: Count = 4096
-    global_batch: Count | None = None
-    fsdp: FSDPOptions | Literal["any"] = ANY
-    memory: MemoryOptions | Literal["any"] = ANY
-    precision: Precision | Literal["any"] | None = ANY
-    optimizer: OptimizerOptions | Literal["any"] = ANY
-    reserve: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.1
-
-    def __post_init__(self) -> None:
-        check_fields(self, self._rules)
-
-    def _rules(self) -> Rules:
-        longest = self.model.max_seq_len
-        if self.seq_len > longest:
-            yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
-
-    @property
-    def rows(self) -> int:
-        """Rows of a step."""
-        return self.global_batch or ROWS_PER_GPU * self.num_gpus
-
-    @property
-    def limit(self) -> int:
-        """Bytes that a plan may use."""
-        return int((1 - self.reserve) * GPUS[self.gpu].memory)
-
-
-class Folding(NamedTuple):
-    """Degrees, and stages per pipeline rank."""
-
-    pp: int = 1
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    chunks: int = 1
-
-    def __str__(self) -> str:
-        return " ".join(f"{k}={v}" for k, v in self.named().items() if v > 1) or "data alone"
-
-    def named(self) -> dict[str, int]:
-        """Return the numbers by name."""
-        return dict(zip(FOLDING, self, strict=True))
-
-
-class Refusal(NamedTuple):
-    """Why a folding is not planned.
-
-    Attributes:
-        rule: in few words, for counts.
-        reason: in one line.
-    """
-
-    rule: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +168,7 @@ def search(
             open_foldings.append(folding)
         else:
             refused[refusal.rule] += 1
-    open_foldings.sort(key=_promise(request))
+    open_foldings.sort(key=Promise(request, table).key)
     planned, cheap = list[Candidate](), 0
     for folding in open_foldings[:most_planned]:
         try:
@@ -273,7 +186,7 @@ def search(
         too_large=tuple(found for found in planned if not found.fits),
         refused=dict(refused),
         not_planned=len(open_foldings) - len(planned) - refused["parallelize_moe"],
-        change=None if fitting else smallest_change(request),
+        change=None if fitting else smallest_change(request, table),
     )
 
 
@@ -299,23 +212,6 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
         f"{folding}: too large: with all levers pipeline rank {largest.pp_rank} holds {used}, "
         f"most of it {kind} ({shown_bytes(size)})"
     )
-
-
-def foldings(num_gpus: int) -> Iterator[Folding]:
-    """Yield every way to fold so many GPUs, legal for a model or not."""
-    sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
-    for pp in sizes:
-        stage = num_gpus // pp
-        pairs = [(a, b) for a in sizes if stage % a == 0 for b in sizes if stage % (a * b) == 0]
-        for tp, cp in pairs:
-            for ep, etp in pairs:
-                for chunks in CHUNKS if pp > 1 else (1,):
-                    yield Folding(pp, tp, cp, ep, etp, chunks)
-
-
-def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
-    """Return the first rule that a folding breaks: of moecore, then of the guidelines."""
-    return next(chain(_illegal(request, folding), _unwise(request, folding)), None)
 
 
 def fit(request: SearchRequest, folding: Folding) -> Candidate:
@@ -344,27 +240,9 @@ def fit(request: SearchRequest, folding: Folding) -> Candidate:
     return found
 
 
-def rungs_of(request: SearchRequest) -> tuple[Levers, ...]:
-    """Return the levers of a request."""
-    names = ("fsdp", "memory", "precision", "optimizer")
-    given = {name: getattr(request, name) for name in names}
-    return ladder(request.model, request.gpu, **given)
-
-
 def planned_with(request: SearchRequest, folding: Folding, levers: Levers) -> Candidate:
     """Plan a folding with the levers of one rung."""
-    run = TrainingRun(
-        model=request.model,
-        num_gpus=request.num_gpus,
-        parallel=ParallelConfig(**{k: v for k, v in folding.named().items() if k != "chunks"}),
-        seq_len=request.seq_len,
-        num_micro_batches=request.rows // data_ranks(request, folding),
-        pipeline=_stages(folding),
-        fsdp=levers.fsdp,
-        memory=levers.memory,
-        precision=levers.precision,
-        optimizer=levers.optimizer,
-    )
+    run = run_of(request, folding, levers)
     plan = plan_memory(run)
     return Candidate(
         folding=folding,
@@ -375,142 +253,14 @@ def planned_with(request: SearchRequest, folding: Folding, levers: Levers) -> Ca
     )
 
 
-def smallest_change(request: SearchRequest) -> str | None:
+def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     """Return the cheapest change with which a folding fits; None = none of those tried."""
     for text, changed in _changes(request):
         open_ones = [f for f in foldings(changed.num_gpus) if refuse(changed, f) is None]
-        for folding in sorted(open_ones, key=_about(changed))[:2]:
+        for folding in sorted(open_ones, key=Promise(changed, table).num_bytes)[:2]:
             if planned_with(changed, folding, rungs_of(changed)[-1]).fits:
                 return f"{text}, with {folding}"
     return None
-
-
-def data_ranks(request: SearchRequest, folding: Folding) -> int:
-    """Return how many ranks have rows of their own."""
-    return request.num_gpus // (folding.pp * folding.tp * folding.cp)
-
-
-def _stages(folding: Folding) -> PipelineConfig | None:
-    if folding.pp == 1:
-        return None
-    if folding.chunks == 1:
-        return PipelineConfig(schedule="1f1b")
-    return PipelineConfig(schedule="interleaved", chunks=folding.chunks)
-
-
-def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
-    """Yield what `parallelize_moe` would refuse."""
-    model, (pp, tp, cp, ep, etp, chunks) = request.model, folding
-    for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
-        if request.num_gpus % size:
-            yield Refusal(
-                "degrees divide the GPUs",
-                f"the {view} view ({size} ranks) must divide the GPUs ({request.num_gpus})",
-            )
-            return
-    if model.moe is None and ep * etp > 1:
-        yield Refusal("experts divide", "a model without experts must have ep and etp 1")
-    elif model.moe is not None:
-        sizes = (("num_experts", ep, "ep"), ("hidden_dim", etp, "etp"))
-        for name, degree, field in sizes:
-            if (value := getattr(model.moe, name)) % degree:
-                reason = f"MoEConfig.{name} ({value}) must be divisible by {field} ({degree})"
-                yield Refusal("experts divide", reason)
-    try:
-        check_tensor_parallel(model, tp)
-        if cp > 1:
-            heads = model.num_heads // tp, model.num_kv_heads // tp
-            ContextOptions().resolve(cp, *heads, has_latents=model.mla is not None)
-    except ValueError as error:
-        yield Refusal("heads divide", str(error))
-    parts = 2 * cp if cp > 1 else 1
-    if request.seq_len % (parts * tp):
-        reason = f"seq_len ({request.seq_len}) must be a multiple of {parts * tp} (tp, 2 cp)"
-        yield Refusal("rows divide", reason)
-    if pp * chunks > model.num_layers:
-        reason = f"stages (pp {pp} x {chunks}) must be <= num_layers ({model.num_layers})"
-        yield Refusal("a layer per stage", reason)
-    ranks = data_ranks(request, folding)
-    if request.rows % ranks:
-        reason = f"rows of a step ({request.rows}) must be a multiple of the data ranks ({ranks})"
-        yield Refusal("rows for all data ranks", reason)
-
-
-def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
-    """Yield what the guidelines advise against."""
-    pp, tp, cp, _, etp, chunks = folding
-    node, stage = request.gpus_per_node, request.num_gpus // pp
-    if etp > 1:
-        reason = "experts are cut by ep, with larger products and less communication: use etp=1"
-        yield Refusal("EP before TP for experts", reason)
-    if tp > node:
-        reason = f"tp ({tp}) must stay within NVLink ({node} GPUs): use pp"
-        yield Refusal("TP within NVLink", reason)
-    if cp > 1 and (request.seq_len < LONG or request.seq_len < cp * CP_TOKENS):
-        reason = (
-            f"cp ({cp}) pays from {LONG} tokens a row on, with {CP_TOKENS} on each rank, and rows "
-            f"have {request.seq_len}: use fewer"
-        )
-        yield Refusal("CP for long rows", reason)
-    if pp > 1 and stage % node:
-        reason = f"a stage ({stage} GPUs) must be whole nodes ({node} GPUs): use tp or ep inside"
-        yield Refusal("PP across nodes", reason)
-    if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.model.num_layers:
-        reason = f"pp ({pp}) leaves ranks idle less with {CHUNKS[1]} stages each: use chunks"
-        yield Refusal("VPP where there is PP", reason)
-    micro_batches = request.rows // data_ranks(request, folding)
-    if pp > 1 and micro_batches < pp:
-        reason = f"micro-batches ({micro_batches}) must be >= pp ({pp}), or ranks idle: use more"
-        yield Refusal("micro-batches fill the pipeline", reason)
-
-
-def _crosses(request: SearchRequest, folding: Folding) -> bool:
-    return folding.ep * folding.etp > request.gpus_per_node
-
-
-def _by_degrees(folding: Folding, crosses_nodes: bool) -> tuple[float, ...]:
-    """Sort by guidelines 1 and 2: within NVLink, the fewest model parallel ranks, few messages."""
-    degrees = max(folding.tp * folding.cp, folding.ep * folding.etp) * folding.pp
-    return (crosses_nodes, degrees, prod(folding[:3]), abs(folding.chunks - CHUNKS[1]))
-
-
-def _promise(request: SearchRequest) -> Callable[[Folding], tuple[float, ...]]:
-    """Return what sorts foldings: those first that may fit with cheap levers, by the guidelines."""
-    needs = _about(request)
-
-    def key(folding: Folding) -> tuple[float, ...]:
-        crosses_nodes, needed = _crosses(request, folding), needs(folding)
-        if needed > request.limit:  # with dear levers: what needs least first
-            return (True, crosses_nodes, needed)
-        return (False, *_by_degrees(folding, crosses_nodes))
-
-    return key
-
-
-def _about(request: SearchRequest) -> Callable[[Folding], float]:
-    """Return about what the largest rank holds with cheap levers: an order of plans, and no plan.
-
-    bf16 weights and fp32 sums of what a rank computes with; fp32 weights, gradients and bf16
-    moments of its part; what one rank of a node keeps of a micro-batch, cut by tp and cp, as often
-    as the first rank of a pipeline has it.
-    """
-    model, experts, ep = request.model, 0, 1
-    if model.moe is not None:
-        matrix = model.moe.expert_dim * model.moe.hidden_dim
-        experts = (model.num_moe_layers + model.num_mtp_layers) * model.moe.num_experts * 3 * matrix
-        ep = gcd(model.moe.num_experts, request.gpus_per_node)
-    everything = num_params(model)
-    cheap = [rung for rung in rungs_of(request) if rung.overhead == OVERHEADS[0]][-1]
-    one = replace(request, num_gpus=ep, global_batch=ep)
-    kept = planned_with(one, Folding(ep=ep), cheap).plan.largest.activations
-
-    def needs(folding: Folding) -> float:
-        pp, tp, cp, ep, etp, chunks = folding
-        held = experts / (pp * ep * etp) + (everything - experts) / (pp * tp)
-        in_flight = 1 + 1 / chunks if chunks > 1 else 1
-        return 6 * held + 12 * everything / request.num_gpus + in_flight * kept / (tp * cp)
-
-    return needs
 
 
 def _changes(request: SearchRequest) -> Iterator[tuple[str, SearchRequest]]:

@@ -61,13 +61,8 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
         table: what that takes.
     """
     check_arguments(time_step, locals())
-    return time_queue(step.queued, table)
-
-
-def time_queue(queued: Sequence[Queued], table: CostTable) -> StepTime:
-    """Return how long a step takes whose host queues this, and then the next step."""
-    spans = run_queue(queued, table, STEPS)
-    ends = [max(s.end for s in spans[: len(queued) * n]) for n in range(1, STEPS + 1)]
+    spans = run_queue(step.queued, table, STEPS)
+    ends = [max(s.end for s in spans[: len(step.queued) * n]) for n in range(1, STEPS + 1)]
     first, last = ends[-2], ends[-1]
     parts = exposed(spans, first, last)
     return StepTime(last - first, parts)

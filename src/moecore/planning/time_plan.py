@@ -25,9 +25,9 @@ from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.gpus import NODE
 from moecore.planning.memory import WHOLE, stages_of, stored_bytes
-from moecore.planning.pieces import MIDDLE, Pass, Pieces
+from moecore.planning.pieces import MIDDLE, PASSES, Pass, Pieces
 from moecore.planning.run import TrainingRun
-from moecore.planning.step_time import Part, exposed, run_queue, time_queue
+from moecore.planning.step_time import STEPS, Part, exposed, run_queue
 from moecore.planning.timeline import simulate
 from moecore.planning.work import Queued, Work
 
@@ -115,21 +115,32 @@ def _dry_run(run: TrainingRun) -> DryRun:
 
 
 def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
-    """Return seconds and parts of a step without stages."""
+    """Return seconds and parts of a step without stages.
+
+    Micro-batches beyond a few take what the second of those in the middle does.
+    """
     stage = replace(WHOLE, layers=tuple(range(run.model.num_layers)))
     stage = replace(stage, mtp=tuple(range(run.model.num_mtp_layers)))
+    number = min(run.num_micro_batches, MIDDLE + 1)
+    places, lengths = list[range](), list[int]()
+    for i in _like(number, pieces.num_micro_batches):
+        for of in PASSES:
+            places += pieces.of_stage(stage, of, i)
+        lengths.append(sum(map(len, places)))
+    queued = pieces.joined([*places, pieces.end])
+    before = (STEPS - 1) * len(queued)
+    spans = run_queue(queued, table, STEPS)
 
-    def step(num_micro_batches: int) -> tuple[float, Parts]:
-        places = [
-            place
-            for i in _like(num_micro_batches, pieces.num_micro_batches)
-            for of in ("F", "B")
-            for place in pieces.of_stage(stage, of, i)
-        ]
-        found = time_queue(pieces.joined([*places, pieces.end]), table)
-        return found.seconds, found.parts
+    def end(length: int) -> float:
+        return max(span.end for span in spans[: before + length])
 
-    return _for_all(step, run.num_micro_batches, MIDDLE, MIDDLE + 1)
+    start, stop = end(0), end(len(queued))
+    seconds, parts = stop - start, exposed(spans, start, stop)
+    if number == run.num_micro_batches:
+        return seconds, parts
+    times, start, stop = run.num_micro_batches - number, end(lengths[1]), end(lengths[2])
+    more = {part: times * each for part, each in exposed(spans, start, stop).items()}
+    return seconds + times * (stop - start), _sum((parts, more))
 
 
 def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
@@ -228,9 +239,8 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, 
     found: dict[tuple[Pass, int], Parts] = {}
     queue: list[range] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
-    passes: tuple[Pass, ...] = ("F", "B")
     for i in _like(pieces.num_micro_batches + 1, pieces.num_micro_batches):
-        for of in passes:
+        for of in PASSES:
             queue += pieces.of_stage(stage, of, i)
             ends.append(((of, i), sum(map(len, queue))))
     spans = run_queue(pieces.joined(queue), table)

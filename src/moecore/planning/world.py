@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,12 +36,13 @@ def fake_world(world_size: Count, rank: CountOrZero = 0) -> Iterator[None]:
     if rank >= world_size:
         raise ValueError(f"rank ({rank}) must be < world_size ({world_size}): pass a smaller one")
     clear_sharding_caches()  # of meshes with the same sizes, whose groups are gone
-    store = dist.HashStore()
+    store, hook = dist.HashStore(), sys.excepthook
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook  # each group puts its rank before the lines of errors
         clear_sharding_caches()
 
 

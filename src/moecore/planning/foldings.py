@@ -1,0 +1,235 @@
+"""SearchRequest -> Folding, ..: all ways to cut a model over GPUs, and why one is refused.
+
+    divisors of the GPUs -> what parallelize_moe refuses -> what the guidelines advise against
+
+Legality is what `ParallelConfig` and `plan_sharding` refuse; guidelines are the report's.
+
+Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; the data ranks are what is left.
+
+Source: arXiv:2603.07685, section 9.1.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Literal, NamedTuple
+
+from moecore._fields import Bound, Count, OneOf, Rules, check_fields
+from moecore.attention.context_parallel.group import ContextOptions
+from moecore.memory.options import MemoryOptions
+from moecore.mesh import ParallelConfig
+from moecore.models.config import DecoderConfig
+from moecore.models.tensor_parallel import check_tensor_parallel
+from moecore.pipeline.config import PipelineConfig
+from moecore.planning.gpus import GPUS
+from moecore.planning.levers import Levers, ladder
+from moecore.planning.run import OptimizerOptions, TrainingRun
+from moecore.precision.roles import Precision
+from moecore.shard.options import FSDPOptions
+
+CHUNKS = (1, 2, 4)  # stages per rank that are tried
+LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of a cp rank
+ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
+ANY: Literal["any"] = "any"
+FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchRequest:
+    """What is to be trained, on which GPUs, and what may vary.
+
+    Attributes:
+        model: the decoder.
+        num_gpus: ranks of the world.
+        gpu: a key of `GPUS`.
+        gpus_per_node: ranks among which NVLink runs.
+        seq_len: tokens of a row.
+        global_batch: rows of a step over all data ranks; None = 8 per GPU.
+        fsdp: how parameters are sharded; "any" = weights stay whole in a step where that fits.
+        memory: what is computed again or offloaded; "any" = as much as is needed.
+        precision: which products are in FP8; "any" = where it is needed.
+        optimizer: what is kept between steps; "any" = as little as is needed.
+        reserve: share of a GPU's memory that no plan may use: it is left to what an operation needs
+            while it runs, the allocator, NCCL and the CUDA context.
+    """
+
+    model: DecoderConfig
+    num_gpus: Count
+    gpu: Annotated[str, OneOf(tuple(GPUS))] = "h100-80"
+    gpus_per_node: Count = 8
+    seq_len: Count = 4096
+    global_batch: Count | None = None
+    fsdp: FSDPOptions | Literal["any"] = ANY
+    memory: MemoryOptions | Literal["any"] = ANY
+    precision: Precision | Literal["any"] | None = ANY
+    optimizer: OptimizerOptions | Literal["any"] = ANY
+    reserve: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.1
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._rules)
+
+    def _rules(self) -> Rules:
+        longest = self.model.max_seq_len
+        if self.seq_len > longest:
+            yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.global_batch or ROWS_PER_GPU * self.num_gpus
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a plan may use."""
+        return int((1 - self.reserve) * GPUS[self.gpu].memory)
+
+
+class Folding(NamedTuple):
+    """Degrees, and stages per pipeline rank."""
+
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        return " ".join(f"{k}={v}" for k, v in self.named().items() if v > 1) or "data alone"
+
+    def named(self) -> dict[str, int]:
+        """Return the numbers by name."""
+        return dict(zip(FOLDING, self, strict=True))
+
+
+class Refusal(NamedTuple):
+    """Why a folding is not planned.
+
+    Attributes:
+        rule: in few words, for counts.
+        reason: in one line.
+    """
+
+    rule: str
+    reason: str
+
+
+def foldings(num_gpus: int) -> Iterator[Folding]:
+    """Yield every way to fold so many GPUs, legal for a model or not."""
+    sizes = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
+    for pp in sizes:
+        stage = num_gpus // pp
+        pairs = [(a, b) for a in sizes if stage % a == 0 for b in sizes if stage % (a * b) == 0]
+        for tp, cp in pairs:
+            for ep, etp in pairs:
+                for chunks in CHUNKS if pp > 1 else (1,):
+                    yield Folding(pp, tp, cp, ep, etp, chunks)
+
+
+def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
+    """Return the first rule that a folding breaks: of moecore, then of the guidelines."""
+    return next(chain(_illegal(request, folding), _unwise(request, folding)), None)
+
+
+def rungs_of(request: SearchRequest) -> tuple[Levers, ...]:
+    """Return the levers of a request."""
+    names = ("fsdp", "memory", "precision", "optimizer")
+    given = {name: getattr(request, name) for name in names}
+    return ladder(request.model, request.gpu, **given)
+
+
+def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> TrainingRun:
+    """Return the run of a folding with the levers of one rung."""
+    return TrainingRun(
+        model=request.model,
+        num_gpus=request.num_gpus,
+        parallel=ParallelConfig(**{k: v for k, v in folding.named().items() if k != "chunks"}),
+        seq_len=request.seq_len,
+        num_micro_batches=request.rows // data_ranks(request, folding),
+        pipeline=_stages(folding),
+        fsdp=levers.fsdp,
+        memory=levers.memory,
+        precision=levers.precision,
+        optimizer=levers.optimizer,
+    )
+
+
+def data_ranks(request: SearchRequest, folding: Folding) -> int:
+    """Return how many ranks have rows of their own."""
+    return request.num_gpus // (folding.pp * folding.tp * folding.cp)
+
+
+def _stages(folding: Folding) -> PipelineConfig | None:
+    if folding.pp == 1:
+        return None
+    if folding.chunks == 1:
+        return PipelineConfig(schedule="1f1b")
+    return PipelineConfig(schedule="interleaved", chunks=folding.chunks)
+
+
+def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
+    """Yield what `parallelize_moe` would refuse."""
+    model, (pp, tp, cp, ep, etp, chunks) = request.model, folding
+    for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
+        if request.num_gpus % size:
+            yield Refusal(
+                "degrees divide the GPUs",
+                f"the {view} view ({size} ranks) must divide the GPUs ({request.num_gpus})",
+            )
+            return
+    if model.moe is None and ep * etp > 1:
+        yield Refusal("experts divide", "a model without experts must have ep and etp 1")
+    elif model.moe is not None:
+        sizes = (("num_experts", ep, "ep"), ("hidden_dim", etp, "etp"))
+        for name, degree, field in sizes:
+            if (value := getattr(model.moe, name)) % degree:
+                reason = f"MoEConfig.{name} ({value}) must be divisible by {field} ({degree})"
+                yield Refusal("experts divide", reason)
+    try:
+        check_tensor_parallel(model, tp)
+        if cp > 1:
+            heads = model.num_heads // tp, model.num_kv_heads // tp
+            ContextOptions().resolve(cp, *heads, has_latents=model.mla is not None)
+    except ValueError as error:
+        yield Refusal("heads divide", str(error))
+    parts = 2 * cp if cp > 1 else 1
+    if request.seq_len % (parts * tp):
+        reason = f"seq_len ({request.seq_len}) must be a multiple of {parts * tp} (tp, 2 cp)"
+        yield Refusal("rows divide", reason)
+    if pp * chunks > model.num_layers:
+        reason = f"stages (pp {pp} x {chunks}) must be <= num_layers ({model.num_layers})"
+        yield Refusal("a layer per stage", reason)
+    ranks = data_ranks(request, folding)
+    if request.rows % ranks:
+        reason = f"rows of a step ({request.rows}) must be a multiple of the data ranks ({ranks})"
+        yield Refusal("rows for all data ranks", reason)
+
+
+def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
+    """Yield what the guidelines advise against."""
+    pp, tp, cp, _, etp, chunks = folding
+    node, stage = request.gpus_per_node, request.num_gpus // pp
+    if etp > 1:
+        reason = "experts are cut by ep, with larger products and less communication: use etp=1"
+        yield Refusal("EP before TP for experts", reason)
+    if tp > node:
+        reason = f"tp ({tp}) must stay within NVLink ({node} GPUs): use pp"
+        yield Refusal("TP within NVLink", reason)
+    if cp > 1 and (request.seq_len < LONG or request.seq_len < cp * CP_TOKENS):
+        reason = (
+            f"cp ({cp}) pays from {LONG} tokens a row on, with {CP_TOKENS} on each rank, and rows "
+            f"have {request.seq_len}: use fewer"
+        )
+        yield Refusal("CP for long rows", reason)
+    if pp > 1 and stage % node:
+        reason = f"a stage ({stage} GPUs) must be whole nodes ({node} GPUs): use tp or ep inside"
+        yield Refusal("PP across nodes", reason)
+    if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.model.num_layers:
+        reason = f"pp ({pp}) leaves ranks idle less with {CHUNKS[1]} stages each: use chunks"
+        yield Refusal("VPP where there is PP", reason)
+    micro_batches = request.rows // data_ranks(request, folding)
+    if pp > 1 and micro_batches < pp:
+        reason = f"micro-batches ({micro_batches}) must be >= pp ({pp}), or ranks idle: use more"
+        yield Refusal("micro-batches fill the pipeline", reason)

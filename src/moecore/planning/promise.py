@@ -1,0 +1,220 @@
+"""About what a folding holds and how long it takes: in which order foldings are planned.
+
+    one node's run -> bytes of its activations -> about the bytes of a rank of each folding
+                   -> work of its parts        -> about the seconds of a step
+
+An order of plans, and no plan: of a folding's rank its share of all work and of all bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import gcd
+from typing import NamedTuple
+
+from moecore.models.size import num_params
+from moecore.pipeline.layout import Stage
+from moecore.planning.costs import CostTable
+from moecore.planning.foldings import Folding, SearchRequest, run_of, rungs_of
+from moecore.planning.levers import OVERHEADS, Levers
+from moecore.planning.memory import plan_memory, stages_of
+from moecore.planning.pieces import MIDDLE, PASSES, Pass, Pieces
+from moecore.planning.run import TrainingRun
+from moecore.planning.time_plan import pieces_of
+from moecore.planning.work import Queued, Work
+
+MESSAGES = 2  # of a layer's tokens, in each pass, among the ranks of tp and of cp
+LAYERS = 3  # whose weights or gradients are whole at once where micro-batches gather them
+
+
+class _Held(NamedTuple):
+    """Parameters that a rank computes with.
+
+    Attributes:
+        size: how many.
+        ranks: among which they are cut between steps.
+        node_ranks: of these, in one node.
+    """
+
+    size: float
+    ranks: int
+    node_ranks: int
+
+
+class Promise:
+    """What foldings of a request promise.
+
+    Args:
+        request: what is to be trained.
+        table: what operations take.
+    """
+
+    def __init__(self, request: SearchRequest, table: CostTable) -> None:
+        self._request, self._table = request, table
+        model = request.model
+        self._everything, self._experts, self._ep = num_params(model), 0, 1
+        if model.moe is not None:
+            matrix = model.moe.expert_dim * model.moe.hidden_dim
+            layers = model.num_moe_layers + model.num_mtp_layers
+            self._experts = layers * model.moe.num_experts * 3 * matrix
+            self._ep = gcd(model.moe.num_experts, request.gpus_per_node)
+        rungs = rungs_of(request)
+        whole = [i for i, rung in enumerate(rungs) if _is_light(rung, rungs[0])][-1]
+        self._rungs = (rungs[0], *(r for r in rungs[whole:] if r.overhead != OVERHEADS[-1]))
+        self._last = rungs[-1]
+        self._known: dict[tuple[object, ...], float] = {}
+        self._kept, self._pieces = cache(self._kept_by), cache(self._pieces_of)
+
+    def key(self, folding: Folding) -> tuple[float, ...]:
+        """Return what sorts foldings: those first that about fit, by time; then by bytes."""
+        for rung in self._rungs:
+            if self.num_bytes(folding, rung) <= self._request.limit:
+                return False, self.seconds(folding, rung)
+        return True, self.num_bytes(folding)
+
+    def num_bytes(self, folding: Folding, rung: Levers | None = None) -> float:
+        """Return about what the largest rank holds.
+
+        Of what a rank computes with bf16 weights and fp32 sums, where these are whole in a step; of
+        its part fp32 weights, gradients and bf16 moments; what one rank of a node keeps of a
+        micro-batch, cut by tp and cp, as often as the first rank of a pipeline has it.
+
+        Args:
+            folding: degrees.
+            rung: its levers; None = all.
+        """
+        rung, chunks = rung or self._last, folding.chunks
+        layers = self._request.model.num_layers / folding.pp
+        share = min(1.0, LAYERS / layers) if _gathers(rung) else 1.0
+        held = sum(one.size * (share if one.ranks > 1 else 1) for one in self._held(folding))
+        stored = (12 - 4 * rung.optimizer.offload_fraction) * self._everything
+        in_flight = 1 + 1 / chunks if chunks > 1 else 1
+        kept, _ = self._kept(rung)
+        shared = folding.tp * folding.cp
+        return 6 * held + stored / self._request.num_gpus + in_flight * kept / shared
+
+    def seconds(self, folding: Folding, rung: Levers) -> float:
+        """Return about how long a step takes, without clipping and the optimizer.
+
+        The pipeline rank with most work has all micro-batches, and waits while others fill. What
+        micro-batches gather and reduce, and copy to the host and back, hides behind that work.
+
+        Args:
+            folding: degrees.
+            rung: its levers, one of those that `key` tries.
+        """
+        run = run_of(self._request, folding, rung)
+        pp, stages = folding.pp, stages_of(run)
+        if run.pipeline is None:
+            layers = tuple(range(run.model.num_layers))
+            mtp = tuple(range(run.model.num_mtp_layers))
+            stages = [replace(stages[0], layers=layers, mtp=mtp)]
+        like = self._rungs[0] if rung is self._rungs[0] else self._rungs[1]
+        each = [self._stage(stage, folding, like) for stage in stages]
+        busiest = max(sum(each[rank::pp]) for rank in range(pp))
+        busiest = max(busiest, self._copies(folding, rung))
+        if _gathers(rung):
+            busiest = max(busiest, self._gathers(folding))
+        return run.num_micro_batches * busiest + sum(each) * (pp - 1) / len(each)
+
+    def _held(self, folding: Folding) -> list[_Held]:
+        """Return what a rank computes with: experts, and all else."""
+        pp, tp, _, ep, etp, _ = folding
+        stage, node = self._request.num_gpus // pp, self._request.gpus_per_node
+        parts = ((self._everything - self._experts, tp), (self._experts, ep * etp))
+        return [
+            _Held(size / (pp * ranks), stage // ranks, max(1, min(stage, node) // ranks))
+            for size, ranks in parts
+        ]
+
+    def _gathers(self, folding: Folding) -> float:
+        """Return the seconds in which a micro-batch gathers its weights twice, and reduces once."""
+        found = 0.0
+        for size, ranks, node_ranks in self._held(folding):
+            gather = Work("all_gather", "collective", 0, round(2 * size), (ranks,), "bfloat16")
+            found += 3 * self._table.seconds(gather, node_ranks) if ranks > 1 else 0
+        return found
+
+    def _copies(self, folding: Folding, rung: Levers) -> float:
+        """Return the seconds in which a micro-batch's activations go to the host and come back."""
+        _, away = self._kept(rung)
+        num_bytes = round(2 * away / (folding.pp * folding.tp * folding.cp))
+        copy = Work("copy to host", "copy", 0, num_bytes, (), "bfloat16")
+        return self._table.seconds(copy) if num_bytes else 0.0
+
+    def _stage(self, stage: Stage, folding: Folding, rung: Levers) -> float:
+        """Return the seconds of a micro-batch's passes through a stage."""
+        parts = [replace(stage, layers=(), mtp=())]
+        parts += [
+            replace(stage, embedding=False, layers=(i,), mtp=(), loss=False) for i in stage.layers
+        ]
+        parts += [replace(stage, embedding=False, layers=(), mtp=stage.mtp, loss=False)]
+        return sum(self._part(part, of, folding, rung) for part in parts for of in PASSES)
+
+    def _part(self, part: Stage, of: Pass, folding: Folding, rung: Levers) -> float:
+        """Return the seconds of a part's pass: the host's or the device's, whichever is longer."""
+        pieces = self._pieces(rung)
+        places = pieces.of_stage(part, of, MIDDLE // 2)
+        key = rung.name, *folding[1:5], *((place.start, place.stop) for place in places)
+        if key not in self._known:
+            queued = [pieces.queued[i] for place in places for i in place]
+            works = [work for one in queued for work in self._share(one, folding)]
+            works += self._messages(folding) if part.layers or part.mtp else ()
+            device = sum(self._table.seconds(*work) for work in works)
+            self._known[key] = max(len(works) * self._table.host_seconds, device)
+        return self._known[key]
+
+    def _share(self, one: Queued, folding: Folding) -> Iterator[tuple[Work, int]]:
+        """Yield a rank's share of work, and how many ranks of a node do it."""
+        work, parts = one.work, folding.tp * folding.cp
+        shape, experts = work.shape, self._ep / (folding.ep * folding.etp)
+        if work.kind == "collective":
+            shape = (folding.ep * folding.etp,)
+            if shape == (1,):
+                return
+        elif work.kind == "grouped product":
+            e, R, N, K = shape
+            shape = (max(1, round(e * experts)), R // parts, N, K)
+        elif shape:
+            shape = (max(1, shape[0] // parts), *shape[1:])
+        num_bytes = max(1, work.num_bytes // parts)
+        share = replace(work, shape=shape, flops=work.flops // parts, num_bytes=num_bytes)
+        yield share, min(self._request.gpus_per_node, *shape) if work.kind == "collective" else 0
+
+    def _messages(self, folding: Folding) -> Iterator[tuple[Work, int]]:
+        """Yield what ranks of tp and of cp tell each other."""
+        tokens = self._request.seq_len // (folding.tp * folding.cp)
+        for ranks in (folding.tp, folding.cp):
+            num_bytes = 2 * self._request.model.dim * tokens * (ranks - 1)
+            message = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
+            if ranks > 1:
+                yield from MESSAGES * [(message, min(ranks, self._request.gpus_per_node))]
+
+    def _kept_by(self, rung: Levers) -> tuple[int, int]:
+        """Return what a micro-batch leaves for its backward, on the device and on the host."""
+        found = plan_memory(self._node(rung, 1)).largest
+        return found.activations, sum(found.host.values())
+
+    def _pieces_of(self, rung: Levers) -> Pieces:
+        return pieces_of(self._node(rung, MIDDLE))
+
+    def _node(self, rung: Levers, num_micro_batches: int) -> TrainingRun:
+        """Return a run of as many ranks as share the experts of a node."""
+        rows = num_micro_batches * self._ep
+        request = replace(self._request, num_gpus=self._ep, global_batch=rows)
+        return run_of(request, Folding(ep=self._ep), rung)
+
+
+def _is_light(rung: Levers, first: Levers) -> bool:
+    """Whether a rung leaves weights and the host as the first one does."""
+    return (rung.fsdp, rung.memory.offload, rung.optimizer.offload_fraction) == (
+        first.fsdp,
+        first.memory.offload,
+        first.optimizer.offload_fraction,
+    )
+
+
+def _gathers(rung: Levers) -> bool:
+    return rung.fsdp.dense_strategy == "optim_grads_params"
