@@ -68,6 +68,8 @@ def _cases() -> Iterator[tuple[str, TrainingRun]]:
         "bf16 moments": OptimizerOptions(moment_dtype="bfloat16"),
         "FP8 moments": OptimizerOptions(moment_dtype="float8_e4m3fn"),
         "bf16 weights with remainders": OptimizerOptions(master_remainder=True),
+        "half of the state offloaded": OptimizerOptions(offload_fraction=0.5),
+        "state offloaded": OptimizerOptions(offload_fraction=1.0),
     }
     for name, optimizer in state.items():
         yield f"qwen3, {name}", replace(qwen, batch_size=2, optimizer=optimizer)

@@ -56,14 +56,14 @@ def test_memory_is_made_once_and_in_large_pieces(monkeypatch: pytest.MonkeyPatch
     copies = HostCopies()
     copies.reserve(tensors)
     first = places(copies)
-    slabs = [slab.memory.numel() for slab in copies._slabs[False].slabs]
+    slabs = [slab.memory.numel() for slab in copies._slabs["cpu"].slabs]
     assert slabs == [2**19, 2**19]
     copies.fill(tensors)
     copies.fill(dict(list(tensors.items())[3:]))
     assert places(copies) == first
     copies.fill(tensors | {"later": torch.ones(5)})  # such as an optimizer's first state
     assert {n: p for n, p in places(copies).items() if n != "later"} == first
-    assert [slab.memory.numel() for slab in copies._slabs[False].slabs] == slabs
+    assert [slab.memory.numel() for slab in copies._slabs["cpu"].slabs] == slabs
 
 
 def test_a_tensor_that_changes_its_shape_costs_no_more_slabs() -> None:
@@ -72,7 +72,7 @@ def test_a_tensor_that_changes_its_shape_costs_no_more_slabs() -> None:
         tensor = torch.arange(length)
         assert torch.equal(copies.fill({"position": tensor})["position"], tensor)
     assert copies.fill({"position": torch.ones(2)})["position"].dtype == torch.float32
-    assert sum(slab.memory.numel() for slab in copies._slabs[False].slabs) == 64
+    assert sum(slab.memory.numel() for slab in copies._slabs["cpu"].slabs) == 64
 
 
 def test_a_tensor_larger_than_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +80,11 @@ def test_a_tensor_larger_than_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"small": torch.ones(8), "huge": torch.rand(1000)}
     copies = HostCopies()
     assert torch.equal(copies.fill(tensors)["huge"], tensors["huge"])
-    assert [slab.memory.numel() for slab in copies._slabs[False].slabs] == [
+    assert [slab.memory.numel() for slab in copies._slabs["cpu"].slabs] == [
         4096
     ]  # and small in its end
     copies.clear()
-    assert places(copies) == {} and copies._slabs[False].slabs == []
+    assert places(copies) == {} and copies._slabs["cpu"].slabs == []
 
 
 def on_cuda(value: float, width: int = 2048) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -105,7 +105,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path, own_stream:
     torch.cuda.synchronize()
     with Saver(tmp_path, model, optimizer, keep=1) as saver, torch.cuda.stream(stream):
         saver.prepare()
-        assert all(slab.memory.is_pinned() for slab in saver._copies._slabs[True].slabs)
+        assert all(slab.memory.is_pinned() for slab in saver._copies._slabs["cuda"].slabs)
         for step in (1, 2, 3):
             torch.cuda._sleep(100_000_000)  # about 50 ms
             fill(model, optimizer, float(step))

@@ -123,6 +123,11 @@ def test_levers_take_memory_and_cost_work() -> None:
     assert found(large).peak < 0.9 * found(BIG).peak and found(large).held == found(BIG).held
     small = replace(run, optimizer=OptimizerOptions(moment_dtype="bfloat16"))
     assert found(small).held < 0.8 * found(run).held
+    away = replace(BIG, optimizer=OptimizerOptions(offload_fraction=0.5))
+    copies = [work for work in found(away).forward_backward if work.kind == "copy"]
+    host = plan_memory(away).largest.host["optimizer state"]
+    assert sum(work.num_bytes for work in copies) == pytest.approx(2 * host, rel=0.02)
+    assert found(BIG).peak - found(away).peak == pytest.approx(host, rel=0.05)
 
 
 def test_stages_run_their_order_and_every_rank_has_its_own() -> None:

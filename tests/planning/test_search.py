@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,19 @@ from moecore import MemoryOptions
 from moecore.cli import main
 from moecore.models import preset
 from moecore.planning import (
+    CostTable,
     Folding,
     OptimizerOptions,
     SearchRequest,
     call_of,
     explain_folding,
     fake_world,
+    plan_time,
     search,
 )
 from moecore.planning.foldings import data_ranks, foldings, refuse, rungs_of
-from moecore.planning.search import planned_with
+from moecore.planning.promise import Promise
+from moecore.planning.search import fit, planned_with
 
 TINY = preset("tiny-deepseek-v3")
 DEEPSEEK = preset("deepseek-v3")
@@ -91,6 +95,20 @@ def test_a_search_ranks_what_fits() -> None:
     given = MemoryOptions(recompute="gemm_last")
     kept = search(replace(SMALL, memory=given, precision=None, optimizer=OptimizerOptions()))
     assert {c.run.memory for c in kept.fitting} == {given}
+
+
+def test_what_promises_to_be_fast_is_planned_first() -> None:
+    """Of runs that differ, the order of promises is that of plans; bytes are about the plan's."""
+    model = replace(preset("qwen3-30b-a3b"), num_layers=16)
+    request = SearchRequest(model=model, num_gpus=32, gpu="a100-80")
+    table = CostTable.of("a100-80")
+    promise = Promise(request, table)
+    some = [f for f in foldings(32) if refuse(request, f) is None and max(f.tp, f.ep) >= 4]
+    plans = {f: fit(request, f) for f in sorted(some, key=promise.key)[::6]}
+    seconds = {f: plan_time(found.run, table).seconds for f, found in plans.items()}
+    pairs = [(a, b) for a, b in combinations(plans, 2) if seconds[b] > 1.2 * seconds[a]]
+    right = [promise.key(a) < promise.key(b) for a, b in pairs]
+    assert len(right) >= 8 and sum(right) >= 0.8 * len(right)
 
 
 def test_deepseek_v3() -> None:

@@ -13,7 +13,15 @@ from moecore import MemoryOptions, ParallelConfig, PipelineConfig
 from moecore.cli import main
 from moecore.models import preset
 from moecore.pipeline.orders import actions_of
-from moecore.planning import CostTable, TrainingRun, dry_run, next_change, plan_time, time_step
+from moecore.planning import (
+    CostTable,
+    OptimizerOptions,
+    TrainingRun,
+    dry_run,
+    next_change,
+    plan_time,
+    time_step,
+)
 from moecore.planning.pieces import Pieces
 from moecore.planning.step_time import run_queue
 from moecore.planning.time_plan import pieces_of
@@ -29,6 +37,9 @@ CASES = {
     "a dear host": replace(DEEP, seq_len=256, num_micro_batches=2),
     "weights gathered by layer": replace(DEEP, parallel=ParallelConfig(tp=2, ep=4)),
     "offloaded": replace(DEEP, memory=MemoryOptions(offload=("experts",))),
+    "half of the state offloaded": replace(
+        DEEP, num_micro_batches=4, optimizer=OptimizerOptions(offload_fraction=0.5)
+    ),
     "deepseek, two nodes": TrainingRun(
         model=DEEPSEEK, num_gpus=16, parallel=ParallelConfig(ep=16), num_micro_batches=2
     ),

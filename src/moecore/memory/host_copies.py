@@ -20,7 +20,9 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
-        self._slabs = {pinned: Slabs(pinned=pinned) for pinned in (False, True)}
+        # By the device that is copied from: for a GPU's they are pinned, for meta they only count.
+        self._slabs = {of: Slabs(pinned=of == "cuda") for of in ("cpu", "cuda")}
+        self._slabs["meta"] = Slabs(pinned=False, device="meta")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -32,22 +34,22 @@ class HostCopies:
         Raises:
             RuntimeError: when there is no memory.
         """
-        new: dict[bool, list[str]] = {False: [], True: []}
+        new: dict[str, list[str]] = {of: [] for of in self._slabs}
         for name, tensor in tensors.items():
             copy = self._copies.get(name)
             if copy is None:
-                new[tensor.is_cuda].append(name)
+                new[tensor.device.type].append(name)
             elif (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 # On its own it can be given back; in a slab each change would cost another place.
                 self._copies[name] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
                 )
-        for pinned, names in new.items():
+        for of, names in new.items():
             names.sort(key=lambda name: -tensors[name].nbytes)
             left = sum(aligned(tensors[name].nbytes) for name in names)
             for name in names:
                 like, size = tensors[name], aligned(tensors[name].nbytes)
-                data = _slab_with(self._slabs[pinned], size, left).take(like.nbytes)
+                data = _slab_with(self._slabs[of], size, left).take(like.nbytes)
                 self._copies[name] = data.view(like.dtype).view(like.shape)
                 left -= size
         return {name: self._copies[name] for name in tensors}

@@ -50,12 +50,8 @@ class Transfer(NamedTuple):
     used: tuple[Tensor, int] | None = None
 
     def start(self, stream: CopyStream) -> None:
-        """Start the copy; a CPU ends it, and on meta it is written down."""
-        if self.target.is_meta:
-            with stream.running():
-                record_launch(stream.name, self.target)
-            return
-        if self.used is None:
+        """Start the copy; a CPU ends it."""
+        if self.used is None or self.target.is_meta:
             stream.copy(self.target, self.source)
             return
         num_rows, row_bytes = self.used
@@ -117,12 +113,16 @@ class CopyStream:
         return on_stream(self.next)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, without a wait where the host's side is pinned.
+        """Copy, without a wait where the host's side is pinned; on meta it is written down.
 
         Args:
             target: contiguous.
             source: likewise, of the same shape and dtype.
         """
+        if target.is_meta:
+            with self.running():
+                record_launch(self.name, target)
+            return
         if not target.is_cuda or target.nbytes <= PIECE_BYTES:
             with torch.no_grad(), self.running():
                 target.copy_(source, non_blocking=bool(self._turns))

@@ -8,6 +8,7 @@ from torch import nn
 from moecore.mesh import build_meshes
 from moecore.models import Decoder
 from moecore.optim.adamw import AdamW
+from moecore.optim.state_offload import StateOffload
 from moecore.parallelize import parallelize_moe
 from moecore.planning.run import TrainingRun
 
@@ -28,10 +29,14 @@ def model_of(run: TrainingRun, device_type: str) -> Decoder:
 
 
 def optimizer_of(run: TrainingRun, model: nn.Module) -> AdamW:
-    """Return the AdamW of a run's model."""
-    return AdamW(
+    """Return the AdamW of a run's model, its state offloaded where the run says so."""
+    options = run.optimizer
+    optimizer = AdamW(
         model.parameters(),
         lr=1e-6,
-        moment_dtype=getattr(torch, run.optimizer.moment_dtype),
-        master_remainder=run.optimizer.master_remainder,
+        moment_dtype=getattr(torch, options.moment_dtype),
+        master_remainder=options.master_remainder,
     )
+    if options.offload_fraction:
+        StateOffload(optimizer, model, fraction=options.offload_fraction)
+    return optimizer

@@ -19,10 +19,10 @@ from moecore.pipeline.layout import Stage
 from moecore.planning.costs import CostTable
 from moecore.planning.foldings import Folding, SearchRequest, run_of, rungs_of
 from moecore.planning.levers import OVERHEADS, Levers
-from moecore.planning.memory import plan_memory, stages_of
+from moecore.planning.memory import plan_memory
 from moecore.planning.pieces import MIDDLE, PASSES, Pass, Pieces
 from moecore.planning.run import TrainingRun
-from moecore.planning.time_plan import pieces_of
+from moecore.planning.time_plan import pieces_of, timed_stages
 from moecore.planning.work import Queued, Work
 
 MESSAGES = 2  # of a layer's tokens, in each pass, among the ranks of tp and of cp
@@ -106,13 +106,8 @@ class Promise:
             rung: its levers, one of those that `key` tries.
         """
         run = run_of(self._request, folding, rung)
-        pp, stages = folding.pp, stages_of(run)
-        if run.pipeline is None:
-            layers = tuple(range(run.model.num_layers))
-            mtp = tuple(range(run.model.num_mtp_layers))
-            stages = [replace(stages[0], layers=layers, mtp=mtp)]
-        like = self._rungs[0] if rung is self._rungs[0] else self._rungs[1]
-        each = [self._stage(stage, folding, like) for stage in stages]
+        like, pp = self._rungs[rung is not self._rungs[0]], folding.pp
+        each = [self._stage(stage, folding, like) for stage in timed_stages(run)]
         busiest = max(sum(each[rank::pp]) for rank in range(pp))
         busiest = max(busiest, self._copies(folding, rung))
         if _gathers(rung):

@@ -24,7 +24,7 @@ from moecore.planning.alike import timed_layers
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.gpus import NODE
-from moecore.planning.memory import WHOLE, stages_of, stored_bytes
+from moecore.planning.memory import WHOLE, stages_of, state_bytes, stored_bytes
 from moecore.planning.pieces import MIDDLE, PASSES, Pass, Pieces
 from moecore.planning.run import TrainingRun
 from moecore.planning.step_time import STEPS, Part, exposed, run_queue
@@ -92,21 +92,35 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
         ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
     """
     check_arguments(plan_time, locals())
-    pieces = pieces_of(run)
-    if run.pipeline is not None:
-        return _staged(run, pieces, table)
-    seconds, parts = _alone(run, pieces, table)
-    return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=None)
+    pieces, timeline = pieces_of(run), None
+    if run.pipeline is None:
+        seconds, parts = _alone(run, pieces, table)
+    else:
+        seconds, parts, timeline = _staged(run, pieces, table)
+    if run.optimizer.offload_fraction:
+        waits = _state_waits(run, pieces, table)
+        seconds, parts = seconds + waits, _sum((parts, {"pcie": waits}))
+    return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
 
 
 def pieces_of(run: TrainingRun) -> Pieces:
-    """Return the pieces of a run's step."""
-    small, like = timed_layers(run, min(run.num_micro_batches, MIDDLE))
+    """Return the pieces of a run's step, whose optimizer's state stays on the device."""
+    here = replace(run, optimizer=replace(run.optimizer, offload_fraction=0.0))
+    small, like = timed_layers(here, min(run.num_micro_batches, MIDDLE))
     step = _dry_run(small)
     share = stored_bytes(run) / stored_bytes(small)
     end = (_grown(one, share) for one in step.queued[step.num_before_optimizer :])
     queued = [*step.queued[: step.num_before_optimizer], *end]
     return Pieces.of(queued, step.num_before_optimizer, step.starts, like)
+
+
+def timed_stages(run: TrainingRun) -> Sequence[Stage]:
+    """Return the stages of a run; of one without, all of its layers."""
+    if run.pipeline is not None:
+        return stages_of(run)
+    model = run.model
+    layers, mtp = tuple(range(model.num_layers)), tuple(range(model.num_mtp_layers))
+    return [replace(WHOLE, layers=layers, mtp=mtp)]
 
 
 @lru_cache(maxsize=64)
@@ -119,8 +133,7 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
 
     Micro-batches beyond a few take what the second of those in the middle does.
     """
-    stage = replace(WHOLE, layers=tuple(range(run.model.num_layers)))
-    stage = replace(stage, mtp=tuple(range(run.model.num_mtp_layers)))
+    (stage,) = timed_stages(run)
     number = min(run.num_micro_batches, MIDDLE + 1)
     places, lengths = list[range](), list[int]()
     for i in _like(number, pieces.num_micro_batches):
@@ -143,8 +156,23 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
     return seconds + times * (stop - start), _sum((parts, more))
 
 
-def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
-    """Return the time of a step with stages."""
+def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable) -> float:
+    """Return the seconds in which a step waits for its optimizer's state, out and back.
+
+    The first forward hides the one, the last backward the other; of a pipeline the first rank's.
+    """
+    numel = stored_bytes(run) // run.dtype.itemsize
+    num_bytes = int(run.optimizer.offload_fraction * numel * state_bytes(run.optimizer, run.dtype))
+    copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
+    own = timed_stages(run)[:: run.resolved.pp]
+    passes = _passes_of(own, pieces, table)
+    ends: tuple[tuple[Pass, int], ...] = ("F", 0), ("B", pieces.num_micro_batches - 1)
+    each = (sum(sum(passes[stage.index][end].values()) for stage in own) for end in ends)
+    return sum(max(0.0, copy - seconds) for seconds in each)
+
+
+def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts, Timeline]:
+    """Return seconds, parts and the order of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
     passes = _passes_of(stages, pieces, table)
@@ -168,8 +196,7 @@ def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> TimePlan:
         return timeline.makespan + end_seconds, _sum((parts, end_parts, {"bubble": bubble}))
 
     seconds, parts = _for_all(step, run.num_micro_batches, (ROUNDS - 1) * pp, ROUNDS * pp)
-    timeline = timelines[max(timelines)]
-    return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
+    return seconds, parts, timelines[max(timelines)]
 
 
 class _Costs:
