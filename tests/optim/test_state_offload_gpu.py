@@ -169,7 +169,7 @@ def test_memory_is_pinned_once() -> None:
     offload = StateOffload(optimizer, net)
     train(net, optimizer, range(2))
     state = sum(t.nbytes for t in state_of(optimizer) if t.ndim)
-    assert all(slab.memory.is_pinned() for slab in offload._copies._slabs[True].slabs)
+    assert all(slab.memory.is_pinned() for slab in offload._copies._slabs["cuda"].slabs)
     assert state <= offload.host_bytes <= 2 * state
     torch.cuda.synchronize()
     pinned = torch.cuda.host_memory_stats()["num_host_alloc"]
