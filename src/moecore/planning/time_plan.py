@@ -159,16 +159,21 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
 def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable) -> float:
     """Return the seconds in which a step waits for its optimizer's state, out and back.
 
-    The first forward hides the one, the last backward the other; of a pipeline the first rank's.
+    The blocks of the first forward hide the one, and those of the last backward the other, but for
+    the first one in it; of a pipeline those of the first rank.
     """
     numel = stored_bytes(run) // run.dtype.itemsize
     num_bytes = int(run.optimizer.offload_fraction * numel * state_bytes(run.optimizer, run.dtype))
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
     own = timed_stages(run)[:: run.resolved.pp]
-    passes = _passes_of(own, pieces, table)
-    ends: tuple[tuple[Pass, int], ...] = ("F", 0), ("B", pieces.num_micro_batches - 1)
-    each = (sum(sum(passes[stage.index][end].values()) for stage in own) for end in ends)
-    return sum(max(0.0, copy - seconds) for seconds in each)
+    blocks = [replace(stage, embedding=False, loss=False) for stage in own]
+    passes = _passes_of(blocks, pieces, table)
+    out, back = (
+        sum(sum(passes[stage.index][end].values()) for stage in blocks)
+        for end in (("F", 0), ("B", pieces.num_micro_batches - 1))
+    )
+    back *= 1 - 1 / sum(len(stage.layers) for stage in blocks)
+    return max(0.0, copy - out) + max(0.0, copy - back)
 
 
 def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts, Timeline]:
