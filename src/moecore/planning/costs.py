@@ -46,6 +46,7 @@ KINDS = get_args(Kind)
 GpuName = Annotated[str, OneOf(tuple(GPUS)), "use one of these"]
 Share = Annotated[float, Bound(">", 0), Bound("<=", 1)]
 Wall = Literal["launch", "compute", "memory", "nvlink", "network", "pcie"]
+MESSAGE = re.compile("send|recv")
 SHIPPED = "h200"  # the table in tables/
 BACKWARD = re.compile("backward|bwd")
 ALL_TO_ALL = re.compile("all.?to.?all|spread|reduce_kernel|dispatch|combine")
@@ -301,7 +302,8 @@ def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall,
     """Return the seconds of a collective's bytes on each link.
 
     What goes to each rank on its own crosses the network but for the share of its node. What all
-    ranks get, or sum, is passed on from node to node once, by the cards of all its ranks there.
+    ranks get, or sum, each node but one takes in and passes on, over the cards of all its ranks
+    there. A message takes one of a card's two directions.
     """
     ranks = work.shape[0]
     if inside == ranks:
@@ -309,8 +311,11 @@ def _links(work: Work, inside: int, nvlink: float, network: float) -> dict[Wall,
     if ALL_TO_ALL.search(work.name.lower()):
         away = work.num_bytes * (ranks - inside) / (ranks - 1)
         return {"nvlink": (work.num_bytes - away) / nvlink, "network": away / network}
+    if MESSAGE.match(work.name.lower()):
+        return {"network": 2 * work.num_bytes / network}
     within = work.num_bytes / nvlink if inside > 1 else 0.0
-    return {"nvlink": within, "network": work.num_bytes / (inside * network)}
+    passed_on = 2 * work.num_bytes * (1 - inside / ranks)
+    return {"nvlink": within, "network": passed_on / (inside * network)}
 
 
 @cache

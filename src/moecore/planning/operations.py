@@ -69,6 +69,8 @@ def work_of_kernel(name: str, args: Args) -> Work:
 def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
     """Return what a collective moves: this rank's part of what it sends and receives.
 
+    An all-reduce sends and receives the one tensor that it is given.
+
     Args:
         name: without its namespace.
         args: as it is called.
@@ -76,7 +78,8 @@ def work_of_collective(name: str, args: Args, num_ranks: int) -> Work:
     """
     tensors = tensors_of(args)
     dtype = _dtype(tensors[0]) if tensors else "uint8"
-    return Work(name, "collective", 0, sum(t.nbytes for t in tensors), (num_ranks,), dtype)
+    num_bytes = sum(t.nbytes for t in tensors) * (2 if name.startswith("allreduce") else 1)
+    return Work(name, "collective", 0, num_bytes, (num_ranks,), dtype)
 
 
 def _product(name: str, args: Args, tensors: Sequence[Tensor]) -> Work:
