@@ -25,6 +25,7 @@ from moecore.planning import (
     TrainingRun,
     dry_run,
     plan_memory,
+    plan_peak,
     time_step,
 )
 from moecore.precision.roles import Precision
@@ -191,8 +192,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third, time, header, *rows = capsys.readouterr().out.splitlines()
     assert " ms a step, of which ms by what limits: " in time
     assert first.startswith("rank 0 of 2 holds ") and "of 149 GB (h200-141)" in second
-    plan = plan_memory(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64)).largest.num_bytes
-    assert third.startswith(f"{shown_bytes(plan)} by the plan: ")
+    plan = max(plan_peak(TrainingRun(model=preset("tiny"), num_gpus=2, seq_len=64, fsdp=BF16)))
+    assert third == f"{shown_bytes(plan)} by the plan, from few layers"
     assert header.split()[0] == "what" and {row.split("  ")[0] for row in rows} >= {"optimizer"}
     assert main([*command, "h100-80", "--json", "--rank", "1"]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -25,7 +25,7 @@ from moecore.planning import (
     dry_run,
     dry_run_command,
     fake_world,
-    plan_memory,
+    plan_peak,
     run_on_gpu,
 )
 from moecore.planning.on_gpu import started
@@ -210,7 +210,7 @@ def test_the_command_prints_both(
         parallel=ParallelConfig(pp=2),
         pipeline=PipelineConfig(layout="Ett|L"),
     )
-    first, last = (rank.num_bytes for rank in plan_memory(run).ranks)
+    first, last = plan_peak(run)
     assert printed["plan"] == last != first
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_plan import CASES
 
-from moecore.planning import CostTable, TimePlan, dry_run, plan_time
+from moecore.planning import CostTable, TimePlan, dry_run, plan_peak, plan_time
 
 PLANNING = Path(__file__).parents[2] / "benchmarks" / "results" / "planning"
 RECORDS = {
@@ -35,6 +35,9 @@ def test_there_are_enough() -> None:
 @pytest.mark.parametrize("case", RECORDS)
 def test_memory(case: str) -> None:
     held, peak, _ = planned(case)
+    assert max(plan_peak(CASES[case])) / 2**30 == pytest.approx(
+        RECORDS[case]["peak_gib"], rel=0.003
+    )
     assert held / 2**30 == pytest.approx(RECORDS[case]["held_gib"], rel=0.003)
     assert peak / 2**30 == pytest.approx(RECORDS[case]["peak_gib"], rel=0.003)
 

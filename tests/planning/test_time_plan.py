@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -65,13 +65,16 @@ def test_few_layers_stand_for_all(case: str) -> None:
 
 def test_pieces_in_their_own_order_are_the_step() -> None:
     step = dry_run(replace(DEEP, model=replace(QWEN, num_layers=4), num_micro_batches=2))
-    pieces = Pieces.of(step.queued, step.num_before_optimizer, step.starts, {})
-    places = sorted((p for ps in pieces.places.values() for p in ps), key=lambda p: p.start)
-    joined = pieces.joined([*places, pieces.end])
+    pieces = Pieces.of(step.queued, step.starts, {})
+    found = sorted((p for ps in pieces.found.values() for p in ps), key=lambda p: p.place.start)
+    joined = pieces.joined([*found, pieces.end])
     assert [one.work for one in joined] == [one.work for one in step.queued]
     ours, whole = run_queue(joined, TABLE), run_queue(step.queued, TABLE)
     assert [s.end for s in ours] == pytest.approx([s.end for s in whole], rel=1e-3)
-    assert pieces.num_micro_batches == 2 and len(places) == 2 * 2 * 6
+    levels = list(accumulate((p.delta for p in found), initial=pieces.held))
+    tops = (level + p.rise for level, p in zip(levels, [*found, pieces.end], strict=True))
+    assert max(tops) == step.peak and pieces.held == pytest.approx(step.held, abs=2**16)
+    assert pieces.num_micro_batches == 2 and len(found) == 2 * 2 * 6
 
 
 def test_a_pipeline_of_equal_stages() -> None:

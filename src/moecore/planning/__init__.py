@@ -10,6 +10,7 @@ from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.foldings import Folding, SearchRequest
 from moecore.planning.memory import MemoryPlan, RankMemory, plan_memory
 from moecore.planning.on_gpu import GpuRun, run_on_gpu
+from moecore.planning.peak import plan_peak
 from moecore.planning.picture import draw_memory
 from moecore.planning.report import Lever, Report, report_step, report_trace
 from moecore.planning.run import OptimizerOptions, TrainingRun
@@ -50,6 +51,7 @@ __all__ = [
     "fake_world",
     "next_change",
     "plan_memory",
+    "plan_peak",
     "plan_time",
     "read_trace",
     "report_step",

@@ -22,6 +22,7 @@ from moecore.planning.costs import CostTable
 from moecore.planning.foldings import ANY, FOLDING, Folding, SearchRequest
 from moecore.planning.gpus import GPUS
 from moecore.planning.memory import MemoryPlan, plan_memory
+from moecore.planning.peak import plan_peak
 from moecore.planning.picture import draw_memory
 from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
 from moecore.planning.search import Fitting, explain_folding, search, shown_levers
@@ -46,8 +47,7 @@ def add_plan(rooms: Any) -> None:
         "plan",
         help="which training run fits a cluster that is not there, and what its ranks hold",
         description="Without degrees: foldings that fit, best first. With degrees: bytes by kind "
-        "for each pipeline rank, from the plan and the forward that the run itself has. What an "
-        "operation needs while it runs is not counted.",
+        "for each pipeline rank and the most at once, from the plan and the step that the run has.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -103,20 +103,23 @@ def run_plan(args: Any) -> int:
     if args.call:
         print(call_of(run))
         return 0
-    plan, time = plan_memory(run), plan_time(run, _table(args))
+    plan, peaks, time = plan_memory(run), plan_peak(run), plan_time(run, _table(args))
     _write(args, plan, time)
     largest, memory = plan.largest, GPUS[args.gpu].memory
-    fits = largest.num_bytes <= memory
+    fits = max(peaks) <= memory
     if args.json:
-        ranks = [asdict(rank) | {"num_bytes": rank.num_bytes} for rank in plan.ranks]
+        ranks = [
+            asdict(rank) | {"num_bytes": rank.num_bytes, "peak": peak}
+            for rank, peak in zip(plan.ranks, peaks, strict=True)
+        ]
         found = {"gpu": args.gpu, "memory": memory, "fits": fits, "ranks": ranks}
         change = next_change(time, _table(args))
         found |= _numbers(time) | {"next": None if change is None else asdict(change)}
         print(json.dumps(found))
         return 0 if fits else 1
-    print(plan.table())
+    print(plan.table(peaks))
     print(
-        f"pipeline rank {largest.pp_rank} holds most: {shown_bytes(largest.num_bytes)} of "
+        f"pipeline rank {peaks.index(max(peaks))} has most at once: {shown_bytes(max(peaks))} of "
         f"{shown_bytes(memory)} ({args.gpu})"
     )
     if not fits:
@@ -165,6 +168,7 @@ def _row(found: Fitting) -> dict[str, Any]:
         "levers": shown_levers(found),
         "overhead": found.levers.overhead,
         "num_bytes": found.plan.largest.num_bytes,
+        "peak": max(found.peaks),
         "headroom": found.headroom,
         **_numbers(found.time),
     }

@@ -27,7 +27,7 @@ from moecore.kernels.common import launches_on_meta
 from moecore.memory.on_meta import OnMeta
 from moecore.optim.adamw import AdamW
 from moecore.planning.build import model_of, optimizer_of
-from moecore.planning.pieces import Start, cut
+from moecore.planning.pieces import END, Start, cut
 from moecore.planning.recorder import Recorder
 from moecore.planning.run import TrainingRun
 from moecore.planning.work import Queued, Work
@@ -46,26 +46,25 @@ class DryRun:
         held: bytes between steps.
         peak: most bytes at once, as `torch.cuda.max_memory_allocated` counts them.
         queued: what the device does, in the order in which the host queues it.
-        num_before_optimizer: of these until all gradients are there; clipping and AdamW follow.
-        starts: where parts of the model begin a pass; of a run without stages.
+        starts: where parts of the model begin a pass, in a run without stages; and where all
+            gradients are there, and clipping and AdamW follow.
     """
 
     rank: int
     held: int
     peak: int
     queued: tuple[Queued, ...]
-    num_before_optimizer: int
     starts: tuple[Start, ...]
 
     @property
     def forward_backward(self) -> tuple[Work, ...]:
         """What the device does until all gradients are there."""
-        return tuple(queued.work for queued in self.queued[: self.num_before_optimizer])
+        return tuple(queued.work for queued in self.queued[: self.starts[-1].first])
 
     @property
     def optimizer(self) -> tuple[Work, ...]:
         """What it does behind that."""
-        return tuple(queued.work for queued in self.queued[self.num_before_optimizer :])
+        return tuple(queued.work for queued in self.queued[self.starts[-1].first :])
 
 
 def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
@@ -99,15 +98,15 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
                 gc.collect()
                 recorder.mark()
                 step.forward_backward([inputs] * number)
-                num_before_optimizer = len(recorder.queued)
+                recorder.begin("B", END)
                 step.finish()
+                recorder.end()
         moved = sum(_moved(optimizer, param) for param in model.parameters())
         return DryRun(
             rank=rank,
             held=recorder.level,
             peak=recorder.peak,
             queued=tuple(_with_bytes(recorder.queued, moved)),
-            num_before_optimizer=num_before_optimizer,
             starts=tuple(recorder.starts),
         )
 

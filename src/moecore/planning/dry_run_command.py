@@ -12,8 +12,8 @@ from moecore.planning.command import add_run_options, run_of_options
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.gpus import GPUS
-from moecore.planning.memory import plan_memory
 from moecore.planning.on_gpu import run_on_gpu
+from moecore.planning.peak import plan_peak
 from moecore.planning.step_time import time_step
 from moecore.tables import columns, shown_bytes
 
@@ -45,7 +45,7 @@ def run_dry_run(args: Any) -> int:
     run, memory = run_of_options(args), GPUS[args.gpu].memory
     real = run_on_gpu(run, args.rank) if args.on_gpu else None
     found = dry_run(run, args.rank)
-    plan = plan_memory(run).ranks[args.rank * run.resolved.pp // run.num_gpus].num_bytes
+    plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
     table, fits = CostTable.of(args.gpu), found.peak <= memory
     rows, time = _rows(found, table), time_step(found, table)
     if args.json:
@@ -57,7 +57,7 @@ def run_dry_run(args: Any) -> int:
     print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
     at_most = f"{shown_bytes(found.peak)} at most in a step, of {shown_bytes(memory)} ({args.gpu})"
     print(f"{at_most}{'' if fits else ': does not fit'}")
-    print(f"{shown_bytes(plan)} by the plan: a sum of kinds, some of which are never there at once")
+    print(f"{shown_bytes(plan)} by the plan, from few layers")
     if real is not None:
         held, peak = shown_bytes(real.held), shown_bytes(real.peak)
         alone = f"{real.seconds * 1e3:.1f} ms a step without communication"

@@ -7,7 +7,8 @@
 These are the records that the run itself uses, made in a fake world: there is no formula beside
 them. Ranks of a pipeline stage hold as much as its first one, or less.
 
-Not counted: what an operation needs while it runs, what an allocator cannot use, NCCL's buffers.
+A sum of kinds, some of which are never there at once: `plan_peak` has what is. Not counted: what an
+operation needs while it runs, what an allocator cannot use, NCCL's buffers.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from moecore.shard.size import RankBytes, rank_bytes
 from moecore.tables import columns, shown_bytes
 
 WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
+WITHIN_STEP = ("gradients", "sums over micro-batches")  # what is stored, but not between steps
 SAMPLE = 1 << 20  # elements whose optimizer state is counted
 
 
@@ -87,8 +89,12 @@ class MemoryPlan:
         """The rank that holds most."""
         return max(self.ranks, key=lambda rank: rank.num_bytes)
 
-    def table(self) -> str:
-        """Return a row per kind and a column per pipeline rank."""
+    def table(self, peaks: Sequence[int] = ()) -> str:
+        """Return a row per kind and a column per pipeline rank.
+
+        Args:
+            peaks: what each rank has at once, of `plan_peak`.
+        """
         kinds = dict.fromkeys(kind for rank in self.ranks for kind in rank.device)
         hosts = dict.fromkeys(kind for rank in self.ranks for kind in rank.host)
         lines = [("pp rank", *(str(rank.pp_rank) for rank in self.ranks))]
@@ -97,7 +103,9 @@ class MemoryPlan:
         lines += [("in flight", *in_flight)]
         for kind in kinds:
             lines.append((kind, *(shown_bytes(rank.device.get(kind, 0)) for rank in self.ranks)))
-        lines.append(("all", *(shown_bytes(rank.num_bytes) for rank in self.ranks)))
+        lines.append(("sum", *(shown_bytes(rank.num_bytes) for rank in self.ranks)))
+        if peaks:
+            lines.append(("at once", *map(shown_bytes, peaks)))
         for kind in hosts:
             found = (shown_bytes(rank.host.get(kind, 0)) for rank in self.ranks)
             lines.append((f"host: {kind}", *found))
@@ -120,7 +128,7 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
             run.pipeline.schedule,
             pp=p.pp,
             chunks=len(stages) // p.pp,
-            num_micro_batches=_until_steady(run),
+            num_micro_batches=until_steady(run),
         )
     kept, ranks = _kept_by_layers(run), []
     parts = [blocks_of_stage(stage, kept, config.num_layers) for stage in stages]
@@ -165,9 +173,22 @@ def stages_of(run: TrainingRun) -> Sequence[Stage]:
 
 def stored_bytes(run: TrainingRun) -> int:
     """Return the bytes of parameters that the pipeline rank with the most of them stores."""
+    return max(size.parameters for size in sizes_of(run))
+
+
+def held_bytes(run: TrainingRun) -> tuple[int, ...]:
+    """Return what each pipeline rank holds between steps, with all state on the device."""
+    return tuple(
+        sum(n for kind, n in _stored(run, size).items() if kind not in WITHIN_STEP)
+        for size in sizes_of(run)
+    )
+
+
+def sizes_of(run: TrainingRun) -> list[RankBytes]:
+    """Return what each pipeline rank stores."""
     stages = stages_of(run)
     if run.pipeline is None:
-        return _rank_size(run, 0, stages).parameters
+        return [_rank_size(run, 0, stages)]
     rank_of = make_schedule(
         run.pipeline.schedule,
         pp=run.resolved.pp,
@@ -175,7 +196,7 @@ def stored_bytes(run: TrainingRun) -> int:
         num_micro_batches=1,
     ).rank_of
     ranks = [[s for s in stages if rank_of[s.index] == rank] for rank in range(run.resolved.pp)]
-    return max(_rank_size(run, rank, own).parameters for rank, own in enumerate(ranks))
+    return [_rank_size(run, rank, own) for rank, own in enumerate(ranks)]
 
 
 def blocks_of_stage(stage: Stage, kept: ModelKept, num_layers: int) -> list[KeptBytes]:
@@ -211,7 +232,7 @@ def in_flight_at_most(schedule: Schedule, rank: int, sizes: Sequence[int]) -> tu
     return found
 
 
-def _until_steady(run: TrainingRun) -> int:
+def until_steady(run: TrainingRun) -> int:
     """Return micro-batches after which no rank holds more: rounds of a pipeline are alike."""
     number, round_ = run.num_micro_batches, run.resolved.pp
     is_steady = run.pipeline is not None and run.pipeline.schedule != "gpipe"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from moecore.pipeline.layout import Stage
 from moecore.planning.alike import Likes
 from moecore.planning.work import Queued
 
+END = "end"  # clipping and the optimizer
 Pass = Literal["F", "B"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 MIDDLE = 3  # micro-batches of a dry run: the first, one between, the last
@@ -34,13 +36,31 @@ class Start(NamedTuple):
 
     Attributes:
         of: forward or backward.
-        part: "embedding", "layer 3", "predictions" (all modules of them) or "head".
+        part: "embedding", "layer 3", "predictions" (all modules of them), "head"; END behind all.
         first: how much it has queued.
+        level: bytes that are allocated.
+        top: most bytes until the next one.
     """
 
     of: Pass
     part: str
     first: int
+    level: int
+    top: int
+
+
+class Piece(NamedTuple):
+    """What a step does between two starts.
+
+    Attributes:
+        place: from where to where in the queue.
+        delta: bytes that are allocated more behind it than before it.
+        rise: most of them within it.
+    """
+
+    place: range
+    delta: int
+    rise: int
 
 
 def cut(model: Decoder, begin: Callable[[Pass, str], None]) -> None:
@@ -78,45 +98,39 @@ class Pieces:
 
     Attributes:
         queued: what its host queues.
-        num_before_optimizer: of these.
+        held: bytes between steps.
         like: of each pass, the layer that each layer of the whole model is like.
-        places: (micro-batch, pass, part) -> from where to where in `queued`, in order.
+        found: (micro-batch, pass, part) -> pieces in order.
+        end: what follows all gradients: clipping and the optimizer.
     """
 
     queued: Sequence[Queued]
-    num_before_optimizer: int
+    held: int
     like: Likes
-    places: dict[tuple[int, Pass, str], list[range]]
+    found: dict[tuple[int, Pass, str], list[Piece]]
+    end: Piece
 
     @classmethod
-    def of(
-        cls,
-        queued: Sequence[Queued],
-        num_before_optimizer: int,
-        starts: Sequence[Start],
-        like: Likes,
-    ) -> Pieces:
+    def of(cls, queued: Sequence[Queued], starts: Sequence[Start], like: Likes) -> Pieces:
         """Return the pieces between starts; what comes before the first one is that one's."""
-        places: dict[tuple[int, Pass, str], list[range]] = {}
-        edges = [0, *(start.first for start in starts[1:]), num_before_optimizer]
+        found: dict[tuple[int, Pass, str], list[Piece]] = {}
+        held, last = starts[0].level, starts[-1]
         micro_batch, before = -1, "B"
-        for start, first, end in zip(starts, edges[:-1], edges[1:], strict=True):
+        for i, (start, behind) in enumerate(pairwise(starts)):
             micro_batch += (before, start.of) == ("B", "F")
             before = start.of
-            places.setdefault((micro_batch, start.of, start.part), []).append(range(first, end))
-        return cls(
-            queued=queued,
-            num_before_optimizer=num_before_optimizer,
-            like=like,
-            places=places,
-        )
+            place = range(start.first if i else 0, behind.first)
+            piece = Piece(place, behind.level - start.level, start.top - start.level)
+            found.setdefault((micro_batch, start.of, start.part), []).append(piece)
+        end = Piece(range(last.first, len(queued)), held - last.level, last.top - last.level)
+        return cls(queued=queued, held=held, like=like, found=found, end=end)
 
     @property
     def num_micro_batches(self) -> int:
         """Of the step that was cut."""
-        return 1 + max(micro_batch for micro_batch, _, _ in self.places)
+        return 1 + max(micro_batch for micro_batch, _, _ in self.found)
 
-    def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[range]:
+    def of_stage(self, stage: Stage, of: Pass, micro_batch: int) -> list[Piece]:
         """Return the pieces of a stage's pass, in order.
 
         Args:
@@ -129,14 +143,9 @@ class Pieces:
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
         if of == "B":
             parts.reverse()
-        return [place for part in parts for place in self.places.get((micro_batch, of, part), ())]
+        return [piece for part in parts for piece in self.found.get((micro_batch, of, part), ())]
 
-    @property
-    def end(self) -> range:
-        """What follows all gradients: clipping and the optimizer."""
-        return range(self.num_before_optimizer, len(self.queued))
-
-    def joined(self, places: Iterable[range]) -> list[Queued]:
+    def joined(self, pieces: Iterable[Piece]) -> list[Queued]:
         """Return the queue of pieces one after the other."""
         found: list[Queued] = []
         newest: dict[int, int] = {}  # number in `queued` -> in `found`
@@ -150,7 +159,7 @@ class Pieces:
                 place, end = self._before.get(place.start, range(0)), start
             return newest.get(number)
 
-        for place in places:
+        for place, _, _ in pieces:
             starts.append(len(found))
             for i in place:
                 one = self.queued[i]
@@ -165,10 +174,6 @@ class Pieces:
     @cached_property
     def _before(self) -> dict[int, range]:
         """Start of each piece -> the piece before it."""
-        found = sorted((p for places in self.places.values() for p in places), key=_start)
-        found.append(self.end)
+        found = [piece.place for pieces in self.found.values() for piece in pieces]
+        found = [*sorted(found, key=attrgetter("start")), self.end.place]
         return {place.start: before for before, place in pairwise(found)}
-
-
-def _start(place: range) -> int:
-    return place.start

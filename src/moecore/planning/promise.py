@@ -151,10 +151,10 @@ class Promise:
     def _part(self, part: Stage, of: Pass, folding: Folding, rung: Levers) -> float:
         """Return the seconds of a part's pass: the host's or the device's, whichever is longer."""
         pieces = self._pieces(rung)
-        places = pieces.of_stage(part, of, MIDDLE // 2)
-        key = rung.name, *folding[1:5], *((place.start, place.stop) for place in places)
+        own = [piece.place for piece in pieces.of_stage(part, of, MIDDLE // 2)]
+        key = rung.name, *folding[1:5], *((place.start, place.stop) for place in own)
         if key not in self._known:
-            queued = [pieces.queued[i] for place in places for i in place]
+            queued = [pieces.queued[i] for place in own for i in place]
             works = [work for one in queued for work in self._share(one, folding)]
             works += self._messages(folding) if part.layers or part.mtp else ()
             device = sum(self._table.seconds(*work) for work in works)

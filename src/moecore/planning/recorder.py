@@ -51,7 +51,7 @@ class Recorder(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.level = self.peak = 0
+        self.level = self.peak = self._top = self._held = 0
         self.queues = Queues()
         self.queued: list[Queued] = []
         self.starts: list[Start] = []
@@ -61,11 +61,19 @@ class Recorder(DispatchMode):
     def mark(self) -> None:
         """Begin anew: nothing is queued, and the peak is what is allocated now."""
         self.peak, self.queued, self._first = self.level, [], self.queues.length
-        self.starts = []
+        self.starts, self._top, self._held = [], self.level, self.level
 
     def begin(self, of: Pass, part: str) -> None:
         """Write down that a part of the model begins a pass."""
-        self.starts.append(Start(of, part, len(self.queued)))
+        level = self.level if self.starts else self._held
+        self.end()
+        self.starts.append(Start(of, part, len(self.queued), level, level))
+
+    def end(self) -> None:
+        """Write down how much the last of these parts had at most."""
+        if self.starts:
+            self.starts[-1] = self.starts[-1]._replace(top=self._top)
+            self._top = self.level
 
     def take(self, tensor: Tensor) -> bool:
         """Count the memory of a tensor on meta, once; return whether it is new."""
@@ -78,7 +86,7 @@ class Recorder(DispatchMode):
         storage = tensor.untyped_storage()
         self._sizes[key] = size = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         self.level += size
-        self.peak = max(self.peak, self.level)
+        self.peak, self._top = max(self.peak, self.level), max(self._top, self.level)
         weakref.finalize(storage, self._free, key)
         return True
 

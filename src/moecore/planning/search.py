@@ -15,7 +15,7 @@ Source: arXiv:2603.07685, section 9.1.2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from moecore.planning.foldings import (
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import Levers
 from moecore.planning.memory import MemoryPlan, plan_memory
+from moecore.planning.peak import plan_peak
 from moecore.planning.promise import Promise
 from moecore.planning.run import TrainingRun
 from moecore.planning.time_plan import TimePlan, plan_time
@@ -47,14 +48,16 @@ class Candidate:
         folding: degrees.
         run: what was planned.
         levers: their last rung.
-        plan: bytes of each pipeline rank.
-        headroom: bytes of the limit that the largest rank leaves; negative where it does not fit.
+        plan: bytes of each pipeline rank by kind.
+        peaks: the most bytes that each pipeline rank has at once.
+        headroom: bytes of the limit that these leave; negative where it does not fit.
     """
 
     folding: Folding
     run: TrainingRun
     levers: Levers
     plan: MemoryPlan
+    peaks: tuple[int, ...]
     headroom: int
 
     @property
@@ -107,7 +110,7 @@ class SearchResult:
                 else f"{pipeline.schedule}{f' x{p.chunks}' * (p.chunks > 1)}"
             )
             numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), order)
-            used = shown_bytes(found.plan.largest.num_bytes)
+            used = shown_bytes(max(found.peaks))
             rows = str(found.run.num_micro_batches)
             memory = (used, shown_bytes(found.headroom))
             lines.append((*numbers, rows, shown_levers(found), *memory, *_shown_time(found)))
@@ -203,7 +206,7 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
         return f"{folding}: refused ({refusal.rule}): {refusal.reason}"
     found = fit(request, folding)
     largest = found.plan.largest
-    used = f"{shown_bytes(largest.num_bytes)} of {shown_bytes(request.limit)}"
+    used = f"{shown_bytes(max(found.peaks))} of {shown_bytes(request.limit)}"
     if found.fits:
         line = plan_time(found.run, CostTable.of(request.gpu)).line
         return f"{folding}: fits, {used}, levers: {shown_levers(found)}; {line}"
@@ -217,39 +220,61 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
 def fit(request: SearchRequest, folding: Folding) -> Candidate:
     """Plan a folding with the cheapest levers with which it fits; with all where none suffice.
 
-    Memory falls from rung to rung, so the first that fits is found by halves.
+    Memory falls from rung to rung, so the first whose kinds add up to less is found by halves. From
+    there it is a rung or two to the first that has less at once.
     """
     rungs = rungs_of(request)
+    at = _first_by_sum(request, folding, rungs)
+    found = planned_with(request, folding, rungs[at])
+    while not found.fits and at + 1 < len(rungs):
+        at += 1
+        found = planned_with(request, folding, rungs[at])
+    while found.fits and at:
+        never_at_once = found.plan.largest.num_bytes - max(found.peaks)
+        if _sum(request, folding, rungs[at - 1]) - never_at_once > request.limit:
+            break
+        other = planned_with(request, folding, rungs[at - 1])
+        if not other.fits:
+            break
+        found, at = other, at - 1
+    return found
+
+
+def _first_by_sum(request: SearchRequest, folding: Folding, rungs: Sequence[Levers]) -> int:
+    """Return the first rung whose kinds of memory add up to the limit at most, or the last."""
+
+    def fits(at: int) -> bool:
+        return _sum(request, folding, rungs[at]) <= request.limit
+
     low, high = 0, len(rungs) - 1
     ends = [i for i, rung in enumerate(rungs[:-1]) if rung.overhead != rungs[i + 1].overhead]
-    found = None
-    for end in (*ends, high):  # the last rung of each overhead
-        found = planned_with(request, folding, rungs[end])
-        if found.fits:
+    for end in ends:  # the last rung of each overhead
+        if fits(end):
             high = end
             break
         low = end + 1
-    assert found is not None, "there is a rung"
-    while found.fits and low < high:
+    while low < high:
         middle = (low + high) // 2
-        other = planned_with(request, folding, rungs[middle])
-        if other.fits:
-            found, high = other, middle
-        else:
-            low = middle + 1
-    return found
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+def _sum(request: SearchRequest, folding: Folding, levers: Levers) -> int:
+    """Return what the kinds of memory of the largest rank add up to."""
+    return plan_memory(run_of(request, folding, levers)).largest.num_bytes
 
 
 def planned_with(request: SearchRequest, folding: Folding, levers: Levers) -> Candidate:
     """Plan a folding with the levers of one rung."""
     run = run_of(request, folding, levers)
-    plan = plan_memory(run)
+    peaks = plan_peak(run)
     return Candidate(
         folding=folding,
         run=run,
         levers=levers,
-        plan=plan,
-        headroom=request.limit - plan.largest.num_bytes,
+        plan=plan_memory(run),
+        peaks=peaks,
+        headroom=request.limit - max(peaks),
     )
 
 
@@ -258,7 +283,7 @@ def smallest_change(request: SearchRequest, table: CostTable) -> str | None:
     for text, changed in _changes(request):
         open_ones = [f for f in foldings(changed.num_gpus) if refuse(changed, f) is None]
         for folding in sorted(open_ones, key=Promise(changed, table).num_bytes)[:2]:
-            if planned_with(changed, folding, rungs_of(changed)[-1]).fits:
+            if _sum(changed, folding, rungs_of(changed)[-1]) <= changed.limit:
                 return f"{text}, with {folding}"
     return None
 

@@ -20,12 +20,12 @@ from moecore.pipeline.layout import Stage
 from moecore.pipeline.orders import Action, Item, Overlap, actions_of
 from moecore.pipeline.schedule import make_schedule
 from moecore.pipeline.timeline import Timeline
-from moecore.planning.alike import timed_layers
+from moecore.planning.alike import Likes, timed_layers
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.gpus import NODE
 from moecore.planning.memory import WHOLE, stages_of, state_bytes, stored_bytes
-from moecore.planning.pieces import MIDDLE, PASSES, Pass, Pieces
+from moecore.planning.pieces import MIDDLE, PASSES, Pass, Piece, Pieces
 from moecore.planning.run import TrainingRun
 from moecore.planning.step_time import STEPS, Part, exposed, run_queue
 from moecore.planning.timeline import simulate
@@ -105,13 +105,22 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
 
 def pieces_of(run: TrainingRun) -> Pieces:
     """Return the pieces of a run's step, whose optimizer's state stays on the device."""
-    here = replace(run, optimizer=replace(run.optimizer, offload_fraction=0.0))
-    small, like = timed_layers(here, min(run.num_micro_batches, MIDDLE))
+    small, like = _small(run)
     step = _dry_run(small)
     share = stored_bytes(run) / stored_bytes(small)
-    end = (_grown(one, share) for one in step.queued[step.num_before_optimizer :])
-    queued = [*step.queued[: step.num_before_optimizer], *end]
-    return Pieces.of(queued, step.num_before_optimizer, step.starts, like)
+    first = step.starts[-1].first
+    end = (_grown(one, share) for one in step.queued[first:])
+    return Pieces.of([*step.queued[:first], *end], step.starts, like)
+
+
+def small_of(run: TrainingRun) -> TrainingRun:
+    """Return the run of few layers whose pieces those of a run are."""
+    return _small(run)[0]
+
+
+def _small(run: TrainingRun) -> tuple[TrainingRun, Likes]:
+    here = replace(run, optimizer=replace(run.optimizer, offload_fraction=0.0))
+    return timed_layers(here, min(run.num_micro_batches, MIDDLE))
 
 
 def timed_stages(run: TrainingRun) -> Sequence[Stage]:
@@ -135,12 +144,12 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
     """
     (stage,) = timed_stages(run)
     number = min(run.num_micro_batches, MIDDLE + 1)
-    places, lengths = list[range](), list[int]()
-    for i in _like(number, pieces.num_micro_batches):
+    queue, lengths = list[Piece](), list[int]()
+    for i in like_of(number, pieces.num_micro_batches):
         for of in PASSES:
-            places += pieces.of_stage(stage, of, i)
-        lengths.append(sum(map(len, places)))
-    queued = pieces.joined([*places, pieces.end])
+            queue += pieces.of_stage(stage, of, i)
+        lengths.append(_length(queue))
+    queued = pieces.joined([*queue, pieces.end])
     before = (STEPS - 1) * len(queued)
     spans = run_queue(queued, table, STEPS)
 
@@ -192,7 +201,7 @@ def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, 
             chunks=len(stages) // pp,
             num_micro_batches=num_micro_batches,
         )
-        like = _like(num_micro_batches, pieces.num_micro_batches)
+        like = like_of(num_micro_batches, pieces.num_micro_batches)
         costs = _Costs(passes, like)
         timeline = timelines[num_micro_batches] = simulate(schedule, costs.seconds, send)
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
@@ -259,7 +268,7 @@ def _passes_of(
     known: dict[object, dict[tuple[Pass, int], Parts]] = {}
     found = {}
     for stage in stages:
-        key = tuple((place.start, place.stop) for place in pieces.of_stage(stage, "F", 0))
+        key = tuple(piece.place.start for piece in pieces.of_stage(stage, "F", 0))
         if key not in known:
             known[key] = _passes(stage, pieces, table)
         found[stage.index] = known[key]
@@ -269,12 +278,12 @@ def _passes_of(
 def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Parts]:
     """Return seconds by part of a stage's passes: a forward and a backward in turns."""
     found: dict[tuple[Pass, int], Parts] = {}
-    queue: list[range] = []
+    queue: list[Piece] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
-    for i in _like(pieces.num_micro_batches + 1, pieces.num_micro_batches):
+    for i in like_of(pieces.num_micro_batches + 1, pieces.num_micro_batches):
         for of in PASSES:
             queue += pieces.of_stage(stage, of, i)
-            ends.append(((of, i), sum(map(len, queue))))
+            ends.append(((of, i), _length(queue)))
     spans = run_queue(pieces.joined(queue), table)
     start = 0.0
     for key, number in ends:
@@ -284,6 +293,10 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, 
     return found
 
 
+def _length(queue: Iterable[Piece]) -> int:
+    return sum(len(piece.place) for piece in queue)
+
+
 def _end(pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
     """Return seconds and parts of what follows all gradients."""
     spans = run_queue(pieces.joined([pieces.end]), table)
@@ -291,7 +304,7 @@ def _end(pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
     return end, exposed(spans, 0.0, end)
 
 
-def _like(number: int, known: int) -> list[int]:
+def like_of(number: int, known: int) -> list[int]:
     """Return which of the known micro-batches each of a step is like: ends, and all between."""
     if number <= known:
         return [*range(number - 1), known - 1] if number > 1 else [0]

@@ -1,0 +1,70 @@
+"""Peaks of runs of any depth, put together from few layers, against dry runs of all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moecore import FSDPOptions, MemoryOptions, ParallelConfig, PipelineConfig
+from moecore.models import preset
+from moecore.planning import OptimizerOptions, TrainingRun, dry_run, plan_memory, plan_peak
+
+QWEN = replace(preset("qwen3-30b-a3b"), num_layers=8)
+DEEPSEEK = replace(preset("deepseek-v3"), num_layers=9)  # three dense ones, six with experts
+WHOLE = FSDPOptions(param_dtype=torch.bfloat16, dense_strategy="optim")
+RUN = TrainingRun(
+    model=QWEN, num_gpus=8, parallel=ParallelConfig(ep=8), seq_len=2048, num_micro_batches=4
+)
+CASES = {
+    "weights gathered by micro-batch": (RUN, 0.002),
+    "weights whole": (replace(RUN, fsdp=WHOLE), 0.002),
+    "MoE layers again": (replace(RUN, memory=MemoryOptions(recompute=("moe",))), 0.002),
+    "half of the state offloaded": (
+        replace(RUN, optimizer=OptimizerOptions(offload_fraction=0.5)),
+        0.002,
+    ),
+    "deepseek, two nodes": (
+        replace(RUN, model=DEEPSEEK, num_gpus=16, parallel=ParallelConfig(ep=16)),
+        0.01,
+    ),
+    "deepseek, offloaded": (
+        replace(
+            RUN,
+            model=DEEPSEEK,
+            num_gpus=16,
+            parallel=ParallelConfig(ep=16),
+            memory=MemoryOptions(offload=("attention", "experts")),
+        ),
+        0.04,
+    ),
+}
+SCHEDULES = {
+    "1f1b": (PipelineConfig(schedule="1f1b"), 0.03),
+    "interleaved": (PipelineConfig(schedule="interleaved", chunks=2), 0.03),
+    "overlapped": (PipelineConfig(schedule="overlapped", chunks=2), 0.03),
+    "zero-bubble": (PipelineConfig(schedule="zero-bubble"), 0.06),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_few_layers_stand_for_all(case: str) -> None:
+    run, error = CASES[case]
+    (found,) = plan_peak(run)
+    assert found == pytest.approx(dry_run(run).peak, rel=error)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_of_a_pipeline(name: str) -> None:
+    pipeline, error = SCHEDULES[name]
+    run = replace(RUN, parallel=ParallelConfig(pp=2, ep=4), num_micro_batches=8, pipeline=pipeline)
+    exact = [dry_run(run, rank).peak for rank in (0, 4)]
+    assert plan_peak(run) == pytest.approx(exact, rel=error)
+
+
+def test_kinds_add_up_to_more_or_less() -> None:
+    """Gradients come when activations go; while an operation runs it needs more."""
+    one = replace(RUN, num_micro_batches=1)
+    assert max(plan_peak(one)) < plan_memory(one).largest.num_bytes
+    assert max(plan_peak(RUN)) > plan_memory(RUN).largest.num_bytes
