@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.memory import streams
+from moecore.memory.streams import CopyStream, Mark, Streams
 from tests.memory.blocks import Plain, in_chunks, offloaded, part_of, part_or_block
 
 pytestmark = pytest.mark.gpu
@@ -52,18 +52,16 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 @contextmanager
 def late(which: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within, copies out, copies back, or the compute before each of them start late."""
-    copy = streams._copy
+    copy = Streams._copy
 
-    def copy_late(stream: streams.CopyStream, after: streams.Mark, pairs: Any) -> streams.Mark:
-        pairs = list(pairs)
-        is_out = not pairs[0][0].is_cuda
-        if which == ("out" if is_out else "back"):
+    def copy_late(self: Streams, stream: CopyStream, *args: Any) -> Mark:
+        if which == ("out" if stream is self._out else "back"):
             with torch.cuda.stream(stream.next):
                 torch.cuda._sleep(PAUSE)
-        return copy(stream, after, pairs)
+        return copy(self, stream, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(streams, "_copy", copy_late)
+        patch.setattr(Streams, "_copy", copy_late)
         yield
 
 
