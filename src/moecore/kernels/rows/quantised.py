@@ -137,7 +137,7 @@ def tile_tokens_ref(
     used = (row < end[:, None]) & (tile < tiles.map[0, 0])[:, None]
     none = values_SD.shape[0]  # a row of zeros
     if row_ids_R is not None and row_ids_R.numel():
-        row = row_ids_R.long()[row.clamp(max=row_ids_R.numel() - 1)]
+        row = row_ids_R.long()[torch.where(used, row, 0)]
     row = torch.where(used, row, none)
     values = blocks_of(F.pad(values_SD.half(), (0, 0, 0, 1))[row])  # [t, 128, B, 128]
     scales = F.pad(scales_SB, (0, 0, 0, 1))[row]  # [t, 128, B]
