@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moecore.moe.dispatch.exchange import ExchangeError
 from moecore.moe.lanes import generators, set_generators
 from moecore.moe.room import Room, larger
 from moecore.moe.state import MoEState
@@ -57,14 +56,10 @@ class Reruns:
         Args:
             run: all forwards and backwards of a step.
             drop: undoes a run.
-
-        Raises:
-            ExchangeError: on every rank, when a tape that gives or takes choices has had the
-                forwards.
         """
         if not self._asks or any(state.is_graphed for state in self._states):
             return run()
-        is_replayed = any(state.is_replayed for state in self._states)
+        rewinders = [tape.rewinder() for state in self._states for tape in state.tapes]
         while True:
             before = generators()
             with ExitStack() as stack:
@@ -72,14 +67,16 @@ class Reruns:
                     if room is not None:
                         stack.enter_context(room.asked_later())
                 found = run()
-            *factors, was_replayed = self._needed(is_replayed)
+            factors = self._needed()
             if not any(factors):
                 return found
             drop()
+            for rewind in rewinders:
+                rewind()
             set_generators(before)
             for room, factor in zip(self._rooms, factors, strict=True):
                 if room is not None:
-                    self._grow(room, factor, was_replayed=bool(was_replayed))
+                    _grow(room, factor)
 
     def is_short(self) -> Tensor | None:
         """Return whether rows of this rank had no room, a bool on the device; None = all had.
@@ -97,31 +94,22 @@ class Reruns:
             if room is not None and self._asks:
                 room.clear_state()
 
-    def _needed(self, is_replayed: bool) -> list[float]:
-        """Return the least factor that any rank needed of each room, 0 = it had enough.
-
-        And behind them whether any rank has a tape.
-        """
+    def _needed(self) -> list[float]:
+        """Return the least factor that any rank needed of each room, 0 = it had enough."""
         zero = torch.zeros((), device=self._device)
-        needed = [
-            zero if room is None else room.needed_factor().to(self._device) for room in self._rooms
-        ]
-        found = torch.stack([*needed, zero + float(is_replayed)])
+        found = torch.stack(
+            [zero if room is None else room.needed_factor().to(zero) for room in self._rooms]
+        )
         if dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX)
         factors: list[float] = found.tolist()
         return factors
 
-    def _grow(self, room: Room, factor: float, *, was_replayed: bool) -> None:
-        if factor and was_replayed:
-            raise ExchangeError(
-                f"{room.option} ({room.factor}) must be >= {factor:.4g} for a step whose routes "
-                "are recorded or replayed, which cannot run again: raise it",
-                factor,
-            )
-        now = larger(factor)
-        if factor and (not dist.is_initialized() or dist.get_rank() == 0):
-            logger.warning(
-                "%s (%s) was too small: the step runs again with %s", room.option, room.factor, now
-            )
-        room.grow(now if factor else None)
+
+def _grow(room: Room, factor: float) -> None:
+    now = larger(factor)
+    if factor and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "%s (%s) was too small: the step runs again with %s", room.option, room.factor, now
+        )
+    room.grow(now if factor else None)

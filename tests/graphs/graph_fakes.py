@@ -1,4 +1,4 @@
-"""CUDA graphs of parts of a model without a GPU: what was captured runs again at each replay."""
+"""CUDA graphs without a GPU, of steps and of parts: what was captured runs again at each replay."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from moecore.graphs import forward_backward
 from moecore.graphs import graphed_part as module
 from moecore.graphs.forms import form_of
+from moecore.moe.state import moe_state
+from moecore.shard.engine import progress_of
 
 
 class FakeRecorder:
@@ -103,3 +107,59 @@ def tensors_of(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     form_of(value, found)
     return found
+
+
+class FakeGraph:
+    """Runs what was captured again, and writes where the first run's results lie, as a graph does.
+
+    Python of the model runs again, too, which a graph's replay does not.
+
+    Args:
+        function: of a step, with its `model`.
+        inputs: of the function.
+    """
+
+    def __init__(self, function: Any, inputs: tuple[Tensor, ...]) -> None:
+        self.function, self.model, self.inputs = function, function.model, inputs
+        capturing = patch("moecore.moe.balance._is_capturing", lambda x: True)
+        with capturing, torch.random.fork_rng(devices=[]):
+            self.outputs = function(*inputs)
+        self.grads = [p.grad for p in self.model.parameters()]
+        for layer in moe_state(self.model).layers.values():
+            for counted in layer.tracker.counts.tensors():  # what is captured has not run
+                counted.zero_()
+
+    def replay(self) -> None:
+        self.model.zero_grad()
+        progress: Any = progress_of(self.model)
+        before, progress.done = progress.done, 0  # a graph's replay runs no Python
+        with patch("moecore.moe.balance._is_capturing", lambda x: True):
+            self.outputs.copy_(self.function(*self.inputs))
+        progress.done = before
+        for param, grad in zip(self.model.parameters(), self.grads, strict=True):
+            _local(grad).copy_(_local(param.grad))
+            param.grad = None  # a replay sets none
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, Exception | None]:
+    try:
+        graph = FakeGraph(function, inputs)
+    except FloatingPointError as error:
+        return None, None, error
+    return graph, graph.outputs, None
+
+
+@contextmanager
+def fake_steps() -> Iterator[None]:
+    """Within, a step is a graph on CPUs too."""
+    cpu, run = torch.device("cpu"), forward_backward._run
+    fakes = dict(_gpu_of=lambda model: cpu, _watched=run, _graph_of=fake_graph_of)
+    with (
+        patch.multiple(forward_backward, **fakes),
+        patch("torch.cuda.synchronize", lambda device: None),
+    ):
+        yield

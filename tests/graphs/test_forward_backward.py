@@ -35,7 +35,7 @@ from moecore.graphs import GraphedForwardBackward
 from moecore.graphs import forward_backward as module
 from moecore.graphs.facts import facts_of
 from moecore.moe.state import moe_state
-from moecore.shard.engine import progress_of
+from tests.graphs.graph_fakes import fake_steps
 from tests.moe.emulated_exchange import emulated
 from tests.moe.moe_cases import make_layer
 from tests.ranks import run_ranks
@@ -111,40 +111,6 @@ def error_after(change: str, x: Tensor) -> str:
     model.load_state_dict(model.state_dict())
     CHANGES.get(change, nn.Module.train)(model)
     return error_of(lambda: facts.check(model, moe_state(model)))
-
-
-class FakeGraph:
-    """Runs what was captured again, and writes where the first run's results lie, as a graph does.
-
-    Python of the model runs again, too, which a graph's replay does not.
-    """
-
-    def __init__(self, function: Any, inputs: tuple[Tensor, ...]) -> None:
-        self.function, self.model, self.inputs = function, function.model, inputs
-        with patch("moecore.moe.balance._is_capturing", lambda x: True):
-            self.outputs = function(*inputs)
-        self.grads = [p.grad for p in self.model.parameters()]
-        for counted in self.model[1].tracker.counts.tensors():  # what is captured has not run
-            counted.zero_()
-
-    def replay(self) -> None:
-        self.model.zero_grad()
-        progress = progress_of(self.model)
-        before, progress.done = progress.done, 0  # a graph's replay runs no Python
-        with patch("moecore.moe.balance._is_capturing", lambda x: True):
-            self.outputs.copy_(self.function(*self.inputs))
-        progress.done = before
-        for param, grad in zip(self.model.parameters(), self.grads, strict=True):
-            grad.to_local().copy_(param.grad.to_local())
-            param.grad = None  # a replay sets none
-
-
-def fake_graph_of(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, Exception | None]:
-    try:
-        graph = FakeGraph(function, inputs)
-    except FloatingPointError as error:
-        return None, None, error
-    return graph, graph.outputs, None
 
 
 def make_forward_backward(fails: str = "") -> Any:
@@ -257,8 +223,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     found["clones over peers"] = error_of(lambda: GraphedForwardBackward(print, model))
     eager = make_forward_backward()
     found["eager"] = train(eager.owner, eager, x, range(6))
-    fakes = dict(_gpu_of=lambda model: device, _watched=module._run, _graph_of=fake_graph_of)
-    with patch.multiple(module, **fakes), patch("torch.cuda.synchronize", lambda device: None):
+    with fake_steps():
         found["graphed"] = train_graphed(x)
         found["capture"] = error_of_a_capture(x)
     return found

@@ -226,7 +226,7 @@ def test_a_late_rank_is_an_error_until_closed(
 
 
 def test_too_many_rows_are_an_error_that_names_the_factor(group: dist.ProcessGroup) -> None:
-    exchange = exchange_of(group, row_factor=1.25)
+    exchange = exchange_of(group, row_factor=1.25, overflow="error")
     assert exchange.balanced_rows == 4 * 8 * 2 // 4
     offsets = exchange.limit_rows(torch.tensor([9, 24], dtype=torch.int32), 20)
     assert offsets.tolist() == [9, 20] and int(exchange.buffer.state[NEEDED_WORD]) == 24

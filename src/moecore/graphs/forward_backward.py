@@ -16,6 +16,10 @@ between steps: it raises what has gone wrong in exchanges, frees units that an e
 unsharded, compares the facts that the graph holds with the present ones (`graphs/facts.py`), sets
 `.grad` to the captured gradient, and counts micro-batches.
 
+Note "outgrown": rows that find no room let `TrainStep.finish` skip the step on every rank, on the
+device. The host learns of it a step later, for which it does not wait. Then the graph is freed, the
+room grows, and the calls that follow warm up and capture anew.
+
 Note "together": captured collectives have no timeout. A rank that gives up before the first replay
 tells the others, and all of them raise. One that raises later leaves them waiting: end the job.
 """
@@ -35,6 +39,7 @@ from torch import Tensor, nn
 from moecore._fields import Bound, check_arguments
 from moecore.graphs.facts import Facts, facts_of
 from moecore.moe.dispatch.exchange import ExchangeError
+from moecore.moe.room import SkippedSteps
 from moecore.moe.state import MoEState, moe_state
 from moecore.pipeline.run import pipeline_of
 from moecore.shard.engine import free_units, progress_of
@@ -108,7 +113,7 @@ class GraphedForwardBackward:
         if self._captured is not None:
             torch.cuda.synchronize(self._device)  # it may run yet
         self._num_warm, self._inputs, self._captured = 0, (), None
-        self._state.is_captured = False
+        self._state.graph_steps = None
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return what `forward_backward` returns; parameters hold the step's gradients.
@@ -130,6 +135,9 @@ class GraphedForwardBackward:
         """
         free_units(self._model)  # a replay does not: see the note
         _check_start(self._model, self._state)
+        if self._state.is_outgrown():
+            self.close()
+            self._state.settle_rooms()
         if self._captured is not None:
             return self._captured.replay(inputs)
         with self._state.graphed():
@@ -146,7 +154,7 @@ class GraphedForwardBackward:
             return outputs
         _check_inputs(own, self._inputs)
         self._captured = _capture(self._forward_backward, self._model, self._state, own)
-        self._state.is_captured = True
+        self._state.graph_steps = SkippedSteps()
         self._inputs = ()
         return self._captured.replay(inputs)
 

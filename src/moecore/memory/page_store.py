@@ -216,9 +216,14 @@ class PageStore:
         if self.pool is not None:
             self.pool.clear_needed(report=report)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether a page was missing, as far as the host can see."""
+        return self.pool is not None and bool(self.pool.report[MISSED_WORD])
+
     def shortage(self) -> Shortage | None:
         """Return what was missing, as far as the host can see without waiting, and start anew."""
-        if self.pool is None or not self.pool.report[MISSED_WORD]:
+        if self.pool is None or not self.is_short:
             return None
         num_pages = int(self.pool.report[MOST_WORD])
         self.pool.clear_needed()

@@ -88,6 +88,11 @@ class Stash(Offload):
         """Device pages over those that even loads fill."""
         return self._options.factor
 
+    @property
+    def is_short(self) -> bool:
+        """Whether rows found no page, as far as the host can see."""
+        return self.pages.is_short
+
     @contextmanager
     def asked_later(self) -> Iterator[None]:
         """Within, missing pages are no error: `needed_factor` has them."""
@@ -119,8 +124,8 @@ class Stash(Offload):
         Waits for the device where there were too few. When no rows lie in pages.
         """
         shortage = self.pages.shortage()
-        if shortage is not None:
-            now = larger(shortage.factor)
+        now = 0.0 if shortage is None else larger(shortage.factor)
+        if now > self.factor:  # else a step that ran before they grew
             warn_of_skipped(self.option, self.factor, now)
             if self._streams.device.type == "cuda":
                 torch.cuda.synchronize(self._streams.device)  # copies may read what is freed now

@@ -83,6 +83,10 @@ class ChoiceTape(Protocol):
         """See the choice of this forward, before capacity."""
         ...
 
+    def rewinder(self) -> Callable[[], None]:
+        """Return what undoes all forwards from here on, for a step that runs again."""
+        ...
+
 
 class BalancedRows(NamedTuple):
     """Rows in use with even loads, where only the device knows which of S and R are.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,6 +33,11 @@ class Room(Protocol):
     @property
     def may_be_small(self) -> bool:
         """Whether a step that found too little room may run again, or be skipped."""
+        ...
+
+    @property
+    def is_short(self) -> bool:
+        """Whether rows found no room, as far as the host can see."""
         ...
 
     def asked_later(self) -> AbstractContextManager[None]:
@@ -60,6 +67,35 @@ class Room(Protocol):
     def check(self) -> None:
         """Raise it once the device is idle. Host sync."""
         ...
+
+
+class SkippedSteps:
+    """Which steps were skipped, read while the next one runs, so that the host waits for nothing.
+
+    What it says is the same on every rank at the same step.
+    """
+
+    def __init__(self) -> None:
+        self._flags: deque[tuple[Any, Any]] = deque()
+
+    def note(self, skipped: bool | Tensor) -> None:
+        """Note whether the step that ends is skipped, on every rank. No host sync."""
+        arrived = None
+        if isinstance(skipped, Tensor) and skipped.is_cuda:
+            on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            skipped = on_host.copy_(skipped, non_blocking=True)
+            arrived = torch.cuda.current_stream().record_event()
+        self._flags.append((skipped, arrived))
+
+    def pop(self) -> bool:
+        """Return whether any step but the last was skipped since it was asked; waits for those."""
+        found = False
+        while len(self._flags) > 1:
+            skipped, arrived = self._flags.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            found |= bool(skipped)
+        return found
 
 
 def larger(factor: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Annotated, Any
 
 import torch
@@ -25,7 +25,8 @@ from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.metrics import MoEMetrics
 from moecore.moe.params import clean_name
 from moecore.moe.quantile import bias_move
-from moecore.moe.room import Room
+from moecore.moe.records import ChoiceTape
+from moecore.moe.room import Room, SkippedSteps
 
 NumMicroBatches = Annotated[Count, "use the number of backwards per optimizer step"]
 STATE_NAME = "_moecore_state"  # attribute of a parallelized model
@@ -45,7 +46,8 @@ class MoEState:
 
     Attributes:
         is_graphed: whether a step is one of a CUDA graph, which waits for nothing.
-        is_captured: whether there is such a graph, whose room stays as it is.
+        graph_steps: which steps were skipped since there is such a graph, whose room stays as it
+            is; None = there is none.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class MoEState:
         self.loss = loss
         self.exchanges = exchanges
         self.stash = stash
-        self.is_graphed = self.is_captured = False
+        self.is_graphed = False
+        self.graph_steps: SkippedSteps | None = None
+        self._skips = False  # steps that had too little room
         self._check_parameters = check_parameters
         self._loss_scale: weakref.ref[Tensor] | None = None
         for layer in layers.values():
@@ -132,7 +136,8 @@ class MoEState:
         """Raise what went wrong on this rank with rows, as far as the host can see."""
         for room in self.rooms:
             if room is not None:
-                room.poll()
+                with self._asking(room):
+                    room.poll()
 
     def check_step(self, *, skips: bool = False) -> None:
         """Raise what is wrong with a step, as far as the host can see: see `TrainStep.finish`.
@@ -140,18 +145,45 @@ class MoEState:
         Args:
             skips: whether a step that had too little room is skipped: then it is no error.
         """
-        for room in self.rooms:
-            if room is not None and skips and room.may_be_small and not self.is_captured:
-                room.settle()
-            elif room is not None:
-                room.poll()
+        self._skips = skips
+        if skips and self.graph_steps is None:
+            self.settle_rooms()
+        self.poll()
         if self._check_parameters is not None:
             self._check_parameters()
         self._check_micro_batches()
 
+    def settle_rooms(self) -> None:
+        """Give later forwards the room that skipped steps needed, as far as the host can see."""
+        for room in self.rooms:
+            if room is not None and room.may_be_small:
+                room.settle()
+
+    def is_outgrown(self) -> bool:
+        """Whether steps of the captured graph were skipped because of a room of any rank.
+
+        Of all steps but the last one, whose end nobody waits for. Collective, with a host sync,
+        behind a skipped step; else neither.
+        """
+        if self.graph_steps is None or not self.graph_steps.pop():
+            return False
+        is_short = any(room is not None and room.is_short for room in self.rooms)
+        found = torch.tensor(float(is_short), device=_device_of(next(iter(self.layers.values()))))
+        if dist.is_initialized():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found.item())
+
+    @contextmanager
+    def _asking(self, room: Room) -> Iterator[None]:
+        """Within, too little of a room is no error where its step is skipped."""
+        with room.asked_later() if self._skips and room.may_be_small else nullcontext():
+            yield
+
     @torch.no_grad()
     def reduce_step(self, *, skipped: bool | Tensor) -> MoEMetrics:
         """Return what all ranks counted, move the biases, and start counting anew."""
+        if self.graph_steps is not None:
+            self.graph_steps.note(skipped)
         if not self.layers:
             return MoEMetrics()
         counts = {name: self._counts(layer) for name, layer in self.layers.items()}
@@ -166,16 +198,17 @@ class MoEState:
         return metrics
 
     @property
-    def is_replayed(self) -> bool:
-        """Whether a tape gives or takes the choices of one forward after the other."""
-        routers = (layer.part("router") for layer in self.layers.values())
-        return any(router is not None and router.tape is not None for router in routers)
+    def tapes(self) -> list[ChoiceTape]:
+        """What gives or takes the choices of one forward after the other."""
+        routers = [layer.part("router") for layer in self.layers.values()]
+        return [r.tape for r in routers if r is not None and r.tape is not None]
 
     def check(self) -> None:
         """Raise what went wrong on this rank with rows; waits for the device."""
         for room in self.rooms:
             if room is not None:
-                room.check()
+                with self._asking(room):
+                    room.check()
 
     def _check_micro_batches(self) -> None:
         """Raise before anything moves when auxiliary losses had the wrong scale."""
@@ -269,7 +302,7 @@ class MoEState:
         tracker = layer.tracker
         if tracker.counts is not None:
             return tracker.counts
-        return LoadCounts.zeros(tracker.config, next(layer.part("experts").parameters()).device)
+        return LoadCounts.zeros(tracker.config, _device_of(layer))
 
 
 def moe_state(model: nn.Module) -> MoEState:
@@ -285,6 +318,11 @@ def moe_state(model: nn.Module) -> MoEState:
             "call parallelize_moe(model, meshes) first"
         )
     return state
+
+
+def _device_of(layer: Any) -> torch.device:
+    device: torch.device = next(layer.part("experts").parameters()).device
+    return device
 
 
 def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

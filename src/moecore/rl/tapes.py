@@ -18,6 +18,7 @@ then puts the choices back into the routers for as long as that backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,10 @@ class Recorder:
             # A copy: torch.compile may reuse the memory of its outputs.
             ids_TK = ids_TK.detach().to(torch.int32)
             self.records.append(ids_TK.clone(memory_format=torch.contiguous_format))
+
+    def rewinder(self) -> Callable[[], None]:
+        """Return what forgets all choices from here on."""
+        return partial(_cut, self.records, len(self.records))
 
 
 class _Forward:
@@ -110,6 +115,16 @@ class Replay:
             hook.remove()
         self._hooks, self.selected, self._running = [], None, None
         remove(self._tapes)
+
+    def rewinder(self, name: str) -> Callable[[], None]:
+        """Return what makes a layer's later calls from here on not have been."""
+        calls, used, following = len(self._calls[name]), set(self._used[name]), self._next[name]
+
+        def rewind() -> None:
+            del self._calls[name][calls:]
+            self._used[name], self._next[name] = set(used), following
+
+        return rewind
 
     def check_all_used(self) -> None:
         """Raise a RuntimeError when a forward was recorded and not replayed."""
@@ -245,6 +260,14 @@ class _Player:
     @torch.compiler.disable
     def took(self, ids_TK: Tensor) -> None:
         """Nothing to see: the choice is known."""
+
+    def rewinder(self) -> Callable[[], None]:
+        """Return what makes later calls from here on not have been."""
+        return self.replay.rewinder(self.name)
+
+
+def _cut(records: list[Tensor], length: int) -> None:
+    del records[length:]
 
 
 def _forward_of(node: Any) -> _Forward | None:

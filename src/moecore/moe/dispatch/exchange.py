@@ -199,6 +199,11 @@ class Exchange:
             self.clear_needed()
             raise ExchangeError(self._overflow(needed), needed / self.balanced_rows)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether expert rows did not fit, as far as the host can see."""
+        return bool(self.buffer.report[NEEDED_WORD])
+
     def needed_factor(self) -> Tensor:
         """Return the least row factor that had held all rows so far; 0 = they fit. No host sync."""
         return self.buffer.state[NEEDED_WORD] / self.balanced_rows
@@ -228,7 +233,6 @@ class Exchange:
         """
         if self.buffer.state.is_cuda:
             torch.cuda.synchronize(self.buffer.state.device)  # report is written by the device
-        self.asks_later = False
         self.poll()
 
     def _overflow(self, needed: int) -> str:

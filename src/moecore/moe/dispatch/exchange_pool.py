@@ -10,6 +10,7 @@ with `NVLinkOptions.overlap_weight_grads`. Clones have slots of their own, twice
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,6 +68,11 @@ class ExchangePool:
     def may_be_small(self) -> bool:
         """Whether a step that had too many rows runs again."""
         return self.options.row_factor is not None and self.options.overflow == "rerun"
+
+    @property
+    def is_short(self) -> bool:
+        """Whether rows found no room, as far as the host can see."""
+        return any(exchange.is_short for exchange in self.entries)
 
     @contextmanager
     def asked_later(self) -> Iterator[None]:
@@ -173,8 +179,8 @@ class ExchangePool:
             exchange.asks_later = True
             exchange.poll()
             factor = max(factor, exchange.take_needed())
-        if factor:
-            now = larger(factor)
+        now = larger(factor)
+        if now > (self.factor or math.inf):  # else a step that ran before it grew
             warn_of_skipped(self.option, self.factor, now)
             self.options = replace(self.options, row_factor=now)
             for exchange in self.entries:
@@ -193,6 +199,8 @@ class ExchangePool:
         Raises:
             ExchangeError: see `poll`.
         """
+        for exchange in self.entries:
+            exchange.asks_later = self._asks_later
         for one in self.held:
             one.check()
 

@@ -16,9 +16,9 @@ class NVLinkOptions:
             rank would give. None = room for every routing.
         overflow: what more rows than that are. "rerun": `TrainStep.forward_backward` runs the step
             again with the factor that was needed, which stays; it waits for the device once per
-            step. A loop of `micro_batch()` skips the step on every rank, without a wait. CUDA
-            graphs, replayed routes and steps that nobody clips have an error. "error": an error
-            everywhere.
+            step. A loop of `micro_batch()` skips the step on every rank, without a wait, and so
+            does a CUDA graph, which is captured anew then. Steps that nobody clips have an error.
+            "error": an error everywhere.
         exact_rows: room for exactly the expert rows that come, so that nothing overflows, at one
             host sync per dispatch; not with a row_factor, not in CUDA graphs.
         num_sms: programs of one operation, of which half push and half receive; None = one per
