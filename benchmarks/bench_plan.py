@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.records import append_rows
-from moecore import FSDPOptions, MemoryOptions, ParallelConfig, PipelineConfig
+from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.models import preset
 from moecore.moe.forced import force_even_load
 from moecore.planning import OptimizerOptions, TrainingRun
@@ -94,6 +94,8 @@ def _cases() -> Iterator[tuple[str, TrainingRun]]:
     two = replace(qwen, num_gpus=2, batch_size=2)
     yield "2 GPUs, qwen3, data ranks", two
     yield "2 GPUs, qwen3, ep 2", replace(two, parallel=ParallelConfig(ep=2))
+    room = NVLinkOptions(row_factor=1.25)
+    yield "2 GPUs, qwen3, ep 2, nvlink", replace(two, parallel=ParallelConfig(ep=2), nvlink=room)
     yield "2 GPUs, qwen3, tp 2", replace(two, parallel=ParallelConfig(tp=2, ep=2))
     yield "2 GPUs, qwen3, cp 2", replace(two, parallel=ParallelConfig(cp=2, ep=2))
     stages = PipelineConfig(layout="Et*2|tL")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore._streams import wait_on_host
 from moecore.moe.lanes import generators, set_generators
 from moecore.moe.room import Room, larger
 from moecore.moe.state import MoEState
@@ -102,6 +103,7 @@ class Reruns:
         )
         if dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX)
+        wait_on_host()
         factors: list[float] = found.tolist()
         return factors
 

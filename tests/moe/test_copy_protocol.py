@@ -37,6 +37,7 @@ from moecore.kernels.exchange import operations as exchange
 from moecore.kernels.exchange.buffer import NUM_WORDS, ExchangeLayout
 from moecore.kernels.exchange.copies import TRANSITIONS, SlotEvent, SlotState
 from moecore.kernels.exchange.operations import SpreadChoices
+from moecore.moe.dispatch import exchange as moves
 from moecore.moe.dispatch.exchange import Exchange
 from moecore.moe.dispatch.exchange_pool import ExchangePool
 from moecore.moe.dispatch.nvlink import NVLinkDispatcher
@@ -81,9 +82,9 @@ class Device:
         with pytest.MonkeyPatch.context() as patch:
             for function in (spread_choices, spread, reduce):
                 patch.setattr(exchange, function.__name__, function)
-            patch.setattr(torch.cuda, "Stream", self.make_stream)
-            patch.setattr(torch.cuda, "current_stream", lambda _: self.streams[-1])
-            patch.setattr(torch.cuda, "stream", self.stream)
+            patch.setattr(moves, "new_stream", self.make_stream)
+            patch.setattr(moves, "current_stream", lambda _: self.streams[-1])
+            patch.setattr(moves, "on_stream", self.stream)
             yield
 
 
@@ -467,7 +468,7 @@ def test_one_slot_of_operations_is_too_few() -> None:
 
 
 def stream_at_once(self: Any, x: Tensor) -> Any:
-    self._stream = self._stream or torch.cuda.Stream(x.device)
+    self._stream = self._stream or moves.new_stream(x.device)
     return self._stream
 
 

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import FSDPOptions, MemoryOptions, ParallelConfig, PipelineConfig
+from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.cli import main
 from moecore.models import flops_per_token, preset
+from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
+from moecore.moe.placement import balanced_tokens
 from moecore.planning import (
     CostTable,
     DryRun,
@@ -35,6 +37,11 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30
 TINY = TrainingRun(model=preset("tiny-deepseek-v3"), num_gpus=4, seq_len=64)
 BIG = TrainingRun(model=replace(preset("qwen3-30b-a3b"), num_layers=4), num_gpus=8, batch_size=8)
+NEAR = TrainingRun(
+    model=replace(preset("qwen3-30b-a3b"), num_layers=4),
+    num_gpus=4,
+    parallel=ParallelConfig(ep=4),
+)
 BF16 = FSDPOptions(param_dtype=torch.bfloat16)
 SEQUENCES = "sequences/2026-11-23-nvidia-h200.jsonl"
 SHARDING = "sharding/2026-11-23-2-x-nvidia-h200.jsonl"
@@ -103,6 +110,44 @@ def test_experts_run_on_kernels_and_tokens_travel() -> None:
     rows = sum(work.num_bytes for work in travels if work.dtype == "bfloat16")
     once = 2 * (256 * 2) * config.dim * torch.bfloat16.itemsize
     assert rows == pytest.approx(4 * config.num_layers * once, rel=0.01)
+
+
+def test_tokens_travel_by_stores_into_peers_memory() -> None:
+    """Memory is that of the room, work that of the rows of even loads."""
+    tight, wide = (
+        found(replace(NEAR, nvlink=NVLinkOptions(row_factor=factor))) for factor in (1.0, 3.0)
+    )
+    assert tight.queued == wide.queued and tight.held == wide.held
+    moe, T = NEAR.model.moe, NEAR.seq_len
+    assert moe is not None
+    rows = 2 * T * moe.top_k  # more per layer, which keeps FC1's output
+    more = NEAR.model.num_layers * rows * 2 * moe.hidden_dim * torch.bfloat16.itemsize
+    kept = [next(s.level for s in of.starts if s.part == "head") for of in (tight, wide)]
+    assert more < kept[1] - kept[0] < 1.01 * more  # and their ids and weights
+    travels = [w for w in tight.forward_backward if w.kind == "collective" and w.shape == (4,)]
+    names = Counter(work.name for work in travels)
+    layers = NEAR.model.num_layers
+    assert names[SPREAD] == 2 * layers and names[REDUCE] == layers == names[COPY]
+    sent = balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
+    once = 2 * 3 * sent * NEAR.model.dim * torch.bfloat16.itemsize  # to three others, and back
+    assert {w.num_bytes for w in travels if w.name in (SPREAD, REDUCE)} == {once}
+    # Two slots of rows, and a third of copied sums.
+    assert wide.buffers == tight.buffers > 3 * 4 * T * NEAR.model.dim * torch.bfloat16.itemsize
+    assert (
+        plan_memory(replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))).largest.device[
+            "exchange buffers"
+        ]
+        == wide.buffers
+    )
+    most = max(plan_peak(replace(NEAR, nvlink=NVLinkOptions(row_factor=3.0))))
+    assert most == pytest.approx(wide.peak + wide.buffers, rel=0.01)
+    behind = sum(len(one.host_behind) for one in tight.queued)
+    assert behind < sum(len(one.host_behind) for one in found(NEAR).queued), "sizes are waited for"
+
+
+def test_stores_into_peers_memory_stay_in_a_node() -> None:
+    with pytest.raises(ValueError, match=r"nvlink .* must be None with ep \* etp \(16\)"):
+        replace(NEAR, num_gpus=16, parallel=ParallelConfig(ep=16), nvlink=NVLinkOptions())
 
 
 def test_a_step_of_more_micro_batches_works_more_and_holds_sums() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moecore import MemoryOptions, ParallelConfig, PipelineConfig
+from moecore import MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
 from moecore.cli import main
 from moecore.models import preset
 from moecore.pipeline.orders import actions_of
@@ -36,6 +36,7 @@ CASES = {
     "micro-batches": replace(DEEP, num_micro_batches=4),
     "a dear host": replace(DEEP, seq_len=256, num_micro_batches=2),
     "weights gathered by layer": replace(DEEP, parallel=ParallelConfig(tp=2, ep=4)),
+    "over peers' memory": replace(DEEP, nvlink=NVLinkOptions(row_factor=1.5)),
     "offloaded": replace(DEEP, memory=MemoryOptions(offload=("experts",))),
     "half of the state offloaded": replace(
         DEEP, num_micro_batches=4, optimizer=OptimizerOptions(offload_fraction=0.5)
@@ -124,6 +125,10 @@ def test_the_next_change() -> None:
     small = plan_time(CASES["a dear host"], TABLE)
     assert small.wall == "host"
     change = next_change(small, TABLE)
+    assert change is not None and change.text.startswith('dispatcher="nvlink", nvlink=NVLinkOp')
+    near = plan_time(replace(small.run, nvlink=NVLinkOptions(row_factor=2.0)), TABLE)
+    assert change.gain == pytest.approx(near.tokens_per_second / small.tokens_per_second - 1)
+    change = next_change(near, TABLE)  # a graph holds it, because nothing waits for sizes
     assert change is not None and change.text.startswith("CUDA graphs") and change.gain > 0.5
     large = replace(DEEP, num_gpus=1, parallel=ParallelConfig(), batch_size=2, seq_len=8192)
     large = replace(large, model=replace(QWEN, num_layers=2))

@@ -84,6 +84,11 @@ def meta_as(device_type: str) -> Iterator[None]:
         _meta.is_gpu = before
 
 
+def meta_is_gpu() -> bool:
+    """Return whether meta stands for a GPU in this thread."""
+    return _meta.is_gpu
+
+
 @contextmanager
 def launches_on_meta(launched: Launched) -> Iterator[None]:
     """Within, meta stands for a Hopper GPU: the host's code runs, and kernels' names are recorded.

@@ -20,6 +20,12 @@ from torch import Tensor
 from moecore.moe.records import Routing
 
 
+def balanced_tokens(num_tokens: int, top_k: int, num_experts: int, num_local: int) -> int:
+    """Return how many tokens go to a rank of `num_local` experts when each chooses at random."""
+    E, e = num_experts, num_local
+    return round(num_tokens * (1 - math.comb(E - e, top_k) / math.comb(E, top_k)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertPlacement:
     """Which rank of a dispatch group owns which experts: a function of the mesh alone.
@@ -81,8 +87,7 @@ class ExpertPlacement:
 
         That is T times one minus the chance that no choice is among a rank's e of E experts.
         """
-        E, e = self.num_experts, self.num_local
-        return round(num_tokens * (1 - math.comb(E - e, top_k) / math.comb(E, top_k)))
+        return balanced_tokens(num_tokens, top_k, self.num_experts, self.num_local)
 
     def most_rows(self, routing: Routing) -> int:
         """Most expert rows of one rank, when every rank brings as many tokens as this one."""

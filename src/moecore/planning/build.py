@@ -19,7 +19,8 @@ def model_of(run: TrainingRun, device_type: str) -> Decoder:
     parallelize_moe(
         model,
         build_meshes(run.parallel, device_type),
-        dispatcher="alltoall",
+        dispatcher="alltoall" if run.nvlink is None else "nvlink",
+        nvlink=run.nvlink,
         memory=run.memory,
         precision=run.precision,
         fsdp=run.fsdp,

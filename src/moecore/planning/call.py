@@ -20,6 +20,8 @@ def call_of(run: TrainingRun) -> str:
         arguments["memory"] = _shown(run.memory)
     if run.precision is not None:
         arguments["precision"] = _precision(run.precision)
+    if run.nvlink is not None:
+        arguments |= {"dispatcher": "'nvlink'", "nvlink": _shown(run.nvlink)}
     if run.pipeline is not None:
         arguments["pipeline"] = _shown(run.pipeline)
     options = run.optimizer

@@ -6,17 +6,20 @@
 |---|---|
 | FP8 for what computes, where the GPU has it | as another run |
 | less computed again | as another run |
+| tokens by stores into the memory of GPUs of a node | as another run |
 | more stages on a rank, a forward beside a backward | the same pieces in another schedule |
-| CUDA graphs | a host that takes no time |
+| CUDA graphs, where no stage or size is waited for | a host that takes no time |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from moecore._fields import NumBytes, check_arguments
 from moecore.memory.options import MemoryOptions
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.pipeline.config import PipelineConfig
 from moecore.planning.costs import CostTable
 from moecore.planning.gpus import GPUS
@@ -28,6 +31,7 @@ from moecore.precision.roles import Precision
 
 LEAST = 0.01  # of the tokens per second that are worth a change
 NO_TIME = 1e-12
+ROOM = 2.0  # row_factor: expert rows of a rank that have room, over those of even loads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +60,10 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
     """
     check_arguments(next_change, locals())
     limit = GPUS[plan.gpu].memory if limit is None else limit
-    found = [Change(text="CUDA graphs, at most", gain=_gain(plan, _without_host(plan, table)))]
+    found = []
+    if _may_be_graphed(plan.run):
+        gain = _gain(plan, _without_host(plan, table))
+        found.append(Change(text="CUDA graphs, at most", gain=gain))
     for alternatives in _changed(plan):
         for text, run in alternatives:  # the first one that fits
             try:
@@ -65,8 +72,14 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
                     break
             except (ValueError, NotImplementedError):  # what the run has refuses it
                 continue
-    best = max(found, key=lambda change: change.gain)
-    return best if best.gain >= LEAST else None
+    best = max(found, key=lambda change: change.gain, default=None)
+    return best if best is not None and best.gain >= LEAST else None
+
+
+def _may_be_graphed(run: TrainingRun) -> bool:
+    """Whether the host waits for nothing within forward and backward."""
+    p = run.parallel
+    return run.pipeline is None and (p.ep * p.etp == 1 or run.nvlink is not None)
 
 
 def _gain(plan: TimePlan, other: TimePlan) -> float:
@@ -83,6 +96,11 @@ def _changed(plan: TimePlan) -> Iterator[list[tuple[str, TrainingRun]]]:
     run, pipeline = plan.run, plan.run.pipeline
     if run.precision is None and has_fp8(run.model, plan.gpu):
         yield [('precision="blockwise"', replace(run, precision=Precision.of("blockwise")))]
+    if run.nvlink is None:
+        room = NVLinkOptions(row_factor=ROOM)
+        text = f'dispatcher="nvlink", nvlink=NVLinkOptions(row_factor={ROOM})'
+        with suppress(ValueError):  # where ep * etp ranks share no node
+            yield [(text, replace(run, nvlink=room))]
     if run.memory.parts:
         less = [("nothing computed again", replace(run.memory, recompute=()))]
         if run.memory.parts != MemoryOptions(recompute="gemm_last").parts:

@@ -13,6 +13,7 @@ import torch
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import ParallelConfig
 from moecore.models import PRESETS
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.pipeline.config import PipelineConfig
 from moecore.pipeline.orders import ScheduleName
 from moecore.pipeline.timeline import draw
@@ -87,6 +88,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--recompute", nargs="+", default=(), help="parts, as of MemoryOptions")
     add("--offload", nargs="+", default=(), help="parts, likewise")
     add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
+    add("--row-factor", type=float, help="room of dispatcher nvlink; default: alltoall")
     add("--master-remainder", action="store_true", help="bf16 weights, see moecore.optim.AdamW")
     add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
 
@@ -276,4 +278,5 @@ def run_of_options(args: Any) -> TrainingRun:
         memory=_memory(args),
         precision=_precision(args),
         optimizer=_optimizer(args),
+        nvlink=None if args.row_factor is None else NVLinkOptions(row_factor=args.row_factor),
     )

@@ -7,8 +7,9 @@ The host's code is that of the real step, down to the launches: units, dispatche
 recompute, offload, the schedule of the stages, clipping, AdamW. So there is nothing to keep in
 line with it. Loads are balanced, and what arrives from other ranks has sizes alone.
 
-Not seen: memory that an allocator cannot use, workspace inside of torch's operations, buffers of
-NCCL and of dispatcher "nvlink". Routing is that of "alltoall".
+Not seen: memory that an allocator cannot use, workspace inside of torch's operations, NCCL's
+buffers. Where "nvlink" has more room than rows come, memory is that of the room, and what runs that
+of the rows: of a second run, which has no more room.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from moecore._fields import CountOrZero, check_arguments
 from moecore._streams import dry_streams
 from moecore.kernels.common import launches_on_meta
 from moecore.memory.on_meta import OnMeta
+from moecore.moe.state import moe_state
 from moecore.optim.adamw import AdamW
 from moecore.planning.build import model_of, optimizer_of
 from moecore.planning.pieces import END, Start, cut
@@ -45,6 +47,7 @@ class DryRun:
         rank: of the world.
         held: bytes between steps.
         peak: most bytes at once, as `torch.cuda.max_memory_allocated` counts them.
+        buffers: bytes of buffers of dispatcher "nvlink", which that does not count.
         queued: what the device does, in the order in which the host queues it.
         starts: where parts of the model begin a pass, in a run without stages; and where all
             gradients are there, and clipping and AdamW follow.
@@ -53,6 +56,7 @@ class DryRun:
     rank: int
     held: int
     peak: int
+    buffers: int
     queued: tuple[Queued, ...]
     starts: tuple[Start, ...]
 
@@ -78,6 +82,11 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
         ValueError, NotImplementedError: as `parallelize_moe` and `fake_world`.
     """
     check_arguments(dry_run, locals())
+    found = _dry_run(run, rank)
+    return found if run.even == run else replace(found, queued=_dry_run(run.even, rank).queued)
+
+
+def _dry_run(run: TrainingRun, rank: int) -> DryRun:
     recorder = Recorder()
     dry = launches_on_meta(recorder.launched), dry_streams(recorder.queues)
     with fake_world(run.num_gpus, rank), quiet(), dry[0], dry[1]:
@@ -101,11 +110,13 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
                 recorder.begin("B", END)
                 step.finish()
                 recorder.end()
+        exchanges = moe_state(model).exchanges
         moved = sum(_moved(optimizer, param) for param in model.parameters())
         return DryRun(
             rank=rank,
             held=recorder.level,
             peak=recorder.peak,
+            buffers=0 if exchanges is None else exchanges.planned_bytes,
             queued=tuple(_with_bytes(recorder.queued, moved)),
             starts=tuple(recorder.starts),
         )

@@ -46,16 +46,18 @@ def run_dry_run(args: Any) -> int:
     real = run_on_gpu(run, args.rank) if args.on_gpu else None
     found = dry_run(run, args.rank)
     plan = plan_peak(run)[args.rank * run.resolved.pp // run.num_gpus]
-    table, fits = CostTable.of(args.gpu), found.peak <= memory
+    table, fits = CostTable.of(args.gpu), found.peak + found.buffers <= memory
     rows, time = _rows(found, table), time_step(found, table)
     if args.json:
-        sizes = {"held": found.held, "peak": found.peak, "plan": plan, "memory": memory}
+        sizes = {"held": found.held, "peak": found.peak, "buffers": found.buffers}
+        sizes |= {"plan": plan, "memory": memory}
         whole = {"rank": found.rank, "gpu": args.gpu, **sizes, "fits": fits}
         whole |= {"seconds": time.seconds, "parts": time.parts, "works": rows}
         print(json.dumps(whole | ({} if real is None else {"on_gpu": asdict(real)})))
         return 0 if fits else 1
     print(f"rank {found.rank} of {args.gpus} holds {shown_bytes(found.held)} between steps")
-    at_most = f"{shown_bytes(found.peak)} at most in a step, of {shown_bytes(memory)} ({args.gpu})"
+    most = shown_bytes(found.peak + found.buffers)
+    at_most = f"{most} at most in a step, of {shown_bytes(memory)} ({args.gpu})"
     print(f"{at_most}{'' if fits else ': does not fit'}")
     print(f"{shown_bytes(plan)} by the plan, from few layers")
     if real is not None:

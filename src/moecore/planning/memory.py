@@ -17,14 +17,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from moecore._fields import check_arguments
+from moecore.kernels.common import meta_as
 from moecore.memory.kept import KeptBytes, ModelKept, kept_bytes
 from moecore.mesh import build_meshes
 from moecore.models import Decoder
+from moecore.moe.state import moe_state
 from moecore.optim.adamw import AdamW
 from moecore.parallelize import parallelize_moe, plan_sharding
 from moecore.pipeline.layout import Stage
@@ -40,6 +43,13 @@ from moecore.tables import columns, shown_bytes
 WHOLE = Stage(index=0, embedding=True, layers=(), mtp=(), loss=True)
 WITHIN_STEP = ("gradients", "sums over micro-batches")  # what is stored, but not between steps
 SAMPLE = 1 << 20  # elements whose optimizer state is counted
+
+
+class _Forward(NamedTuple):
+    """What a forward keeps for its backward, and buffers of dispatcher "nvlink"."""
+
+    kept: ModelKept
+    buffers: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,14 +140,14 @@ def plan_memory(run: TrainingRun) -> MemoryPlan:
             chunks=len(stages) // p.pp,
             num_micro_batches=until_steady(run),
         )
-    kept, ranks = _kept_by_layers(run), []
+    (kept, buffers), ranks = _forward_of_layers(run), []
     parts = [blocks_of_stage(stage, kept, config.num_layers) for stage in stages]
     sizes = [sum(block.num_bytes for block in blocks) for blocks in parts]
     for pp_rank in range(p.pp):
         own = [s for s in stages if schedule is None or schedule.rank_of[s.index] == pp_rank]
         device = _stored(run, _rank_size(run, pp_rank, own))
         in_flight = (1,) if schedule is None else in_flight_at_most(schedule, pp_rank, sizes)
-        here, there = Counter[str](), Counter[str]()
+        here, there = Counter[str]({"exchange buffers": buffers}), Counter[str]()
         for stage, number in zip(own, in_flight, strict=True):
             for block in parts[stage.index]:
                 for part, num_bytes in block.device.items():
@@ -267,33 +277,39 @@ def _shard_plan(run: TrainingRun, pp_rank: int) -> ShardPlan:
         )
 
 
-def _kept_by_layers(run: TrainingRun) -> ModelKept:
-    """Return what `_kept` does, found once for all layers and runs that are alike."""
+def _forward_of_layers(run: TrainingRun) -> _Forward:
+    """Return what `_forward` does, found once for all layers and runs that are alike."""
     alone = replace(run, num_micro_batches=1)
     small, like = few_layers(run) or (alone, range(run.model.num_layers))
-    kept = _kept(small)
+    kept, buffers = _forward(small)
     mtp = kept.blocks[small.model.num_layers :]
-    return ModelKept((*(kept.blocks[i] for i in like), *mtp), kept.outside)
+    return _Forward(ModelKept((*(kept.blocks[i] for i in like), *mtp), kept.outside), buffers)
+
+
+def buffer_bytes(run: TrainingRun) -> int:
+    """Return the bytes of a rank's buffers of dispatcher "nvlink"."""
+    return 0 if run.nvlink is None else _forward_of_layers(run).buffers
 
 
 @lru_cache(maxsize=256)
-def _kept(run: TrainingRun) -> ModelKept:
-    """Return what one micro-batch of a data rank leaves, of all layers on one rank."""
+def _forward(run: TrainingRun) -> _Forward:
+    """Return a forward of one micro-batch of a data rank, of all layers on one rank."""
     p = run.resolved
     alone = {name: getattr(p, name) for name in ("tp", "cp", "ep", "etp")}
     model = Decoder(run.model, device="meta", dtype=run.dtype)
     tokens_BT = torch.zeros(run.batch_size, run.seq_len, dtype=torch.int64)
-    with fake_world(run.num_gpus // p.pp), quiet():
+    with fake_world(run.num_gpus // p.pp), quiet(), meta_as("cuda"):
         meshes = build_meshes(type(p)(**alone), "cpu")
         parallelize_moe(
             model,
             meshes,
-            dispatcher="alltoall",
+            dispatcher="alltoall" if run.nvlink is None else "nvlink",
+            nvlink=run.nvlink,
             precision=run.precision,
             fsdp=run.fsdp,
         )
         blocks: list[nn.Module] = [*model.layers, *model.mtp]
-        return kept_bytes(
+        kept = kept_bytes(
             model,
             blocks,
             lambda copy: copy(tokens_BT, tokens_BT),
@@ -301,6 +317,8 @@ def _kept(run: TrainingRun) -> ModelKept:
             device_type="cuda",
             dtype_of=lambda param: run.fsdp.param_dtype or param.dtype,
         )
+        exchanges = moe_state(model).exchanges
+    return _Forward(kept, 0 if exchanges is None else exchanges.planned_bytes)
 
 
 def _stored(run: TrainingRun, size: RankBytes) -> dict[str, int]:

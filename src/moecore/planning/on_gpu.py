@@ -60,6 +60,11 @@ def run_on_gpu(run: TrainingRun, rank: CountOrZero = 0) -> GpuRun:
         ValueError: where torch has no GPU; and as `dry_run`.
     """
     check_arguments(run_on_gpu, locals())
+    if run.nvlink is not None:
+        raise ValueError(
+            f"nvlink ({run.nvlink}) must be None on one GPU, where nobody else's memory is: use "
+            "dry_run"
+        )
     if not torch.cuda.is_available():
         raise ValueError("torch.cuda.is_available() (False) must be True: use dry_run without it")
     device = torch.empty(0, device="cuda").device  # the current one: meshes choose no other then

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from moecore._torch import storage_key
 from moecore.memory.on_meta import tensors_of
+from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
 from moecore.planning.work import Kind, Work
 
 PRODUCTS = {"mm": 0, "bmm": 0, "scaled_mm_v2": 0, "addmm": 1, "addmm_": 1}  # where a and b begin
 GROUPED_PRODUCT = "scaled_grouped_mm"  # torch's in FP8
 WITHOUT_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "set_", "alias")
+EXCHANGES = (COPY, REDUCE, SPREAD)
 HOST_COPIES = ("copy to host", "copy to device")
 SUMS = "_fp32"  # of a product that writes or adds gradients in fp32
 Args = Sequence[Any]
@@ -54,6 +56,9 @@ def work_of_operation(
 
 def work_of_kernel(name: str, args: Args) -> Work:
     """Return what a kernel of this package does, or what stands for one of torch's on meta."""
+    if name in EXCHANGES:
+        ranks, num_bytes = args
+        return Work(name, "collective", 0, num_bytes, (ranks,), "bfloat16")
     tensors = [t for t in (getattr(arg, "base", arg) for arg in args) if isinstance(t, Tensor)]
     if name.startswith("attention"):
         return _attention(name, tensors, name.endswith("bwd"))

@@ -15,7 +15,14 @@ from moecore._fields import check_arguments
 from moecore.pipeline.layout import Stage
 from moecore.pipeline.orders import Action, Item, actions_of
 from moecore.pipeline.schedule import make_schedule
-from moecore.planning.memory import WHOLE, held_bytes, sizes_of, state_bytes, until_steady
+from moecore.planning.memory import (
+    WHOLE,
+    buffer_bytes,
+    held_bytes,
+    sizes_of,
+    state_bytes,
+    until_steady,
+)
 from moecore.planning.pieces import MIDDLE, PASSES, Pass, Piece, Pieces
 from moecore.planning.run import TrainingRun
 from moecore.planning.time_plan import like_of, pieces_of, small_of, timed_stages
@@ -23,6 +30,8 @@ from moecore.planning.time_plan import like_of, pieces_of, small_of, timed_stage
 
 def plan_peak(run: TrainingRun) -> tuple[int, ...]:
     """Return the most bytes of each pipeline rank, as `torch.cuda.max_memory_allocated` counts.
+
+    And buffers of dispatcher "nvlink", which that does not count.
 
     Args:
         run: what is trained, and how.
@@ -33,9 +42,10 @@ def plan_peak(run: TrainingRun) -> tuple[int, ...]:
     check_arguments(plan_peak, locals())
     pieces, share = pieces_of(run), run.optimizer.offload_fraction
     beside = pieces.held - max(held_bytes(small_of(run)))  # of what no plan counts
+    buffers = buffer_bytes(run)
     per_byte = share * state_bytes(run.optimizer, run.dtype) / run.dtype.itemsize
     return tuple(
-        _peak(held + beside, passes, pieces, round(per_byte * size.parameters))
+        buffers + _peak(held + beside, passes, pieces, round(per_byte * size.parameters))
         for held, size, passes in zip(
             held_bytes(run), sizes_of(run), _passes(run, pieces), strict=True
         )

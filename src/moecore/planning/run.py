@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import torch
@@ -11,7 +11,9 @@ from moecore._fields import Bound, Count, Rules, check_fields
 from moecore.memory.options import MemoryOptions
 from moecore.mesh import ParallelConfig
 from moecore.models.config import DecoderConfig
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.pipeline.config import PipelineConfig
+from moecore.planning.gpus import NODE
 from moecore.precision.roles import Precision
 from moecore.shard.options import FSDPOptions
 
@@ -54,6 +56,8 @@ class TrainingRun:
         memory: what is computed again, offloaded or in pages.
         precision: which products are in FP8; None = none.
         optimizer: what is kept between steps.
+        nvlink: tokens travel by stores into the memory of GPUs of one node, with this room; None =
+            by all-to-all, as without a room or a stash `dispatcher="auto"` chooses.
     """
 
     model: DecoderConfig
@@ -67,6 +71,7 @@ class TrainingRun:
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     precision: Precision | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    nvlink: NVLinkOptions | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, self._rules)
@@ -74,6 +79,12 @@ class TrainingRun:
     def _rules(self) -> Rules:
         if (self.parallel.pp > 1) != (self.pipeline is not None):
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
+        group = self.parallel.ep * self.parallel.etp
+        if self.nvlink is not None and (group == 1 or NODE % group):
+            yield (
+                "nvlink",
+                f"be None with ep * etp ({group}), which must share a node: leave it out",
+            )
         longest = self.model.max_seq_len
         if self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"
@@ -82,6 +93,14 @@ class TrainingRun:
     def resolved(self) -> ParallelConfig:
         """The degrees, without -1."""
         return self.parallel.resolve(self.num_gpus)
+
+    @property
+    def even(self) -> TrainingRun:
+        """The run with room for even loads alone: its shapes are those of the rows that come."""
+        if self.nvlink is None:
+            return self
+        room = replace(self.nvlink, exact_rows=False, row_factor=1.0)
+        return replace(self, nvlink=room)
 
     @property
     def dtype(self) -> torch.dtype:

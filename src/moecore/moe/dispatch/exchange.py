@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moecore._streams import Stream, current_stream, new_stream, on_stream
+from moecore.kernels.common import record_launch
 from moecore.kernels.exchange import copies
 from moecore.kernels.exchange import operations as kernels
 from moecore.kernels.exchange.buffer import (
@@ -20,7 +22,10 @@ from moecore.kernels.exchange.buffer import (
 from moecore.kernels.exchange.copies import SlotEvent, SlotState
 from moecore.kernels.exchange.limit_rows import limit_rows
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
+from moecore.moe.placement import balanced_tokens
 
+# Operations of a `MetaExchange`, by the names of their kernels.
+SPREAD, REDUCE, COPY = "_spread_kernel", "_reduce_kernel", "copy to peers"
 KINDS = ("dispatch (or the backward of a combine)", "combine (or the backward of a dispatch)")
 
 
@@ -83,7 +88,7 @@ class Exchange:
         self.options = options
         self.balanced_rows = balanced_rows
         self.asks_later = False
-        self._stream: torch.cuda.Stream | None = None  # of copies
+        self._stream: Stream | None = None  # of copies
         self._slot = SlotState.FREE
 
     @property
@@ -147,8 +152,8 @@ class Exchange:
         No multiprocessor takes part.
         """
         self._enter(SlotEvent.COPY)
-        with torch.cuda.stream(self._stream_after(sums_SD)):
-            copies.copy_sums(self.buffer, sums_SD)
+        with on_stream(self._stream_after(sums_SD)):
+            self._copy(sums_SD)
 
     def finish_copies(
         self,
@@ -160,19 +165,28 @@ class Exchange:
         """Return what `reduce` of the copied sums returns; the current stream waits for them."""
         self._wait_for_stream(sums_SD)
         self._enter(SlotEvent.READ)
-        where = (peers_T, places_S, places_S[:, None])
-        return kernels.reduce(self.buffer, sums_SD, *where, choices, copied=True)
+        return self._reduce_copied(sums_SD, peers_T, places_S, choices)
 
-    def _stream_after(self, x: Tensor) -> torch.cuda.Stream:
+    def _stream_after(self, x: Tensor) -> Stream:
         """Return the stream of copies, which goes on when the current one has come to here."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(x.device)
-        self._stream.wait_stream(torch.cuda.current_stream(x.device))
+        self._stream = self._stream or new_stream(x.device)
+        assert self._stream is not None, "copies are on a GPU, or in a dry run"
+        self._stream.wait_stream(current_stream(x.device))
         return self._stream
 
     def _wait_for_stream(self, x: Tensor) -> None:
-        assert self._stream is not None
-        torch.cuda.current_stream(x.device).wait_stream(self._stream)
+        current = current_stream(x.device)
+        assert current is not None
+        current.wait_stream(self._stream)
+
+    def _copy(self, sums_SD: Tensor) -> None:
+        copies.copy_sums(self.buffer, sums_SD)
+
+    def _reduce_copied(
+        self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        where = (peers_T, places_S, places_S[:, None])
+        return kernels.reduce(self.buffer, sums_SD, *where, choices, copied=True)
 
     def is_capturing(self) -> bool:
         """Whether what runs now becomes part of a CUDA graph."""
@@ -245,13 +259,18 @@ class Exchange:
 
 
 class MetaExchange(Exchange):
-    """The shapes of an exchange: nothing is allocated or sent."""
+    """The shapes of an exchange: nothing is allocated or sent, what would travel is recorded."""
+
+    _num_sent = 0  # tokens to each other rank, of even loads
 
     def spread_choices(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, num_local: int, etp: int
     ) -> kernels.SpreadChoices:
         """Return as many rows as can come."""
-        T, S = x_TD.shape[0], self.layout.source_rows
+        (T, K), S = ids_TK.shape, self.layout.source_rows
+        num_experts = num_local * self.layout.num_ranks // etp
+        self._num_sent = balanced_tokens(T, K, num_experts, num_local)
+        self._operate(SPREAD, x_TD)
         return kernels.SpreadChoices(
             rows_SD=x_TD.new_empty(S, x_TD.shape[1]),
             ids_SK=ids_TK.new_empty(S, ids_TK.shape[1]),
@@ -269,7 +288,39 @@ class MetaExchange(Exchange):
         choices: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the sums at home."""
-        return y_RD.new_empty(peers_T.shape[0], y_RD.shape[1]), None
+        self._operate(REDUCE, y_RD)
+        T = peers_T.shape[0]
+        weights_TK = None if choices is None else choices[0].new_empty(T, choices[1].shape[1])
+        return y_RD.new_empty(T, y_RD.shape[1]), weights_TK
+
+    def spread(
+        self, x_TD: Tensor, peers_T: Tensor, places_S: Tensor, slots_SN: Tensor, num_rows: int
+    ) -> Tensor:
+        """Return as many rows as have slots."""
+        self._operate(SPREAD, x_TD)
+        return x_TD.new_empty(num_rows, x_TD.shape[1])
+
+    def _copy(self, sums_SD: Tensor) -> None:
+        """Record copies of all source rows, holes too."""
+        self._record(COPY, sums_SD, self.layout.max_tokens)
+
+    def _reduce_copied(
+        self, sums_SD: Tensor, peers_T: Tensor, places_S: Tensor, choices: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sums at home, which are read from where the copies have put them."""
+        T, (dweights_R, slots_SK) = peers_T.shape[0], choices
+        home_TD = sums_SD.new_empty(T, sums_SD.shape[1])
+        record_launch("sum of copied rows", sums_SD, home_TD)
+        return home_TD, dweights_R.new_empty(T, slots_SK.shape[1])
+
+    def _operate(self, name: str, rows: Tensor) -> None:
+        self._enter(SlotEvent.OPERATION)
+        self._record(name, rows)
+
+    def _record(self, name: str, rows: Tensor, num_sent: int | None = None) -> None:
+        """Record an operation: as many bytes come from each other rank as go there."""
+        ranks, sent = self.layout.num_ranks, self._num_sent if num_sent is None else num_sent
+        record_launch(name, ranks, 2 * (ranks - 1) * sent * rows.shape[1] * rows.itemsize)
 
     def limit_rows(self, offsets_e: Tensor, num_rows: int) -> Tensor:
         """Return the offsets."""

@@ -56,6 +56,7 @@ class ExchangePool:
         self.ep = ep
         self.options = options or NVLinkOptions()
         self._entries: dict[tuple[int, int, int], Exchange] = {}
+        self._planned: dict[tuple[int, int, int], Exchange] = {}  # on meta
         self._clones: CloneExchange | None = None
         self._asks_later = False
 
@@ -119,9 +120,11 @@ class ExchangePool:
                 f"{ROW_ALIGNMENT} bytes for dispatcher ('nvlink'): pad the model dim or use "
                 "'alltoall'"
             )
-        if x_TD.is_meta:
-            return self._on_meta(x_TD, top_k)
         key = (row_bytes, top_k, lane)
+        if x_TD.is_meta:
+            if key not in self._planned:
+                self._planned[key] = self._on_meta(x_TD, top_k)
+            return self._planned[key]
         exchange = self._entries.get(key)
         if exchange is None:
             exchange = self._entries[key] = self._make(x_TD, top_k)
@@ -150,6 +153,11 @@ class ExchangePool:
     def entries(self) -> tuple[Exchange, ...]:
         """All exchanges of rows that have been made."""
         return tuple(self._entries.values())
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the buffers that forwards on meta would have made."""
+        return sum(exchange.layout.num_bytes for exchange in self._planned.values())
 
     @property
     def held(self) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecore._torch import symmetric_memory
-from moecore.kernels.common import HAS_TRITON, INTERPRET
+from moecore.kernels.common import HAS_TRITON, INTERPRET, meta_is_gpu
 from moecore.kernels.exchange.buffer import (
     MAX_RANKS,
     NUM_WORDS,
@@ -69,10 +69,14 @@ def _connect(
 
 
 def find_known_problem(num_ranks: int, device_type: str) -> str | None:
-    """Return what of `find_problem` one rank knows by itself. No communication."""
-    if device_type != "cuda":
+    """Return what of `find_problem` one rank knows by itself. No communication.
+
+    Where meta stands for a GPU, the others of the group are taken to be on its host.
+    """
+    is_planned = meta_is_gpu()
+    if device_type != "cuda" and not is_planned:
         return f"must go with device_type ({device_type!r}) = 'cuda': use 'alltoall'"
-    if not HAS_TRITON or INTERPRET:
+    if not (HAS_TRITON or is_planned) or INTERPRET:
         return "must have Triton for its kernels: install triton or use 'alltoall'"
     if num_ranks > MAX_RANKS:
         return f"must have ep * etp ({num_ranks}) <= {MAX_RANKS}: use 'alltoall'"
@@ -89,7 +93,7 @@ def find_problem(group: dist.ProcessGroup, device_type: str) -> str | None:
         device_type: of the model.
     """
     known = find_known_problem(group.size(), device_type)
-    if known is not None:
+    if known is not None or meta_is_gpu():
         return known
     mine = _peer_problem(group) or _memory_problem(group)
     problems: list[Any] = [None] * group.size()
