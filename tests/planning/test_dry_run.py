@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from moecore import FSDPOptions, MemoryOptions, NVLinkOptions, ParallelConfig, PipelineConfig
+from moecore import (
+    FSDPOptions,
+    MemoryOptions,
+    NVLinkOptions,
+    ParallelConfig,
+    PipelineConfig,
+    StashOptions,
+)
 from moecore.cli import main
 from moecore.models import flops_per_token, preset
 from moecore.moe.dispatch.exchange import COPY, REDUCE, SPREAD
@@ -143,6 +150,21 @@ def test_tokens_travel_by_stores_into_peers_memory() -> None:
     assert most == pytest.approx(wide.peak + wide.buffers, rel=0.01)
     behind = sum(len(one.host_behind) for one in tight.queued)
     assert behind < sum(len(one.host_behind) for one in found(NEAR).queued), "sizes are waited for"
+
+
+def test_pages_of_rows_are_planned_for_all_layers() -> None:
+    deep = replace(NEAR, model=replace(NEAR.model, num_layers=6), nvlink=NVLinkOptions())
+    paged = replace(deep, memory=MemoryOptions(stash=StashOptions(factor=1.5)))
+    room, pages = found(deep), found(paged)
+    assert pages.pages == pytest.approx(pages.held - room.held, rel=0.01)  # and their tables
+    moe, T = deep.model.moe, deep.seq_len
+    assert moe is not None
+    sources = 4 * balanced_tokens(T, moe.top_k, moe.num_experts, moe.num_experts // 4)
+    widths = T * moe.top_k * 2 * moe.hidden_dim + sources * moe.expert_dim  # of H and of X
+    assert pages.pages == pytest.approx(1.5 * 6 * widths * 2, rel=0.01)
+    kept = [next(s.level for s in of.starts if s.part == "head") - of.held for of in (room, pages)]
+    assert kept[1] < kept[0] / 2
+    assert max(plan_peak(paged)) == pytest.approx(pages.peak + pages.buffers, rel=0.001)
 
 
 def test_stores_into_peers_memory_stay_in_a_node() -> None:

@@ -146,6 +146,11 @@ class PageStore:
         self._kinds: dict[Any, _Kind] = {}  # by the sizes of their matrices
         self._waiting: list[Dispatched] = []  # eager code's, until a capture has ended
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pages on the device."""
+        return 0 if self.pool is None else self.pool.pages.nbytes
+
     def takes(self, used: UsedRows | None) -> bool:
         """Whether there are rows that are not in use, and somebody knows how many may be."""
         return used is not None and used.balanced is not None

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from moecore.memory.options import MemoryOptions
+from moecore.memory.options import MemoryOptions, StashOptions
 from moecore.mesh import ParallelConfig
 from moecore.models import PRESETS
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
@@ -88,6 +88,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--recompute", nargs="+", default=(), help="parts, as of MemoryOptions")
     add("--offload", nargs="+", default=(), help="parts, likewise")
     add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
+    add("--stash", action="store_true", help="experts' rows in pages, with dispatcher nvlink")
     add("--row-factor", type=float, help="room of dispatcher nvlink; default: alltoall")
     add("--master-remainder", action="store_true", help="bf16 weights, see moecore.optim.AdamW")
     add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
@@ -244,7 +245,13 @@ def _memory(args: Any) -> MemoryOptions:
     return MemoryOptions(
         recompute="gemm_last" if args.recompute == ["gemm_last"] else tuple(args.recompute),
         offload=tuple(args.offload),
+        stash=StashOptions() if args.stash else None,
     )
+
+
+def _has_room(args: Any) -> bool:
+    """Whether dispatcher nvlink has a room, so that it is chosen."""
+    return args.stash or args.row_factor is not None
 
 
 def _optimizer(args: Any) -> OptimizerOptions:
@@ -278,5 +285,5 @@ def run_of_options(args: Any) -> TrainingRun:
         memory=_memory(args),
         precision=_precision(args),
         optimizer=_optimizer(args),
-        nvlink=None if args.row_factor is None else NVLinkOptions(row_factor=args.row_factor),
+        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_room(args) else None,
     )

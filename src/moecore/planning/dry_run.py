@@ -26,6 +26,7 @@ from moecore._fields import CountOrZero, check_arguments
 from moecore._streams import dry_streams
 from moecore.kernels.common import launches_on_meta
 from moecore.memory.on_meta import OnMeta
+from moecore.memory.stash import Stash
 from moecore.moe.state import moe_state
 from moecore.optim.adamw import AdamW
 from moecore.planning.build import model_of, optimizer_of
@@ -48,6 +49,7 @@ class DryRun:
         held: bytes between steps.
         peak: most bytes at once, as `torch.cuda.max_memory_allocated` counts them.
         buffers: bytes of buffers of dispatcher "nvlink", which that does not count.
+        pages: bytes of a stash's pages on the device, which are within what is held.
         queued: what the device does, in the order in which the host queues it.
         starts: where parts of the model begin a pass, in a run without stages; and where all
             gradients are there, and clipping and AdamW follow.
@@ -57,6 +59,7 @@ class DryRun:
     held: int
     peak: int
     buffers: int
+    pages: int
     queued: tuple[Queued, ...]
     starts: tuple[Start, ...]
 
@@ -110,13 +113,15 @@ def _dry_run(run: TrainingRun, rank: int) -> DryRun:
                 recorder.begin("B", END)
                 step.finish()
                 recorder.end()
-        exchanges = moe_state(model).exchanges
+        state = moe_state(model)
+        exchanges, stash = state.exchanges, state.stash
         moved = sum(_moved(optimizer, param) for param in model.parameters())
         return DryRun(
             rank=rank,
             held=recorder.level,
             peak=recorder.peak,
             buffers=0 if exchanges is None else exchanges.planned_bytes,
+            pages=stash.pages.num_bytes if isinstance(stash, Stash) else 0,
             queued=tuple(_with_bytes(recorder.queued, moved)),
             starts=tuple(recorder.starts),
         )

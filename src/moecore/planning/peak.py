@@ -25,7 +25,7 @@ from moecore.planning.memory import (
 )
 from moecore.planning.pieces import MIDDLE, PASSES, Pass, Piece, Pieces
 from moecore.planning.run import TrainingRun
-from moecore.planning.time_plan import like_of, pieces_of, small_of, timed_stages
+from moecore.planning.time_plan import like_of, pages_of, pieces_of, small_of, timed_stages
 
 
 def plan_peak(run: TrainingRun) -> tuple[int, ...]:
@@ -42,14 +42,30 @@ def plan_peak(run: TrainingRun) -> tuple[int, ...]:
     check_arguments(plan_peak, locals())
     pieces, share = pieces_of(run), run.optimizer.offload_fraction
     beside = pieces.held - max(held_bytes(small_of(run)))  # of what no plan counts
+    beside -= pages_of(run)  # which have a part for each layer
     buffers = buffer_bytes(run)
     per_byte = share * state_bytes(run.optimizer, run.dtype) / run.dtype.itemsize
     return tuple(
-        buffers + _peak(held + beside, passes, pieces, round(per_byte * size.parameters))
-        for held, size, passes in zip(
-            held_bytes(run), sizes_of(run), _passes(run, pieces), strict=True
+        buffers + _peak(held + beside + pages, passes, pieces, round(per_byte * size.parameters))
+        for held, size, passes, pages in zip(
+            held_bytes(run), sizes_of(run), _passes(run, pieces), _pages(run), strict=True
         )
     )
+
+
+def _pages(run: TrainingRun) -> Iterator[int]:
+    """Yield the bytes of each pipeline rank's pages: as many for each layer with experts."""
+    small = small_of(run).model
+    each = pages_of(run) / max(1, small.num_moe_layers + small.num_mtp_layers)
+    stages, pp = timed_stages(run), run.resolved.pp
+    rank_of: Sequence[int] = [0] * len(stages)
+    if run.pipeline is not None:
+        name, chunks = run.pipeline.schedule, len(stages) // pp
+        rank_of = make_schedule(name, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
+    for rank in range(pp):
+        own = [stage for stage, of in zip(stages, rank_of, strict=True) if of == rank]
+        layers = [i for stage in own for i in stage.layers if not run.model.is_dense(i)]
+        yield round(each * (len(layers) + sum(len(stage.mtp) for stage in own)))
 
 
 def _peak(level: int, passes: Sequence[Sequence[Piece]], pieces: Pieces, away: int) -> int:

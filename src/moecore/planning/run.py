@@ -81,10 +81,8 @@ class TrainingRun:
             yield "pipeline", f"be there when pp ({self.parallel.pp}) is > 1 alone: set both"
         group = self.parallel.ep * self.parallel.etp
         if self.nvlink is not None and (group == 1 or NODE % group):
-            yield (
-                "nvlink",
-                f"be None with ep * etp ({group}), which must share a node: leave it out",
-            )
+            size = f"2 to {NODE} GPUs of a node"
+            yield "nvlink", f"be None with ep * etp ({group}), unless it is {size}: leave it out"
         longest = self.model.max_seq_len
         if self.seq_len > longest:
             yield "seq_len", f"be <= DecoderConfig.max_seq_len ({longest}): raise that"

@@ -113,6 +113,11 @@ def pieces_of(run: TrainingRun) -> Pieces:
     return Pieces.of([*step.queued[:first], *end], step.starts, like)
 
 
+def pages_of(run: TrainingRun) -> int:
+    """Return the bytes of a stash's pages in the run of few layers."""
+    return _dry_run(small_of(run)).pages
+
+
 def small_of(run: TrainingRun) -> TrainingRun:
     """Return the run of few layers whose pieces those of a run are."""
     return _small(run)[0]
