@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 from moecore._fields import NumBytes, check_arguments
 from moecore.memory.options import MemoryOptions
-from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.pipeline.config import PipelineConfig
 from moecore.planning.costs import CostTable
+from moecore.planning.foldings import TWICE
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import has_fp8
 from moecore.planning.memory import plan_memory
@@ -31,7 +31,6 @@ from moecore.precision.roles import Precision
 
 LEAST = 0.01  # of the tokens per second that are worth a change
 NO_TIME = 1e-12
-ROOM = 2.0  # row_factor: expert rows of a rank that have room, over those of even loads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +96,9 @@ def _changed(plan: TimePlan) -> Iterator[list[tuple[str, TrainingRun]]]:
     if run.precision is None and has_fp8(run.model, plan.gpu):
         yield [('precision="blockwise"', replace(run, precision=Precision.of("blockwise")))]
     if run.nvlink is None:
-        room = NVLinkOptions(row_factor=ROOM)
-        text = f'dispatcher="nvlink", nvlink=NVLinkOptions(row_factor={ROOM})'
+        text = f'dispatcher="nvlink", nvlink=NVLinkOptions(row_factor={TWICE.row_factor})'
         with suppress(ValueError):  # where ep * etp ranks share no node
-            yield [(text, replace(run, nvlink=room))]
+            yield [(text, replace(run, nvlink=TWICE))]
     if run.memory.parts:
         less = [("nothing computed again", replace(run.memory, recompute=()))]
         if run.memory.parts != MemoryOptions(recompute="gemm_last").parts:

@@ -89,7 +89,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--offload", nargs="+", default=(), help="parts, likewise")
     add("--moments", default="float32", choices=get_args(MomentDtype), help="dtype of AdamW's")
     add("--stash", action="store_true", help="experts' rows in pages, with dispatcher nvlink")
-    add("--row-factor", type=float, help="room of dispatcher nvlink; default: alltoall")
+    help = "room of dispatcher nvlink; default: alltoall, in a search 2.0 within nodes"
+    add("--row-factor", type=float, help=help)
     add("--master-remainder", action="store_true", help="bf16 weights, see moecore.optim.AdamW")
     add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
 
@@ -234,6 +235,7 @@ def _request(args: Any) -> SearchRequest:
         memory=ANY if memory == MemoryOptions() else memory,
         precision=precision,
         optimizer=ANY if is_plain else options,
+        nvlink=NVLinkOptions(row_factor=args.row_factor) if _has_room(args) else ANY,
     )
 
 

@@ -22,8 +22,9 @@ from moecore.memory.options import MemoryOptions
 from moecore.mesh import ParallelConfig
 from moecore.models.config import DecoderConfig
 from moecore.models.tensor_parallel import check_tensor_parallel
+from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.pipeline.config import PipelineConfig
-from moecore.planning.gpus import GPUS
+from moecore.planning.gpus import GPUS, NODE
 from moecore.planning.levers import Levers, ladder
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.precision.roles import Precision
@@ -33,6 +34,7 @@ CHUNKS = (1, 2, 4)  # stages per rank that are tried
 LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of a cp rank
 ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
 ANY: Literal["any"] = "any"
+TWICE = NVLinkOptions(row_factor=2.0)  # rows of a rank that have room, over those of even loads
 FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks")
 
 
@@ -51,6 +53,8 @@ class SearchRequest:
         memory: what is computed again or offloaded; "any" = as much as is needed.
         precision: which products are in FP8; "any" = where it is needed.
         optimizer: what is kept between steps; "any" = as little as is needed.
+        nvlink: the room of dispatcher "nvlink" where a node has the ranks that share experts;
+            "any" = for twice the rows of even loads; None = tokens travel by all-to-all.
         reserve: share of a GPU's memory that no plan may use: it is left to what an operation needs
             while it runs, the allocator, NCCL and the CUDA context.
     """
@@ -65,6 +69,7 @@ class SearchRequest:
     memory: MemoryOptions | Literal["any"] = ANY
     precision: Precision | Literal["any"] | None = ANY
     optimizer: OptimizerOptions | Literal["any"] = ANY
+    nvlink: NVLinkOptions | Literal["any"] | None = ANY
     reserve: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.1
 
     def __post_init__(self) -> None:
@@ -153,7 +158,15 @@ def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> Training
         memory=levers.memory,
         precision=levers.precision,
         optimizer=levers.optimizer,
+        nvlink=_room(request, folding),
     )
+
+
+def _room(request: SearchRequest, folding: Folding) -> NVLinkOptions | None:
+    group = folding.ep * folding.etp
+    if group == 1 or request.gpus_per_node % group or NODE % group:
+        return None
+    return TWICE if request.nvlink == ANY else request.nvlink
 
 
 def data_ranks(request: SearchRequest, folding: Folding) -> int:

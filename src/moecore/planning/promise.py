@@ -198,7 +198,7 @@ class Promise:
     def _node(self, rung: Levers, num_micro_batches: int) -> TrainingRun:
         """Return a run of as many ranks as share the experts of a node."""
         rows = num_micro_batches * self._ep
-        request = replace(self._request, num_gpus=self._ep, global_batch=rows)
+        request = replace(self._request, num_gpus=self._ep, global_batch=rows, nvlink=None)
         return run_of(request, Folding(ep=self._ep), rung)
 
 

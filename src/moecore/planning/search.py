@@ -124,8 +124,13 @@ def shown_levers(found: Candidate) -> str:
         texts.append(f"fp8 {run.precision.recipe.scaling}")
     if run.memory.parts:
         texts.append("+".join(run.memory.parts).replace("norm+activation+rope", "gemm_last"))
+    if run.memory.stash is not None:
+        texts.append("pages")
     if run.memory.offload:
         texts.append(f"offload {'+'.join(run.memory.offload)}")
+    if run.nvlink is not None:
+        factor = run.nvlink.row_factor
+        texts.append("nvlink" if factor is None else f"nvlink, rows x{factor:g}")
     if run.fsdp.dense_strategy != "optim":
         texts.append(run.fsdp.dense_strategy)
     if run.optimizer.moment_dtype != "float32":
