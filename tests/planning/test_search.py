@@ -28,7 +28,7 @@ from moecore.planning import (
 )
 from moecore.planning.foldings import TWICE, data_ranks, foldings, refuse, run_of, rungs_of
 from moecore.planning.promise import Promise
-from moecore.planning.search import fit, planned_with
+from moecore.planning.search import _first_by_sum, fit, planned_with
 
 TINY = preset("tiny-deepseek-v3")
 DEEPSEEK = preset("deepseek-v3")
@@ -82,6 +82,15 @@ def test_memory_falls_from_rung_to_rung() -> None:
     runs = (run_of(request, folding, rung) for rung in rungs_of(request)[:6])
     used = [plan_memory(run).largest.num_bytes for run in runs]
     assert used == sorted(used, reverse=True) and len(set(used)) == len(used)
+
+
+def test_any_guess_finds_the_rung() -> None:
+    request = replace(LARGE, model=replace(DEEPSEEK, num_layers=16), num_gpus=64)
+    folding, rungs = Folding(pp=2, ep=8, chunks=2), rungs_of(request)
+    found = {_first_by_sum(request, folding, rungs, guess) for guess in range(len(rungs))}
+    (at,) = found
+    sizes = [plan_memory(run_of(request, folding, rung)).largest.num_bytes for rung in rungs]
+    assert 0 < at < len(rungs) - 1 and sizes[at] <= request.limit < sizes[at - 1]
 
 
 def test_a_search_ranks_what_fits() -> None:

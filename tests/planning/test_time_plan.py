@@ -25,6 +25,7 @@ from moecore.planning import (
 from moecore.planning.pieces import Pieces
 from moecore.planning.step_time import run_queue
 from moecore.planning.time_plan import pieces_of
+from moecore.planning.work import placed
 from moecore.precision.roles import Precision
 
 TABLE = CostTable.of("h200-141")
@@ -69,9 +70,9 @@ def test_pieces_in_their_own_order_are_the_step() -> None:
     pieces = Pieces.of(step.queued, step.starts, {})
     found = sorted((p for ps in pieces.found.values() for p in ps), key=lambda p: p.place.start)
     joined = pieces.joined([*found, pieces.end])
-    assert [one.work for one in joined] == [one.work for one in step.queued]
-    ours, whole = run_queue(joined, TABLE), run_queue(step.queued, TABLE)
-    assert [s.end for s in ours] == pytest.approx([s.end for s in whole], rel=1e-3)
+    assert [one.queued.work for one in joined] == [one.work for one in step.queued]
+    ours, whole = run_queue(joined, TABLE), run_queue(placed(step.queued), TABLE)
+    assert ours.ends == pytest.approx(whole.ends, rel=1e-3)
     levels = list(accumulate((p.delta for p in found), initial=pieces.held))
     tops = (level + p.rise for level, p in zip(levels, [*found, pieces.end], strict=True))
     assert max(tops) == step.peak and pieces.held == pytest.approx(step.held, abs=2**16)

@@ -18,6 +18,18 @@ from moecore._torch import is_grouped_mm, run_backward, scaled_mm, storage_key, 
 from moecore.kernels.common import record_launch
 
 META = torch.device("meta")
+ATTRIBUTES = {
+    Tensor.data_ptr,
+    Tensor.detach,
+    Tensor.is_contiguous,
+    Tensor.is_inference,
+    Tensor.is_neg,
+    Tensor.numel,
+    Tensor.storage_offset,
+    Tensor.stride,
+    Tensor.untyped_storage,
+    Tensor.view,
+}
 
 
 class OnMeta(TorchFunctionMode):
@@ -35,9 +47,9 @@ class OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.__name__ == "__get__":  # an attribute: the same of a tensor on meta
-            return func(*args)
         kwargs = kwargs or {}
+        if func.__name__ == "__get__" or func in ATTRIBUTES:  # the same of a tensor on meta
+            return func(*args, **kwargs)
         if func is Tensor.backward:
             func, args, kwargs = torch.autograd.backward, ([args[0]], [kwargs["gradient"]]), {}
         if func is torch.autograd.backward:  # what it computes again is seen

@@ -28,6 +28,7 @@ from moecore.planning.picture import draw_memory
 from moecore.planning.run import MomentDtype, OptimizerOptions, TrainingRun
 from moecore.planning.search import Fitting, explain_folding, search, shown_levers
 from moecore.planning.time_plan import TimePlan, plan_time
+from moecore.planning.world import new_garbage
 from moecore.precision.roles import Precision, PrecisionName
 from moecore.shard.options import FSDPOptions, Strategy
 from moecore.tables import shown_bytes
@@ -95,6 +96,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--state-offload", type=float, default=0.0, help="fraction of AdamW's state in host memory")
 
 
+@new_garbage()
 def run_plan(args: Any) -> int:
     """Print the plan, or what a search finds; 1 where nothing fits."""
     if args.explain is not None:

@@ -25,7 +25,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -71,7 +71,7 @@ class Point:
         check_fields(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CostTable:
     """What operations take on a kind of GPU.
 
@@ -226,11 +226,10 @@ class CostTable:
 
     def _efficiency(self, work: Work) -> float:
         """Return the share of the roofline that operations like this one reach."""
-        place, near = _place(work), []
-        for point in self._like(work):
-            rates = self._roofline(point.work, self.measured_on, _in_node(point.work, 0))
-            reached = max(rates.values()) / (point.seconds - self.launch_seconds)
-            near.append((math.dist(place, _place(point.work)), math.log(reached)))
+        key, place = (work.kind, work.name, work.dtype), _place(work)
+        if key not in self._known:
+            self._known[key] = [(_place(p.work), self._reached(p)) for p in self._like(work)]
+        near = [(math.dist(place, other), log) for other, log in self._known[key]]
         if not near:
             return self.efficiency[work.kind]
         if min(near)[0] < 1e-9:
@@ -238,6 +237,16 @@ class CostTable:
         weights = [distance**-2 for distance, _ in near]
         logs = (weight * log for weight, (_, log) in zip(weights, near, strict=True))
         return math.exp(sum(logs) / sum(weights))
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]]:
+        """Of kinds, names and dtypes: places of the points like them, and what these reached."""
+        return {}
+
+    def _reached(self, point: Point) -> float:
+        """Return the logarithm of a point's share of the roofline."""
+        rates = self._roofline(point.work, self.measured_on, _in_node(point.work, 0))
+        return math.log(max(rates.values()) / (point.seconds - self.launch_seconds))
 
     def _like(self, work: Work) -> list[Point]:
         """Return the points of its name, or of the one that stands for its kind; perhaps none.

@@ -34,7 +34,7 @@ from moecore.planning.pieces import END, Start, cut
 from moecore.planning.recorder import Recorder
 from moecore.planning.run import TrainingRun
 from moecore.planning.work import Queued, Work
-from moecore.planning.world import fake_world, quiet
+from moecore.planning.world import fake_world, new_garbage, quiet
 from moecore.step import TrainStep
 
 ADAMW = "_adamw_kernel"
@@ -92,7 +92,7 @@ def dry_run(run: TrainingRun, rank: CountOrZero = 0) -> DryRun:
 def _dry_run(run: TrainingRun, rank: int) -> DryRun:
     recorder = Recorder()
     dry = launches_on_meta(recorder.launched), dry_streams(recorder.queues)
-    with fake_world(run.num_gpus, rank), quiet(), dry[0], dry[1]:
+    with fake_world(run.num_gpus, rank), quiet(), new_garbage(), dry[0], dry[1]:
         model = model_of(run, "cpu")
         for tensor in (*model.parameters(), *model.buffers()):
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor

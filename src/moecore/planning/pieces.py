@@ -11,11 +11,12 @@ it what is as far from its start, of earlier ones the newest copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from moecore.models import Decoder
 from moecore.pipeline.layout import Stage
 from moecore.planning.alike import Likes
-from moecore.planning.work import Queued
+from moecore.planning.work import Placed, Queued
 
 END = "end"  # clipping and the optimizer
 Pass = Literal["F", "B"]
@@ -61,6 +62,17 @@ class Piece(NamedTuple):
     place: range
     delta: int
     rise: int
+
+
+class Far(NamedTuple):
+    """A place in a piece, and numbers of earlier work that it comes behind too, as `Queued`."""
+
+    place: int
+    behind: list[int]
+    host_behind: list[int]
+
+
+Copy = tuple[list[Placed], list[Far]]
 
 
 def cut(model: Decoder, begin: Callable[[Pass, str], None]) -> None:
@@ -138,42 +150,93 @@ class Pieces:
             of: which pass.
             micro_batch: of the step that was cut.
         """
+        parts = self.parts(stage, of)
+        return [piece for part in parts for piece in self.of_part(part, of, micro_batch)]
+
+    def of_part(self, part: str, of: Pass, micro_batch: int) -> Sequence[Piece]:
+        """Return the pieces of a part's pass, in order."""
+        return self.found.get((micro_batch, of, part), ())
+
+    def parts(self, stage: Stage, of: Pass) -> list[str]:
+        """Return the parts that those of a stage's pass are like, in order."""
         parts = ["embedding"] * stage.embedding
         parts += [f"layer {self.like[of][layer]}" for layer in stage.layers]
         parts += ["predictions"] * bool(stage.mtp) + ["head"] * stage.loss
-        if of == "B":
-            parts.reverse()
-        return [piece for part in parts for piece in self.found.get((micro_batch, of, part), ())]
+        return parts[::-1] if of == "B" else parts
 
-    def joined(self, pieces: Iterable[Piece]) -> list[Queued]:
+    def joined(self, pieces: Iterable[Piece]) -> list[Placed]:
         """Return the queue of pieces one after the other."""
-        found: list[Queued] = []
-        newest: dict[int, int] = {}  # number in `queued` -> in `found`
-        starts: list[int] = []  # of pieces in `found`
-
-        def new(number: int, place: range) -> int | None:
-            end = len(found)
-            for start in reversed(starts[-3:]):
-                if number >= place.start:
-                    return min(start + number - place.start, end - 1)
-                place, end = self._before.get(place.start, range(0)), start
-            return newest.get(number)
-
+        found: list[Placed] = []
+        newest: dict[int, int] = {}  # where a piece starts in `queued` -> in `found`
+        lengths: tuple[int, ...] = ()
         for place, _, _ in pieces:
-            starts.append(len(found))
+            start = len(found)
+            copy, far = self._copy(place, lengths)
+            found += copy
+            for i, *numbers in far:
+                one, *near = found[start + i]
+                more = (self._distances(each, start + i, newest) for each in numbers)
+                found[start + i] = Placed(one, *map(add, near, more))
+            newest[place.start] = start
+            lengths = len(place), *lengths[:1]
+        return found
+
+    def _copy(self, place: range, lengths: tuple[int, ...]) -> Copy:
+        """Return a piece behind others, made once.
+
+        Args:
+            place: of the piece.
+            lengths: of the two pieces that it is behind, the newest first; () = it is the first.
+        """
+        if (place, lengths) not in self._copies:
+            ones, far = list[Placed](), list[Far]()
             for i in place:
                 one = self.queued[i]
-                newest[i] = len(found)
-                behind, host_behind = (
-                    frozenset(at for n in numbers if (at := new(n, place)) is not None)
+                distances = [
+                    {n: self._distance(n, i, place, lengths) for n in numbers}
                     for numbers in (one.behind, one.host_behind)
-                )
-                found.append(one._replace(behind=behind, host_behind=host_behind))
-        return found
+                ]
+                near = (tuple(d for d in each.values() if d is not None) for each in distances)
+                ones.append(Placed(one, *near))
+                earlier = ([n for n, d in each.items() if d is None] for each in distances)
+                far.append(Far(i - place.start, *earlier))
+            far = [each for each in far if each.behind or each.host_behind]
+            self._copies[place, lengths] = ones, far
+        return self._copies[place, lengths]
+
+    def _distance(self, number: int, i: int, place: range, lengths: Iterable[int]) -> int | None:
+        """Return how far before `i`, in a piece, a number is; None = not in the last pieces."""
+        at = i - place.start
+        start, end = 0, at
+        for length in (0, *lengths):
+            start -= length
+            if number >= place.start:
+                return at - min(start + number - place.start, end - 1)
+            place, end = self._before.get(place.start, range(0)), start
+        return None
+
+    def _distances(
+        self, numbers: Iterable[int], i: int, newest: Mapping[int, int]
+    ) -> tuple[int, ...]:
+        """Return how far before `i`, in a joined queue, the newest copies of earlier work are."""
+        starts = ((n, self._starts[bisect_right(self._starts, n) - 1]) for n in numbers)
+        return tuple(i - (newest[start] + n - start) for n, start in starts if start in newest)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where pieces start that have work."""
+        return sorted(place.start for place in self._places if place)
 
     @cached_property
     def _before(self) -> dict[int, range]:
         """Start of each piece -> the piece before it."""
+        return {place.start: before for before, place in pairwise(self._places)}
+
+    @cached_property
+    def _places(self) -> list[range]:
         found = [piece.place for pieces in self.found.values() for piece in pieces]
-        found = [*sorted(found, key=attrgetter("start")), self.end.place]
-        return {place.start: before for before, place in pairwise(found)}
+        return [*sorted(found, key=attrgetter("start")), self.end.place]
+
+    @cached_property
+    def _copies(self) -> dict[tuple[range, tuple[int, ...]], Copy]:
+        return {}

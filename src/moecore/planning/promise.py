@@ -23,9 +23,10 @@ from moecore.planning.memory import plan_memory
 from moecore.planning.pieces import MIDDLE, PASSES, Pass, Pieces
 from moecore.planning.run import TrainingRun
 from moecore.planning.time_plan import pieces_of, timed_stages
-from moecore.planning.work import Queued, Work
+from moecore.planning.work import Work
 
 MESSAGES = 2  # of a layer's tokens, in each pass, among the ranks of tp and of cp
+BY_EXPERTS = ("collective", "grouped product")
 LAYERS = 3  # whose weights or gradients are whole at once where micro-batches gather them
 
 
@@ -64,15 +65,20 @@ class Promise:
         whole = [i for i, rung in enumerate(rungs) if _is_light(rung, rungs[0])][-1]
         self._rungs = (rungs[0], *(r for r in rungs[whole:] if r.overhead != OVERHEADS[-1]))
         self._last = rungs[-1]
-        self._known: dict[tuple[object, ...], float] = {}
         self._kept, self._pieces = cache(self._kept_by), cache(self._pieces_of)
+        self._part, self._share = cache(self._seconds_of), cache(self._share_of)
 
     def key(self, folding: Folding) -> tuple[float, ...]:
         """Return what sorts foldings: those first that about fit, by time; then by bytes."""
-        for rung in self._rungs:
-            if self.num_bytes(folding, rung) <= self._request.limit:
-                return False, self.seconds(folding, rung)
-        return True, self.num_bytes(folding)
+        rung = self.rung(folding)
+        if rung is None:
+            return True, self.num_bytes(folding)
+        return False, self.seconds(folding, rung)
+
+    def rung(self, folding: Folding) -> Levers | None:
+        """Return the first of a few rungs with which a folding about fits; None = with none."""
+        limit = self._request.limit
+        return next((r for r in self._rungs if self.num_bytes(folding, r) <= limit), None)
 
     def num_bytes(self, folding: Folding, rung: Levers | None = None) -> float:
         """Return about what the largest rank holds.
@@ -103,7 +109,7 @@ class Promise:
 
         Args:
             folding: degrees.
-            rung: its levers, one of those that `key` tries.
+            rung: its levers, of `rung`.
         """
         run = run_of(self._request, folding, rung)
         like, pp = self._rungs[rung is not self._rungs[0]], folding.pp
@@ -141,51 +147,54 @@ class Promise:
 
     def _stage(self, stage: Stage, folding: Folding, rung: Levers) -> float:
         """Return the seconds of a micro-batch's passes through a stage."""
-        parts = [replace(stage, layers=(), mtp=())]
-        parts += [
-            replace(stage, embedding=False, layers=(i,), mtp=(), loss=False) for i in stage.layers
-        ]
-        parts += [replace(stage, embedding=False, layers=(), mtp=stage.mtp, loss=False)]
-        return sum(self._part(part, of, folding, rung) for part in parts for of in PASSES)
+        pieces, degrees = self._pieces(rung), folding._replace(pp=1, chunks=1)
+        parts = ((part, of) for of in PASSES for part in pieces.parts(stage, of))
+        return sum(self._part(*part, degrees, rung) for part in parts)
 
-    def _part(self, part: Stage, of: Pass, folding: Folding, rung: Levers) -> float:
+    def _seconds_of(self, part: str, of: Pass, folding: Folding, rung: Levers) -> float:
         """Return the seconds of a part's pass: the host's or the device's, whichever is longer."""
         pieces = self._pieces(rung)
-        own = [piece.place for piece in pieces.of_stage(part, of, MIDDLE // 2)]
-        key = rung.name, *folding[1:5], *((place.start, place.stop) for place in own)
-        if key not in self._known:
-            queued = [pieces.queued[i] for place in own for i in place]
-            works = [work for one in queued for work in self._share(one, folding)]
-            works += self._messages(folding) if part.layers or part.mtp else ()
-            device = sum(self._table.seconds(*work) for work in works)
-            self._known[key] = max(len(works) * self._table.host_seconds, device)
-        return self._known[key]
+        own = (
+            pieces.queued[i].work for p in pieces.of_part(part, of, MIDDLE // 2) for i in p.place
+        )
+        experts, tokens = folding.ep * folding.etp, folding.tp * folding.cp
+        found = [self._share(work, tokens, experts * (work.kind in BY_EXPERTS)) for work in own]
+        found += self._messages(folding) if part.startswith(("layer", "predictions")) else ()
+        device = [seconds for seconds in found if seconds is not None]
+        return max(len(device) * self._table.host_seconds, sum(device))
 
-    def _share(self, one: Queued, folding: Folding) -> Iterator[tuple[Work, int]]:
-        """Yield a rank's share of work, and how many ranks of a node do it."""
-        work, parts = one.work, folding.tp * folding.cp
-        shape, experts = work.shape, self._ep / (folding.ep * folding.etp)
+    def _share_of(self, work: Work, tokens: int, experts: int) -> float | None:
+        """Return the seconds of a rank's share of work; None where there is none.
+
+        Args:
+            work: of a rank of one node.
+            tokens: ranks that share a row.
+            experts: ranks that share the experts; 0 = the work is not by experts.
+        """
+        shape = work.shape
         if work.kind == "collective":
-            shape = (folding.ep * folding.etp,)
+            shape = (experts,)
             if shape == (1,):
-                return
+                return None
         elif work.kind == "grouped product":
             e, R, N, K = shape
-            shape = (max(1, round(e * experts)), R // parts, N, K)
+            shape = (max(1, round(e * self._ep / experts)), R // tokens, N, K)
         elif shape:
-            shape = (max(1, shape[0] // parts), *shape[1:])
-        num_bytes = max(1, work.num_bytes // parts)
-        share = replace(work, shape=shape, flops=work.flops // parts, num_bytes=num_bytes)
-        yield share, min(self._request.gpus_per_node, *shape) if work.kind == "collective" else 0
+            shape = (max(1, shape[0] // tokens), *shape[1:])
+        num_bytes = max(1, work.num_bytes // tokens)
+        share = replace(work, shape=shape, flops=work.flops // tokens, num_bytes=num_bytes)
+        here = min(self._request.gpus_per_node, *shape) if work.kind == "collective" else 0
+        return self._table.seconds(share, here)
 
-    def _messages(self, folding: Folding) -> Iterator[tuple[Work, int]]:
-        """Yield what ranks of tp and of cp tell each other."""
+    def _messages(self, folding: Folding) -> Iterator[float]:
+        """Yield the seconds of what ranks of tp and of cp send each other."""
         tokens = self._request.seq_len // (folding.tp * folding.cp)
         for ranks in (folding.tp, folding.cp):
             num_bytes = 2 * self._request.model.dim * tokens * (ranks - 1)
             message = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
             if ranks > 1:
-                yield from MESSAGES * [(message, min(ranks, self._request.gpus_per_node))]
+                here = min(ranks, self._request.gpus_per_node)
+                yield from MESSAGES * [self._table.seconds(message, here)]
 
     def _kept_by(self, rung: Levers) -> tuple[int, int]:
         """Return what a micro-batch leaves for its backward, on the device and on the host."""

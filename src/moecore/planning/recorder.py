@@ -134,7 +134,8 @@ class Recorder(DispatchMode):
         """Write a collective down; ranks that are not there get nothing."""
         groups = [x for x in args if isinstance(x, torch.ScriptObject)]
         ranks = max((_ranks(x) for x in groups), key=len, default=[dist.get_rank()])
-        here = [r for r in ranks if r // NODE == dist.get_rank() // NODE]
+        node = dist.get_rank() // NODE
+        here = [rank for rank in ranks if rank // NODE == node]
         self._queue(work_of_collective(name, args, len(ranks)), len(here))
         args, kwargs = tree_map_only(Tensor, lambda _: torch.empty(0), (args, kwargs))
         args = [[] if isinstance(x, list) and x and isinstance(x[0], int) else x for x in args]

@@ -176,11 +176,12 @@ def search(
             open_foldings.append(folding)
         else:
             refused[refusal.rule] += 1
-    open_foldings.sort(key=Promise(request, table).key)
+    promise = Promise(request, table)
+    open_foldings.sort(key=promise.key)
     planned, cheap = list[Candidate](), 0
     for folding in open_foldings[:most_planned]:
         try:
-            planned.append(fit(request, folding))
+            planned.append(fit(request, folding, promise.rung(folding)))
         except (ValueError, NotImplementedError):
             refused["parallelize_moe"] += 1
             continue
@@ -222,14 +223,20 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
     )
 
 
-def fit(request: SearchRequest, folding: Folding) -> Candidate:
+def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -> Candidate:
     """Plan a folding with the cheapest levers with which it fits; with all where none suffice.
 
-    Memory falls from rung to rung, so the first whose kinds add up to less is found by halves. From
-    there it is a rung or two to the first that has less at once.
+    Memory falls from rung to rung, so the first whose kinds add up to less is found from a guess,
+    else by halves. From there it is a rung or two to the first that has less at once.
+
+    Args:
+        request: what is trained.
+        folding: degrees.
+        guess: a rung that may be the one.
     """
     rungs = rungs_of(request)
-    at = _first_by_sum(request, folding, rungs)
+    about = len(rungs) // 2 if guess is None else rungs.index(guess)
+    at = _first_by_sum(request, folding, rungs, about)
     found = planned_with(request, folding, rungs[at])
     while not found.fits and at + 1 < len(rungs):
         at += 1
@@ -245,22 +252,17 @@ def fit(request: SearchRequest, folding: Folding) -> Candidate:
     return found
 
 
-def _first_by_sum(request: SearchRequest, folding: Folding, rungs: Sequence[Levers]) -> int:
+def _first_by_sum(
+    request: SearchRequest, folding: Folding, rungs: Sequence[Levers], guess: int
+) -> int:
     """Return the first rung whose kinds of memory add up to the limit at most, or the last."""
-
-    def fits(at: int) -> bool:
-        return _sum(request, folding, rungs[at]) <= request.limit
-
-    low, high = 0, len(rungs) - 1
-    ends = [i for i, rung in enumerate(rungs[:-1]) if rung.overhead != rungs[i + 1].overhead]
-    for end in ends:  # the last rung of each overhead
-        if fits(end):
-            high = end
-            break
-        low = end + 1
+    low, high, at = 0, len(rungs) - 1, guess
     while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        at = min(at, high - 1)
+        if _sum(request, folding, rungs[at]) <= request.limit:
+            high, at = at, at - 1 if at == guess else (low + at) // 2
+        else:
+            low, at = at + 1, (at + 1 + high) // 2
     return low
 
 

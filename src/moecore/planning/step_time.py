@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moecore._fields import check_arguments
 from moecore.planning.costs import CostTable, Wall
 from moecore.planning.dry_run import DryRun
-from moecore.planning.work import Queued, Work
+from moecore.planning.work import Placed, Queued, Work, placed
 
 Part = Literal[Wall, "host", "bubble"]
 # Of what runs at once the first one counts: the others are hidden behind it.
@@ -44,13 +44,12 @@ class StepTime:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-class Span:
-    """When work runs, and what limits it."""
+class Spans(NamedTuple):
+    """When each piece of work of a queue starts and ends, and what limits it."""
 
-    __slots__ = ("end", "part", "start")
-
-    def __init__(self, start: float, end: float, part: Part) -> None:
-        self.start, self.end, self.part = start, end, part
+    starts: list[float]
+    ends: list[float]
+    parts: list[Part]
 
 
 def time_step(step: DryRun, table: CostTable) -> StepTime:
@@ -61,68 +60,72 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
         table: what that takes.
     """
     check_arguments(time_step, locals())
-    spans = run_queue(step.queued, table, STEPS)
-    ends = [max(s.end for s in spans[: len(step.queued) * n]) for n in range(1, STEPS + 1)]
-    first, last = ends[-2], ends[-1]
+    spans = run_queue(placed(step.queued), table, STEPS)
+    first, last = (max(spans.ends[: len(step.queued) * n]) for n in (STEPS - 1, STEPS))
     parts = exposed(spans, first, last)
     return StepTime(last - first, parts)
 
 
-def run_queue(queued: Sequence[Queued], table: CostTable, steps: int = 1) -> list[Span]:
+def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
     """Return when each piece of work runs, in steps that come one behind the other.
 
     Args:
-        queued: by the host in a step, in order.
+        queue: what the host queues in a step, in order.
         table: what that takes.
         steps: how many.
     """
-    costs = _costs(queued, table)
-    spans: list[Span] = []
+    costs = _costs(queue, table)
+    starts, ends = list[float](), list[float]()
     host = begun = 0.0
     for _ in range(steps):
-        first, ends = len(spans), dict[int, float]()  # of streams
-        for one, (seconds, part) in zip(queued, costs, strict=True):
-            for number in one.host_behind:
-                host = max(host, spans[first + number].end)
+        first, last = len(ends), dict[int, float]()  # ends of streams
+        works = zip(queue, costs, strict=True)
+        for i, ((one, behind, host_behind), (seconds, _)) in enumerate(works, first):
+            for distance in host_behind:
+                host = max(host, ends[i - distance])
             host += table.host_seconds
-            start = max(host, ends.get(one.stream, begun))
-            for number in one.behind:
-                start = max(start, spans[first + number].end)
-            ends[one.stream] = end = start + seconds
-            spans.append(Span(start, end, part))
-        begun = max((span.end for span in spans[first:]), default=begun)
-    return spans
+            start = max(host, last.get(one.stream, begun))
+            for distance in behind:
+                if ends[i - distance] > start:
+                    start = ends[i - distance]
+            last[one.stream] = end = start + seconds
+            starts.append(start)
+            ends.append(end)
+        begun = max(ends[first:], default=begun)
+    return Spans(starts, ends, steps * [part for _, part in costs])
 
 
-def _costs(queued: Sequence[Queued], table: CostTable) -> list[tuple[float, Part]]:
-    """Return seconds and what limits them; work that is the same object, or equal, once."""
-    by_id: dict[tuple[int, int], tuple[float, Part]] = {}
-    by_value: dict[tuple[Work, int], tuple[float, Part]] = {}
-    found = []
-    for one in queued:
-        key = id(one.work), one.node_ranks
-        if key not in by_id:
-            value = one.work, one.node_ranks
-            if value not in by_value:
-                by_value[value] = table.seconds(*value), table.wall(*value)
-            by_id[key] = by_value[value]
-        found.append(by_id[key])
-    return found
+def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]]:
+    """Return seconds and what limits them; of equal work once."""
+    known: dict[tuple[Work, int], tuple[float, Part]] = {}
+
+    def cost(one: Queued) -> tuple[float, Part]:
+        key = one.work, one.node_ranks
+        if key not in known:
+            known[key] = table.seconds(*key), table.wall(*key)
+        return known[key]
+
+    of = {id(one): cost(one) for one in {id(one): one for one, _, _ in queue}.values()}
+    return [of[id(one)] for one, _, _ in queue]
 
 
-def exposed(spans: Sequence[Span], start: float, end: float) -> dict[Part, float]:
+def exposed(spans: Spans, start: float, end: float) -> dict[Part, float]:
     """Return how long each part is the first that runs; the host's when none does."""
     edges: list[tuple[float, int, Part]] = []
-    for span in spans:
-        if span.end <= start or span.start >= end:
-            continue
-        edges += [(max(span.start, start), 1, span.part), (min(span.end, end), -1, span.part)]
+    for begin, stop, part in zip(*spans, strict=True):
+        if begin < end and stop > start:  # comparisons here and below: calls take longer
+            edges.append((begin if begin > start else start, 1, part))
+            edges.append((stop if stop < end else end, -1, part))
     running, now = dict.fromkeys(PARTS, 0), start
     sums: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-    for at, change, part in sorted(edges, key=lambda edge: edge[0]):
-        first: Part = next((name for name in PARTS if running[name]), "host")
-        sums[first] += at - now
-        now = at
+    edges.sort()
+    for at, change, part in edges:
+        if at > now:
+            for first in PARTS:
+                if running[first]:
+                    break
+            sums[first] += at - now
+            now = at
         running[part] += change
     sums["host"] += max(0.0, end - now)
     return sums

@@ -154,14 +154,14 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
         for of in PASSES:
             queue += pieces.of_stage(stage, of, i)
         lengths.append(_length(queue))
-    queued = pieces.joined([*queue, pieces.end])
-    before = (STEPS - 1) * len(queued)
-    spans = run_queue(queued, table, STEPS)
+    joined = pieces.joined([*queue, pieces.end])
+    before = (STEPS - 1) * len(joined)
+    spans = run_queue(joined, table, STEPS)
 
     def end(length: int) -> float:
-        return max(span.end for span in spans[: before + length])
+        return max(spans.ends[: before + length])
 
-    start, stop = end(0), end(len(queued))
+    start, stop = end(0), end(len(joined))
     seconds, parts = stop - start, exposed(spans, start, stop)
     if number == run.num_micro_batches:
         return seconds, parts
@@ -292,7 +292,7 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, 
     spans = run_queue(pieces.joined(queue), table)
     start = 0.0
     for key, number in ends:
-        end = max((span.end for span in spans[:number]), default=0.0)
+        end = max(spans.ends[:number], default=0.0)
         found[key] = exposed(spans, start, end)
         start = end
     return found
@@ -305,7 +305,7 @@ def _length(queue: Iterable[Piece]) -> int:
 def _end(pieces: Pieces, table: CostTable) -> tuple[float, Parts]:
     """Return seconds and parts of what follows all gradients."""
     spans = run_queue(pieces.joined([pieces.end]), table)
-    end = max((span.end for span in spans), default=0.0)
+    end = max(spans.ends, default=0.0)
     return end, exposed(spans, 0.0, end)
 
 

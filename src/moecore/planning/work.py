@@ -5,6 +5,7 @@ recording of a step -> Queued(work), .. -> CostTable.seconds(work) -> Step (`ste
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -69,3 +70,25 @@ class Queued(NamedTuple):
     host_behind: frozenset[int]
     node_ranks: int = 0
     phases: tuple[str, ...] = ()
+
+
+class Placed(NamedTuple):
+    """Queued work in any queue, by distance: copies of a part of a queue are the same objects.
+
+    Attributes:
+        queued: what it is; the numbers in it are those of the queue that it was recorded in.
+        behind: how many places before it there is what must have ended before it starts.
+        host_behind: likewise what the host has waited for.
+    """
+
+    queued: Queued
+    behind: tuple[int, ...]
+    host_behind: tuple[int, ...]
+
+
+def placed(queued: Iterable[Queued]) -> list[Placed]:
+    """Return a whole queue, as it was recorded."""
+    return [
+        Placed(one, tuple(i - n for n in one.behind), tuple(i - n for n in one.host_behind))
+        for i, one in enumerate(queued)
+    ]
