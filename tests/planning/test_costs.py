@@ -6,9 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moecore.cli import main
-from moecore.planning import CostTable, Work, fake_world, measure
+from moecore.models import preset
+from moecore.planning import CostTable, TrainingRun, Work, dry_run, fake_world, measure
 from moecore.planning.costs import KINDS, Point
 from moecore.planning.gpus import GPUS
 
@@ -290,6 +293,15 @@ def test_measures() -> None:
     assert all(point.seconds > 0 and point.date for point in points)
     names = Counter(point.work.name for point in points)
     assert names["aten._grouped_mm"] == 4 and max(names.values()) == 4
+
+
+def test_measures_the_host() -> None:
+    """A step of 5 ms takes 5 ms over what it queues for each piece of work."""
+    run = TrainingRun(model=preset("tiny-qwen3"), num_gpus=1, seq_len=32)
+    clock = SimpleNamespace(perf_counter=count(0.0, 0.005).__next__)
+    with patch.object(measure, "time", clock):
+        seconds = measure.host_seconds(run, CPU)
+    assert seconds == pytest.approx(0.005 / len(dry_run(run).queued), rel=1e-5)
 
 
 def test_measures_kernels_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@
 
 Each operation runs until the GPU has settled, and then in rounds, each after a read of more than
 its L2 holds, which also gives the host time to queue the call. The median counts; of a collective
-that of the slowest rank.
+that of the slowest rank. The host's time for a piece of work is that of a step of few tokens, while
+the GPU has nothing else to do, over what it queues.
 
 Legend: M, N, K of a product, R rows of E experts, B rows of T tokens with H heads of d dims.
 """
@@ -37,14 +38,19 @@ from moecore.kernels.cross_entropy import cross_entropy_
 from moecore.kernels.grouped import cooperative, pingpong, row_tiles, wgrad
 from moecore.kernels.rows.activation import ActivationOptions, weighted_activation
 from moecore.kernels.rows.move import gather_rows, sum_rows
+from moecore.models import preset
 from moecore.optim.adamw import AdamW
 from moecore.planning.costs import CostTable, Point
+from moecore.planning.dry_run import dry_run
 from moecore.planning.gpus import GPUS, NODE
+from moecore.planning.on_gpu import started
 from moecore.planning.operations import SUMS
+from moecore.planning.run import TrainingRun
 from moecore.planning.work import Work
 
 Call = Callable[[], Any]
 WARM_UP_S, ROUNDS, MOST = 0.3, 15, 1000
+STEPS = 3  # that warm up, of those that are queued
 FLUSH_BYTES = 1 << 30
 VOCAB = 151936
 SWIGLU = ActivationOptions(kind="swiglu")
@@ -85,6 +91,11 @@ FULL = Sizes(
 )
 
 
+# Of the kernels and units of a large model, with little to compute.
+FEW = replace(preset("olmoe-1b-7b"), num_layers=2, vocab_size=4096)
+QUEUED = TrainingRun(model=FEW, num_gpus=1, seq_len=256)
+
+
 def add_measure(rooms: Any) -> None:
     """Add the command to those of `moecore`."""
     parser = rooms.add_parser(
@@ -101,6 +112,7 @@ def run_measure(args: Any) -> int:
     """Measure and write the table; under torchrun the first rank writes it."""
     device = _device()
     gpu = gpu_name(torch.cuda.get_device_name(device))
+    host = host_seconds(QUEUED, device)
     calls = [alone(device, FULL)]
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl", device_id=device)
@@ -108,11 +120,31 @@ def run_measure(args: Any) -> int:
     points = [point for each in calls for point in measured(each, device)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         where = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-        CostTable.of(gpu).extended(points, where).write(args.out)
+        table = CostTable.of(gpu).extended(points, where)
+        replace(table, host_seconds=host).write(args.out)
         print(f"{len(points)} operations of {gpu} -> {args.out}")
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
+
+
+def host_seconds(run: TrainingRun, device: torch.device) -> float:
+    """Return how long this host takes for a piece of work of a run's step. No communication.
+
+    Args:
+        run: what is trained.
+        device: where, with nothing else to do.
+    """
+    found = []
+    with started(run, 0, device) as (step, inputs):
+        for _ in range(STEPS + ROUNDS):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            step.forward_backward(inputs)
+            step.finish()
+            found.append(time.perf_counter() - start)
+    return float(f"{median(found[STEPS:]) / len(dry_run(run).queued):.6g}")
 
 
 def gpu_name(device_name: str) -> str:
