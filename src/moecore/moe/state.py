@@ -165,9 +165,10 @@ class MoEState:
         Of all steps but the last one, whose end nobody waits for. Collective, with a host sync,
         behind a skipped step; else neither.
         """
-        if self.graph_steps is None or not self.graph_steps.pop():
+        rooms = [room for room in self.rooms if room is not None and room.may_be_small]
+        if self.graph_steps is None or not self.graph_steps.pop() or not rooms:
             return False
-        is_short = any(room is not None and room.is_short for room in self.rooms)
+        is_short = any(room.is_short for room in rooms)
         found = torch.tensor(float(is_short), device=_device_of(next(iter(self.layers.values()))))
         if dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MAX)
