@@ -96,6 +96,7 @@ def rank_of_script(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     sys.path.insert(0, str(SCRIPT.parent))
     script, said = importlib.import_module("train"), StringIO()
+    importlib.import_module("errors").RANK_0_PRINTS_S = 0  # no rank's end ends the others here
     with redirect_stdout(said), redirect_stderr(said):
         code = script.run_rank(script.parse_arguments(words))
     return code, said.getvalue()
