@@ -26,7 +26,7 @@ from moecore.planning import (
     plan_time,
     search,
 )
-from moecore.planning.foldings import TWICE, data_ranks, foldings, refuse, run_of, rungs_of
+from moecore.planning.foldings import ROWS, TWICE, data_ranks, foldings, refuse, run_of, rungs_of
 from moecore.planning.promise import Promise
 from moecore.planning.search import _first_by_sum, fit, planned_with
 
@@ -145,6 +145,26 @@ def test_deepseek_v3() -> None:
     assert within_a_node.fits and best.time.tokens_per_second > 1.5 * nodes.tokens_per_second
     ranks = data_ranks(LARGE, best.folding)
     assert best.run.num_micro_batches * ranks == LARGE.rows
+
+
+def test_micro_batches_have_the_rows_that_are_fastest() -> None:
+    """Tiny ones wait for the host, so the most; whatever a rung makes needless is left out."""
+    found = search(SMALL, wanted=1, most_planned=1).fitting[0]
+    assert found.run.batch_size == found.folding.rows == ROWS[-1]
+    assert found.run.num_micro_batches * ROWS[-1] * data_ranks(SMALL, found.folding) == SMALL.rows
+    one = planned_with(SMALL, found.folding._replace(rows=1), found.levers)
+    assert found.time.seconds < 0.5 * plan_time(one.run, CostTable.of(SMALL.gpu)).seconds
+    few = replace(SMALL, global_batch=32)
+    assert refuse(few, Folding(ep=4, rows=2)) is None
+    assert refuse(few, Folding(ep=4, rows=4)).rule == "rows for all data ranks"  # type: ignore[union-attr]
+    model = replace(preset("qwen3-30b-a3b"), num_layers=12)
+    request = SearchRequest(model=model, num_gpus=2, gpu="h100-80")
+    eased = fit(request, Folding(rows=4))
+    assert eased.fits and eased.run.fsdp.dense_strategy == "optim_grads_params"
+    before = [rung.memory for rung in rungs_of(request) if rung.name == eased.levers.name]
+    assert eased.run.memory.parts < before[0].parts
+    again = planned_with(request, eased.folding, replace(eased.levers, memory=before[0]))
+    assert again.fits and max(again.peaks) < max(eased.peaks)
 
 
 def test_what_cannot_fit_names_the_smallest_change() -> None:

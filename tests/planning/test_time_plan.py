@@ -142,6 +142,22 @@ def test_the_next_change() -> None:
     assert next_change(found, TABLE, limit=10**9) is None
 
 
+def test_pairs_hide_what_travels_by_all_to_all_alone() -> None:
+    """A forward over peers' memory hands over nowhere to the backward beside it."""
+    parallel = ParallelConfig(pp=2, ep=4)
+    beside = PipelineConfig(schedule="overlapped", chunks=2)
+    in_turn = PipelineConfig(schedule="interleaved", chunks=2)
+    run = replace(DEEP, parallel=parallel, pipeline=beside, num_micro_batches=8)
+    seconds = {}
+    for nvlink in (None, NVLinkOptions(row_factor=2.0)):
+        paired, turns = (
+            plan_time(replace(run, nvlink=nvlink, pipeline=pipeline), TABLE).parts["nvlink"]
+            for pipeline in (beside, in_turn)
+        )
+        seconds[nvlink is None] = paired / turns
+    assert seconds[True] < 0.6 and seconds[False] > 0.95
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     call = ["plan", "--preset", "tiny", "--gpus", "4", "--pp", "2", "--micro-batches", "8"]
     call += ["--seq-len", "64"]

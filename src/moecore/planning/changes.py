@@ -112,4 +112,6 @@ def _changed(plan: TimePlan) -> Iterator[list[tuple[str, TrainingRun]]]:
     yield [(f"PipelineConfig(chunks={2 * chunks})", replace(run, pipeline=more))]
     if pipeline.schedule != "overlapped":
         beside = PipelineConfig(schedule="overlapped", chunks=chunks)
-        yield [('PipelineConfig(schedule="overlapped")', replace(run, pipeline=beside))]
+        text = 'PipelineConfig(schedule="overlapped")'
+        text += ', dispatcher="alltoall"' if run.nvlink is not None else ""
+        yield [(text, replace(run, pipeline=beside, nvlink=None))]

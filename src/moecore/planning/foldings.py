@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from typing import Annotated, Literal, NamedTuple
 
 from moecore._fields import Bound, Count, OneOf, Rules, check_fields
@@ -30,12 +30,13 @@ from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.precision.roles import Precision
 from moecore.shard.options import FSDPOptions
 
+FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks", "rows")
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
 LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of a cp rank
 ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
 ANY: Literal["any"] = "any"
 TWICE = NVLinkOptions(row_factor=2.0)  # rows of a rank that have room, over those of even loads
-FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks")
+ROWS = (1, 2, 4)  # of a micro-batch of a data rank that are tried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +93,7 @@ class SearchRequest:
 
 
 class Folding(NamedTuple):
-    """Degrees, and stages per pipeline rank."""
+    """Degrees, stages per pipeline rank, and rows of a data rank's micro-batch."""
 
     pp: int = 1
     tp: int = 1
@@ -100,6 +101,7 @@ class Folding(NamedTuple):
     ep: int = 1
     etp: int = 1
     chunks: int = 1
+    rows: int = 1
 
     def __str__(self) -> str:
         return " ".join(f"{k}={v}" for k, v in self.named().items() if v > 1) or "data alone"
@@ -107,6 +109,11 @@ class Folding(NamedTuple):
     def named(self) -> dict[str, int]:
         """Return the numbers by name."""
         return dict(zip(FOLDING, self, strict=True))
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Those of `ParallelConfig`, by name."""
+        return dict(list(self.named().items())[:5])
 
 
 class Refusal(NamedTuple):
@@ -129,8 +136,8 @@ def foldings(num_gpus: int) -> Iterator[Folding]:
         pairs = [(a, b) for a in sizes if stage % a == 0 for b in sizes if stage % (a * b) == 0]
         for tp, cp in pairs:
             for ep, etp in pairs:
-                for chunks in CHUNKS if pp > 1 else (1,):
-                    yield Folding(pp, tp, cp, ep, etp, chunks)
+                for chunks, rows in product(CHUNKS if pp > 1 else (1,), ROWS):
+                    yield Folding(pp, tp, cp, ep, etp, chunks, rows)
 
 
 def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
@@ -150,9 +157,10 @@ def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> Training
     return TrainingRun(
         model=request.model,
         num_gpus=request.num_gpus,
-        parallel=ParallelConfig(**{k: v for k, v in folding.named().items() if k != "chunks"}),
+        parallel=ParallelConfig(**folding.degrees),
         seq_len=request.seq_len,
-        num_micro_batches=request.rows // data_ranks(request, folding),
+        batch_size=folding.rows,
+        num_micro_batches=micro_batches(request, folding),
         pipeline=_stages(folding),
         fsdp=levers.fsdp,
         memory=levers.memory,
@@ -174,6 +182,11 @@ def data_ranks(request: SearchRequest, folding: Folding) -> int:
     return request.num_gpus // (folding.pp * folding.tp * folding.cp)
 
 
+def micro_batches(request: SearchRequest, folding: Folding) -> int:
+    """Return how many micro-batches a data rank has in a step."""
+    return request.rows // (data_ranks(request, folding) * folding.rows)
+
+
 def _stages(folding: Folding) -> PipelineConfig | None:
     if folding.pp == 1:
         return None
@@ -184,7 +197,7 @@ def _stages(folding: Folding) -> PipelineConfig | None:
 
 def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     """Yield what `parallelize_moe` would refuse."""
-    model, (pp, tp, cp, ep, etp, chunks) = request.model, folding
+    model, (pp, tp, cp, ep, etp, chunks, rows) = request.model, folding
     for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
         if request.num_gpus % size:
             yield Refusal(
@@ -215,14 +228,17 @@ def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
         reason = f"stages (pp {pp} x {chunks}) must be <= num_layers ({model.num_layers})"
         yield Refusal("a layer per stage", reason)
     ranks = data_ranks(request, folding)
-    if request.rows % ranks:
-        reason = f"rows of a step ({request.rows}) must be a multiple of the data ranks ({ranks})"
+    if request.rows % (ranks * rows):
+        reason = (
+            f"rows of a step ({request.rows}) must be a multiple of the data ranks ({ranks}) times "
+            f"the rows of a micro-batch ({rows})"
+        )
         yield Refusal("rows for all data ranks", reason)
 
 
 def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     """Yield what the guidelines advise against."""
-    pp, tp, cp, _, etp, chunks = folding
+    pp, tp, cp, _, etp, chunks, _ = folding
     node, stage = request.gpus_per_node, request.num_gpus // pp
     if etp > 1:
         reason = "experts are cut by ep, with larger products and less communication: use etp=1"
@@ -242,7 +258,7 @@ def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.model.num_layers:
         reason = f"pp ({pp}) leaves ranks idle less with {CHUNKS[1]} stages each: use chunks"
         yield Refusal("VPP where there is PP", reason)
-    micro_batches = request.rows // data_ranks(request, folding)
-    if pp > 1 and micro_batches < pp:
-        reason = f"micro-batches ({micro_batches}) must be >= pp ({pp}), or ranks idle: use more"
+    number = micro_batches(request, folding)
+    if pp > 1 and number < pp:
+        reason = f"micro-batches ({number}) must be >= pp ({pp}), or ranks idle: use more"
         yield Refusal("micro-batches fill the pipeline", reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from math import gcd
 from typing import NamedTuple
@@ -98,7 +99,7 @@ class Promise:
         stored = (12 - 4 * rung.optimizer.offload_fraction) * self._everything
         in_flight = 1 + 1 / chunks if chunks > 1 else 1
         kept, _ = self._kept(rung)
-        shared = folding.tp * folding.cp
+        shared = folding.tp * folding.cp / folding.rows
         return 6 * held + stored / self._request.num_gpus + in_flight * kept / shared
 
     def seconds(self, folding: Folding, rung: Levers) -> float:
@@ -122,7 +123,7 @@ class Promise:
 
     def _held(self, folding: Folding) -> list[_Held]:
         """Return what a rank computes with: experts, and all else."""
-        pp, tp, _, ep, etp, _ = folding
+        pp, tp, _, ep, etp, *_ = folding
         stage, node = self._request.num_gpus // pp, self._request.gpus_per_node
         parts = ((self._everything - self._experts, tp), (self._experts, ep * etp))
         return [
@@ -141,7 +142,7 @@ class Promise:
     def _copies(self, folding: Folding, rung: Levers) -> float:
         """Return the seconds in which a micro-batch's activations go to the host and come back."""
         _, away = self._kept(rung)
-        num_bytes = round(2 * away / (folding.pp * folding.tp * folding.cp))
+        num_bytes = round(2 * away * folding.rows / (folding.pp * folding.tp * folding.cp))
         copy = Work("copy to host", "copy", 0, num_bytes, (), "bfloat16")
         return self._table.seconds(copy) if num_bytes else 0.0
 
@@ -157,18 +158,18 @@ class Promise:
         own = (
             pieces.queued[i].work for p in pieces.of_part(part, of, MIDDLE // 2) for i in p.place
         )
-        experts, tokens = folding.ep * folding.etp, folding.tp * folding.cp
+        experts, tokens = folding.ep * folding.etp, Fraction(folding.rows, folding.tp * folding.cp)
         found = [self._share(work, tokens, experts * (work.kind in BY_EXPERTS)) for work in own]
         found += self._messages(folding) if part.startswith(("layer", "predictions")) else ()
         device = [seconds for seconds in found if seconds is not None]
         return max(len(device) * self._table.host_seconds, sum(device))
 
-    def _share_of(self, work: Work, tokens: int, experts: int) -> float | None:
+    def _share_of(self, work: Work, tokens: Fraction, experts: int) -> float | None:
         """Return the seconds of a rank's share of work; None where there is none.
 
         Args:
             work: of a rank of one node.
-            tokens: ranks that share a row.
+            tokens: of the rank over those of a row.
             experts: ranks that share the experts; 0 = the work is not by experts.
         """
         shape = work.shape
@@ -178,17 +179,17 @@ class Promise:
                 return None
         elif work.kind == "grouped product":
             e, R, N, K = shape
-            shape = (max(1, round(e * self._ep / experts)), R // tokens, N, K)
+            shape = (max(1, round(e * self._ep / experts)), int(R * tokens), N, K)
         elif shape:
-            shape = (max(1, shape[0] // tokens), *shape[1:])
-        num_bytes = max(1, work.num_bytes // tokens)
-        share = replace(work, shape=shape, flops=work.flops // tokens, num_bytes=num_bytes)
+            shape = (max(1, int(shape[0] * tokens)), *shape[1:])
+        num_bytes = max(1, int(work.num_bytes * tokens))
+        share = replace(work, shape=shape, flops=int(work.flops * tokens), num_bytes=num_bytes)
         here = min(self._request.gpus_per_node, *shape) if work.kind == "collective" else 0
         return self._table.seconds(share, here)
 
     def _messages(self, folding: Folding) -> Iterator[float]:
         """Yield the seconds of what ranks of tp and of cp send each other."""
-        tokens = self._request.seq_len // (folding.tp * folding.cp)
+        tokens = self._request.seq_len * folding.rows // (folding.tp * folding.cp)
         for ranks in (folding.tp, folding.cp):
             num_bytes = 2 * self._request.model.dim * tokens * (ranks - 1)
             message = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")

@@ -100,8 +100,9 @@ class SearchResult:
 
     def table(self) -> str:
         """Return a row per folding that fits."""
-        names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "levers", "bytes", "left")
-        lines: list[tuple[str, ...]] = [(*names, "s/step", "tokens/s", "wall")]
+        names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches x rows", "levers")
+        numbers = ("bytes", "left", "s/step", "tokens/s", "wall")
+        lines: list[tuple[str, ...]] = [(*names, *numbers)]
         for i, found in enumerate(self.fitting):
             p, pipeline = found.folding, found.run.pipeline
             order = (
@@ -109,11 +110,11 @@ class SearchResult:
                 if pipeline is None
                 else f"{pipeline.schedule}{f' x{p.chunks}' * (p.chunks > 1)}"
             )
-            numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), order)
+            degrees = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), order)
             used = shown_bytes(max(found.peaks))
-            rows = str(found.run.num_micro_batches)
+            rows = f"{found.run.num_micro_batches} x {p.rows}"
             memory = (used, shown_bytes(found.headroom))
-            lines.append((*numbers, rows, shown_levers(found), *memory, *_shown_time(found)))
+            lines.append((*degrees, rows, shown_levers(found), *memory, *_shown_time(found)))
         return "\n".join(columns(lines))
 
 
@@ -178,8 +179,11 @@ def search(
             refused[refusal.rule] += 1
     promise = Promise(request, table)
     open_foldings.sort(key=promise.key)
+    # Of each folding the rows of a micro-batch that promise most.
+    firsts = {folding._replace(rows=1): folding for folding in reversed(open_foldings)}
+    tried = [folding for folding in open_foldings if firsts[folding._replace(rows=1)] is folding]
     planned, cheap = list[Candidate](), 0
-    for folding in open_foldings[:most_planned]:
+    for folding in tried[:most_planned]:
         try:
             planned.append(fit(request, folding, promise.rung(folding)))
         except (ValueError, NotImplementedError):
@@ -227,7 +231,8 @@ def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -
     """Plan a folding with the cheapest levers with which it fits; with all where none suffice.
 
     Memory falls from rung to rung, so the first whose kinds add up to less is found from a guess,
-    else by halves. From there it is a rung or two to the first that has less at once.
+    else by halves. From there it is a rung or two to the first that has less at once. Less may be
+    computed again or offloaded then, because levers of that rung have made it needless.
 
     Args:
         request: what is trained.
@@ -249,6 +254,22 @@ def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -
         if not other.fits:
             break
         found, at = other, at - 1
+    return _eased(request, folding, found, rungs[:at]) if found.fits else found
+
+
+def _eased(
+    request: SearchRequest, folding: Folding, found: Candidate, rungs: Sequence[Levers]
+) -> Candidate:
+    """Return what fits with the first memory options of these rungs with which it still does."""
+    never_at_once = found.plan.largest.num_bytes - max(found.peaks)
+    for memory in dict.fromkeys(rung.memory for rung in rungs):
+        levers = replace(found.levers, memory=memory)
+        if levers == found.levers:
+            break
+        if _sum(request, folding, levers) - never_at_once <= request.limit:
+            other = planned_with(request, folding, levers)
+            if other.fits:
+                return other
     return found
 
 

@@ -207,7 +207,7 @@ def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, 
             num_micro_batches=num_micro_batches,
         )
         like = like_of(num_micro_batches, pieces.num_micro_batches)
-        costs = _Costs(passes, like)
+        costs = _Costs(passes, like, hides=run.nvlink is None)
         timeline = timelines[num_micro_batches] = simulate(schedule, costs.seconds, send)
         busiest = max(range(pp), key=lambda rank: timeline.busy[rank])
         parts = _sum(costs.parts(span.item) for span in timeline.spans[busiest])
@@ -224,12 +224,17 @@ class _Costs:
     Args:
         passes: seconds by part of each stage, pass and micro-batch of the step that was cut.
         like: which of these each micro-batch is like.
+        hides: whether a forward beside a backward hides what travels: "nvlink" hands over nowhere.
     """
 
     def __init__(
-        self, passes: Mapping[int, Mapping[tuple[Pass, int], Parts]], like: Sequence[int]
+        self,
+        passes: Mapping[int, Mapping[tuple[Pass, int], Parts]],
+        like: Sequence[int],
+        *,
+        hides: bool,
     ) -> None:
-        self._passes, self._like = passes, like
+        self._passes, self._like, self._hides = passes, like, hides
 
     def seconds(self, item: Item) -> float:
         """Return the seconds of an item."""
@@ -238,7 +243,7 @@ class _Costs:
     def parts(self, item: Item) -> Parts:
         """Return the seconds of an item by part; D and W are half a backward each."""
         found = _sum(self._of(action) for action in actions_of(item))
-        return _hidden(found) if isinstance(item, Overlap) else found
+        return _hidden(found) if self._hides and isinstance(item, Overlap) else found
 
     def _of(self, action: Action) -> Parts:
         of: Pass = "F" if action.kind == "F" else "B"
