@@ -24,7 +24,7 @@ from moecore.planning.costs import CostTable
 from moecore.planning.foldings import TWICE
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import has_fp8
-from moecore.planning.memory import plan_memory
+from moecore.planning.peak import plan_peak
 from moecore.planning.run import TrainingRun
 from moecore.planning.time_plan import TimePlan, plan_time
 from moecore.precision.roles import Precision
@@ -66,7 +66,7 @@ def next_change(plan: TimePlan, table: CostTable, limit: NumBytes | None = None)
     for alternatives in _changed(plan):
         for text, run in alternatives:  # the first one that fits
             try:
-                if plan_memory(run).largest.num_bytes <= limit:
+                if max(plan_peak(run)) <= limit:
                     found.append(Change(text=text, gain=_gain(plan, plan_time(run, table))))
                     break
             except (ValueError, NotImplementedError):  # what the run has refuses it
