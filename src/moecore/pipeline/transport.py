@@ -8,6 +8,9 @@ schedule, so it knows in which order each other rank sends to it, and posts its 
 order, when an action needs one. Messages that go up in rank and those that go down have a
 communicator each, so neither waits for the other.
 
+What was sent is freed when an answer has come: a message of a rank is an answer to all that it had
+read before. The host, far ahead of the GPU, would hold it for a step.
+
 Note "early receives": NCCL's kernels occupy a GPU until both sides are there. What waits for the
 whole GPU meanwhile (a new communicator, a kernel that is loaded) waits for the other rank. So
 communicators are made before the first message (`connect`), and no receive is posted before all
@@ -19,7 +22,7 @@ A stage whose neighbour is on the same rank (the turn of a V) hands its tensors 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -107,7 +110,8 @@ class Transport:
         }
         self._received: dict[_Message, _Received] = {}
         self._here: dict[_Message, Tensor] = {}  # handed over on this rank
-        self._sends: deque[_Sent] = deque()
+        self._sends: list[_Sent] = []
+        self._items = {source: _items_of(schedule, source) for source in self._to_come}
 
     def receive(self, action: Action) -> Tensor | None:
         """Return what an action needs: hidden states or a gradient; None = nothing.
@@ -115,7 +119,7 @@ class Transport:
         Raises:
             PipelineError: when the sender is gone.
         """
-        message = self._needed(action)
+        message = _needed_by(action, self._schedule.num_stages)
         if message is None:
             return None
         source = self._source(message)
@@ -126,6 +130,7 @@ class Transport:
         found = self._received.pop(message)
         with _reaching(f"{message} from", source):
             found.work.wait()
+        self._free(source, self._items[source].made[message])
         return found.tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
@@ -134,7 +139,7 @@ class Transport:
         Raises:
             PipelineError: when the receiver is gone.
         """
-        message = _Message(action.kind == "F", action.stage, action.micro_batch)
+        message = _made_by(action)
         target = self._target(message)
         assert target is not None, "the loss and the gradient of the tokens stay"
         if target == self._rank:
@@ -145,8 +150,7 @@ class Transport:
             work = dist.isend(tensor, group=self._group(self._rank, target), group_dst=target)
         assert work is not None
         self._sends.append(_Sent(tensor, work, message, target))
-        while self._sends and self._sends[0].work.is_completed():
-            self._sends.popleft()
+        self._sends = [sent for sent in self._sends if not sent.work.is_completed()]
 
     def finish(self) -> None:
         """Wait until all that was sent has left.
@@ -154,10 +158,19 @@ class Transport:
         Raises:
             PipelineError: when a receiver is gone.
         """
-        while self._sends:
-            sent = self._sends.popleft()
+        self._wait_for(lambda sent: True)
+
+    def _free(self, target: int, item: int) -> None:
+        """Free what another rank has read in its items up to this one."""
+        read = self._items[target].read
+        self._wait_for(lambda sent: sent.target == target and read[sent.message] <= item)
+
+    def _wait_for(self, has_left: Callable[[_Sent], bool]) -> None:
+        """Let this stream go on behind some of what was sent, and free it."""
+        for sent in filter(has_left, self._sends):
             with _reaching(f"{sent.message} for", sent.target):
                 sent.work.wait()
+        self._sends = [sent for sent in self._sends if not has_left(sent)]
 
     def _post(self, message: _Message, source: int) -> None:
         stage = message.stage + 1 if message.is_forward else message.stage
@@ -177,19 +190,7 @@ class Transport:
     def _target(self, message: _Message) -> int | None:
         """Return the rank that needs a message; None = nobody."""
         stage = message.stage + (1 if message.is_forward else -1)
-        return self._rank_of(stage)
-
-    def _needed(self, action: Action) -> _Message | None:
-        """Return what an action needs from another stage; None = nothing."""
-        is_forward = action.kind == "F"
-        stage = action.stage + (-1 if is_forward else 1)
-        if action.kind == "W" or self._rank_of(stage) is None:
-            return None
-        return _Message(is_forward, stage, action.micro_batch)
-
-    def _rank_of(self, stage: int) -> int | None:
-        has_stage = 0 <= stage < self._schedule.num_stages
-        return self._schedule.rank_of[stage] if has_stage else None
+        return self._schedule.rank_of[stage] if 0 <= stage < self._schedule.num_stages else None
 
 
 def connect(groups: Groups, rank_of: Sequence[int], rank: int, device: torch.device) -> None:
@@ -218,7 +219,38 @@ def _group_of(groups: Groups, source: int, target: int) -> dist.ProcessGroup:
     return up if source < target else down
 
 
+class _Items(NamedTuple):
+    """In which item of its order a rank makes a message, and in which it reads one."""
+
+    made: Mapping[_Message, int]
+    read: Mapping[_Message, int]
+
+
+def _items_of(schedule: Schedule, rank: int) -> _Items:
+    made, read = dict[_Message, int](), dict[_Message, int]()
+    for i, item in enumerate(schedule.orders[rank]):
+        for action in actions_of(item):
+            if action.kind != "W":
+                made[_made_by(action)] = i
+            if (message := _needed_by(action, schedule.num_stages)) is not None:
+                read[message] = i
+    return _Items(made, read)
+
+
+def _made_by(action: Action) -> _Message:
+    return _Message(action.kind == "F", action.stage, action.micro_batch)
+
+
+def _needed_by(action: Action, num_stages: int) -> _Message | None:
+    """Return what an action needs from another stage; None = nothing."""
+    is_forward = action.kind == "F"
+    stage = action.stage + (-1 if is_forward else 1)
+    if action.kind == "W" or not 0 <= stage < num_stages:
+        return None
+    return _Message(is_forward, stage, action.micro_batch)
+
+
 def _sent(schedule: Schedule, rank: int) -> list[_Message]:
     """Return the results of a rank in the order in which they leave its stages."""
     actions = [action for item in schedule.orders[rank] for action in actions_of(item)]
-    return [_Message(a.kind == "F", a.stage, a.micro_batch) for a in actions if a.kind != "W"]
+    return [_made_by(action) for action in actions if action.kind != "W"]

@@ -129,7 +129,9 @@ def _of_stage(
         part_share * (_net(part, micro_batch, pieces) - _net(part, MIDDLE // 2, pieces))
         for part, part_share in ((layers, 1.0), (ends, share))
     )
-    return [*own, Piece(range(0), round(kept) - _net(stage, micro_batch, pieces), 0)]
+    more = round(kept) - _net(stage, micro_batch, pieces)
+    *others, (place, delta, rise) = own or [Piece(range(0), 0, 0)]
+    return [*others, Piece(place, delta + more, max(0, rise + min(0, more)))]
 
 
 def _net(stage: Stage, micro_batch: int, pieces: Pieces) -> int:
