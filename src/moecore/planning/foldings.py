@@ -5,6 +5,7 @@
 Legality is what `ParallelConfig` and `plan_sharding` refuse; guidelines are the report's.
 
 Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; the data ranks are what is left.
+Of stages a folding has the number; `schedules_of` has the orders that they may run in.
 
 Source: arXiv:2603.07685, section 9.1.2.
 """
@@ -12,7 +13,7 @@ Source: arXiv:2603.07685, section 9.1.2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from moecore.mesh import ParallelConfig
 from moecore.models.config import DecoderConfig
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.pipeline.config import PipelineConfig
+from moecore.pipeline.orders import RULES
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import Levers, ladder
 from moecore.planning.run import OptimizerOptions, TrainingRun
@@ -30,10 +32,11 @@ from moecore.precision.roles import Precision
 from moecore.shard.options import FSDPOptions
 
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
+BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried
 LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of a cp rank
 ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
 ANY: Literal["any"] = "any"
-FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks")
+FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +90,7 @@ class SearchRequest:
 
 
 class Folding(NamedTuple):
-    """Degrees, and stages per pipeline rank."""
+    """Degrees, stages per pipeline rank, and rows of a data rank's micro-batch."""
 
     pp: int = 1
     tp: int = 1
@@ -95,6 +98,7 @@ class Folding(NamedTuple):
     ep: int = 1
     etp: int = 1
     chunks: int = 1
+    batch_size: int = 1
 
     def __str__(self) -> str:
         return " ".join(f"{k}={v}" for k, v in self.named().items() if v > 1) or "data alone"
@@ -125,7 +129,8 @@ def foldings(num_gpus: int) -> Iterator[Folding]:
         for tp, cp in pairs:
             for ep, etp in pairs:
                 for chunks in CHUNKS if pp > 1 else (1,):
-                    yield Folding(pp, tp, cp, ep, etp, chunks)
+                    for batch_size in BATCH_SIZES:
+                        yield Folding(pp, tp, cp, ep, etp, chunks, batch_size)
 
 
 def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
@@ -145,9 +150,12 @@ def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> Training
     return TrainingRun(
         model=request.model,
         num_gpus=request.num_gpus,
-        parallel=ParallelConfig(**{k: v for k, v in folding.named().items() if k != "chunks"}),
+        parallel=ParallelConfig(
+            pp=folding.pp, tp=folding.tp, cp=folding.cp, ep=folding.ep, etp=folding.etp
+        ),
         seq_len=request.seq_len,
-        num_micro_batches=request.rows // data_ranks(request, folding),
+        batch_size=folding.batch_size,
+        num_micro_batches=num_micro_batches(request, folding),
         pipeline=_stages(folding),
         fsdp=levers.fsdp,
         memory=levers.memory,
@@ -161,6 +169,25 @@ def data_ranks(request: SearchRequest, folding: Folding) -> int:
     return request.num_gpus // (folding.pp * folding.tp * folding.cp)
 
 
+def num_micro_batches(request: SearchRequest, folding: Folding) -> int:
+    """Return how many micro-batches of a data rank a step has."""
+    return request.rows // (data_ranks(request, folding) * folding.batch_size)
+
+
+def schedules_of(run: TrainingRun) -> list[TrainingRun]:
+    """Return a run of a search, and those with the same stages in another order.
+
+    "gpipe" is left out, because 1F1B takes as long and holds less.
+    """
+    if run.pipeline is None:
+        return [run]
+    chunks = run.pipeline.chunks or 1
+    takes = (name for name, rule in RULES.items() if rule.chunks in (None, chunks))
+    others = (name for name in takes if name not in ("gpipe", run.pipeline.schedule))
+    pipelines = (PipelineConfig(schedule=name, chunks=chunks) for name in others)  # type: ignore[arg-type]
+    return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]
+
+
 def _stages(folding: Folding) -> PipelineConfig | None:
     if folding.pp == 1:
         return None
@@ -171,7 +198,7 @@ def _stages(folding: Folding) -> PipelineConfig | None:
 
 def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     """Yield what `parallelize_moe` would refuse."""
-    model, (pp, tp, cp, ep, etp, chunks) = request.model, folding
+    model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.model, folding
     for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
         if request.num_gpus % size:
             yield Refusal(
@@ -202,14 +229,17 @@ def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
         reason = f"stages (pp {pp} x {chunks}) must be <= num_layers ({model.num_layers})"
         yield Refusal("a layer per stage", reason)
     ranks = data_ranks(request, folding)
-    if request.rows % ranks:
-        reason = f"rows of a step ({request.rows}) must be a multiple of the data ranks ({ranks})"
+    if request.rows % (ranks * batch_size):
+        reason = (
+            f"rows of a step ({request.rows}) must be a multiple of the data ranks ({ranks}) times "
+            f"batch_size ({batch_size})"
+        )
         yield Refusal("rows for all data ranks", reason)
 
 
 def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     """Yield what the guidelines advise against."""
-    pp, tp, cp, _, etp, chunks = folding
+    pp, tp, cp, _, etp, chunks, _ = folding
     node, stage = request.gpus_per_node, request.num_gpus // pp
     if etp > 1:
         reason = "experts are cut by ep, with larger products and less communication: use etp=1"
@@ -229,7 +259,7 @@ def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.model.num_layers:
         reason = f"pp ({pp}) leaves ranks idle less with {CHUNKS[1]} stages each: use chunks"
         yield Refusal("VPP where there is PP", reason)
-    micro_batches = request.rows // data_ranks(request, folding)
+    micro_batches = num_micro_batches(request, folding)
     if pp > 1 and micro_batches < pp:
         reason = f"micro-batches ({micro_batches}) must be >= pp ({pp}), or ranks idle: use more"
         yield Refusal("micro-batches fill the pipeline", reason)
