@@ -114,6 +114,22 @@ def test_a_pair_hides_links_alone() -> None:
     assert any(len(actions_of(s.item)) > 1 for s in pairs.timeline.spans[0])  # type: ignore[union-attr]
 
 
+def test_the_network_carries_one_collective_at_a_time() -> None:
+    """Tokens and weights of two nodes are on streams of their own, and share the network."""
+    run = replace(DEEP, num_gpus=32, parallel=ParallelConfig(ep=16), num_micro_batches=8)
+    run, table = replace(run, seq_len=512), replace(TABLE, host_seconds=1e-12)
+    step = dry_run(run)
+    works = [(one.work, one.node_ranks) for one in step.queued]
+    network = sum(TABLE.seconds(*work) for work in works if TABLE.wall(*work) == "network")
+    found, exact = plan_time(run, table), time_step(step, table)
+    assert exact.seconds == pytest.approx(network, rel=0.02)
+    assert found.seconds == pytest.approx(exact.seconds, rel=0.04)
+    pipeline = PipelineConfig(schedule="overlapped", chunks=2)
+    pairs = replace(run, num_gpus=64, parallel=ParallelConfig(pp=2, ep=16), pipeline=pipeline)
+    staged = plan_time(pairs, table)
+    assert 0.5 * found.seconds < staged.seconds < 0.75 * found.seconds  # half, and a bubble
+
+
 def test_which_layer_is_like_which() -> None:
     pieces = pieces_of(STAGED)
     assert pieces.num_micro_batches == 3

@@ -5,6 +5,7 @@
 Legality is what `ParallelConfig` and `plan_sharding` refuse; guidelines are the report's.
 
 Legend of a folding: pp, tp, cp, ep, etp as in `ParallelConfig`; the data ranks are what is left.
+Of stages a folding has the number; `schedules_of` has the orders that they may run in.
 
 Source: arXiv:2603.07685, section 9.1.2.
 """
@@ -12,8 +13,8 @@ Source: arXiv:2603.07685, section 9.1.2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain, product
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Annotated, Literal, NamedTuple
 
 from moecore._fields import Bound, Count, OneOf, Rules, check_fields
@@ -24,19 +25,20 @@ from moecore.models.config import DecoderConfig
 from moecore.models.tensor_parallel import check_tensor_parallel
 from moecore.moe.dispatch.nvlink_options import NVLinkOptions
 from moecore.pipeline.config import PipelineConfig
+from moecore.pipeline.orders import RULES
 from moecore.planning.gpus import GPUS, NODE
 from moecore.planning.levers import Levers, ladder
 from moecore.planning.run import OptimizerOptions, TrainingRun
 from moecore.precision.roles import Precision
 from moecore.shard.options import FSDPOptions
 
-FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks", "rows")
 CHUNKS = (1, 2, 4)  # stages per rank that are tried
+BATCH_SIZES = (1, 2, 4)  # rows of a micro-batch that are tried
 LONG, CP_TOKENS = 8192, 4096  # tokens of a row from which cp pays, and those of a cp rank
 ROWS_PER_GPU = 8  # of a step, where nobody gives its rows
 ANY: Literal["any"] = "any"
+FOLDING = ("pp", "tp", "cp", "ep", "etp", "chunks", "batch_size")
 TWICE = NVLinkOptions(row_factor=2.0)  # rows of a rank that have room, over those of even loads
-ROWS = (1, 2, 4)  # of a micro-batch of a data rank that are tried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +103,7 @@ class Folding(NamedTuple):
     ep: int = 1
     etp: int = 1
     chunks: int = 1
-    rows: int = 1
+    batch_size: int = 1
 
     def __str__(self) -> str:
         return " ".join(f"{k}={v}" for k, v in self.named().items() if v > 1) or "data alone"
@@ -109,11 +111,6 @@ class Folding(NamedTuple):
     def named(self) -> dict[str, int]:
         """Return the numbers by name."""
         return dict(zip(FOLDING, self, strict=True))
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """Those of `ParallelConfig`, by name."""
-        return dict(list(self.named().items())[:5])
 
 
 class Refusal(NamedTuple):
@@ -136,8 +133,9 @@ def foldings(num_gpus: int) -> Iterator[Folding]:
         pairs = [(a, b) for a in sizes if stage % a == 0 for b in sizes if stage % (a * b) == 0]
         for tp, cp in pairs:
             for ep, etp in pairs:
-                for chunks, rows in product(CHUNKS if pp > 1 else (1,), ROWS):
-                    yield Folding(pp, tp, cp, ep, etp, chunks, rows)
+                for chunks in CHUNKS if pp > 1 else (1,):
+                    for batch_size in BATCH_SIZES:
+                        yield Folding(pp, tp, cp, ep, etp, chunks, batch_size)
 
 
 def refuse(request: SearchRequest, folding: Folding) -> Refusal | None:
@@ -157,10 +155,12 @@ def run_of(request: SearchRequest, folding: Folding, levers: Levers) -> Training
     return TrainingRun(
         model=request.model,
         num_gpus=request.num_gpus,
-        parallel=ParallelConfig(**folding.degrees),
+        parallel=ParallelConfig(
+            pp=folding.pp, tp=folding.tp, cp=folding.cp, ep=folding.ep, etp=folding.etp
+        ),
         seq_len=request.seq_len,
-        batch_size=folding.rows,
-        num_micro_batches=micro_batches(request, folding),
+        batch_size=folding.batch_size,
+        num_micro_batches=num_micro_batches(request, folding),
         pipeline=_stages(folding),
         fsdp=levers.fsdp,
         memory=levers.memory,
@@ -182,9 +182,23 @@ def data_ranks(request: SearchRequest, folding: Folding) -> int:
     return request.num_gpus // (folding.pp * folding.tp * folding.cp)
 
 
-def micro_batches(request: SearchRequest, folding: Folding) -> int:
-    """Return how many micro-batches a data rank has in a step."""
-    return request.rows // (data_ranks(request, folding) * folding.rows)
+def num_micro_batches(request: SearchRequest, folding: Folding) -> int:
+    """Return how many micro-batches of a data rank a step has."""
+    return request.rows // (data_ranks(request, folding) * folding.batch_size)
+
+
+def schedules_of(run: TrainingRun) -> list[TrainingRun]:
+    """Return a run of a search, and those with the same stages in another order.
+
+    "gpipe" is left out, because 1F1B takes as long and holds less.
+    """
+    if run.pipeline is None:
+        return [run]
+    chunks = run.pipeline.chunks or 1
+    takes = (name for name, rule in RULES.items() if rule.chunks in (None, chunks))
+    others = (name for name in takes if name not in ("gpipe", run.pipeline.schedule))
+    pipelines = (PipelineConfig(schedule=name, chunks=chunks) for name in others)  # type: ignore[arg-type]
+    return [run, *(replace(run, pipeline=pipeline) for pipeline in pipelines)]
 
 
 def _stages(folding: Folding) -> PipelineConfig | None:
@@ -197,7 +211,7 @@ def _stages(folding: Folding) -> PipelineConfig | None:
 
 def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     """Yield what `parallelize_moe` would refuse."""
-    model, (pp, tp, cp, ep, etp, chunks, rows) = request.model, folding
+    model, (pp, tp, cp, ep, etp, chunks, batch_size) = request.model, folding
     for view, size in (("dense", pp * tp * cp), ("expert", pp * ep * etp)):
         if request.num_gpus % size:
             yield Refusal(
@@ -228,10 +242,10 @@ def _illegal(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
         reason = f"stages (pp {pp} x {chunks}) must be <= num_layers ({model.num_layers})"
         yield Refusal("a layer per stage", reason)
     ranks = data_ranks(request, folding)
-    if request.rows % (ranks * rows):
+    if request.rows % (ranks * batch_size):
         reason = (
             f"rows of a step ({request.rows}) must be a multiple of the data ranks ({ranks}) times "
-            f"the rows of a micro-batch ({rows})"
+            f"batch_size ({batch_size})"
         )
         yield Refusal("rows for all data ranks", reason)
 
@@ -258,7 +272,7 @@ def _unwise(request: SearchRequest, folding: Folding) -> Iterator[Refusal]:
     if pp > 1 and chunks == 1 and CHUNKS[1] * pp <= request.model.num_layers:
         reason = f"pp ({pp}) leaves ranks idle less with {CHUNKS[1]} stages each: use chunks"
         yield Refusal("VPP where there is PP", reason)
-    number = micro_batches(request, folding)
-    if pp > 1 and number < pp:
-        reason = f"micro-batches ({number}) must be >= pp ({pp}), or ranks idle: use more"
+    micro_batches = num_micro_batches(request, folding)
+    if pp > 1 and micro_batches < pp:
+        reason = f"micro-batches ({micro_batches}) must be >= pp ({pp}), or ranks idle: use more"
         yield Refusal("micro-batches fill the pipeline", reason)

@@ -197,16 +197,18 @@ def held_bytes(run: TrainingRun) -> tuple[int, ...]:
 def sizes_of(run: TrainingRun) -> list[RankBytes]:
     """Return what each pipeline rank stores."""
     stages = stages_of(run)
-    if run.pipeline is None:
-        return [_rank_size(run, 0, stages)]
-    rank_of = make_schedule(
-        run.pipeline.schedule,
-        pp=run.resolved.pp,
-        chunks=len(stages) // run.resolved.pp,
-        num_micro_batches=1,
-    ).rank_of
+    rank_of = ranks_of(run)
     ranks = [[s for s in stages if rank_of[s.index] == rank] for rank in range(run.resolved.pp)]
     return [_rank_size(run, rank, own) for rank, own in enumerate(ranks)]
+
+
+def ranks_of(run: TrainingRun) -> Sequence[int]:
+    """Return the pipeline rank of each stage."""
+    if run.pipeline is None:
+        return (0,)
+    pp = run.resolved.pp
+    chunks = len(stages_of(run)) // pp
+    return make_schedule(run.pipeline.schedule, pp=pp, chunks=chunks, num_micro_batches=1).rank_of
 
 
 def blocks_of_stage(stage: Stage, kept: ModelKept, num_layers: int) -> list[KeptBytes]:

@@ -45,6 +45,13 @@ class _Held(NamedTuple):
     node_ranks: int
 
 
+class _Seconds(NamedTuple):
+    """What passes take: the device or the host without collectives, and collectives."""
+
+    computed: float
+    sent: float
+
+
 class Promise:
     """What foldings of a request promise.
 
@@ -99,14 +106,16 @@ class Promise:
         stored = (12 - 4 * rung.optimizer.offload_fraction) * self._everything
         in_flight = 1 + 1 / chunks if chunks > 1 else 1
         kept, _ = self._kept(rung)
-        shared = folding.tp * folding.cp / folding.rows
-        return 6 * held + stored / self._request.num_gpus + in_flight * kept / shared
+        rows = folding.batch_size / (folding.tp * folding.cp)
+        return 6 * held + stored / self._request.num_gpus + in_flight * kept * rows
 
     def seconds(self, folding: Folding, rung: Levers) -> float:
         """Return about how long a step takes, without clipping and the optimizer.
 
         The pipeline rank with most work has all micro-batches, and waits while others fill. What
-        micro-batches gather and reduce, and copy to the host and back, hides behind that work.
+        micro-batches gather and reduce, and copy to the host and back, hides behind that work. So
+        do links behind computation where a forward and a backward of stages may be a pair. The
+        network carries tokens and weights in turn.
 
         Args:
             folding: degrees.
@@ -114,16 +123,19 @@ class Promise:
         """
         run = run_of(self._request, folding, rung)
         like, pp = self._rungs[rung is not self._rungs[0]], folding.pp
-        each = [self._stage(stage, folding, like) for stage in timed_stages(run)]
+        passes = [self._stage(stage, folding, like) for stage in timed_stages(run)]
+        each = [max(passed) if pp > 1 else sum(passed) for passed in passes]
         busiest = max(sum(each[rank::pp]) for rank in range(pp))
         busiest = max(busiest, self._copies(folding, rung))
         if _gathers(rung):
-            busiest = max(busiest, self._gathers(folding))
+            across = folding.ep * folding.etp > self._request.gpus_per_node
+            sent = max(sum(one.sent for one in passes[rank::pp]) for rank in range(pp))
+            busiest = max(busiest, self._gathers(folding) + across * sent)
         return run.num_micro_batches * busiest + sum(each) * (pp - 1) / len(each)
 
     def _held(self, folding: Folding) -> list[_Held]:
         """Return what a rank computes with: experts, and all else."""
-        pp, tp, _, ep, etp, *_ = folding
+        pp, tp, _, ep, etp, _, _ = folding
         stage, node = self._request.num_gpus // pp, self._request.gpus_per_node
         parts = ((self._everything - self._experts, tp), (self._experts, ep * etp))
         return [
@@ -132,44 +144,53 @@ class Promise:
         ]
 
     def _gathers(self, folding: Folding) -> float:
-        """Return the seconds in which a micro-batch gathers its weights twice, and reduces once."""
+        """Return the seconds in which a micro-batch gathers weights twice and reduces fp32 once."""
         found = 0.0
         for size, ranks, node_ranks in self._held(folding):
             gather = Work("all_gather", "collective", 0, round(2 * size), (ranks,), "bfloat16")
-            found += 3 * self._table.seconds(gather, node_ranks) if ranks > 1 else 0
+            found += 4 * self._table.seconds(gather, node_ranks) if ranks > 1 else 0
         return found
 
     def _copies(self, folding: Folding, rung: Levers) -> float:
         """Return the seconds in which a micro-batch's activations go to the host and come back."""
         _, away = self._kept(rung)
-        num_bytes = round(2 * away * folding.rows / (folding.pp * folding.tp * folding.cp))
+        rows = folding.batch_size / (folding.tp * folding.cp)
+        num_bytes = round(2 * away * rows / folding.pp)
         copy = Work("copy to host", "copy", 0, num_bytes, (), "bfloat16")
         return self._table.seconds(copy) if num_bytes else 0.0
 
-    def _stage(self, stage: Stage, folding: Folding, rung: Levers) -> float:
+    def _stage(self, stage: Stage, folding: Folding, rung: Levers) -> _Seconds:
         """Return the seconds of a micro-batch's passes through a stage."""
         pieces, degrees = self._pieces(rung), folding._replace(pp=1, chunks=1)
         parts = ((part, of) for of in PASSES for part in pieces.parts(stage, of))
-        return sum(self._part(*part, degrees, rung) for part in parts)
+        found = [self._part(*part, degrees, rung) for part in parts]
+        return _Seconds(*map(sum, zip(*found, strict=True)))
 
-    def _seconds_of(self, part: str, of: Pass, folding: Folding, rung: Levers) -> float:
+    def _seconds_of(self, part: str, of: Pass, folding: Folding, rung: Levers) -> _Seconds:
         """Return the seconds of a part's pass: the host's or the device's, whichever is longer."""
         pieces = self._pieces(rung)
         own = (
             pieces.queued[i].work for p in pieces.of_part(part, of, MIDDLE // 2) for i in p.place
         )
-        experts, tokens = folding.ep * folding.etp, Fraction(folding.rows, folding.tp * folding.cp)
-        found = [self._share(work, tokens, experts * (work.kind in BY_EXPERTS)) for work in own]
-        found += self._messages(folding) if part.startswith(("layer", "predictions")) else ()
-        device = [seconds for seconds in found if seconds is not None]
-        return max(len(device) * self._table.host_seconds, sum(device))
+        experts, rows = (
+            folding.ep * folding.etp,
+            Fraction(folding.batch_size, folding.tp * folding.cp),
+        )
+        computed, sent = list[float](), list[float]()
+        for work in own:
+            seconds = self._share(work, rows, experts * (work.kind in BY_EXPERTS))
+            if seconds is not None:
+                (sent if work.kind == "collective" else computed).append(seconds)
+        sent += self._messages(folding) if part.startswith(("layer", "predictions")) else ()
+        host = (len(computed) + len(sent)) * self._table.host_seconds
+        return _Seconds(max(host - sum(sent), sum(computed)), sum(sent))
 
-    def _share_of(self, work: Work, tokens: Fraction, experts: int) -> float | None:
+    def _share_of(self, work: Work, rows: Fraction, experts: int) -> float | None:
         """Return the seconds of a rank's share of work; None where there is none.
 
         Args:
             work: of a rank of one node.
-            tokens: of the rank over those of a row.
+            rows: of a rank: less than 1 where ranks share one.
             experts: ranks that share the experts; 0 = the work is not by experts.
         """
         shape = work.shape
@@ -179,17 +200,17 @@ class Promise:
                 return None
         elif work.kind == "grouped product":
             e, R, N, K = shape
-            shape = (max(1, round(e * self._ep / experts)), int(R * tokens), N, K)
+            shape = (max(1, round(e * self._ep / experts)), int(R * rows), N, K)
         elif shape:
-            shape = (max(1, int(shape[0] * tokens)), *shape[1:])
-        num_bytes = max(1, int(work.num_bytes * tokens))
-        share = replace(work, shape=shape, flops=int(work.flops * tokens), num_bytes=num_bytes)
+            shape = (max(1, int(shape[0] * rows)), *shape[1:])
+        num_bytes = max(1, int(work.num_bytes * rows))
+        share = replace(work, shape=shape, flops=int(work.flops * rows), num_bytes=num_bytes)
         here = min(self._request.gpus_per_node, *shape) if work.kind == "collective" else 0
         return self._table.seconds(share, here)
 
     def _messages(self, folding: Folding) -> Iterator[float]:
         """Yield the seconds of what ranks of tp and of cp send each other."""
-        tokens = self._request.seq_len * folding.rows // (folding.tp * folding.cp)
+        tokens = folding.batch_size * self._request.seq_len // (folding.tp * folding.cp)
         for ranks in (folding.tp, folding.cp):
             num_bytes = 2 * self._request.model.dim * tokens * (ranks - 1)
             message = Work("all_gather", "collective", 0, num_bytes, (ranks,), "bfloat16")
@@ -200,7 +221,8 @@ class Promise:
     def _kept_by(self, rung: Levers) -> tuple[int, int]:
         """Return what a micro-batch leaves for its backward, on the device and on the host."""
         found = plan_memory(self._node(rung, 1)).largest
-        return found.activations, sum(found.host.values())
+        away = (n for kind, n in found.host.items() if kind.startswith("activations"))
+        return found.activations, sum(away)
 
     def _pieces_of(self, rung: Levers) -> Pieces:
         return pieces_of(self._node(rung, MIDDLE))

@@ -29,6 +29,7 @@ from moecore.planning.foldings import (
     refuse,
     run_of,
     rungs_of,
+    schedules_of,
 )
 from moecore.planning.gpus import GPUS
 from moecore.planning.levers import Levers
@@ -36,7 +37,7 @@ from moecore.planning.memory import MemoryPlan, plan_memory
 from moecore.planning.peak import plan_peak
 from moecore.planning.promise import Promise
 from moecore.planning.run import TrainingRun
-from moecore.planning.time_plan import TimePlan, plan_time
+from moecore.planning.time_plan import TimePlan, plan_time, plan_times, small_of
 from moecore.tables import columns, shown_bytes
 
 
@@ -100,22 +101,21 @@ class SearchResult:
 
     def table(self) -> str:
         """Return a row per folding that fits."""
-        names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches x rows", "levers")
-        numbers = ("bytes", "left", "s/step", "tokens/s", "wall")
-        lines: list[tuple[str, ...]] = [(*names, *numbers)]
+        names = ("", "pp", "tp", "cp", "ep", "schedule", "micro-batches", "rows", "levers", "bytes")
+        lines: list[tuple[str, ...]] = [(*names, "left", "s/step", "tokens/s", "wall")]
         for i, found in enumerate(self.fitting):
-            p, pipeline = found.folding, found.run.pipeline
-            order = (
-                "-"
-                if pipeline is None
-                else f"{pipeline.schedule}{f' x{p.chunks}' * (p.chunks > 1)}"
-            )
-            degrees = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), order)
-            used = shown_bytes(max(found.peaks))
-            rows = f"{found.run.num_micro_batches} x {p.rows}"
-            memory = (used, shown_bytes(found.headroom))
-            lines.append((*degrees, rows, shown_levers(found), *memory, *_shown_time(found)))
+            p, run = found.folding, found.run
+            numbers = (str(i + 1), *map(str, (p.pp, p.tp, p.cp, p.ep)), shown_schedule(found))
+            rows = (str(run.num_micro_batches), str(run.batch_size))
+            memory = (shown_bytes(max(found.peaks)), shown_bytes(found.headroom))
+            lines.append((*numbers, *rows, shown_levers(found), *memory, *_shown_time(found)))
         return "\n".join(columns(lines))
+
+
+def shown_schedule(found: Candidate) -> str:
+    """Return the order of a candidate's stages, and how many a rank has."""
+    pipeline, chunks = found.run.pipeline, found.folding.chunks
+    return "-" if pipeline is None else f"{pipeline.schedule}{f' x{chunks}' * (chunks > 1)}"
 
 
 def shown_levers(found: Candidate) -> str:
@@ -179,11 +179,8 @@ def search(
             refused[refusal.rule] += 1
     promise = Promise(request, table)
     open_foldings.sort(key=promise.key)
-    # Of each folding the rows of a micro-batch that promise most.
-    firsts = {folding._replace(rows=1): folding for folding in reversed(open_foldings)}
-    tried = [folding for folding in open_foldings if firsts[folding._replace(rows=1)] is folding]
     planned, cheap = list[Candidate](), 0
-    for folding in tried[:most_planned]:
+    for folding in open_foldings[:most_planned]:
         try:
             planned.append(fit(request, folding, promise.rung(folding)))
         except (ValueError, NotImplementedError):
@@ -192,7 +189,7 @@ def search(
         cheap += planned[-1].fits and planned[-1].levers.overhead == "low"
         if cheap == wanted:
             break
-    fitting = sorted((_timed(found, table) for found in planned if found.fits), key=rank_by)
+    fitting = sorted((timed(request, f, table) for f in planned if f.fits), key=rank_by)
     return SearchResult(
         request=request,
         fitting=tuple(fitting),
@@ -203,9 +200,53 @@ def search(
     )
 
 
-def _timed(found: Candidate, table: CostTable) -> Fitting:
-    known = {field.name: getattr(found, field.name) for field in fields(found)}
-    return Fitting(**known, time=plan_time(found.run, table))
+def timed(request: SearchRequest, found: Candidate, table: CostTable) -> Fitting:
+    """Return a candidate that fits in the order of its stages that takes least time.
+
+    Less may be computed again or offloaded then, where other levers have made it needless.
+    """
+    orders = _orders(request, found)
+    times = plan_times([other.run for other in orders], table)
+    time, best = min(zip(times, orders, strict=True), key=lambda pair: pair[0].seconds)
+    eased = _eased(request, best)
+    if eased is not best and (less := plan_time(eased.run, table)).seconds < time.seconds:
+        time, best = less, eased
+    known = {field.name: getattr(best, field.name) for field in fields(found)}
+    return Fitting(**known, time=time)
+
+
+def _eased(request: SearchRequest, found: Candidate) -> Candidate:
+    """Return what fits with the first memory options of earlier rungs with which it still does."""
+    spare = found.plan.largest.num_bytes - max(found.peaks)  # of kinds that are never there at once
+    for memory in dict.fromkeys(rung.memory for rung in rungs_of(request)):
+        if memory == found.run.memory:
+            break
+        run = replace(found.run, memory=memory)
+        if plan_memory(run).largest.num_bytes - spare <= request.limit:
+            levers = replace(found.levers, memory=memory)
+            other = _planned(request, found.folding, levers, run)
+            if other.fits:
+                return other
+    return found
+
+
+def _orders(request: SearchRequest, found: Candidate) -> list[Candidate]:
+    """Return a candidate in all orders of its stages that fit, with its levers or a few more.
+
+    More levers are those with which a dry run is the same: the optimizer's state on the host.
+    """
+    rungs = rungs_of(request)
+    more = rungs[rungs.index(found.levers) :]
+    small, orders = small_of(found.run), [found]
+    plain = [run_of(request, found.folding, rung) for rung in more]
+    alike = [(run, rung) for run, rung in zip(plain, more, strict=True) if small_of(run) == small]
+    for i, _ in enumerate(schedules_of(found.run)[1:], 1):
+        for run, rung in alike:
+            other = _planned(request, found.folding, rung, schedules_of(run)[i])
+            if other.fits:
+                orders.append(other)
+                break
+    return orders
 
 
 def explain_folding(request: SearchRequest, folding: Folding) -> str:
@@ -218,8 +259,10 @@ def explain_folding(request: SearchRequest, folding: Folding) -> str:
     largest = found.plan.largest
     used = f"{shown_bytes(max(found.peaks))} of {shown_bytes(request.limit)}"
     if found.fits:
-        line = plan_time(found.run, CostTable.of(request.gpu)).line
-        return f"{folding}: fits, {used}, levers: {shown_levers(found)}; {line}"
+        best = timed(request, found, CostTable.of(request.gpu))
+        used = f"{shown_bytes(max(best.peaks))} of {shown_bytes(request.limit)}"
+        order = f"{shown_schedule(best)}, " if best.run.pipeline is not None else ""
+        return f"{folding}: fits, {used}, {order}levers: {shown_levers(best)}; {best.time.line}"
     kind, size = max(largest.device.items(), key=lambda item: item[1])
     return (
         f"{folding}: too large: with all levers pipeline rank {largest.pp_rank} holds {used}, "
@@ -231,8 +274,7 @@ def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -
     """Plan a folding with the cheapest levers with which it fits; with all where none suffice.
 
     Memory falls from rung to rung, so the first whose kinds add up to less is found from a guess,
-    else by halves. From there it is a rung or two to the first that has less at once. Less may be
-    computed again or offloaded then, because levers of that rung have made it needless.
+    else by halves. From there it is a rung or two to the first that has less at once.
 
     Args:
         request: what is trained.
@@ -254,22 +296,6 @@ def fit(request: SearchRequest, folding: Folding, guess: Levers | None = None) -
         if not other.fits:
             break
         found, at = other, at - 1
-    return _eased(request, folding, found, rungs[:at]) if found.fits else found
-
-
-def _eased(
-    request: SearchRequest, folding: Folding, found: Candidate, rungs: Sequence[Levers]
-) -> Candidate:
-    """Return what fits with the first memory options of these rungs with which it still does."""
-    never_at_once = found.plan.largest.num_bytes - max(found.peaks)
-    for memory in dict.fromkeys(rung.memory for rung in rungs):
-        levers = replace(found.levers, memory=memory)
-        if levers == found.levers:
-            break
-        if _sum(request, folding, levers) - never_at_once <= request.limit:
-            other = planned_with(request, folding, levers)
-            if other.fits:
-                return other
     return found
 
 
@@ -294,7 +320,12 @@ def _sum(request: SearchRequest, folding: Folding, levers: Levers) -> int:
 
 def planned_with(request: SearchRequest, folding: Folding, levers: Levers) -> Candidate:
     """Plan a folding with the levers of one rung."""
-    run = run_of(request, folding, levers)
+    return _planned(request, folding, levers, run_of(request, folding, levers))
+
+
+def _planned(
+    request: SearchRequest, folding: Folding, levers: Levers, run: TrainingRun
+) -> Candidate:
     peaks = plan_peak(run)
     return Candidate(
         folding=folding,

@@ -5,12 +5,12 @@
 Work starts when the host has queued it, and what it comes behind has ended; the host queues one
 piece after the other, and waits where it reads a result. It begins a step while the one before it
 still runs, so a step's time is that between the ends of two steps. Work side by side is as fast as
-alone.
+alone, but a step takes no less than all that its network carries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -62,8 +62,9 @@ def time_step(step: DryRun, table: CostTable) -> StepTime:
     check_arguments(time_step, locals())
     spans = run_queue(placed(step.queued), table, STEPS)
     first, last = (max(spans.ends[: len(step.queued) * n]) for n in (STEPS - 1, STEPS))
-    parts = exposed(spans, first, last)
-    return StepTime(last - first, parts)
+    before = (STEPS - 1) * len(step.queued)
+    parts = at_least(exposed(spans, first, last), carried(spans, before, len(spans.ends)))
+    return StepTime(max(last - first, sum(parts.values())), parts)
 
 
 def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Spans:
@@ -93,6 +94,26 @@ def run_queue(queue: Sequence[Placed], table: CostTable, steps: int = 1) -> Span
             ends.append(end)
         begun = max(ends[first:], default=begun)
     return Spans(starts, ends, steps * [part for _, part in costs])
+
+
+def carried(spans: Spans, first: int, last: int) -> float:
+    """Return the seconds in which the network carries some of a queue, if it carries no other.
+
+    Args:
+        spans: of the queue.
+        first: where some of it begins.
+        last: where it ends.
+    """
+    found = zip(
+        spans.starts[first:last], spans.ends[first:last], spans.parts[first:last], strict=True
+    )
+    return sum(end - start for start, end, part in found if part == "network")
+
+
+def at_least(parts: Mapping[Part, float], network: float) -> dict[Part, float]:
+    """Return parts that add up to the seconds of the network: streams share it."""
+    missing = max(0.0, network - sum(parts.values()))
+    return {**parts, "network": parts.get("network", 0.0) + missing}
 
 
 def _costs(queue: Sequence[Placed], table: CostTable) -> list[tuple[float, Part]]:

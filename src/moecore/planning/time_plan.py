@@ -6,7 +6,8 @@
 A step of few micro-batches is put together; each one more takes as long as the last of those that
 are in the middle. Clipping and the optimizer follow the slowest pipeline rank, whose time grows
 with what the rank stores. A pair of a forward and a backward (`Overlap`) hides links behind
-computation. Work side by side is as fast as alone.
+computation. Work side by side is as fast as alone, but nothing takes less than the network for all
+that it carries.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from moecore._fields import check_arguments
 from moecore.pipeline.layout import Stage
@@ -24,16 +26,26 @@ from moecore.planning.alike import Likes, timed_layers
 from moecore.planning.costs import CostTable
 from moecore.planning.dry_run import DryRun, dry_run
 from moecore.planning.gpus import NODE
-from moecore.planning.memory import WHOLE, stages_of, state_bytes, stored_bytes
+from moecore.planning.memory import WHOLE, ranks_of, stages_of, state_bytes, stored_bytes
 from moecore.planning.pieces import MIDDLE, PASSES, Pass, Piece, Pieces
 from moecore.planning.run import TrainingRun
-from moecore.planning.step_time import STEPS, Part, exposed, run_queue
+from moecore.planning.step_time import STEPS, Part, at_least, carried, exposed, run_queue
 from moecore.planning.timeline import simulate
 from moecore.planning.work import Queued, Work
 
 LINKS: tuple[Part, ...] = ("nvlink", "network", "pcie")
 ROUNDS = 3  # of a pipeline's ranks: micro-batches of a step that is simulated
 Parts = Mapping[Part, float]
+
+
+class Passed(NamedTuple):
+    """The seconds of a pass by part, and those of the network for all that it carries of it."""
+
+    parts: Parts
+    network: float
+
+
+Known = dict[object, dict[tuple[Pass, int], Passed]]  # starts of a stage's pieces -> its passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,15 +104,30 @@ def plan_time(run: TrainingRun, table: CostTable) -> TimePlan:
         ValueError, NotImplementedError: as `parallelize_moe`, for what does not fit the model.
     """
     check_arguments(plan_time, locals())
-    pieces, timeline = pieces_of(run), None
-    if run.pipeline is None:
-        seconds, parts = _alone(run, pieces, table)
-    else:
-        seconds, parts, timeline = _staged(run, pieces, table)
-    if run.optimizer.offload_fraction:
-        waits = _state_waits(run, pieces, table)
-        seconds, parts = seconds + waits, _sum((parts, {"pcie": waits}))
-    return TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
+    return plan_times([run], table)[0]
+
+
+def plan_times(runs: Sequence[TrainingRun], table: CostTable) -> list[TimePlan]:
+    """Return what `plan_time` does of runs of the same pieces, whose passes are timed once.
+
+    Args:
+        runs: that differ by the order of their stages, or where the optimizer's state is.
+        table: what operations take.
+    """
+    known: Known = {}
+    found = []
+    for run in runs:
+        pieces, timeline = pieces_of(run), None
+        if run.pipeline is None:
+            seconds, parts = _alone(run, pieces, table)
+        else:
+            seconds, parts, timeline = _staged(run, pieces, table, known)
+        if run.optimizer.offload_fraction:
+            waits = _state_waits(run, pieces, table, known)
+            seconds, parts = seconds + waits, _sum((parts, {"pcie": waits}))
+        plan = TimePlan(run=run, gpu=table.gpu, seconds=seconds, parts=parts, timeline=timeline)
+        found.append(plan)
+    return found
 
 
 def pieces_of(run: TrainingRun) -> Pieces:
@@ -162,15 +189,17 @@ def _alone(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, P
         return max(spans.ends[: before + length])
 
     start, stop = end(0), end(len(joined))
-    seconds, parts = stop - start, exposed(spans, start, stop)
-    if number == run.num_micro_batches:
-        return seconds, parts
-    times, start, stop = run.num_micro_batches - number, end(lengths[1]), end(lengths[2])
-    more = {part: times * each for part, each in exposed(spans, start, stop).items()}
-    return seconds + times * (stop - start), _sum((parts, more))
+    parts, network = exposed(spans, start, stop), carried(spans, before, before + len(joined))
+    if number < run.num_micro_batches:
+        start, stop = end(lengths[1]), end(lengths[2])
+        times, more = run.num_micro_batches - number, exposed(spans, start, stop)
+        parts = _sum((parts, {part: times * each for part, each in more.items()}))
+        network += times * carried(spans, before + lengths[1], before + lengths[2])
+    parts = at_least(parts, network)
+    return sum(parts.values()), parts
 
 
-def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable) -> float:
+def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable, known: Known) -> float:
     """Return the seconds in which a step waits for its optimizer's state, out and back.
 
     The blocks of the first forward hide the one, and those of the last backward the other, but for
@@ -179,22 +208,25 @@ def _state_waits(run: TrainingRun, pieces: Pieces, table: CostTable) -> float:
     numel = stored_bytes(run) // run.dtype.itemsize
     num_bytes = int(run.optimizer.offload_fraction * numel * state_bytes(run.optimizer, run.dtype))
     copy = table.seconds(Work("copy to host", "copy", 0, num_bytes, (), "uint8"))
-    own = timed_stages(run)[:: run.resolved.pp]
+    stages, rank_of = timed_stages(run), ranks_of(run)
+    own = [stage for stage in stages if rank_of[stage.index] == 0]
     blocks = [replace(stage, embedding=False, loss=False) for stage in own]
-    passes = _passes_of(blocks, pieces, table)
+    passes = _passes_of(blocks, pieces, table, known)
     out, back = (
-        sum(sum(passes[stage.index][end].values()) for stage in blocks)
+        sum(sum(passes[stage.index][end].parts.values()) for stage in blocks)
         for end in (("F", 0), ("B", pieces.num_micro_batches - 1))
     )
     back *= 1 - 1 / sum(len(stage.layers) for stage in blocks)
     return max(0.0, copy - out) + max(0.0, copy - back)
 
 
-def _staged(run: TrainingRun, pieces: Pieces, table: CostTable) -> tuple[float, Parts, Timeline]:
+def _staged(
+    run: TrainingRun, pieces: Pieces, table: CostTable, known: Known
+) -> tuple[float, Parts, Timeline]:
     """Return seconds, parts and the order of a step with stages."""
     assert run.pipeline is not None, "checked by the caller"
     name, pp, stages = run.pipeline.schedule, run.resolved.pp, stages_of(run)
-    passes = _passes_of(stages, pieces, table)
+    passes = _passes_of(stages, pieces, table, known)
     end_seconds, end_parts = _end(pieces, table)
     send = _send_seconds(run, table)
     timelines: dict[int, Timeline] = {}
@@ -222,14 +254,14 @@ class _Costs:
     """What items of an order take.
 
     Args:
-        passes: seconds by part of each stage, pass and micro-batch of the step that was cut.
+        passes: of each stage, pass and micro-batch of the step that was cut.
         like: which of these each micro-batch is like.
         hides: whether a forward beside a backward hides what travels: "nvlink" hands over nowhere.
     """
 
     def __init__(
         self,
-        passes: Mapping[int, Mapping[tuple[Pass, int], Parts]],
+        passes: Mapping[int, Mapping[tuple[Pass, int], Passed]],
         like: Sequence[int],
         *,
         hides: bool,
@@ -242,14 +274,18 @@ class _Costs:
 
     def parts(self, item: Item) -> Parts:
         """Return the seconds of an item by part; D and W are half a backward each."""
-        found = _sum(self._of(action) for action in actions_of(item))
-        return _hidden(found) if self._hides and isinstance(item, Overlap) else found
+        passed = [self._of(action) for action in actions_of(item)]
+        found = _sum(parts for parts, _ in passed)
+        if not isinstance(item, Overlap):
+            return found
+        left = _hidden(found) if self._hides else found
+        return at_least(left, sum(network for _, network in passed))
 
-    def _of(self, action: Action) -> Parts:
+    def _of(self, action: Action) -> Passed:
         of: Pass = "F" if action.kind == "F" else "B"
         share = 0.5 if action.kind in "DW" else 1.0
-        own = self._passes[action.stage][of, self._like[action.micro_batch]]
-        return {part: share * seconds for part, seconds in own.items()}
+        parts, network = self._passes[action.stage][of, self._like[action.micro_batch]]
+        return Passed({part: share * seconds for part, seconds in parts.items()}, share * network)
 
 
 def _hidden(parts: Parts) -> Parts:
@@ -272,10 +308,9 @@ def _sum(all_parts: Iterable[Parts]) -> dict[Part, float]:
 
 
 def _passes_of(
-    stages: Sequence[Stage], pieces: Pieces, table: CostTable
-) -> dict[int, dict[tuple[Pass, int], Parts]]:
+    stages: Sequence[Stage], pieces: Pieces, table: CostTable, known: Known
+) -> dict[int, dict[tuple[Pass, int], Passed]]:
     """Return what `_passes` does of each stage, found once for those of the same pieces."""
-    known: dict[object, dict[tuple[Pass, int], Parts]] = {}
     found = {}
     for stage in stages:
         key = tuple(piece.place.start for piece in pieces.of_stage(stage, "F", 0))
@@ -285,9 +320,9 @@ def _passes_of(
     return found
 
 
-def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Parts]:
+def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, int], Passed]:
     """Return seconds by part of a stage's passes: a forward and a backward in turns."""
-    found: dict[tuple[Pass, int], Parts] = {}
+    found: dict[tuple[Pass, int], Passed] = {}
     queue: list[Piece] = []
     ends: list[tuple[tuple[Pass, int], int]] = []
     for i in like_of(pieces.num_micro_batches + 1, pieces.num_micro_batches):
@@ -295,11 +330,12 @@ def _passes(stage: Stage, pieces: Pieces, table: CostTable) -> dict[tuple[Pass, 
             queue += pieces.of_stage(stage, of, i)
             ends.append(((of, i), _length(queue)))
     spans = run_queue(pieces.joined(queue), table)
-    start = 0.0
+    start, before = 0.0, 0
     for key, number in ends:
         end = max(spans.ends[:number], default=0.0)
-        found[key] = exposed(spans, start, end)
-        start = end
+        network = carried(spans, before, number)
+        found[key] = Passed(at_least(exposed(spans, start, end), network), network)
+        start, before = end, number
     return found
 
 
